@@ -86,12 +86,12 @@ def steps(given: argparse.Namespace) -> Iterator[tuple[str, Case]]:
         replayed.model_of("qwen2.5-vl-7b", given.device, None if gpu else 2), 4096 if gpu else 256
     )
     seen: list[Any] = []
-    call = decode.Part.__call__
-    decode.Part.__call__ = lambda part, *rest: seen.append((part, rest)) or call(part, *rest)  # type: ignore[method-assign, func-returns-value]
+    call = decode.DeviceStep.__call__
+    decode.DeviceStep.__call__ = lambda part, *rest: seen.append((part, rest)) or call(part, *rest)  # type: ignore[method-assign, func-returns-value]
     try:
         runner.step(torch.ones(1, 1, dtype=torch.long, device=given.device))
     finally:
-        decode.Part.__call__ = call  # type: ignore[method-assign]
+        decode.DeviceStep.__call__ = call  # type: ignore[method-assign]
     if seen:
         part, rest = seen[0]
         tensors = tuple(one for one in rest if one is not None)

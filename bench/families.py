@@ -84,7 +84,7 @@ class Built:
         cuda = torch.device(options.device).type == "cuda"
         if cuda:
             torch.cuda.empty_cache()
-        self.rate = self.rate or answer.read_rate(options.device, 1 << (31 if cuda else 24))
+        self.rate = self.rate or answer.memory_bandwidth(options.device, 1 << (31 if cuda else 24))
         if options.shrink > 1:
             outline = shapes.build(name, 1, 1, device="meta")
             self.model = Sampler(adapter_for(outline), type(outline)).model().to(options.device)
@@ -146,7 +146,7 @@ def question(name: str, options: argparse.Namespace, log: Log) -> None:
     if not row["bytes_in"]:
         raise RuntimeError("the questions recalled nothing from the host.")
     row |= {"model": name, "units": units, "unit": unit, "recalled": recalled}
-    read = answer.floor_s(model, cache_bytes(model, unit * (recalled + local)), BUILT.rate)
+    read = answer.min_step_s(model, cache_bytes(model, unit * (recalled + local)), BUILT.rate)
     first = [one for one in read_rows([log.path]) if one.get("case") == "question"] or [row]
     wire = first[0]["seconds_in"] / first[0]["bytes_in"]
     written(log, "question", name, row["p50_s"], read + row["bytes_in"] * wire, read_s=read, **row)

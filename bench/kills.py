@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import Log
 
 import mmaccel
-from mmaccel.cli.journal import Keeper
+from mmaccel.cli.journal import PeriodicSaver
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.streams.asking import asked
 from mmaccel_lab.world import World, render
@@ -60,7 +60,7 @@ def watch(parts: tuple[Any, Any, Any], camera: Camera, folder: Path, every: floa
     """The child: resume, watch and save until it is killed."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process at once, as SIGKILL does
     session = resumed(parts, folder)
-    keeper = Keeper(session, folder, None, None, every)
+    keeper = PeriodicSaver(session, folder, None, None, every)
     save = session.save
 
     def noted(path: str | Path) -> None:

@@ -42,8 +42,8 @@ import mmaccel
 from mmaccel.core.decoding import replay
 from mmaccel.core.report import Meter, environment
 from mmaccel.core.streams.asking import QuestionRunner
-from mmaccel.core.streams.live import settled
-from mmaccel.core.streams.parts import Turns
+from mmaccel.core.streams.live import gc_frozen
+from mmaccel.core.streams.parts import FairLock
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models.stream import HFStreamAdapter, StreamPasses
 from mmaccel.policies.kv._archived import SharedArchive
@@ -58,7 +58,7 @@ SPARE_MS, LATE_MS = 3.0, 60.0
 LARGEST = 8
 WAITS = "waits"
 PARTS: dict[str, list[tuple[Any, str]]] = {
-    WAITS: [(Turns, "_aside"), (Turns, "_acquire")],
+    WAITS: [(FairLock, "_aside"), (FairLock, "_acquire")],
     "clip": [(StreamRunner, "take")],
     "pixels": [(HFStreamAdapter, "features")],
     "tower": [(StreamPasses, "encoded")],
@@ -183,12 +183,12 @@ def jit_function() -> Any:
 class Clock:
     """The pieces of a thread's turns, in seconds, by kind: what it gives way after; and when its tokens came."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns, self._give_way = turns, turns.give_way
+    def __init__(self, turns: FairLock) -> None:
+        self._turns, self._give_way = turns, turns.yield_lock
         self.pieces: dict[str, list[float]] = {"slice": [], "step": []}
         self.gaps: list[tuple[float, float]] = []
         self._thread, self._last, self._token = 0, 0.0, 0.0
-        turns.give_way = self.give_way  # type: ignore[method-assign]
+        turns.yield_lock = self.yield_lock  # type: ignore[method-assign]
 
     def begin(self) -> None:
         """A question has its turn."""
@@ -206,7 +206,7 @@ class Clock:
             self.gaps.append((self._token, now))
         self._token = now
 
-    def give_way(self, inside: bool = False) -> None:
+    def yield_lock(self, inside: bool = False) -> None:
         if threading.get_ident() == self._thread:
             # What follows a token's pause is a step.
             kind = "slice" if inside or not self.pieces["slice"] else "step"
@@ -275,7 +275,7 @@ def measured(
             feeder.join()
     finally:
         Meter.token = plain  # type: ignore[method-assign]
-        del session._check, turns.give_way  # type: ignore[attr-defined]
+        del session._check, turns.yield_lock  # type: ignore[attr-defined]
     end, waits = time.perf_counter(), list(live.waits)
     taken = [max(0.0, whole - wait) for whole, wait in zip(passes, waits, strict=False)]
     gaps = [last - first for first, last in clock.gaps]
@@ -354,13 +354,13 @@ def main() -> None:
     for kv in args.kv:
         with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
             session.watch(frames.repeat(-(-args.before // 32), 1, 1, 1)[: args.before], fps=args.fps)
-            with settled():
+            with gc_frozen():
                 row = {"kv": kv, **alone(session, frames, args.fps)}
             if args.profile:
                 profiled(session, frames, args.fps)
             session.ask(words(args.words), args.tokens)  # what a question needs is made and captured
             given = {"fps": args.fps, "seconds": args.seconds, "count": args.words, "tokens": args.tokens}
-            with settled():  # as `mmaccel serve` and `mmaccel watch` do
+            with gc_frozen():  # as `mmaccel serve` and `mmaccel watch` do
                 row |= measured(session, frames, **given)
         for name, value in row.items():
             if isinstance(value, list | dict):

@@ -82,7 +82,7 @@ class Bench:
 
     @cached_property
     def rate(self) -> float:
-        return answer.read_rate(self.device, 1 << (31 if self.device.type == "cuda" else 24))
+        return answer.memory_bandwidth(self.device, 1 << (31 if self.device.type == "cuda" else 24))
 
     @cached_property
     def target(self) -> nn.Module:
@@ -165,7 +165,7 @@ def timed_step(
 ) -> list[dict[str, Any]]:
     """A row for a captured step of each number of rows after `columns`."""
     runner = after(model, columns)
-    floor = answer.floor_s(model, cache_bytes(model, columns), bench.rate)
+    floor = answer.min_step_s(model, cache_bytes(model, columns), bench.rate)
     found = []
     for count in rows:
         ids = torch.ones(1, count, dtype=torch.long, device=model.device)

@@ -67,7 +67,7 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
     def alone(options: argparse.Namespace, log: Log) -> None:
         once = decode([bench.runner], [Off().open(None)], [bench.columns, 0], bench.tokens, 1)  # type: ignore[arg-type]
         bench.found["alone"] = once["tokens_per_s"]
-        floor = answer.floor_s(bench.target, cache_bytes(bench.target, bench.columns), bench.rate)
+        floor = answer.min_step_s(bench.target, cache_bytes(bench.target, bench.columns), bench.rate)
         tell(log, case="alone", **shape, **once, of_floor=1 / once["tokens_per_s"] / floor)
 
     def ahead(window: int | None) -> Callable[[argparse.Namespace, Log], None]:

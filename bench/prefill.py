@@ -276,7 +276,7 @@ def vision_step(name: str, tokens: int, seconds: float, ways: Sequence[str], siz
         for way in ways:
             with (
                 patch.object(modules, "PATCHES", len(pixels) if way == "whole" else most),
-                patch.object(modules, "fewer_kernels", none if way == "modules" else modules.fewer_kernels),
+                patch.object(modules, "fuse_tower", none if way == "modules" else modules.fuse_tower),
                 mmaccel.accelerate(model, "dense"),
             ):
                 row = timed_tower(model, pixels, size)

@@ -129,7 +129,7 @@ def after(
         sizes = count, own.num_v_heads, own.head_k_dim, own.head_v_dim
         one.back((columns, (conv, conv.new_zeros(sizes, dtype=torch.float32))))
     if rows is None:
-        rows = ROWS if decoding.admits(model, family, cache, also=("cpu",)) else ()
+        rows = ROWS if decoding.can_capture(model, family, cache, also=("cpu",)) else ()
     return Counting(model, family, cache, rows, **choices)
 
 
@@ -198,7 +198,7 @@ def replaying(target: nn.Module, keep: float, seed: int) -> Iterator[None]:
     """While inside, the runners that `generate` opens are counting ones, `target`'s with chance `keep`."""
 
     def opened(model: nn.Module, family: Any, cache: Any) -> HFRunner:
-        if not decoding.admits(model, family, cache):
+        if not decoding.can_capture(model, family, cache):
             raise RuntimeError("steps of this model cannot be captured.")
         return Counting(model, family, cache, ROWS, keep=keep if model is target else None, seed=seed)
 

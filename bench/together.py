@@ -28,7 +28,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.batch import Batch
 from mmaccel.core.decoding.draft import DraftState
 from mmaccel.core.decoding.generate import Speculation
-from mmaccel.core.decoding.load import TRIED, WINDOWS, Load
+from mmaccel.core.decoding.load import TRIED, WINDOWS, DraftLength
 from mmaccel.core.report import Meter
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
@@ -68,7 +68,7 @@ def together_part(bench: Bench) -> Iterator[Step]:
             for runner in some:
                 runner.truncate(columns)
             times = measure(step, warmup=3, repeats=max(options.repeats, 2), device=model.device)
-            floor = answer.floor_s(model, count * cache_bytes(model, columns), bench.rate)
+            floor = answer.min_step_s(model, count * cache_bytes(model, columns), bench.rate)
             paces = [one for one, _ in taken]
             pairs = zip(taken[-1][1], said, strict=False)
             same = [int((a == b).long().cumprod(0).sum()) for a, b in pairs]
@@ -86,7 +86,7 @@ WINDOW, WARMUPS = 15, 2
 """Tokens that a draft proposes at most, as often as that pays; and generations of each way before those that count."""
 
 
-class EachWindow(Load):
+class EachWindow(DraftLength):
     """Takes each window for as many rounds as it is tried, so that what it needs is compiled and captured."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class EachWindow(Load):
         return next(self._turns)
 
 
-class Watched(Load):
+class Watched(DraftLength):
     """Counts rounds by their window, and what targets kept."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ def pace(
     columns: int,
     tokens: int,
     drafts: Sequence[DraftState] = (),
-    load: Load | None = None,
+    load: DraftLength | None = None,
 ) -> tuple[float, list[torch.Tensor]]:
     """Tokens a second in all until the first sequence has `tokens`, which ends the others, too: where requests come all the
     time, others take their places. And what each said; those without a shared step take turns."""

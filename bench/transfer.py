@@ -153,7 +153,7 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
                 code = fetcher.codes(layer, entries)
                 ready = fetcher.bring(layer, entries, code, len(entries), out, pair)  # type: ignore[arg-type]
                 if ahead and layer + 1 < options.layers:
-                    fetcher.prefetch(layer + 1, fetcher.foretell(layer + 1, wanted[layer + 1]))
+                    fetcher.prefetch(layer + 1, fetcher.predict_codes(layer + 1, wanted[layer + 1]))
                 store.lanes.compute.wait(ready)  # type: ignore[arg-type]
                 for _ in range(products):
                     product()

@@ -1,8 +1,8 @@
-"""Vision-language models made fast on long video.
+"""Makes vision-language models fast on long video, without retraining.
 
-``accelerate(model, recipe)`` lays a recipe (a sparse prefill pattern, a memory, a draft) through an unmodified
-Hugging Face model; leaving it, or ``detach()``, gives the model back as it was. Importing this package registers the
-policies and the model families and does nothing else: no model code is loaded and nothing is patched.
+``accelerate(model, recipe)`` applies a recipe (a sparse prefill pattern, a KV policy, a draft, a pruner) to a Hugging Face
+model; leaving its context, or ``detach()``, restores the model. Importing this package registers the policies and the model
+families and nothing else: it loads no model code and patches nothing.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _ROOMS = ("media", "search")
 
 
 def list_policies(kind: str | None = None) -> dict[str, list[str]]:
-    """The registered names of each kind (sparse, kv, draft, prune, model), or of one; `UnknownName` for another."""
+    """Registered names by kind (sparse, kv, draft, prune, model), or of one kind; raises `UnknownName` for another kind."""
     return {one: list(registry(one)) for one in (KINDS if kind is None else (kind,))}
 
 
 def list_models() -> tuple[str, ...]:
-    """The models that mmaccel-lab ships; `load_model` takes these names, folders and hub names."""
+    """Names of the tiny models that mmaccel-lab ships; `load_model` also takes folders and hub names."""
     return _SHIPPED
 
 

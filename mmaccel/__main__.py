@@ -1,4 +1,4 @@
-"""``python -m mmaccel`` is the command line."""
+"""Runs the command line: ``python -m mmaccel``."""
 
 from mmaccel_command import main
 

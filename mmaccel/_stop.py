@@ -1,4 +1,4 @@
-"""Imported before all that takes seconds: ``python -m mmaccel`` that is stopped meanwhile says so, as the command does."""
+"""Handles Ctrl-C while the package is still being imported: ``python -m mmaccel`` then prints "stopped." and exits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def over() -> None:
-    """The package is imported: from now on the code that runs handles Ctrl-C itself."""
+    """End the handling of Ctrl-C during the import of the package."""
     if sys.excepthook is _told:
         sys.excepthook = sys.__excepthook__
 

@@ -1,4 +1,4 @@
-"""Pictures, where matplotlib is installed: an empty figure, and how one is written."""
+"""Creates and saves matplotlib figures, where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches. Raises `MmaccelError` where matplotlib is missing."""
+    """An empty matplotlib figure of this size in inches. Raises `MmaccelError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -21,7 +21,7 @@ def figure(width: float, height: float) -> Figure:
 
 
 def save(drawn: Figure, path: Path) -> None:
-    """Write a figure; the ending of the name says how. Raises `MmaccelError` for an ending that matplotlib cannot write."""
+    """Write a figure to `path`, in the format of its suffix. Raises `MmaccelError` for a format that matplotlib lacks."""
     told = f"{path}: the picture cannot be written so; end the name in .svg, .png or .pdf."
     if not path.suffix:
         raise MmaccelError(told)

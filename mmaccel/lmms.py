@@ -1,6 +1,6 @@
 """A model under a recipe for lmms-eval: `python -m lmms_eval --model mmaccel --model_args pretrained=NAME,recipe=NAME`.
 
-lmms-eval finds it by its entry points; `pip install 'mmaccel[eval]'` brings both.
+lmms-eval finds it by its entry points; `pip install 'mmaccel[eval]'` installs both.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ HARNESS = {"batch_size", "max_batch_size"}
 
 
 def manifest() -> Any:
-    """What the entry point `lmms_eval.models` gives."""
+    """The model manifest for lmms-eval's entry point `lmms_eval.models`."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest("mmaccel", chat_class_path=f"{__name__}.{Mmaccel.__name__}")
 
 
 class Mmaccel(lmms):
-    """The model `pretrained` (a name or a folder) under `recipe` (a name or a YAML file).
+    """lmms-eval model: `pretrained` (a name or folder) under `recipe` (a name or YAML file).
 
-    fps, frames    frames a second of each video, or so many of it at most; else what the model's own users take
-    device, dtype  the process's own CUDA device, or the CPU; "bfloat16" and so on, the checkpoint's own by default
+    fps, frames    frames per second of each video, or at most so many frames; default: as the model's own processor
+    device, dtype  default: the process's CUDA device, or the CPU; the checkpoint's dtype
 
-    The harness prints and writes, under "throughput": `avg_ttft_s` (mean seconds to the first token, vision and prefill
-    included), `avg_peak_gib` (the largest memory) and `avg_kept` (mean share of query-key pairs that prefill computed), each
-    as `Report` has it.
+    lmms-eval prints and writes, under "throughput": `avg_ttft_s` (mean seconds to the first token, vision and prefill
+    included), `avg_peak_gib` (largest peak memory) and `avg_kept` (mean share of query-key pairs that prefill computed),
+    each as in `Report`.
     """
 
     is_simple = False
@@ -84,7 +84,7 @@ class Mmaccel(lmms):
         return found
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
-        """Rounds as the task makes them, each from the answers so far, until it says that it is over."""
+        """Answer multi-round tasks: each prompt is made by the task from the answers so far, until the task ends."""
         found = []
         for one in requests:
             _, messages, options, number, task, split = one.args
@@ -103,14 +103,14 @@ class Mmaccel(lmms):
 
     def loglikelihood(self, requests: list[Instance]) -> Any:
         raise ModelError(
-            "likelihoods are not compared; take the task's generating form (egoschema for egoschema_mcppl)."
+            "tasks by likelihood are not supported; take the task that generates (egoschema for egoschema_mcppl)."
         )
 
     def _answer(self, task: str, turn: Any, options: Mapping[str, Any]) -> tuple[str, Report]:
         from lmms_eval.protocol import ChatMessages
 
         if options.get("num_beams", 1) != 1:
-            raise ModelError(f"{task}: num_beams: beams are not searched; set it to 1 by --gen_kwargs.")
+            raise ModelError(f"{task}: num_beams: beam search is not supported; set it to 1 by --gen_kwargs.")
         given = ChatMessages(messages=turn).messages
         chat = [
             {"role": one.role, "content": [self._piece(task, part) for part in one.content]} for one in given
@@ -134,7 +134,7 @@ class Mmaccel(lmms):
     def _piece(self, task: str, part: Any) -> dict[str, Any]:
         """A piece of a message, its video read."""
         from mmaccel.media.reader import facts
-        from mmaccel.models.taking import take
+        from mmaccel.models.taking import sample
 
         if part.type == "text":
             return {"type": "text", "text": part.text}
@@ -151,7 +151,7 @@ class Mmaccel(lmms):
             return {"type": "image", "image": url}
         frames = None if self._frames is None else min(self._frames, facts(url)[0] or self._frames)
         span = {"start": part.start_time, "stop": part.end_time}
-        video = take(self._processor, url, fps=self._fps, frames=frames, faster=self._fps is None, **span)
+        video = sample(self._processor, url, fps=self._fps, frames=frames, faster=self._fps is None, **span)
         return {"type": "video", "video": video}
 
     def _tell(self) -> None:

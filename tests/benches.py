@@ -6,7 +6,6 @@ import argparse
 import importlib
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 def ran(script: str, out: Path, *words: str) -> list[dict[str, Any]]:
     """The rows in `out` after `bench/<script>.py --device cpu --out <out> <words>`."""
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
-        importlib.import_module(script).main(["--device", "cpu", "--out", str(out), *words])
-    finally:
-        sys.path.remove(str(ROOT / "bench"))
+    importlib.import_module(script).main(["--device", "cpu", "--out", str(out), *words])
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 

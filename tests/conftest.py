@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import mmaccel  # noqa: F401  # before transformers: see `mmaccel.models._declare_operators`
+from mmaccel.core.registry import KINDS, registry
 
 # Read when transformers is first imported: what a command prints is compared with nothing else.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -24,6 +25,13 @@ settings.register_profile("thorough", max_examples=400, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    for kind in KINDS:
+        monkeypatch.setattr(registry(kind), "_classes", dict(registry(kind)._classes))
 
 
 @pytest.fixture(scope="session")
@@ -56,11 +64,11 @@ def shipped() -> Callable[[str], str]:
 
     def name_of(name: str) -> str:
         from mmaccel.core.errors import ModelError
-        from mmaccel.models.shipped import path
+        from mmaccel.models.shipped import model_folder
         from mmaccel_lab.tiny import ROOT
 
         try:
-            path(name)
+            model_folder(name)
         except ModelError as error:
             if any(ROOT.glob("*/config.json")):
                 pytest.fail(str(error))

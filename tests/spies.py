@@ -1,4 +1,4 @@
-"""Calls that a test listens to."""
+"""Calls and operators that a test listens to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def heard(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, tell: Callable[..., Any]) -> list[Any]:
@@ -19,3 +21,27 @@ def heard(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, tell: Callable
 
     monkeypatch.setattr(owner, name, noted)
     return seen
+
+
+class Ops(TorchDispatchMode):
+    """Counts the operators inside it: on a GPU each is a launch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most entries of any result; one that is expanded holds those of its memory."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                held = tensor.untyped_storage().size() // tensor.element_size()
+                self.entries = max(self.entries, min(tensor.numel(), held))
+        return result

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import decode_gpu
+import held
+import pair
 import pytest
+import replayed
 import torch
 from transformers import DynamicCache
 
@@ -21,16 +22,8 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.models.runner import HFRunner
 from mmaccel_lab.eval.caption import caption_cases
 from mmaccel_lab.eval.cases import Film
-from tests import SOURCES
+from tests import python
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
-
-import decode_gpu  # noqa: E402
-import held  # noqa: E402
-import pair  # noqa: E402
-import replayed  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -141,16 +134,13 @@ def test_the_pipeline_holds_no_more_than_drafting_in_turns(name: str) -> None:
     assert min(most.values()) > weights and most["parallel"] <= 1.02 * most["sequential"]
 
 
-def run(*words: str) -> None:
-    command = [sys.executable, *words]
-    env = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
+SHAPE = "llava-onevision-0.5b"
 
 
-def read(out: Path) -> list[dict[str, Any]]:
+def run(out: Path, part: str, shrink: int, *words: str, device: str = "cpu") -> list[dict[str, Any]]:
+    """The rows of a part of the script, none of which failed: on a CPU, at sizes that say nothing."""
+    few = f"--device {device} --shrink {shrink} --limit 10000 --target {SHAPE} --out {out}".split()
+    python("bench/decode_gpu.py", part, *few, *words, OMP_NUM_THREADS="1")
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert not [row for row in rows if row.get("failed") and row.get("case", "").startswith("pipeline")]
     return rows
@@ -158,16 +148,11 @@ def read(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_pipeline_runs_in_two_processes(tmp_path: Path) -> None:
-    """On a CPU, at sizes that say nothing; the draft is right as often as was asked."""
-    out = tmp_path / "rows.jsonl"
-    shape = "llava-onevision-0.5b"
-    run(
-        *f"bench/decode_gpu.py pipeline --device cpu --layers 1 --target {shape} --draft {shape}".split(),
-        *("--shrink", "128", "--windows", "3", "--tokens", "12800", "--draws", "1", "--repeats", "2"),
-        *("--only", *(f"pipeline:{way}" for way in ("steps", "alone", "parallel", "sequential", "tree"))),
-        *("--limit", "10000", "--out", str(out)),
-    )
-    rows = {row["case"]: row for row in read(out) if "case" in row}
+    """The draft is right as often as was asked."""
+    ways = (f"pipeline:{way}" for way in ("steps", "alone", "parallel", "sequential", "tree"))
+    words = ("--layers", "1", "--draft", SHAPE, "--windows", "3", "--tokens", "12800", "--draws", "1")
+    found = run(tmp_path / "rows", "pipeline", 128, *words, "--repeats", "2", "--only", *ways)
+    rows = {row["case"]: row for row in found if "case" in row}
     assert {"step", "alone", "parallel", "sequential", "tree"} <= set(rows)
     assert rows["parallel"]["counters"]["post_verify"] > 0 and not rows["parallel"]["failed"]
     assert 0.6 < rows["parallel"]["kept_share"] < 0.95
@@ -177,16 +162,12 @@ def test_the_pipeline_runs_in_two_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_memory_of_two_processes_and_two_models_on_one_device(tmp_path: Path) -> None:
     """Both processes are counted, the weights of both models among it."""
-    shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
-    run(
-        *("bench/decode_gpu.py", "pipeline", "--device", "cpu", "--layers", "1", "--shrink", "64"),
-        *("--target", shape, "--draft", shape, "--windows", "3", "--tokens", "1600", "--repeats", "2"),
-        *("--only", "pipeline:memory", "pipeline:one-device", "--limit", "10000", "--out", str(out)),
-    )
-    rows = read(out)
+    words = ("--layers", "1", "--draft", SHAPE, "--windows", "3", "--tokens", "1600", "--repeats", "2")
+    only = ("--only", "pipeline:memory", "pipeline:one-device")
+    rows = run(tmp_path / "rows", "pipeline", 64, *words, *only)
     first, second = (row for row in rows if row.get("case") == "memory")
     assert (first["way"], second["way"]) == ("parallel", "sequential pruned")
-    weights = 2 * sum(p.nbytes for p in replayed.model_of(shape, "cpu", 1).parameters())
+    weights = 2 * sum(p.nbytes for p in replayed.model_of(SHAPE, "cpu", 1).parameters())
     for row in (first, second):
         assert row["failed"] is None and weights < row["total"] == sum(row["bytes"]) < 1.5 * weights
     assert second["parallel_over_this"] == first["total"] / second["total"]
@@ -198,13 +179,8 @@ def test_memory_of_two_processes_and_two_models_on_one_device(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_batch_is_held_against_plain_steps_of_it(tmp_path: Path) -> None:
     """On one device, through `generate`; what is measured drafts only where that was faster than plain steps."""
-    shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
-    run(
-        *("bench/decode_gpu.py", "batch", "--device", "cpu", "--layers", "1", "--shrink", "64"),
-        *("--target", shape, "--draft", shape, "--windows", "3", "--repeats", "1", "--limit", "10000"),
-        *("--only", "batch:2", "--out", str(out)),
-    )
-    (row,) = (row for row in read(out) if "case" in row)
+    words = ("--layers", "1", "--draft", SHAPE, "--windows", "3", "--repeats", "1", "--only", "batch:2")
+    (row,) = (row for row in run(tmp_path / "rows", "batch", 64, *words) if "case" in row)
     assert row["case"] == "batched" and row["sequences"] == 2
     assert row["always_over_plain"] == row["always_per_s"] / row["plain_per_s"]
     # A draft as large as its target, on the same core: turns are slower by far.
@@ -213,12 +189,8 @@ def test_a_batch_is_held_against_plain_steps_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sequences_together_are_held_against_one_at_a_time(tmp_path: Path) -> None:
-    shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
-    run(
-        *("bench/decode_gpu.py", "together", "--device", "cpu", "--layers", "1", "--shrink", "64"),
-        *("--target", shape, "--repeats", "2", "--limit", "10000", "--out", str(out)),
-    )
-    rows = [row for row in read(out) if "case" in row]
+    found = run(tmp_path / "rows", "together", 64, "--layers", "1", "--repeats", "2")
+    rows = [row for row in found if "case" in row]
     assert [row["sequences"] for row in rows] == [1, 2, 4, 8]
     for row in rows:
         assert row["case"] == "together" and len(row["agreed_tokens"]) == row["sequences"]
@@ -239,17 +211,14 @@ def test_a_question_fits_its_shape(shape: str) -> None:
 
 @pytest.mark.slow
 def test_ratios_and_a_target_over_devices(tmp_path: Path) -> None:
-    """The rows of Tables 3 and 5, and the whole way with a target whose layers are dealt out; at sizes that say nothing."""
-    shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
-    few = f"--device cpu cpu --draft-device cpu --target {shape} --draft {shape} --shrink 128".split()
-    more = f"--windows 3 --tokens 6400 --draws 1 --repeats 2 --limit 10000 --layers 2 --out {out}".split()
-    run("bench/decode_gpu.py", "ratios", *few, *more)
-    ratios = [row for row in read(out) if row.get("case") == "ratios"]
+    """The rows of Tables 3 and 5, and the whole way with a target whose layers are dealt out."""
+    out, more = tmp_path / "rows", f"--draft-device cpu --draft {SHAPE} --windows 3 --layers 2"
+    words = [*more.split(), "--tokens", "6400", "--draws", "1", "--repeats", "2"]
+    found = run(out, "ratios", 128, *words, device="cpu cpu")
+    ratios = [row for row in found if row.get("case") == "ratios"]
     assert [row["retention"] for row in ratios] == [1.0, 0.5, 0.1, 0.05, 0.01, 0.0]
     assert all(one["byte_ratio"] <= two["byte_ratio"] for one, two in itertools.pairwise(ratios))
-    run(
-        *("bench/decode_gpu.py", "pipeline", *few, *more),
-        *("--only", "pipeline:alone", "pipeline:parallel:3", "pipeline:end:alone", "pipeline:end:parallel"),
-    )
-    ways = {row["way"]: row for row in read(out) if row.get("case") == "end"}
+    only = ("pipeline:alone", "pipeline:parallel:3", "pipeline:end:alone", "pipeline:end:parallel")
+    found = run(out, "pipeline", 128, *words, "--only", *only, device="cpu cpu")
+    ways = {row["way"]: row for row in found if row.get("case") == "end"}
     assert ways["parallel"]["failed"] is None and ways["parallel"]["a_step"] > 1

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
+import shlex
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import system_table
 import torch
+from memories import FRAMES, idle, main
+from system_table import paired
 
 from mmaccel.core.errors import MmaccelError
 
-ROOT = Path(__file__).parent.parent
-FEW = (
-    "--device", "cpu", "--frames", "24", "--budgets", "4", "--window", "6", "--most", "1", "--kinds", "needle",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def main() -> Callable[..., None]:
-    sys.path.insert(0, str(ROOT / "bench"))
-    found: Callable[..., None] = importlib.import_module("memories").main
-    return found
+FEW = shlex.split("--device cpu --frames 24 --budgets 4 --window 6 --most 1 --kinds needle")
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -33,9 +24,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
-def test_worlds_by_some_processes_one_more_later_and_files_together(
-    processes: str, main: Callable[..., None], tmp_path: Path
-) -> None:
+def test_worlds_by_some_processes_one_more_later_and_files_together(processes: str, tmp_path: Path) -> None:
     out, other, both, brief = (tmp_path / f"{name}.jsonl" for name in ("one", "other", "both", "brief"))
     memories = ("--memory", "mosaic init=8", "rekv")
     main([*FEW, *memories, "--worlds", "2", "--processes", processes, "--out", str(out)])
@@ -78,8 +67,7 @@ def test_worlds_by_some_processes_one_more_later_and_files_together(
     }  # fmt: skip
 
 
-def test_what_did_not_happen_in_a_stream_is_told(main: Callable[..., None]) -> None:
-    idle = importlib.import_module("memories").idle
+def test_what_did_not_happen_in_a_stream_is_told() -> None:
     told = {"recalled": 8.0, "host_bytes_in": 1.0, "units": 100.0, "resident": 10.0}
     splits = {"eager_splits": 1.0, "deferred": 2.0, "singletons": 1.0, "resolved": 1.0}
     assert idle({"counters": told}) == [] == idle({"counters": {**told, **splits}})
@@ -88,15 +76,11 @@ def test_what_did_not_happen_in_a_stream_is_told(main: Callable[..., None]) -> N
     assert idle({"counters": {"units": 3.0}}) is None
 
 
-def test_systems_alone_and_together_come_to_a_table(main: Callable[..., None], tmp_path: Path) -> None:
+def test_systems_alone_and_together_come_to_a_table(tmp_path: Path) -> None:
     names = ("nothing", "memory", "sparse + memory", "sparse + memory + draft")
     out, table = tmp_path / "systems.jsonl", tmp_path / "table.md"
-    few = [
-        *FEW[:3],
-        "48",
-        *FEW[4:10],
-        *["--cards", "7", "--scenes", "2", "--kinds", "order", "--told", "6", "--worlds", "1"],
-    ]
+    more = shlex.split("--cards 7 --scenes 2 --kinds order --told 6 --worlds 1")
+    few = [*FEW[:3], "48", *FEW[4:10], *more]
     main([*few, "--plan", "systems", "--memory", *names, "--out", str(out), "--table", str(table)])
     watched = {row["memory"]: row for row in rows(out) if row.get("what") == "watch"}
     assert watched["memory"]["counters"]["ingested"] == watched["memory"]["frames"] == 48
@@ -108,8 +92,7 @@ def test_systems_alone_and_together_come_to_a_table(main: Callable[..., None], t
     assert "gave the same text to 1 of 1 questions" in told and "1 films of 48 frames" in told
 
 
-def test_what_the_table_of_systems_says(main: Callable[..., None]) -> None:
-    table = importlib.import_module("system_table")
+def test_what_the_table_of_systems_says() -> None:
     right = {
         # Of two films of two questions of a kind each.
         "nothing": ("11", "11"), "memory": ("11", "10"), "memory: rekv": ("10", "00"),
@@ -119,28 +102,16 @@ def test_what_the_table_of_systems_says(main: Callable[..., None]) -> None:
     for name, films in right.items():
         for seed, answers in enumerate(films):
             base = {"memory": name, "seed": seed, "frames": 500, "processes": 1}
-            held = {
-                "device_bytes": None,
-                "host_bytes": 1 << 20,
-                "kept": 0.5,
-                "tokens_per_s": 10.0,
-                "steps": 1.0,
-            }
+            held = dict(device_bytes=None, host_bytes=1 << 20, kept=0.5, tokens_per_s=10.0, steps=1.0)
             found.append({**base, **held, "what": "watch", "seconds": 1.0 + seed})
             # Rows by several processes count for what is right, and not for time.
             found.append({**found[-1], "processes": 2, "seconds": 100.0})
             for number, mark in enumerate(answers):
-                said = {
-                    "kind": "order",
-                    "question": f"q{number}",
-                    "said": mark,
-                    "right": mark == "1",
-                    "ttft_s": 0.01,
-                }
+                said = dict(kind="order", question=f"q{number}", said=mark, right=mark == "1", ttft_s=0.01)
                 found.append({**base, **said, "what": "answer"})
     # A film that not all were asked about counts for nothing.
     found.append({**found[0], "seed": 9})
-    told = table.markdown(found)
+    told = system_table.markdown(found)
     assert told.startswith("2 films of 500 frames")
     assert "| memory | 75.0% (50.0 to 100.0) | 75.0% (50.0 to 100.0) |" in told
     assert "| memory | -25.0 (-50.0 to +0.0) | -25.0 (-50.0 to +0.0) |" in told
@@ -150,12 +121,12 @@ def test_what_the_table_of_systems_says(main: Callable[..., None]) -> None:
     assert "| memory | 1.50 | 10.0 | 10 | 1.00 | 50.0% |  | 1 |" in told
     all_but = [row for row in found if row["memory"] != "nothing" or row["what"] == "watch"]
     three = [row for row in found if row["memory"] == "sparse + memory + draft" and row["what"] == "answer"]
-    again = table.markdown([*all_but, *({**row, "memory": "nothing"} for row in three)])
+    again = system_table.markdown([*all_but, *({**row, "memory": "nothing"} for row in three)])
     assert "- Over *nothing*, order: lower bound +0.0 points; -2 required: met." in again
 
 
 def test_what_cannot_be_is_told_and_a_limit_keeps_what_there_is(
-    main: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(MmaccelError, match="frame"):
         main([*FEW, "--memory", "rekv frame=3", "--worlds", "1", "--out", str(tmp_path / "a.jsonl")])
@@ -166,9 +137,9 @@ def test_what_cannot_be_is_told_and_a_limit_keeps_what_there_is(
     assert not any(row.get("what") == "watch" for row in rows(out))
 
 
-def test_frames_indexed_one_by_one_are_rekv(main: Callable[..., None], tmp_path: Path) -> None:
+def test_frames_indexed_one_by_one_are_rekv(tmp_path: Path) -> None:
     # The rows of `--plan parts` add one part at a time to ReKV: with none added they must be ReKV.
-    bare = " ".join(f"{name}={value}" for name, value in sys.modules["memories"].FRAMES.items())
+    bare = " ".join(f"{name}={value}" for name, value in FRAMES.items())
     out = tmp_path / "out.jsonl"
     few = [*FEW[:3], "72", "--budgets", "4", "--window", "6", "--most", "2", "--worlds", "1"]
     main([*few, "--memory", f"mosaic {bare}", "rekv", "--out", str(out)])
@@ -182,8 +153,7 @@ def test_frames_indexed_one_by_one_are_rekv(main: Callable[..., None], tmp_path:
     assert asked["rekv"] == asked[f"mosaic {bare}"]
 
 
-def test_paired_sees_through_what_is_common(main: Callable[..., None]) -> None:
-    paired = importlib.import_module("system_table").paired
+def test_paired_sees_through_what_is_common() -> None:
     g = torch.Generator().manual_seed(0)
     common = torch.randn(60, generator=g, dtype=torch.float64) * 10
     better = common + 0.5 + 0.1 * torch.randn(60, generator=g, dtype=torch.float64)

@@ -1,13 +1,13 @@
-"""Importing the package in a fresh process: what it loads, what it does without, that it touches nothing."""
+"""Importing the package in a fresh process: what it loads, what it does without, what it touches; how threads wait."""
 
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import pytest
+
+from tests import python
 
 BLOCK = """
 import importlib.abc, sys
@@ -19,18 +19,9 @@ sys.meta_path.insert(0, Wall())
 """
 
 
-def process(code: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """`code` in a fresh interpreter; fails with its standard error."""
-    source = (BLOCK.format(blocked=set(blocked)) if blocked else "") + code
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 def run(code: str, blocked: tuple[str, ...] = ()) -> str:
-    return process(code, blocked).stdout
+    """What `code` prints in a fresh interpreter."""
+    return python("-c", BLOCK.format(blocked=set(blocked)) + code).stdout
 
 
 def test_import_loads_no_heavy_package_and_starts_no_device_and_help_no_model_code() -> None:
@@ -121,7 +112,7 @@ except mmaccel.MmaccelError as error:
 
 
 def test_without_the_lab_a_tiny_model_says_what_to_install() -> None:
-    done = process(WITHOUT_THE_LAB, ("mmaccel_lab",))
+    done = python("-c", BLOCK.format(blocked={"mmaccel_lab"}) + WITHOUT_THE_LAB)
     told = (
         "model 'tiny-ov' comes with mmaccel-lab, which is not installed; run `pip install mmaccel-lab`, or `make install` "
         "in a checkout."
@@ -135,3 +126,20 @@ def test_without_the_lab_a_tiny_model_says_what_to_install() -> None:
         "error: `mmaccel demo` is now `mmaccel-lab demo`; where that is missing, run `pip install"
     )
     assert lines[-1].startswith("there is no folder llava/tiny-ov/no")
+
+
+COMMAND = "import sys; sys.argv = ['mmaccel', 'list']; from mmaccel_command import main; main()"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the OpenMP of other platforms tells in other words")
+@pytest.mark.parametrize(("given", "spins"), [(None, False), ("active", True)])
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
+    given: str | None, spins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the OpenMP that torch has loaded tells it: what is set after that has no effect."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    own = {} if given is None else {"OMP_WAIT_POLICY": given}
+    told = python("-c", COMMAND, OMP_DISPLAY_ENV="verbose", **own).stderr
+    count = re.search(r"GOMP_SPINCOUNT = '(\w+)'", told)
+    assert count is not None and (count[1] != "0") is spins

@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: the operators of attention and the kernels that serve them. Knows no policy and no model."""
+"""Attention operators and the kernels that implement them; tensors in, tensors out. Knows no policy and no model."""

@@ -1,8 +1,8 @@
-"""Run one part of an attention plan with FlexAttention: spans are concatenated, block lists become its block mask.
+"""Backend "flex": one part of an attention plan by FlexAttention; spans are concatenated, block lists become a BlockMask.
 
-Compiled (on CUDA) it walks the lists. Eager it ignores them and holds every score, so the lists are in the mask function
-as well, as a table of kinds [B, H, query blocks, key blocks]: right everywhere, meant for short inputs and for checking.
-The table is dense, which ends this backend's usefulness near 128k tokens.
+Compiled, on CUDA, it visits listed blocks only. Eager it ignores them and computes all scores, so the mask function also
+reads the lists, as a table of block kinds [B, H, query blocks, key blocks]: exact, but meant for short inputs and tests. The
+table is dense, which limits this backend to about 128k tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mmaccel.backends.ops.block_attend import (
 
 
 def usable(device: torch.device) -> str | None:
-    """Why this backend cannot run on `device`; None when it can."""
+    """Why this backend cannot run on `device`, or None if it can."""
     if device.type not in ("cpu", "cuda"):
         return "FlexAttention runs on cpu and cuda"
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -38,7 +38,7 @@ def usable(device: torch.device) -> str | None:
 
 @takes_call
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
-    """See `ops.block_attend.define`. Compiled on CUDA; eager on CPU, where compiled flex gives no lse."""
+    """The operator of `ops.block_attend.define` by FlexAttention; compiled on CUDA, eager on CPU (no lse when compiled)."""
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     (B, H), q_row = query.shape[:2], part.q_row
     mask, _ = block_mask(part, block_q, block_k, (B, H))
@@ -79,7 +79,7 @@ def _compiled() -> Any:
 
 
 def gather(x: Tensor, row: Tensor, heads: int = 0) -> Tensor:
-    """Rows `row` [B, h, n] of x [B, X, S, D]: [B, X, n, D], or [B, heads, n, D] where each head has rows of its own."""
+    """Gather rows `row` [B, h, n] of x [B, X, S, D]: [B, X, n, D], or [B, heads, n, D] if each head has rows of its own."""
     B, X, S, D = x.shape
     count = heads if heads and row.shape[1] > 1 else X
     source = torch.arange(count, device=x.device) // (count // X)
@@ -89,13 +89,13 @@ def gather(x: Tensor, row: Tensor, heads: int = 0) -> Tensor:
 
 
 def side_by_side(tensors: list[Tensor], batch: int, heads: int) -> Tensor:
-    """Tensors [b, h, n] of all spans as one [B, 1 or H, n]."""
+    """Concatenate tensors [b, h, n] of all spans to [B, 1 or H, n]."""
     h = heads if any(t.shape[1] > 1 for t in tensors) else 1
     return torch.cat([t.expand(batch, h, -1) for t in tensors], -1)
 
 
 def block_mask(part: Part, block_q: int, block_k: int, lead: tuple[int, int]) -> tuple[BlockMask, Tensor]:
-    """The mask of a part for `lead` (batch, heads), and its key rows, all spans side by side, [B, 1 or H, keys]."""
+    """The BlockMask of a part for `lead` = (batch, heads), and the rows of its concatenated keys [B, 1 or H, keys]."""
     (B, H), spans, q_row = lead, part.spans, part.q_row
     device = q_row.device
     k_rows = side_by_side([s.k_row for s in spans], B, H)

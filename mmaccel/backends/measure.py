@@ -1,4 +1,4 @@
-"""What attention and its plans cost on a device, measured: lines through the times of a short and a long prompt."""
+"""Measures the costs of dense and sparse attention and of planning on a device, as lines through two prompt lengths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Bench = Callable[..., float]
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention of one layer: query heads, key/value heads, head size, and the type of the tensors."""
+    """Attention shape of one layer: query heads, key/value heads, head size, dtype."""
 
     heads: int
     groups: int
@@ -37,7 +37,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of `work` units: ``fixed + each * work``."""
+    """A linear cost model, in seconds for `work` units: ``fixed + each * work``."""
 
     fixed: float
     each: float
@@ -47,7 +47,7 @@ class Line:
 
     @classmethod
     def through(cls, short: tuple[float, float], long: tuple[float, float]) -> Line:
-        """The line through two points (work, seconds); through the longer alone where the shorter took longer."""
+        """Fit a cost line through two points (work, seconds); through 0 and the longer one if the shorter took longer."""
         (less, early), (more, late) = short, long
         each = (late - early) / (more - less)
         if each <= 0:
@@ -57,13 +57,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured costs on one device for one shape, in seconds for each unit of work.
+    """Measured attention costs on one device for one shape, in seconds per unit of work.
 
-    dense     a unit is a causal pair of one query head
-    sparse    backend -> the same, a unit being a pair in a listed block; lists are each head's own
-    planning  making the plan of a layer; a unit is a token. On CUDA what the device takes; the host works ahead of it
-    untried   backend -> why it has no cost
-    host      seconds in which the host launches a plan on CUDA, whatever its length
+    dense     a unit is a causal query-key pair of one head
+    sparse    backend -> cost, where a unit is a pair in a listed block, with separate lists for each head
+    planning  making the plan of a layer; a unit is a token. On CUDA the device's time, as the host runs ahead
+    untried   backend -> why it was not measured
+    host      seconds of host time to launch a plan on CUDA, whatever its length
     """
 
     dense: Line
@@ -73,25 +73,25 @@ class Costs:
     host: float = 0.0
 
     def planned(self, attention: float, tokens: float) -> float:
-        """Seconds of a layer whose plan for `tokens` tokens is made and then run in `attention` seconds."""
+        """Predicted seconds of a layer: planning for `tokens` tokens, then sparse attention of `attention` seconds."""
         return max(self.host, attention + self.planning(tokens))
 
     def scaled(self, factor: float) -> Costs:
-        """The same costs for heads `factor` times as large, in proportion."""
+        """These attention costs, scaled proportionally to heads `factor` times as large."""
         sparse = {name: replace(line, each=line.each * factor) for name, line in self.sparse.items()}
         return replace(self, dense=replace(self.dense, each=self.dense.each * factor), sparse=sparse)
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Costs:
-        """From what `asdict` made of one."""
+        """Rebuild a `Costs` from the dictionary that `asdict` makes of it."""
         sparse = {name: Line(**line) for name, line in found["sparse"].items()}
         dense, planning = Line(**found["dense"]), Line(**found["planning"])
         return cls(dense, sparse, planning, dict(found["untried"]), float(found["host"]))
 
 
 def bench(run: Callable[[], Any], device: torch.device, ahead: float = 0.0) -> float:
-    """The least of five runs after two that do not count, for what else a host does only adds; by events on CUDA. There the
-    device is kept busy for `ahead` seconds before each, so that a host that launches within that time is not counted."""
+    """Seconds of `run`: the minimum of five runs after two warm-ups, by CUDA events on CUDA. There the device is kept busy
+    for `ahead` seconds before each run, so that launch overhead within that time is not counted."""
     taken: list[float] = []
     for _ in range(7):
         if device.type != "cuda":
@@ -110,8 +110,8 @@ def bench(run: Callable[[], Any], device: torch.device, ahead: float = 0.0) -> f
     return min(taken[2:])
 
 
-def launching(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds in which the host launches `run`, the least of three after one that does not count; 0 on a host alone."""
+def launch_seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Host seconds to launch `run` on CUDA: the minimum of three after one warm-up; 0 on CPU."""
     if device.type != "cuda":
         return 0.0
     taken: list[float] = []
@@ -135,8 +135,8 @@ def measured_costs(
     lengths: tuple[int, int] = LENGTHS,
     block: int = BLOCK,
 ) -> Costs:
-    """Time dense attention, the backends in their order on blocks of `block` tokens, and `plan(tokens)()`, in about `limit`
-    seconds."""
+    """Measure dense attention, each backend on blocks of `block` tokens, and planning by `plan(tokens)()`, within about
+    `limit` seconds."""
     began = clock()
     tensors = {n: _tensors(shape, n, device) for n in lengths}
     scale = shape.size**-0.5
@@ -146,7 +146,7 @@ def measured_costs(
         return Line.through((short, bench(first, device)), (long, bench(second, device)))
 
     def plans(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Line, float]:
-        host = launching(second, device)
+        host = launch_seconds(second, device)
         more = {"ahead": AHEAD * host} if host else {}
         early, late = (bench(one, device, **more) for one in (first, second))
         # What does not grow between two prompts does not grow beyond them.
@@ -191,7 +191,7 @@ def _tensors(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def near_blocks(n: int, heads: int, device: torch.device, size: int = BLOCK) -> tuple[int, Part]:
-    """A part in which each block of `size` queries lists the nearest eighth of the blocks; with how many it lists."""
+    """A plan part for benchmarks: each query block of `size` lists the nearest eighth of key blocks; and their number."""
     m = n // size
     block = torch.arange(m, device=device)
     count = (block + 1).clamp(max=max(1, m // 8))

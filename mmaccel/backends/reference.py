@@ -1,10 +1,9 @@
-"""Run one part of an attention plan in plain PyTorch.
+"""Backend "reference": runs one part of an attention plan in plain PyTorch.
 
-A *task* is one block of queries of one key/value head (with every query head of its group, where they share the order):
-its rows stacked, its listed key blocks of all spans gathered side by side. Tasks with lists of like length go through one
-product; lists too long for the budget go in slices, which are joined by their log-sum-exps. What neighbouring tasks all
-list and see all of goes first, for all of them together; then what one by itself sees all of; then the rest, with a mask.
-Sums are kept in float32 (float64 for float64 inputs).
+A *task* is one query block of one key/value head (with all its query heads if they share lists): its rows stacked, its
+listed key blocks of all spans gathered. Tasks with lists of similar length share a product; lists over the memory budget go
+in slices, merged by log-sum-exp. Computed first are key blocks that neighbouring tasks all list and fully see, for all of
+them at once; then those that one task fully sees; then the rest, masked. Sums are in float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def usable(device: torch.device) -> str | None:
-    """Why this backend cannot run on `device`; None when it can, which is always."""
+    """Why this backend cannot run on `device`: always None, it runs everywhere."""
     return None
 
 
@@ -62,7 +61,7 @@ class _Layout:
 
     @classmethod
     def of(cls, part: Part, rows: list[Tensor], B: int, heads: int, M: int, block_k: int) -> _Layout:
-        """The keys of all spans side by side; `rows` of each span."""
+        """Concatenate the keys of all spans, whose rows in the key tensor are `rows`."""
         lead, spans = B * heads, part.spans
 
         def laid(tensors: list[Tensor]) -> Tensor:
@@ -79,7 +78,7 @@ class _Layout:
         return cls(k_row, k_pos, q_pos, lo, hi, bias, q_row, part.sinks, part.edge)
 
     def seen(self, head: Tensor, m: Tensor, blocks: Tensor, span: Tensor, kind: Tensor) -> Tensor:
-        """[T, block_q or 1, E, block_k]: pairs seen, of query blocks m [T] and their listed blocks [T, E], -1 for none."""
+        """Mask [T, block_q or 1, E, block_k] of query blocks m [T] with their listed key blocks [T, E], -1 for none."""
         h, m = head[:, None], m[:, None]
         here = (self.k_row[h, blocks] >= 0) | (kind == FULL)[..., None]
         seen = (here & (blocks >= 0)[..., None])[:, None]
@@ -108,7 +107,7 @@ class _Lists:
     kind: Tensor
 
     def of(self, tiles: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Entries ``first .. first + count - 1`` of tiles [T]: block (-1 past a list's end), span, kind, each [T, count]."""
+        """List entries ``first .. first + count - 1`` of tiles [T]: block (-1 past the end), span, kind, each [T, count]."""
         entry = first + torch.arange(count, device=tiles.device)
         where = self.offset[tiles][:, None] + entry
         inside = where < self.offset[tiles + 1][:, None]
@@ -118,7 +117,7 @@ class _Lists:
 
 @takes_call
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
-    """See `ops.block_attend.define`. Reads list lengths on the host."""
+    """The operator of `ops.block_attend.define` in plain PyTorch. Reads list lengths on the host."""
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     B, H, n_query, D = query.shape
     key, value, k_row = with_own_keys(key, value, part.spans)

@@ -1,11 +1,10 @@
-"""Which backend serves a device: what is usable and why not, and one choice, made once, by what attention costs there.
+"""Chooses the attention backend for a device: which are usable, why others are not, and which is fastest by measured costs.
 
-On CUDA "auto" is the backend whose blocks cost least on this device at the model's shape, measured when a recipe is
-attached (in about ten seconds; kept on disk after that): dense attention, the blocks of each backend, the making of plans.
-A cost is a line, seconds of a fixed part and seconds for each unit of work, through the times of a short and a long prompt
-of one sequence. What can be known of a prompt beforehand (`SparsePattern.max_blocks_total`, its length) then tells whether
-a pattern beats dense attention, without a look at the device. On the CPU the order of `PREFERENCE` decides, and nothing is
-measured unless asked.
+On CUDA "auto" is the backend whose blocks cost least on this device at the model's shape, measured when a recipe is attached
+(about ten seconds, then cached on disk): dense attention, blocks of each backend, planning. A cost is linear, fixed seconds
+plus seconds per unit of work, fitted to a short and a long prompt. Bounds known on the host before planning
+(`SparsePattern.max_blocks_total`, the length) then decide whether a pattern beats dense attention, without a device
+synchronization. On CPU the first usable backend of `PREFERENCE` is taken, and nothing is measured unless asked.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ Kept = TypeVar("Kept")
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of an attached recipe, why it is this one, and what things cost there (None: not measured)."""
+    """The backend chosen for a recipe, why, and its measured costs (None: not measured)."""
 
     backend: str
     why: str
     costs: Costs | None = None
 
     def pays(self, listed: float, causal: float, tokens: float) -> bool:
-        """Whether a pattern that lists at most `listed` pairs of a layer beats dense attention over `causal` pairs.
+        """Whether a pattern that lists at most `listed` pairs is faster than dense attention over `causal` pairs of a layer.
 
-        Both count the pairs of all heads and sequences; a plan for `tokens` tokens is made first. Dense wins a tie. True
-        where nothing was measured.
+        Both count pairs over all heads and sequences; planning for `tokens` tokens is included. Dense wins ties. True if
+        nothing was measured.
         """
         if self.costs is None:
             return True
@@ -63,17 +62,17 @@ class Choice:
         return sparse < self.costs.dense(causal)
 
     def describe(self) -> str:
-        """The choice and its reason in one sentence."""
+        """The chosen backend and the reason for it, in one sentence."""
         return f"{self.backend} ({self.why})"
 
 
 def usable(device: torch.device | str) -> dict[str, str | None]:
-    """For each backend None when it can run on `device`, or else the reason in a few words."""
+    """Backend name -> None if it can run on `device`, else the reason as a phrase."""
     return {name: _why_not(name, torch.device(device)) for name in BACKENDS}
 
 
 def choose(device: torch.device | str) -> str:
-    """The name that "auto" stands for on `device` where nothing is measured."""
+    """The backend that "auto" means on `device` without measurements."""
     return next(_candidates(torch.device(device)))
 
 
@@ -89,13 +88,13 @@ def decide(
     store: Store[Costs] | None = None,
     **how: Any,
 ) -> Choice:
-    """The backend for `name` ("auto", or one by name, which stands) on `device`, for layers of `shape`.
+    """Choose the backend for `name` ("auto", or a backend's name) on `device`, for layers of `shape`.
 
-    plan     tokens -> something that plans a layer of that many, timed with the rest; `label` tells it from others
-    block    the edge of the pattern's blocks: what a backend does not serve in such blocks is not chosen
-    measure  whether "auto" measures; by default on CUDA alone
-    store    where costs are kept, the user's cache folder by default
-    how      for `measured_costs`
+    plan     tokens -> a function that plans a layer of that length, to be timed; `label` identifies it
+    block    block size of the pattern: backends that do not support it are not chosen
+    measure  whether "auto" measures; by default only on CUDA
+    store    cache of measured costs; by default a file in the user's cache folder
+    how      further arguments of `measured_costs`
 
     Raises as `get` does.
     """
@@ -124,9 +123,9 @@ def decide(
 
 
 def get(name: str, device: torch.device | str) -> BlockAttend:
-    """The operator of backend `name` ("auto": the one `choose` picks), with the schema of `ops.block_attend`.
+    """The `block_attend` operator of the backend `name` ("auto": of `choose`), with the schema of `ops.block_attend`.
 
-    Raises `UnknownName` for a name that is not known, and `RecipeError` for one that cannot run on `device`.
+    Raises `UnknownName` for an unknown name, and `RecipeError` for a backend that cannot run on `device`.
     """
     device = torch.device(device)
     if name == "auto":
@@ -144,7 +143,7 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
 
 
 def serving_extra(kernel: BlockAttend, device: torch.device) -> BlockAttend:
-    """`kernel`, or the first operator on `device` that serves what `Part.extra` says, if it does not."""
+    """`kernel` if it supports parts with `Part.extra`, else the first backend's operator on `device` that does."""
     if getattr(kernel, "extra", True):
         return kernel
     return next(op for name in _candidates(device) if getattr(op := get(name, device), "extra", True))
@@ -174,8 +173,8 @@ def _why_not(name: str, device: torch.device) -> str | None:
 
 
 class Store(Generic[Kept]):
-    """What was measured, on disk, one JSON file: costs, or what `of` makes of an entry; by device, shape, versions, and a
-    label for what was planned. `path` is a file, or the name of one in the user's cache folder."""
+    """A JSON file that caches measurements by device, shape, versions and label: costs, or what `of` makes of an entry.
+    `path` is the file, or its name in the user's cache folder."""
 
     def __init__(self, path: Path | str = "costs.json", of: Callable[[Any], Any] = Costs.of) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -186,7 +185,7 @@ class Store(Generic[Kept]):
         return len(self._all())
 
     def get(self, key: str) -> Kept | None:
-        """The entry stored under `key`; None if there is none, or it cannot be read."""
+        """The measured costs stored under `key`; None if there are none or they cannot be read."""
         try:
             found: Kept = self._of(self._all()[key])
             return found
@@ -194,7 +193,7 @@ class Store(Generic[Kept]):
             return None
 
     def put(self, key: str, costs: Kept) -> None:
-        """Keep `costs`; where nothing can be written, they are measured again next time."""
+        """Store measured costs under `key`; does nothing if the file cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             whole = {**self._all(), key: asdict(costs)}  # type: ignore[call-overload]
@@ -215,7 +214,7 @@ class Store(Generic[Kept]):
 
 
 def key_of(device: torch.device, shape: Shape, backends: tuple[str, ...], label: str) -> str:
-    """Text that names what costs depend on: device, shape and versions."""
+    """Cache key that names all that measured costs depend on: device, shape, versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     sizes = f"{shape.heads} heads, {shape.groups} groups, size {shape.size}, {str(shape.dtype).removeprefix('torch.')}"
     versions = " ".join(f"{package} {version(package)}" for package in PACKAGES)
@@ -223,7 +222,7 @@ def key_of(device: torch.device, shape: Shape, backends: tuple[str, ...], label:
 
 
 def version(package: str) -> str | None:
-    """The version of an installed distribution; None where it is not."""
+    """Version of an installed distribution, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The command line. Commands import what they need when they run, so that asking for help is quick."""
+"""The command line. Commands import what they need when they run, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ for _name in ("demo", "eval", "world"):
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command of `mmaccel` and leave the process; see `program.run`."""
+    """Run one `mmaccel` command and exit the process; see `program.run`."""
     run(app, arguments)

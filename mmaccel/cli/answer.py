@@ -1,6 +1,6 @@
-"""A generation by one model: content to inputs, inputs to text and figures, and what a draft of it was worth.
+"""Generation for the commands: prompt inputs, answers with their reports, and the benefit of a draft.
 
-Of a draft: tokens kept in a round and in a row, its speed beside plain decoding, and proof where the bytes differ.
+For a draft: tokens accepted in a round and in a row, speed-up over plain decoding, and a check of tokens that differ.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Generation = tuple[Tensor, Report]
 
 @dataclass(frozen=True)
 class Answer:
-    """The text of an answer, and its time and memory.
+    """The text of an answer, why it ended, and its report.
 
-    `text` is without special tokens; `raw`, up to the end of the turn, has those that stand inside it; `report` is the
-    run's; `finish_reason` is "stop", "length" or "positions", as `core.decoding.generate.Answer` has it.
+    `text` is without special tokens; `raw` keeps those before the end of the turn; `report` is that of the run;
+    `finish_reason` is "stop", "length" or "positions", as in `core.decoding.generate.Answer`.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Answer:
 
 
 def prompt(processor: Any, content: Sequence[Mapping[str, Any]], model: nn.Module) -> dict[str, Tensor]:
-    """Inputs of one turn (pieces of type "video", "image" and "text", in order) on the model's device, in its dtype."""
+    """Model inputs of one user turn (content pieces of type "video", "image", "text"), on the model's device."""
     first = next(model.parameters())
     shown = load_processor(processor, like=model)
     inputs = shown.chat(content, device=first.device, dtype=first.dtype)
@@ -52,7 +52,7 @@ def prompt(processor: Any, content: Sequence[Mapping[str, Any]], model: nn.Modul
 def generate(
     model: nn.Module | Accelerated, inputs: Mapping[str, Tensor], recipe: Recipe | None = None, **options: Any
 ) -> Generation:
-    """New ids [B, n], greedy unless `options` say otherwise, and the report; a plain model gets `recipe` meanwhile."""
+    """Generate new ids [B, n], greedily by default, and return them with the report; a plain model is run under `recipe`."""
     attach: AbstractContextManager[Accelerated] = (
         nullcontext(model) if isinstance(model, Accelerated) else accelerate(model, recipe)
     )
@@ -68,7 +68,7 @@ def ask(
     recipe: Recipe | None = None,
     **how: Any,
 ) -> Answer:
-    """The greedy answer to the first prompt of `inputs`, as `ask_each` gives it with the arguments `how`."""
+    """The greedy answer to the first prompt of `inputs`; further arguments as in `ask_each`."""
     return ask_each(model, processor, inputs, recipe, **how)[0]
 
 
@@ -81,9 +81,9 @@ def ask_each(
     max_new_tokens: int = MAX_NEW_TOKENS,
     streamer: Any = None,
 ) -> list[Answer]:
-    """The greedy answer to each prompt of a batch of `inputs`; a plain model gets `recipe` for the length of the call.
+    """The greedy answers to a batch of prompts `inputs`; a plain model is accelerated by `recipe` during the call.
 
-    All answers have the report of the batch, whose shares and prompt tokens are means over it.
+    All answers share the report of the batch, whose shares and prompt tokens are means over it.
     """
     ids, report = generate(model, inputs, recipe, max_new_tokens=max_new_tokens, streamer=streamer)
     plain = model.model if isinstance(model, Accelerated) else model
@@ -104,29 +104,29 @@ def ask_each(
 
 
 def finish_reason(said: Sequence[int], ends: set[int], most: int) -> FinishReason:
-    """Why `generate` ended a sequence: `said` are its new ids, `most` the limit it was given."""
+    """Why `generate` ended a sequence, from its new ids `said`, the end-of-text ids and the limit `most`."""
     if ends & set(said):
         return "stop"
     return "length" if len(said) >= most else "positions"
 
 
 def ends_of(model: nn.Module, tokenizer: Any) -> set[int]:
-    """The tokens at which the model stops; the tokenizer's end of a turn where it names none."""
+    """The model's end-of-text ids; the tokenizer's if the model names none."""
     told: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if told is None:
         told = tokenizer.eos_token_id
     return set(told) if isinstance(told, list | tuple) else {told}
 
 
-def drafted(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
-    """JSON-ready figures of a generation of one prompt with a draft, beside the `plain` one without, where that was run.
+def draft_figures(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
+    """JSON-ready figures of a generation of one prompt with a draft, beside a `plain` one without, if that was run.
 
-    kept          drafted tokens kept in a round, mean: M without the target's own token (SpecVLM, PEARL)
-    a_step        tokens a target step, mean: M with it (vLLM, Spec-Bench; plain decoding has 1)
-    streak        drafted tokens kept in a row, over rounds where the draft runs ahead (ParallelVLM's adaptive length), mean
-    share         drafted tokens that were kept, of those that were judged up to the first refusal
-    tokens_per_s  after the first token; `plain_per_s` of the model alone (None: not run), `speedup` over it
-    same          whether the tokens are those of the model alone, or that was not run; `certify` judges a difference
+    kept          accepted tokens per round, mean: M without the target's own token (SpecVLM, PEARL)
+    a_step        tokens per target step, mean: M with it (vLLM, Spec-Bench; plain decoding has 1)
+    streak        accepted tokens in a row, over rounds if the draft runs ahead (ParallelVLM's adaptive length), mean
+    share         accepted tokens over drafted tokens up to each first rejection
+    tokens_per_s  after the first token; `plain_per_s` without draft (None: not run), `speedup` over it
+    same          whether tokens equal those without draft, or that was not run; `check_rounding` judges a difference
     """
     (ids, report), draft = run, run[1].draft
     lengths, steps, pace = draft["lengths"], draft["target_steps"], report.tokens_per_s
@@ -155,12 +155,12 @@ def drafted(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RoundingCheck:
-    """Compares two greedy generations of one model.
+    """Result of comparing two greedy generations of one model.
 
-    first   the first new token in which they differ; None: they are the same
-    gap     by how much, in fp32, the logits of the two candidates there differ
-    slack   the largest change of a logit, in the model's own precision, between a pass of one row and one of many there
-    ended   one is the beginning of the other and ends at `first`, after the same tokens: no rounding does that
+    first   first new token where they differ; None: they are equal
+    gap     difference, in fp32, of the logits of the two candidate tokens there
+    slack   largest change of any logit there, in the model's own precision, between a one-row and a many-row pass
+    ended   one generation is a prefix of the other and ends at `first`, which rounding cannot explain
     """
 
     first: int | None
@@ -170,12 +170,12 @@ class RoundingCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether rounding explains the difference: no logit was further from the other than rounding moves one."""
+        """Whether rounding explains the difference: the logit gap does not exceed what rounding changes a logit by."""
         return self.first is None or (not self.ended and self.gap <= self.slack)
 
 
 @torch.no_grad()
-def certify(
+def check_rounding(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
     ours: Tensor,
@@ -183,11 +183,11 @@ def certify(
     window: int,
     exact: nn.Module | None = None,
 ) -> RoundingCheck:
-    """Whether `ours` [n] and `plain` [m], greedy new ids after the prompt `inputs`, differ by rounding alone.
+    """Check whether `ours` [n] and `plain` [m], greedy new ids after the prompt `inputs`, differ by rounding alone.
 
-    A window verifies several rows with other kernels than a single one has, which in low precision may turn a near tie. At
-    the first difference the two candidates are looked at in fp32 (`exact`: the model in fp32, or a copy is made), and what
-    is allowed is what rounding does to any logit there between a one-row and a `window`-row pass.
+    A draft's window is verified by kernels for several rows, which in low precision may flip a near tie. At the first
+    difference the two candidates are compared in fp32 (`exact`: the model in fp32, else a copy is made); allowed is the
+    largest change of any logit there between a one-row and a `window`-row pass.
     """
     length = min(ours.numel(), plain.numel())
     differ = (ours[:length] != plain[:length]).nonzero()
@@ -197,7 +197,7 @@ def certify(
     first = int(differ[0])
     if first == 0:
         raise MmaccelError(
-            "the first token comes from the prompt's pass, which no window touches; look for another cause."
+            "the first token comes from the prefill, which no draft changes; look for another cause of the difference."
         )
     before = plain[:first]
     rows = min(window, first)
@@ -226,8 +226,8 @@ def _logits(model: nn.Module, inputs: Mapping[str, Tensor], before: Tensor, size
     return out[0, -1].double()
 
 
-def read_rate(device: torch.device | str = "cpu", size: int = 1 << 28) -> float:
-    """Bytes a second that this device reads: the best of five sums over `size` bytes."""
+def memory_bandwidth(device: torch.device | str = "cpu", size: int = 1 << 28) -> float:
+    """Memory bandwidth of this device in bytes per second: the best of five sums over `size` bytes."""
     data, best = torch.ones(size // 4, device=device), 0.0
     wait: Callable[[torch.device], None] = torch.cuda.synchronize if data.is_cuda else lambda _: None
     for _ in range(5):
@@ -239,8 +239,8 @@ def read_rate(device: torch.device | str = "cpu", size: int = 1 << 28) -> float:
     return best
 
 
-def floor_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
-    """Seconds a decode step cannot go below: the language model's weights and the cache, read once each."""
+def min_step_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
+    """Lower bound of a decode step in seconds: reading the language model's weights and the cache once."""
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
     parts = [part for part in (adapter_for(model).text(model), head) if part is not None]

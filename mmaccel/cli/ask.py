@@ -1,4 +1,4 @@
-"""`mmaccel ask`: a video file in, an answer out, with what it took."""
+"""`mmaccel ask`: ask a question about a video file; prints the answer, its times and its memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def ask(
     dtype: Dtype = "auto",
     report: Page = None,
 ) -> None:
-    """Ask a question about a video; the answer, and seconds, tokens a second, share kept, memory."""
+    """Ask a question about a video; prints the answer, seconds, tokens per second, share of attention kept, memory."""
     if not question.strip():
         raise VideoError("the question is empty; ask something.")
     check_question(question)
@@ -118,9 +118,9 @@ def compared(
     progress: Progress,
     max_new_tokens: int,
 ) -> tuple[dict[str, Answer], int]:
-    """The answer under each recipe, in order, and how many video tokens the prompt has.
+    """The answer under each recipe, in order, and the number of video tokens in the prompt.
 
-    A short run goes ahead so that the first one pays for no warm-up.
+    A short warm-up run comes first, so that the first recipe is not timed with it.
     """
     text = {"type": "text", "text": question}
     if len(recipes) > 1:
@@ -197,7 +197,7 @@ def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> 
 
 
 def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens: int) -> Group:
-    """The output for people: the question, and tables with a column for each recipe, as many as fit the width.
+    """Console output: the question, and tables with a column for each recipe, as many as fit the width.
 
     tokens  video tokens of the prompt
     """
@@ -234,7 +234,7 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
 
 
 def video_tokens(answer: Answer, whole: int) -> dict[str, int]:
-    """Video tokens: the `whole` of the prompt, what a pruner left from which layer on, what a draft's pruner left it."""
+    """Video-token counts: `whole` of the prompt, those a pruner kept from each layer on, those of a pruned draft."""
     told = {"prompt": whole}
     for name, count in answer.report.kv.items():
         if name.startswith("visual "):
@@ -255,7 +255,7 @@ def _pruned(tokens: Mapping[str, int]) -> str:
 def as_object(
     answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens: int, compare: bool = False
 ) -> dict[str, Any]:
-    """One object: the figures of the first recipe on top; `dense` beside it when compared; `runs` when there are several.
+    """JSON object of a run: the first recipe's figures on top; `dense` beside them if compared; `runs` if several.
 
     tokens  video tokens of the prompt
     """

@@ -1,4 +1,4 @@
-"""`mmaccel caption`: a long description, word by word as it is said, and what drafting made of its speed."""
+"""`mmaccel caption`: stream a long description of a video, and show the speed-up by a draft."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
 from mmaccel.models.shipped import CAPTION_REQUEST
-from mmaccel.serve.speech import Speech
+from mmaccel.serve.speech import TextStreamer
 
 
 def caption(
@@ -35,7 +35,7 @@ def caption(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Describe a video at length; the text streams, then the speed-up, the accepted lengths, and the floor below both."""
+    """Describe a video at length; the text streams, then speed-up, accepted lengths and the memory-bound limit are shown."""
     chosen = choices.recipe(recipe, draft)
     if not chosen.draft.active:
         raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")
@@ -48,7 +48,7 @@ def caption(
     text = {"type": "text", "text": request or CAPTION_REQUEST}
     inputs = answer.prompt(processor, [{"type": "video", "video": seen}, text], loaded)
     show = (lambda piece: None) if as_json else partial(print, end="", flush=True)
-    streamer = Speech(processor.decode, (), show, Deadline())
+    streamer = TextStreamer(processor.decode, (), show, Deadline())
     with bars() as progress:
         drafting = choices.attach(loaded, chosen, progress)
     with drafting as fast:
@@ -60,13 +60,13 @@ def caption(
         # A draft changes nothing of what its recipe would say without it; a sparse pattern or a pruner may.
         with accelerate(loaded, replace(chosen, draft=registry("draft").build("off"))) as bare:
             plain = answer.generate(bare, inputs, max_new_tokens=max_new_tokens)
-    told = answer.drafted(run, plain)
+    told = answer.draft_figures(run, plain)
     certificate = None
     if plain is not None and not told["same"] and chosen.sparse.dense and chosen.prune is None:
         window = max(report.draft["windows"], default=1) + 1
-        certificate = answer.certify(loaded, inputs, ids, plain[0][0], window)
-    rate = answer.read_rate(device)
-    floor = answer.floor_s(loaded, report.kv.get("bytes", 0.0), rate)
+        certificate = answer.check_rounding(loaded, inputs, ids, plain[0][0], window)
+    rate = answer.memory_bandwidth(device)
+    floor = answer.min_step_s(loaded, report.kv.get("bytes", 0.0), rate)
     facts = {
         "model": model,
         "recipe": recipe,
@@ -94,7 +94,7 @@ def caption(
 def lines(
     told: dict[str, Any], facts: dict[str, Any], compare: bool, certificate: RoundingCheck | None
 ) -> list[str]:
-    """The lines printed below the text."""
+    """The lines of figures printed below the description."""
     speed = f"speed   {number(told['tokens_per_s'], '.1f', ' tokens/s')}"
     first = f"first   {number(told['ttft_s'], '.2f', ' s')}"
     if compare:

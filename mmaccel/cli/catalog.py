@@ -1,4 +1,4 @@
-"""`mmaccel list` and `mmaccel describe`, and what composes with what."""
+"""`mmaccel list` and `mmaccel describe`: registered names and which of them combine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DESCRIBED = tuple(kind for kind in KINDS if kind != "model")
 
 
 def catalogue() -> dict[str, Any]:
-    """Kind -> names; of a backend, whether it can run here (None) or why not."""
+    """Kind -> registered names; for backends name -> None if it runs here, else why not."""
     return {
         **{kind: list(registry(kind)) for kind in DESCRIBED},
         "recipe": list(presets()),
@@ -79,7 +79,7 @@ def list_names(
 
 
 def abilities() -> dict[str, dict[str, str]]:
-    """Family -> what its models can do: "yes", or "no"."""
+    """Family -> feature -> "yes" or "no": what the models of each family support."""
     found = {}
     for name in registry("model"):
         family: Any = registry("model")[name]
@@ -188,8 +188,8 @@ def _other(kind: str, name: str) -> str:
     elif kind == "backend":
         text = inspect.getdoc(import_module(select.BACKENDS[name])) or ""
     else:
-        card = shipped.path(name) / "README.md"
-        text = card.read_text(encoding="utf-8") if card.is_file() else str(shipped.path(name))
+        card = shipped.model_folder(name) / "README.md"
+        text = card.read_text(encoding="utf-8") if card.is_file() else str(shipped.model_folder(name))
     return f"{name} ({kind})\n\n{text}"
 
 
@@ -198,14 +198,14 @@ YES = "yes"
 
 
 def build(slot: str, name: str, **fields: Any) -> Any:
-    """A policy with the fields it has by itself; a draft that wants a model gets the name of one."""
+    """Build a policy with default fields; a draft that needs a model gets a placeholder name."""
     if takes(slot, name, "model"):
         fields = {"model": "a-draft", **fields}
     return policy(slot, {"name": name, **fields})
 
 
-def verdict(works: Callable[[], object], names: Iterable[str] = ()) -> str:
-    """`YES`, or why not, without `names`: of many policies the reason is one."""
+def reason_or_yes(works: Callable[[], object], names: Iterable[str] = ()) -> str:
+    """`YES` if `works` raises no `RecipeError`, else its message without the policy `names`, so that equal reasons match."""
     try:
         works()
     except RecipeError as error:
@@ -221,7 +221,7 @@ USES: dict[str, Callable[[Recipe], object]] = {"generate": check_sequences, "Vid
 
 
 def choices() -> dict[str, list[str]]:
-    """Names to choose from for each slot; "own" is the pruner of a draft, "none" an empty slot."""
+    """Policy names for each recipe field; "own": pruners of a draft's prompt, "none": an empty field."""
     names = {slot: list(registry(slot)) for slot in SLOTS}
     own = {name for name, cls in registry("prune").items() if cls.stage == "draft"}
     pruners = {"own": sorted(own), "prune": [name for name in names["prune"] if name not in own]}
@@ -229,38 +229,38 @@ def choices() -> dict[str, list[str]]:
 
 
 def refusal(use: str, names: Iterable[str] = (), **parts: Any) -> str:
-    """`YES`, or why a recipe of `parts`, by slot, does not serve a use; `names` are left out of the reason."""
-    return verdict(lambda: USES[use](Recipe(**parts)), names)
+    """`YES`, or why a recipe of the policies `parts` does not support the use `use`; `names` are removed from the reason."""
+    return reason_or_yes(lambda: USES[use](Recipe(**parts)), names)
 
 
-def together(one: str, other: str, a: str, b: str) -> str:
-    """Whether policies `a` and `b` of two slots stand in one recipe, which then serves something."""
+def combine(one: str, other: str, a: str, b: str) -> str:
+    """`YES`, or why policies `a` and `b` of two recipe fields cannot be combined for any use."""
 
     told = [refusal(use, (a, b), **{one: build(one, a), other: build(other, b)}) for use in USES]
     return YES if YES in told else told[-1]
 
 
-def inside(draft: str, prune: str) -> str:
-    """Whether a draft takes a pruner for its own prompt."""
+def draft_prunes(draft: str, prune: str) -> str:
+    """`YES`, or why a draft cannot take a pruner for its own prompt."""
     if not takes("draft", draft, "prune"):
         return "the draft takes no pruner: it has no prompt of its own that holds video."
-    found = verdict(lambda: build("draft", draft, prune=prune), (prune,))
+    found = reason_or_yes(lambda: build("draft", draft, prune=prune), (prune,))
     return found.removeprefix(f"{draft}: ")
 
 
 def serves(slot: str, name: str, use: str) -> str:
-    """Whether a recipe with one policy, and all else as it is by itself, serves "generate" or a "VideoSession"."""
+    """`YES`, or why a recipe with one policy and defaults otherwise does not support `use`: "generate" or "VideoSession"."""
     return refusal(use, (name,), **{slot: build(slot, name)})
 
 
 def markdown() -> str:
-    """What composes with what: every two policies are put into a recipe; under each table the reasons that it numbers."""
+    """Markdown tables of which policies combine, by trying each pair in a recipe; numbered reasons follow each table."""
     parts, names = [], {kind: [name for name in some if name != "none"] for kind, some in choices().items()}
     for one, other in itertools.combinations(SLOTS, 2):
         title = f"{SLOTS[one]} beside {SLOTS[other]}"
-        parts.append(_table(title, names[one], names[other], partial(together, one, other)))
+        parts.append(_table(title, names[one], names[other], partial(combine, one, other)))
     pruners = list(registry("prune"))
-    parts.append(_table("prune of a draft (inside draft)", names["draft"], pruners, inside))
+    parts.append(_table("prune of a draft (inside draft)", names["draft"], pruners, draft_prunes))
     for slot, said in SLOTS.items():
         parts.append(_table(f"what a {said} serves", names[slot], [*USES], partial(serves, slot)))
     return "\n\n".join(parts) + "\n"
@@ -301,12 +301,12 @@ PLAIN = {int: "integer", float: "number", bool: "boolean", str: "string", type(N
 
 
 def print_schema() -> None:
-    """The JSON schema of the YAML of a recipe, for editors; with policies of --import."""
+    """Print the JSON schema of recipe YAML files, for editors; includes policies of --import."""
     print_json(schema())
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema (draft 7) of a recipe, from the fields of what is registered; their docstrings are the descriptions."""
+    """JSON schema (draft 7) of a recipe, from the fields of registered policies; descriptions are their docstrings."""
     kinds: dict[str, Any] = {}
     for kind in DESCRIBED:
         # YAML 1.1 reads a bare off as false.

@@ -1,4 +1,4 @@
-"""From the words of a command line to a model, a processor, recipes and a video; the options that several commands take."""
+"""Turns command-line arguments into a model, processor, recipes and video; defines options shared by several commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmaccel.core.errors import RecipeError, UnknownName, VideoError, VideoStall
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, endings, fields_of, names, stream_policy
 from mmaccel.core.registry import registry
-from mmaccel.core.streams.sources import Event, reopened
+from mmaccel.core.streams.sources import Event, reconnecting
 from mmaccel.models import load_processor, loading
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ READ_OPTIONS = {"fps": "--fps", "frames": "--frames", "max_frames": "--max-frame
 
 
 def where(device: str) -> str:
-    """A device that is there: "auto" is the first CUDA device, or else the CPU."""
+    """An available device; "auto" is the first CUDA device, or else the CPU."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return str(loading.there(device, "--device"))
+    return str(loading.check_device(device, "--device"))
 
 
 def dtype(name: str) -> str:
-    """A known dtype's name; raises `UnknownName` for another."""
+    """Check a dtype's name; raises `UnknownName` for an unknown one."""
     if name not in DTYPES:
         raise UnknownName("dtype", name, DTYPES)
     return name
@@ -58,7 +58,7 @@ Fps = Annotated[float | None, Option(help="Frames a second to look at.")]
 
 
 def number_of_frames(text: str) -> int | str:
-    """A number, or "auto"; raises `VideoError` for another word."""
+    """Parse --frames: a number or "auto"; raises `VideoError` for anything else."""
     if text != "auto" and not text.isdecimal():
         raise VideoError(f"--frames {text}: give a number, or auto for as many as there is room for.")
     return text if text == "auto" else int(text)
@@ -77,9 +77,9 @@ def takes(kind: str, name: str, field: str) -> bool:
 
 
 def recipe(text: str, draft: str | None = None) -> Recipe:
-    """The recipe of a name, a YAML file or a table of head patterns.
+    """Load a recipe by name, YAML file or table of head patterns.
 
-    A draft strategy that takes a model gets `draft`, which beside a recipe that drafts nothing turns sequential drafting on.
+    `draft` names the model of a draft strategy that takes one; if the recipe has no draft, it turns on sequential drafting.
     """
     fields = fields_of(text)
     if draft is None:
@@ -95,7 +95,7 @@ def recipe(text: str, draft: str | None = None) -> Recipe:
 
 
 def recipes(texts: Sequence[str], draft: str | None = None) -> dict[str, Recipe]:
-    """Recipes by the name they are shown under: the text given, or a file's name without its ending."""
+    """Load recipes, keyed by the name they are shown under: the text given, or a file's name without its suffix."""
     found: dict[str, Recipe] = {}
     for text in texts:
         name = Path(text).stem if text.endswith(endings()) else text
@@ -110,9 +110,9 @@ KeepSeconds = Annotated[
 ]
 
 
-def retaining(recipe: Recipe, keep_seconds: float | None, host_bytes: str | None, field: str) -> Recipe:
-    """The recipe whose memory lets go of what is older, and of the oldest where `field`, "host_bytes" or "process_bytes",
-    leaves no room; raises `RecipeError` for a memory that lets nothing go."""
+def with_retention(recipe: Recipe, keep_seconds: float | None, host_bytes: str | None, field: str) -> Recipe:
+    """Set in a recipe for streams how many seconds of frames are kept, and the memory cap `field` ("host_bytes" or
+    "process_bytes") beyond which the oldest are dropped; raises `RecipeError` for a KV policy that cannot drop frames."""
     changed: dict[str, Any] = {}
     if keep_seconds is not None:
         changed["keep_seconds"] = keep_seconds
@@ -131,7 +131,7 @@ SHARES = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "M
 
 
 def size(text: str, option: str) -> int:
-    """Bytes of such as 24GB or 22.5GiB; raises `RecipeError`."""
+    """Parse a size such as 24GB or 22.5GiB to bytes; raises `RecipeError`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not found or found[2].upper() not in SHARES or not float(found[1]):
         raise RecipeError(f"{option}: {text!r} is not a size; give one such as 24GB or 22.5GiB.")
@@ -139,7 +139,7 @@ def size(text: str, option: str) -> int:
 
 
 def memory(text: str) -> Recipe:
-    """The recipe of a stream, by the name of a memory or by a YAML file; raises `RecipeError` for what cannot hold one."""
+    """Load a recipe for streams, by name or YAML file; raises `RecipeError` if its KV policy does not support streams."""
     streams = [name for name, kv in registry("kv").items() if issubclass(kv, StreamPolicy)]
     if not text.endswith((".yaml", ".yml")) and text not in names():
         raise UnknownName("memory of streams", text, streams, own=True)
@@ -149,28 +149,28 @@ def memory(text: str) -> Recipe:
 
 
 def check(recipe: Recipe, model: str, device: str) -> None:
-    """Raise `RecipeError` where `recipe` cannot serve prompts of `model` on `device`, which is known unloaded."""
+    """Raise `RecipeError` if `recipe` cannot run prompts of `model` on `device`; loads no weights."""
     if recipe.backend != "auto":
         select.get(recipe.backend, device)
     loading.check_recipe(recipe, model)
 
 
 def processor(model: str) -> Any:
-    """Our processor for a model's name or folder; raises `ModelError` for a family that is not supported."""
+    """Load the processor of a model by name or folder; raises `ModelError` for an unsupported family."""
     found = load_processor(model)
     family_of(found.model_type)
     return found
 
 
 def load(model: str, device: str, dtype: str) -> nn.Module:
-    """The model on a device, in a dtype ("auto": float32 on a CPU, the checkpoint's own elsewhere)."""
+    """Load a model on a device, in a dtype ("auto": float32 on CPU, else the checkpoint's own)."""
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     return loading.load_model(model, "auto" if dtype == "auto" else getattr(torch, dtype), device)
 
 
 def attach(model: nn.Module, recipe: Recipe, progress: Progress) -> Accelerated:
-    """The model under a recipe; a bar shows while the draft's model loads, or its process starts."""
+    """Accelerate the model by a recipe; shows a progress bar while a draft model loads or its process starts."""
     task = progress.add_task("draft", total=1, unit="started", visible=recipe.draft.active)
     try:
         return accelerate(model, recipe)
@@ -190,9 +190,9 @@ def read_video(
     model: nn.Module | None = None,
     recipe: Recipe | None = None,
 ) -> Video:
-    """The frames a model is to see: as asked ("auto": as many as `model` has room for under `recipe`), or as its own users
-    take them (`Budget`)."""
-    from mmaccel.models.taking import most_frames, take
+    """Read the frames for a model: as asked ("auto": as many as `model` can hold under `recipe`), or by its default
+    `Budget`."""
+    from mmaccel.models.taking import most_frames, sample
 
     if frames is not None and (fps is not None or max_frames is not None):
         raise VideoError(
@@ -206,7 +206,7 @@ def read_video(
         remark(told.replace("frames='auto'", "--frames auto"))
     how: dict[str, Any] = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
     with own_options():
-        return take(
+        return sample(
             processor, path, **how, faster=fps is None, progress=counter(progress, "decode", "frames")
         )
 
@@ -214,7 +214,7 @@ def read_video(
 def model_and_video(
     load: Callable[[], nn.Module], recipe: Recipe, path: str, processor: Any, progress: Progress, **how: Any
 ) -> tuple[nn.Module, Video]:
-    """The model that `load` gives and the frames that it is to see (`read_video`), read first where they can be."""
+    """Load the model by `load` and the frames by `read_video`; frames first, unless their number needs the model."""
     early = load() if how["frames"] == "auto" else None
     seen = read_video(path, processor, progress, **how, model=early, recipe=recipe)
     return load() if early is None else early, seen
@@ -222,7 +222,7 @@ def model_and_video(
 
 @contextmanager
 def own_options() -> Iterator[None]:
-    """Errors and warnings of `media.read` inside name the command's options in place of its arguments."""
+    """Context in which errors and warnings of `media.read` name command-line options instead of its arguments."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", VideoWarning)
         try:
@@ -235,7 +235,7 @@ def own_options() -> Iterator[None]:
 
 
 def rate(fps: float, own: float | None) -> str:
-    """The line on the rate; `own` is the mean rate of the source, None where unknown."""
+    """The line that tells how many frames per second are read; `own` is the source's mean rate, None if unknown."""
     if own is not None and fps > 1.001 * own:
         return (
             f"reads {fps:g} frames a second (--fps); the source has {own:g} on average, and what stands is taken as --gaps "
@@ -249,8 +249,8 @@ def rate(fps: float, own: float | None) -> str:
     )
 
 
-def connected(opens: Callable[[], Any], note: Callable[[Event], None]) -> Generator[Video, None, None]:
-    """The clips of a camera or URL, opened again whenever it is over; `note` is told of each break, and so is the user."""
+def keep_connected(opens: Callable[[], Any], note: Callable[[Event], None]) -> Generator[Video, None, None]:
+    """Clips of a camera or URL that is reopened whenever it ends; each break is reported to `note` and to the user."""
 
     def told(event: Event) -> None:
         note(event)
@@ -260,16 +260,16 @@ def connected(opens: Callable[[], Any], note: Callable[[Event], None]) -> Genera
     def later(clip: Video, seconds: float) -> Video:
         return dataclasses.replace(clip, clock=clip.clock + seconds)
 
-    return reopened(opens, lambda: None, told, 0.0, lambda clip: clip.clock.tolist(), later)
+    return reconnecting(opens, lambda: None, told, 0.0, lambda clip: clip.clock.tolist(), later)
 
 
-def sound(
+def until_stall(
     clips: Iterator[Video], video: str, fps: float, broken: list[VideoError], *, guess: bool, quiet: bool
 ) -> Iterator[Video]:
-    """The same clips up to a stall or fault, which goes to `broken`; before the first clip it is raised.
+    """Yield clips up to a stall or error, which is put into `broken`; before the first clip it is raised instead.
 
-    Prints before the first how many frames a second are read, and how many the source has. Raises `VideoError` where `fps`
-    is more than both the source's mean rate and `FASTEST`; `guess`: that rate is unknown.
+    First prints the rate at which frames are read, and the source's. Raises `VideoError` if `fps` exceeds both the source's
+    mean rate and `FASTEST`; `guess`: that rate is unknown.
     """
     from mmaccel.media.sampling import FASTEST
 

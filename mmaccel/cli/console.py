@@ -1,4 +1,4 @@
-"""Shared by all commands: where output goes, how errors are shown, progress bars."""
+"""Console output shared by all commands: results, error messages, progress bars."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ EVERY_S = 10.0
 
 
 def out() -> Console:
-    """Results: standard output."""
+    """The rich console for results, on standard output."""
     # A pipe has no width; a table in a file should not be cut to a terminal's.
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def say(text: str) -> None:
-    """Lines on standard output, as they are."""
+    """Print text to standard output without markup."""
     out().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def remark(text: str) -> None:
-    """A line on standard error, as it is."""
+    """Print a line to standard error without markup."""
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -54,8 +54,8 @@ def print_json(result: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def quiet() -> None:
-    """Keep the libraries below from talking; our own warnings become one line each."""
+def silence_libraries() -> None:
+    """Silence the libraries we use, and print our own warnings as one line each."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -71,7 +71,7 @@ def quiet() -> None:
 
 
 def sentence(error: Exception) -> str | None:
-    """The one sentence of a user's error; None for an error that is ours."""
+    """One-sentence message of a user's error; None for an internal error."""
     if isinstance(error, MmaccelError):
         return str(error)
     if getattr(error, "option_name", None) == "--import":
@@ -92,7 +92,7 @@ def sentence(error: Exception) -> str | None:
 
 @contextmanager
 def bars() -> Iterator[Progress]:
-    """Progress on standard error: bars on a terminal, gone when they are done; elsewhere a line every `EVERY_S` seconds."""
+    """Context with progress bars on standard error, removed when done; without a terminal a line every `EVERY_S` s."""
     columns = (
         TextColumn("{task.description:<8}"),
         BarColumn(bar_width=32),
@@ -138,7 +138,7 @@ def _line(tasks: Sequence[Task], seconds: float) -> str:
 def counter(
     progress: Progress, name: str, unit: str, total: int | None = None
 ) -> Callable[[int, int | None], None]:
-    """A new bar as a callback ``(done, total)``."""
+    """Add a progress bar and return its callback ``(done, total)``."""
     task = progress.add_task(name, total=total, unit=unit)
 
     def update(done: int, known: int | None) -> None:
@@ -148,7 +148,7 @@ def counter(
 
 
 def steps(progress: Progress, unit: str = "frames") -> Callable[[str, int, int | None], None]:
-    """A callback ``(what, done, total)`` with a bar for each `what`, hidden while nothing of it is under way."""
+    """A callback ``(name, done, total)`` that shows a progress bar for each name while it is incomplete."""
     tasks: dict[str, Any] = {}
 
     def update(what: str, done: int, total: int | None) -> None:
@@ -160,7 +160,7 @@ def steps(progress: Progress, unit: str = "frames") -> Callable[[str, int, int |
 
 
 def columns(names: Sequence[str], room: int, wide: int) -> Iterator[Sequence[str]]:
-    """Names in groups of one table each: a column wants `wide` of the `room` characters; groups are as even as can be."""
+    """Split table columns into groups of equal size, one table each; a column needs `wide` of `room` characters."""
     begin, tables = 0, -(-len(names) // max(1, room // wide))
     for number in range(tables):
         end = begin + (len(names) - begin) // (tables - number)
@@ -169,12 +169,12 @@ def columns(names: Sequence[str], room: int, wide: int) -> Iterator[Sequence[str
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
-    """A figure for a table; a dash for None."""
+    """Format a figure for a table; a dash for None."""
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def cut_short(reason: str, tokens: int) -> str:
-    """Why an answer of `tokens` tokens ended before the model ended it; "" where it did not. See `Answer.finish_reason`."""
+    """Why an answer of `tokens` tokens was cut off, as text; "" if the model ended it. See `Answer.finish_reason`."""
     return {
         "length": f"cut off at {many(tokens, 'token')} (--max-new-tokens)",
         "positions": f"cut off at {many(tokens, 'token')}: the model has no more positions",

@@ -39,10 +39,10 @@ DENSE = {"flash_4": "flash-attn-4", "flash_3": "flash-attn-3", "flash_2": "flash
 
 
 def examine() -> dict[str, Any]:
-    """All that `mmaccel doctor --json` prints. What cannot be found out is None, and said under "problems".
+    """All that `mmaccel doctor --json` prints; what cannot be determined is None and listed under "problems".
 
-    kernels, video  by what they are: why one is not used here; None where it is
-    costs           where "auto" keeps what it measured, and how many measurements there are
+    kernels, video  component -> why it is not used here, or None if it is
+    costs           where measured costs are cached, and how many measurements there are
     """
     problems: list[str] = []
     with warnings.catch_warnings(record=True) as heard:

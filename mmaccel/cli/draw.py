@@ -1,4 +1,4 @@
-"""`mmaccel draw`: a table as a map, heads or a pattern before and after a permutation, or the memory of a saved stream."""
+"""`mmaccel draw`: pictures of head tables, of the attention of heads or a pattern, and of a saved stream's clusters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mmaccel.core.registry import registry
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import recipe_of
 from mmaccel.figure import figure, save
-from mmaccel.models.loading import outline
+from mmaccel.models.loading import from_config
 from mmaccel.policies.sparse.per_head import read_table
 
 if TYPE_CHECKING:
@@ -66,13 +66,13 @@ def draw(
     device: Annotated[str, Option(help=choices.DEVICES)] = "auto",
     dtype: Annotated[str, Option(help=choices.TYPES)] = "auto",
 ) -> None:
-    """The map of patterns by layer and head, of a table or a run, or what heads of a model, or a pattern, attend to.
+    """Draw a map of patterns by layer and head (of a table or run), or what heads of a model, or a pattern, attend to.
 
-    A head is drawn as it stands, and with rows and columns ordered by place in the frame and by modality; a pattern by the
-    pairs it computes on a small prompt, as the tokens stand and as its plan orders them. Of a saved session that clusters:
-    which cluster what it watched is in (timeline), and the frames that its questions retrieve (retrieved).
+    A head is drawn in the tokens' order, and with rows and columns sorted by position in the frame and by modality; a
+    pattern by the pairs it computes on a small prompt, in the tokens' order and in its plan's. Of a saved session with
+    clusters: the cluster of each watched frame (timeline), and the frames that its questions retrieve (retrieved).
     """
-    from mmaccel.search.measure import Inside, watch
+    from mmaccel.search.measure import LayerInputs, watch
     from mmaccel.search.picture import head_picture, plan_picture, table_map
 
     if form not in FORMATS:
@@ -98,7 +98,7 @@ def draw(
                 say(str(path))
         return
     check_videos(video)
-    shape = outline(model).geometry
+    shape = from_config(model).geometry
     wanted = _wanted(layer, head, shape.layers, shape.heads)
     processor = choices.processor(model)
     with bars() as progress:
@@ -107,7 +107,7 @@ def draw(
         output.mkdir(parents=True, exist_ok=True)
         tell, done, whole = steps(progress, "heads"), 0, sum(map(len, wanted.values()))
 
-        def visit(inside: Inside) -> None:
+        def visit(inside: LayerInputs) -> None:
             nonlocal done
             for one in wanted[inside.layer]:
                 path = output / f"layer{inside.layer:02d}-head{one:02d}.{form}"
@@ -184,10 +184,10 @@ def _wanted(
 
 
 class Truth:
-    """What is true of a world, by its own account (`World.truth`).
+    """Ground truth of a synthetic world (`World.truth`).
 
     scenes     (begin, end, name) of each, in seconds
-    questions  the seconds of the frames that each question is about, by its `words`
+    questions  question words -> the seconds of the frames that it is about
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
@@ -198,7 +198,7 @@ class Truth:
 
     @classmethod
     def read(cls, path: Path) -> Truth:
-        """From the file that `mmaccel-lab world --truth` writes; raises `WorldError` for another."""
+        """Read a file that `mmaccel-lab world --truth` wrote; raises `WorldError` for any other."""
         try:
             facts: dict[str, Any] = outside.read_json(path, str(path), WorldError)
             if {"fps", "scenes", "questions"} <= facts.keys():
@@ -210,7 +210,7 @@ class Truth:
         )
 
     def moments(self, question: str) -> tuple[float, ...]:
-        """Seconds of the frames that a question is about, in any case and punctuation; () for an unknown one."""
+        """Seconds of the frames that a question is about, ignoring case and punctuation; () if unknown."""
         return self.questions.get(words(question), ())
 
 
@@ -219,7 +219,7 @@ def words(text: str) -> str:
 
 
 def runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """For each cluster, in order of its first entry: its runs (begin, end) of consecutive entries."""
+    """Cluster -> its runs (begin, end) of consecutive entries, in order of each cluster's first entry."""
     found: dict[int, list[tuple[int, int]]] = {}
     begin = 0
     for name, run in groupby(cluster):
@@ -232,10 +232,10 @@ def runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
 def timeline(
     clusters: Mapping[str, Tensor], shown: Sequence[float], layer: int, truth: Truth | None = None
 ) -> Figure:
-    """A lane for each cluster, from the top in the order in which they began: what was in it when.
+    """Plot which cluster each entry is in over time, a lane for each cluster, ordered by first entry.
 
-    clusters  [L or 1, N] by level (`VideoSession.clusters`); of the levels that differ by layer, `layer` is drawn
-    shown     seconds of each step of time, of which the N entries are equal parts
+    clusters  level -> [L or 1, N] (`VideoSession.clusters`); of levels that differ by layer, `layer` is drawn
+    shown     seconds of each time step; the N entries are equal parts of these
     """
     end = shown[-1] + (shown[-1] - shown[0]) / max(1, len(shown) - 1)
     owners = {name: rows[min(layer, len(rows) - 1)].tolist() for name, rows in clusters.items()}
@@ -271,9 +271,9 @@ def timeline(
 def retrieved(
     answers: Sequence[tuple[str, str, Sequence[Evidence]]], end: float, truth: Truth | None = None
 ) -> Figure:
-    """For each question, what was said and its evidence: the share of layers that looked at each frame, over time.
+    """Plot for each question its answer's evidence over time: the share of layers that retrieved each frame.
 
-    The frames that the question is about are marked by a line, if `truth` knows them.
+    Frames that the question is about are marked, if `truth` knows them.
     """
     drawn = figure(9.0, 0.7 + 0.9 * len(answers))
     plots = drawn.subplots(len(answers), 1, sharex=True, squeeze=False)[:, 0]

@@ -1,8 +1,8 @@
 """A journal of how far `watch` has read a video, so that a killed `watch` can continue after its last save.
 
-The journal of a session in the folder S is the file .S.mmaccel-journal beside it. It has one JSON object a line: one for the
-finished save and one for the save that is running. A save writes it twice: before the session, without the session's
-checksum, and after it, with the checksum.
+The journal of a session in the folder S is the file .S.mmaccel-journal beside it, with one JSON object a line: one for the
+last finished save and one for a running save. A save writes it twice: before the session is written, without the session's
+checksum, and afterwards with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMIT = 1 << 16
 
 @dataclass(frozen=True)
 class WatchSource:
-    """What `watch` reads: the absolute path of the video, its size in bytes (None: it still grows), --fps and --gaps."""
+    """What `watch` reads: the video's absolute path, its size in bytes (None: it is still growing), --fps and --gaps."""
 
     video: str
     bytes: int | None
@@ -42,9 +42,9 @@ class WatchSource:
 
 @dataclass(frozen=True)
 class Point:
-    """How far a reading has come: up to `until` seconds of the video, which are `until` + `shift` on the session's clock.
+    """How far a video was read: up to `until` seconds of it, which are `until` + `shift` seconds of the session.
 
-    frames   frames of the session; `session` is the CRC-32 of its session.json (None: the save did not end)
+    frames   frames of the session; `session` is the CRC-32 of its session.json (None: the save did not finish)
     whole    whether the video was read to its end
     """
 
@@ -57,15 +57,15 @@ class Point:
 
 
 def journal_of(folder: Path) -> Path:
-    """The journal of a session saved to `folder`."""
+    """Path of the journal of a session saved to `folder`."""
     folder = folder.resolve()
     return folder.with_name(f".{folder.name}.mmaccel-journal")
 
 
 def point_of(folder: Path, reading: WatchSource) -> Point | None:
-    """Where to continue the last reading of the session in `folder`; None: it was of another video.
+    """Where the session in `folder` stopped reading this video; None if it read another one, or with other options.
 
-    `whole` of the point says that nothing can be left: the video was read to its end, and no longer grew.
+    `whole` of the result: nothing is left, as the video was read to its end and is no longer growing.
     """
     last = _of_session(folder)
     if last is None or last.reading.video != reading.video:
@@ -116,12 +116,12 @@ def _is_sound(point: Point) -> bool:
     return right and 0 <= point.until < math.inf and math.isfinite(point.shift)
 
 
-class Keeper:
-    """Saves a session to `folder` now and then, with its journal; without a folder it does nothing.
+class PeriodicSaver:
+    """Saves a session to `folder` periodically, with its journal; without a folder it does nothing.
 
     reading   what `watch` reads; None for a source that cannot be continued, such as a camera
-    point     where the reading begins; None: at the beginning
-    every     seconds between two saves; 0: save only at the end
+    point     where reading begins; None: at the beginning
+    every     seconds between saves; 0: only at the end
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class Keeper:
         self.shift: float | None = None if point is None else point.shift
 
     def is_due(self) -> bool:
-        """Whether it is time to save."""
+        """Whether it is time for the next periodic save of the session."""
         wait = max(self._every, 10 * self._cost)
         return self._folder is not None and self._every > 0 and time.monotonic() - self._last >= wait
 
     def now_and_then(self) -> None:
-        """Save when it is time. A save that fails prints a line, and is tried again later."""
+        """Save the session if it is time; a failed save prints a line and is retried later."""
         if not self.is_due():
             return
         begun = time.monotonic()
@@ -156,7 +156,7 @@ class Keeper:
         self._cost = self._last - begun
 
     def save(self, whole: bool) -> bool:
-        """Save the session and its journal; `whole`: the video was read to its end. False without a folder or frames."""
+        """Save session and journal; `whole`: the video was read to its end. False if there is no folder or no frame."""
         session, folder = self._session, self._folder
         if folder is None or not len(session):
             return False
@@ -177,7 +177,7 @@ class Keeper:
         return True
 
     def saved(self) -> str:
-        """Which of the frames are saved, in words; "" without a folder."""
+        """A phrase that says how many frames are saved; "" without a folder."""
         if self._folder is None:
             return ""
         if not self._saved:
@@ -203,6 +203,6 @@ class Keeper:
             if not self._told:
                 self._told = True
                 remark(
-                    f"without a journal, which cannot be written beside {folder} ({outside.reason(error)}): a watch that is "
-                    "killed cannot be gone on with."
+                    f"without a journal, which cannot be written beside {folder} ({outside.reason(error)}), a killed watch "
+                    "cannot be continued."
                 )

@@ -1,4 +1,4 @@
-"""Shared by the commands of a program: options before them, their arguments, and how they end."""
+"""Shared by both command-line programs: global options, argument checks, signals and exit codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mmaccel.cli.console import quiet, sentence
+from mmaccel.cli.console import sentence, silence_libraries
 from mmaccel.core.errors import MmaccelError, RecipeError, VideoError, shown
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -35,9 +35,9 @@ class _Signal:
         self._acted = 0.0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt, or have the shield raise it when it ends; do nothing soon after the last time.
+        """Signal handler: raise KeyboardInterrupt, at once or when the shield ends; ignore a signal soon after the last.
 
-        Python swallows what is raised in a `__del__` or in some callbacks: the next SIGTERM has to act too.
+        Python swallows exceptions raised in `__del__` and some callbacks, so the next SIGTERM has to act too.
         """
         now = time.monotonic()
         if self.came and now - self._acted < AGAIN_S:
@@ -53,7 +53,7 @@ _signal = _Signal()
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """SIGTERM waits until the code inside, such as a save, has ended."""
+    """Context that delays SIGTERM until the code inside, such as a save, has ended."""
     _signal.shields += 1
     try:
         yield
@@ -66,8 +66,8 @@ def shielded() -> Iterator[None]:
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM wait until the code inside has ended, which can ask what is given whether one came; a second Ctrl-C
-    acts at once. A handler of the caller's own stays."""
+    """Context that delays Ctrl-C and SIGTERM until the code inside has ended; it yields a function that tells whether one
+    came. A second Ctrl-C acts at once. A handler installed by the caller stays."""
     came = False
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -100,7 +100,7 @@ def _told_when_stopped() -> Iterator[None]:
 
 
 class Commands(TyperGroup):
-    """The commands; one that is stopped says so, unless it has said more itself."""
+    """The group of commands; prints a message if a command is stopped, unless the command printed its own."""
 
     @_told_when_stopped()
     def make_context(self, *given: Any, **how: Any) -> Any:
@@ -112,7 +112,7 @@ class Commands(TyperGroup):
 
 
 class OneVideo(TyperCommand):
-    """A command on one video, and perhaps a question, which says in one sentence that more were given."""
+    """A command that takes one video, and perhaps a question; more arguments give a one-sentence error."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
@@ -138,7 +138,7 @@ class OneVideo(TyperCommand):
 
 
 def program(name: str, purpose: str) -> typer.Typer:
-    """A program without commands. It has --version and --import; `purpose` is the first line of its help."""
+    """Create a program without commands, with --version and --import; `purpose` is the first line of its help."""
     app = typer.Typer(
         name=name,
         cls=Commands,
@@ -171,18 +171,18 @@ def program(name: str, purpose: str) -> typer.Typer:
     ) -> None:
         """Import what `--import` names, before the command runs."""
         for one in own or ():
-            bring(one)
+            import_plugin(one)
 
     return app
 
 
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and leave the process: 0, 1 (the answers were not good enough), 2 (a user's error), 130 (stopped by an
-    interrupt), 143 (stopped by SIGTERM).
+    """Run one command and exit the process with 0, 1 (answers below a threshold), 2 (user's error), 130 (interrupted) or 143
+    (SIGTERM).
 
-    A user's error is one sentence on standard error; with MMACCEL_DEBUG=1 it is the traceback. SIGTERM stops a command as
-    Ctrl-C does: it raises KeyboardInterrupt in the main thread, one `AGAIN_S` later too. Where SIGTERM is ignored or has a
-    handler of the caller's own, that stays.
+    A user's error prints one sentence to standard error, or with MMACCEL_DEBUG=1 the traceback. SIGTERM raises
+    KeyboardInterrupt in the main thread, as Ctrl-C does, and again if repeated after `AGAIN_S`. If the caller ignores
+    SIGTERM or has its own handler, that stays.
     """
     global _signal
     ours = threading.current_thread() is threading.main_thread()
@@ -191,7 +191,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
         if ours:
             _signal = _Signal()
             signal.signal(signal.SIGTERM, _signal.handle)
-        quiet()
+        silence_libraries()
         command, given = typer.main.get_command(app), None if arguments is None else list(arguments)
         status = command.main(args=given, standalone_mode=False)
     except KeyboardInterrupt:
@@ -214,11 +214,11 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(TERMINATED if code == INTERRUPTED and _signal.came else code)
 
 
-def bring(given: str) -> None:
-    """Import a file of a user's own policies, or a module by its name; raises `RecipeError` where it is not there or fails.
+def import_plugin(given: str) -> None:
+    """Import a user's file of policies, or a module by name (--import); raises `RecipeError` if it is missing or fails.
 
-    Only the command line names such files: a recipe that did, and that somebody else wrote, would run what it likes. The
-    file's folder goes to the end of the path of Python, so that processes that are started find the module too.
+    Only the command line can name such files: a recipe, which somebody else may have written, cannot run code. The file's
+    folder is appended to sys.path, so that child processes find the module too.
     """
     path = Path(given).resolve() if given.endswith(".py") else None
     name = given if path is None else path.stem

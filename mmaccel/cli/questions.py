@@ -1,4 +1,4 @@
-"""Questions to a stream: where they come from, when they are asked, and their answers with what they rest on."""
+"""Questions to a stream: parsing, when they are due, and printing answers with the frames they are based on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Piece = tuple["Video | None", list[Asked]]
 
 
 def parsed(text: str, source: str = "--question") -> Asked:
-    """A question and when it is asked; `source` names in an error where it came from."""
+    """Parse QUESTION@SECONDS to (seconds or None, question); `source` names its origin in errors."""
     check_text(text, source)
     words, at, when = text.rpartition("@")
     try:
@@ -63,9 +63,9 @@ def parsed(text: str, source: str = "--question") -> Asked:
 
 
 def piped(given: Sequence[str]) -> list[Asked]:
-    """The questions that a pipe or a file holds on standard input, to its end; `given` are those of the options.
+    """Read questions from standard input, if it is a pipe or file, to its end; `given` are those of the options.
 
-    Beside questions of options it is read only when one of them is ``-``: it may be meant for another command.
+    If there are also questions as options, it is read only if one of them is ``-``: it may be for another command.
     """
     if INPUT not in given:
         try:
@@ -94,7 +94,7 @@ def piped(given: Sequence[str]) -> list[Asked]:
 
 
 def cut(part: Video, asked: list[Asked]) -> Iterator[Piece]:
-    """Cut a clip into pieces, each with the questions that are due after its last frame. Removes them from `asked`."""
+    """Cut a clip into pieces, each with the questions due after its last frame; removes these from `asked`."""
     times, start = part.clock.tolist(), 0
     while start < len(part):
         when = asked[0][0] if asked else None
@@ -110,7 +110,7 @@ def cut(part: Video, asked: list[Asked]) -> Iterator[Piece]:
 
 
 class Typed:
-    """Questions that are typed while the command works on something else."""
+    """Reads questions typed on the terminal while the command is working."""
 
     def __init__(self, listen: bool) -> None:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -132,7 +132,7 @@ class Typed:
             self._lines.put(None)
 
     def read(self, waits: bool = False) -> Iterator[str]:
-        """Lines typed since the last call; with `waits` also those typed from now on, until the input ends."""
+        """Yield questions typed since the last call; with `waits` also those typed from now on, until the input ends."""
         while not self._over and (waits or not self._lines.empty()):
             line = self._lines.get()
             self._over = line is None
@@ -141,7 +141,7 @@ class Typed:
 
 
 def evidence_table(answer: Answer, moments: int) -> Table:
-    """The best `moments` that an answer is based on, in the order of `Answer.top`."""
+    """Table of the best `moments` frames that an answer is based on, in the order of `Answer.top`."""
     table = Table(box=None, pad_edge=False)
     for head in HEADS:
         table.add_column(head, justify="left" if head == HEADS[0] else "right")
@@ -154,7 +154,7 @@ def evidence_table(answer: Answer, moments: int) -> Table:
 
 
 def below(answer: Answer, moments: int) -> list[str]:
-    """Lines printed below the table: where the answer was cut off, what the table leaves out, how fast it was."""
+    """Lines printed below the evidence table: whether the answer was cut off, how many frames are not shown, the speed."""
     left = len(answer.evidence) - moments
     lines = [cut_short(answer.finish_reason, len(answer.ids))]
     if moments and not answer.evidence:
@@ -168,8 +168,7 @@ def below(answer: Answer, moments: int) -> list[str]:
 
 
 def acted(report: Report) -> list[str]:
-    """Lines on what each part of a session's recipe did: how far frames saw, what the pattern computed, what was
-    drafted."""
+    """Lines on what each part of a session's recipe did: frames seen, share of attention computed, tokens drafted."""
     parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
     if seen is not None:
         parts.append(f"each frame saw {seen:.0%} of those before it")

@@ -1,4 +1,4 @@
-"""`mmaccel report`, and `--report` of ask and watch: a run as one page of HTML that needs no network."""
+"""`mmaccel report`, and `--report` of ask and watch: a run as one HTML page that works offline."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def report(
         str | None, Option(help="The video, where it is not at the path that the run names.")
     ] = None,
 ) -> None:
-    """A page of a run: what was chosen, what it cost, what it kept, and the frames that its answers rest on.
+    """Write an HTML page of a run: what was chosen, what it cost, what it kept, and the frames its answers are based on.
 
-    Pictures of the frames are read from the video again; of a camera or a URL the page has times alone.
+    Frames are read from the video again; for a camera or URL the page shows times only.
     """
     told = outside.read_json(run, f"run {shown(run, outside.PATH)}", RecipeError)
     output = Path(run).with_suffix(".html") if output is None else output
@@ -47,7 +47,7 @@ def report(
 
 
 def check_page(path: Path | None) -> None:
-    """Raise `RecipeError` where no page can be written, before a run whose page it is to be."""
+    """Raise `RecipeError` if a report cannot be written to `path`, before the run starts."""
     if path is not None and not path.parent.is_dir():
         raise RecipeError(f"--report: the folder {path.parent} does not exist; create it first.")
     if path is not None and path.is_dir():
@@ -55,7 +55,7 @@ def check_page(path: Path | None) -> None:
 
 
 def write_page(told: Mapping[str, Any], path: Path, video: str | Video | None) -> None:
-    """Write the page of `told`, what ask or watch has for --json; `video` gives the pictures."""
+    """Write the HTML page of a run `told`, the --json output of ask or watch; `video` is read for thumbnails."""
     from mmaccel.media import thumbnails
 
     picture = (lambda _: None) if video is None else thumbnails(video)

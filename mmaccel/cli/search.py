@@ -1,4 +1,4 @@
-"""`mmaccel search`: which pattern each head of a model should follow, by one sample."""
+"""`mmaccel search`: find the best sparse pattern for each attention head of a model, from one sample prompt."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def search(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Choose a pattern for each head, all at one measured cost; a stopped search goes on where it was.
+    """Choose a pattern for each attention head, all at equal measured cost; an interrupted search continues where it was.
 
-    The table serves `sparse: {name: per_head, table: FILE}`; as heads.json in the model's folder it is the preset
+    The table is used by `sparse: {name: per_head, table: FILE}`; saved as heads.json in the model's folder it is the preset
     "searched".
     """
     from mmaccel.search import Settings
@@ -135,9 +135,9 @@ def sample(
     fps: float | None,
     progress: Progress,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inputs of one prompt of the videos, each followed by its text, and what to say of it.
+    """Inputs of one prompt with the videos, each followed by its text, and facts about it for the table.
 
-    Frames are left out evenly until the prompt has at most `most` tokens.
+    Frames are dropped evenly until the prompt has at most `most` tokens.
     """
     seen = [choices.read_video(path, processor, progress, fps=fps) for path in videos]
     asked = list(texts) or [REQUEST]

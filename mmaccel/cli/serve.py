@@ -1,4 +1,4 @@
-"""`mmaccel serve`: a model over HTTP, as the OpenAI client asks, with streams and a page."""
+"""`mmaccel serve`: serve a model over HTTP to OpenAI clients, with streams and a web page."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def serve(
         float | None, Option(min=0, help="With --ray, GPUs of each (1 where --device is not cpu).")
     ] = None,
 ) -> None:
-    """Serve a model: POST /v1/chat/completions, /v1/streaming/sessions, /metrics, and a page at /."""
+    """Serve a model over HTTP: POST /v1/chat/completions, /v1/streaming/sessions, /metrics, and a web page at /."""
     try:
         from mmaccel.serve.app import run
         from mmaccel.serve.settings import Settings
@@ -87,7 +87,7 @@ def serve(
     chosen = choices.recipes(recipe or list(DEFAULT), draft)
     lets_go = [name for name, one in chosen.items() if hasattr(one.kv, "keep_seconds")]
     for name in lets_go or list(chosen):
-        chosen[name] = choices.retaining(chosen[name], keep_seconds, host_bytes, "process_bytes")
+        chosen[name] = choices.with_retention(chosen[name], keep_seconds, host_bytes, "process_bytes")
     for one in chosen.values():
         choices.check(one, model, device)
     make = partial(_engine, model, device, dtype, chosen, settings)

@@ -1,4 +1,4 @@
-"""`mmaccel watch`: take in a stored video whole, or one that comes, and answer questions in between."""
+"""`mmaccel watch`: ingest a stored video, or watch a live one, and answer questions meanwhile."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typer import Argument, Exit, Option
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
 from mmaccel.cli.console import bars, counter, many, out, print_json, remark, say, sentence
-from mmaccel.cli.journal import EVERY_S, Keeper, WatchSource, point_of
+from mmaccel.cli.journal import EVERY_S, PeriodicSaver, WatchSource, point_of
 from mmaccel.cli.program import INTERRUPTED, shielded, stopping
 from mmaccel.cli.questions import INPUT, Asked, Piece, Typed, acted, below, cut, evidence_table, parsed, piped
 from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.streams.live import settled
+from mmaccel.core.streams.live import gc_frozen
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, recipe_of, writable
 from mmaccel.core.streams.sources import Event
@@ -88,21 +88,21 @@ def watch(
     as_json: Json = False,
     page: Page = None,
 ) -> None:
-    """Watch a video and answer questions on what was seen so far, and on which frames the answers rest.
+    """Watch a video and answer questions about what was seen so far, with the frames that answers are based on.
 
-    A file is taken in as a stored video: each frame sees all before it, under the recipe's pattern. A question with a
-    time, and a save, end that: later frames see the window, and what was taken in after it. A camera, a URL and a
-    file with --follow or --live are watched as they come.
+    A file is ingested as a stored video: each frame attends to all before it, by the recipe's pattern. A timed question or a
+    save ends that: later frames see a window, and the frames since then. A camera, a URL, and a file with --follow or --live
+    are watched live.
 
-    On a terminal, questions are typed while it watches; Ctrl-D ends them, Ctrl-C or SIGTERM ends the watching. From a
-    pipe or a file on standard input they are read first, one a line, unless --question gives them.
+    On a terminal, type questions while it watches; Ctrl-D ends them, Ctrl-C or SIGTERM ends watching. From a pipe or file on
+    standard input they are read first, one a line, unless --question gives them.
 
-    With --save the session is saved while it watches too. After one that was stopped or killed, --load goes on with the
-    same file behind the last frame that was saved.
+    With --save the session is also saved periodically. After it was stopped or killed, --load continues the same file after
+    the last saved frame.
     """
     from mmaccel import media
     from mmaccel.media.address import is_url
-    from mmaccel.models.taking import tell_of_world
+    from mmaccel.models.taking import warn_foreign
 
     if video is None and load is None:
         raise VideoError("watch: there is no video; name one, or a saved session with --load.")
@@ -116,13 +116,13 @@ def watch(
         chosen = choices.memory(recipe or RECIPE) if load is None else recipe_of(load)
         if load is not None and (keep_seconds is not None or host_bytes is not None):
             raise RecipeError("--keep-seconds, --host-bytes: a saved session has its own; leave them out.")
-        chosen = choices.retaining(chosen, keep_seconds, host_bytes, "host_bytes")
+        chosen = choices.with_retention(chosen, keep_seconds, host_bytes, "host_bytes")
         processor = choices.processor(model)
         clips: Iterator[Video] = iter(())
         reading, point, broken, stored = None, None, list[VideoError](), False
         breaks: list[Event] = []
         if video is not None:
-            tell_of_world(processor, video)
+            warn_foreign(processor, video)
             # What is live runs away while a model is loaded, and cannot be gone on with.
             comes = format is not None or is_url(video)
             if reconnect and not comes:
@@ -139,9 +139,9 @@ def watch(
             if point is None or not point.whole:
                 count = clip or (STORED if stored else LIVE)
                 opens = partial(media.clips, video, fps=fps, frames_per_clip=count, start=start, **how)
-                clips = choices.connected(opens, breaks.append) if reconnect else opens()
+                clips = choices.keep_connected(opens, breaks.append) if reconnect else opens()
             # Of a camera, or of a file that grows, the rate is a guess.
-            clips = choices.sound(
+            clips = choices.until_stall(
                 clips, video, fps, broken, guess=follow or format is not None, quiet=as_json
             )
             if not comes and not follow:
@@ -164,8 +164,8 @@ def watch(
         raise Exit(INTERRUPTED) from None
     typed = Typed(terminal)
     stopped, kept, whole, failed = False, False, False, list[Exception]()
-    with session, settled():
-        keeper = Keeper(session, save, reading, point, every)
+    with session, gc_frozen():
+        keeper = PeriodicSaver(session, save, reading, point, every)
         work = Watching(session, asked, fps, max_new_tokens, evidence, as_json)
         try:
             with bars() as progress:
@@ -225,7 +225,7 @@ def watch(
             "events": [asdict(one) for one in events],
             "breaks": [asdict(one) for one in breaks],
             "let_go": [asdict(one) for one in session.events],
-            "error": " ".join(map(in_words, failed)) or None,
+            "error": " ".join(map(error_text, failed)) or None,
             "unanswered": [{"question": text, "at": at} for at, text in left],
             "answers": work.told,
         }
@@ -253,41 +253,41 @@ def watch(
         if saved:
             remark(f"saved {frames} to {save}" if kept else saved)
         for another in failed[1:]:
-            remark(f"error: {in_words(another)}")
+            remark(f"error: {error_text(another)}")
         raise failed[0]
     if stopped:
         raise Exit(INTERRUPTED)
 
 
 class Watching:
-    """A session that takes in clips, and the questions that are asked of it when they are due.
+    """A running `watch` command: feeds clips to a session and asks the questions when they are due.
 
-    most        tokens of an answer; `moments` that it is based on are shown, unless `quiet`
-    begin, had  seconds of the last frame, and the frames, of a saved session that it went on from; None, 0: of none
-    asked       questions with a time that is still to come, in order, then those for the end
-    left, told  questions that have no answer yet; the answers, JSON-ready
+    most        tokens of an answer; `moments` frames it is based on are shown, unless `quiet`
+    begin, had  seconds of the last frame, and number of frames, of the saved session it continues; None, 0 for none
+    asked       questions with a time still to come, in order, then those for the end
+    left, told  questions without an answer yet; the answers, JSON-ready
     uneven      gaps and irregular times of the source
     """
 
     def __init__(
         self, session: VideoSession, asked: list[Asked], fps: float, most: int, moments: int, quiet: bool
     ) -> None:
-        from mmaccel.media.sampling import Log
+        from mmaccel.media.sampling import EventLog
 
         self._session, self._fps = session, fps
         self._most, self._moments, self._quiet = most, moments, quiet
         self.begin, self.had = session.seconds if len(session) else None, len(session)
         self.asked, self.left = asked, list(asked)
         self.told: list[dict[str, Any]] = []
-        self.uneven = Log()
+        self.uneven = EventLog()
 
     def shift(self, first: Video) -> float:
-        """Seconds by which the source is moved, so that it follows a saved session; `first` is its first clip."""
+        """Seconds to add to the source's times, so that the video follows the saved session; `first` is its first clip."""
         start = float(first.clock[0])
         return self.begin + 1 / self._fps - start if self.begin is not None and start <= self.begin else 0.0
 
-    def pieces(self, clips: Iterator[Video], keeper: Keeper) -> Iterator[Piece]:
-        """The clips on the session's clock, cut behind the last frame of a question's time."""
+    def pieces(self, clips: Iterator[Video], keeper: PeriodicSaver) -> Iterator[Piece]:
+        """Yield the clips with the session's times, cut after the last frame before each question."""
         for part in clips:
             if keeper.shift is None:
                 keeper.shift = self.shift(part)
@@ -302,8 +302,8 @@ class Watching:
         seen: Callable[[int, int | None], None],
         pause: Callable[[], bool],
     ) -> None:
-        """Take in a piece, and answer the questions that are due. With the `rest` of a stored video it is ingested, and all
-        that follows it up to a question's time, to where `pause` says so, or to a stop."""
+        """Feed a piece to the session and answer questions that are due. If `rest` (of a stored video) is given, it is
+        ingested too, up to the next question's time, to where `pause` returns True, or to an interrupt."""
         frames, due = piece
         before = len(self._session)
         if frames is not None and rest is None:
@@ -327,7 +327,7 @@ class Watching:
         self.answer(due)
 
     def answer(self, due: list[Asked], last: bool = False) -> None:
-        """Answer questions that are due, or the `last` ones; says where a time lies outside of what was watched."""
+        """Ask the questions that are due, or the `last` ones; prints a note for times outside of what was watched."""
         for at, text in due:
             end = self._session.seconds
             if last and at is not None and at > end + 1 / self._fps:
@@ -339,8 +339,8 @@ class Watching:
             self.left.remove((at, text))
 
     def ask(self, text: str, at: float | None = None) -> None:
-        """Ask a question that was meant for `at` seconds (None: for now), note its answer, and show it as it comes unless
-        `quiet`. Raises `VideoError` where nothing was seen yet."""
+        """Ask a question meant for `at` seconds (None: now), store its answer, and print it as it is generated unless
+        `quiet`. Raises `VideoError` if no frame was seen yet."""
         session, moments = self._session, self._moments
         if not len(session):
             raise VideoError(f"--question: nothing was seen before {text!r} is asked; ask it later.")
@@ -376,6 +376,6 @@ class Watching:
         )
 
 
-def in_words(error: Exception) -> str:
-    """An error in a sentence; what nobody foresaw by its name."""
+def error_text(error: Exception) -> str:
+    """An error as one sentence; an unexpected one with its class name."""
     return sentence(error) or f"{type(error).__name__}: {error}"

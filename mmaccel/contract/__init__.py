@@ -1,4 +1,4 @@
-"""Contract tests of policies, on small made-up prompts: for your own policies, and for our tests."""
+"""Contract tests of policies, on small random prompts: for your own policies, and for our tests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["check_family", "check_policy"]
 
 
 def check_policy(policy: Any, *, rounds: int = 12, seed: int = 0) -> None:
-    """Try a policy (an instance) against its contract; raises `RecipeError` in one sentence for the first promise it breaks.
+    """Test a policy (an instance) against its contract; raises `RecipeError` in one sentence for the first violation.
 
-    A pattern: sizes, lists, no pair of the future or of padding, none counted twice, its bound. A memory of sequences:
-    lengths, cuts, questions, beams; one of streams: passes, places of its own rows, that a question leaves no trace, going
-    back. A draft: that a toy target's text stays its own and nothing fails. A pruner: what it declares and keeps.
+    A pattern: sizes, lists, no pair of the future or of padding, none counted twice, its upper bound. A memory of sequences:
+    lengths, rollback, questions, beams; one of streams: passes, positions of its rows, that a question changes nothing,
+    restoring. A draft: that a toy target's text does not change and nothing fails. A pruner: what it declares and keeps.
 
     Prompts have 20 to 600 tokens: give fields small enough to leave something out of these. `rounds` prompts of `seed` are
-    tried. It says nothing of how good the policy is.
+    tested. It does not measure how good the policy is.
     """
     if isinstance(policy, SparsePattern):
         check_pattern(policy, rounds, seed)

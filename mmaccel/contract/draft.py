@@ -1,6 +1,6 @@
-"""Contract of drafts: a draft declares how far it looks back, never fails, and leaves the target's text as it is.
+"""Contract test of drafts: a draft declares how far it rolls back, never fails, and does not change the target's text.
 
-It is tried on a toy: a language model of a few tokens whose next logits are a rule of those before.
+It runs on a toy language model of a few tokens whose next logits are a function of the previous ones.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Rule = Callable[[Sequence[int]], Tensor]
 
 
 def bigram(table: Tensor) -> Rule:
-    """Logits [V, V] by the last token."""
+    """Return a rule that takes the next logits [V] from row `last token` of `table` [V, V]."""
     return lambda tokens: table[tokens[-1]]
 
 
 class ToyModel(nn.Module):
-    """A rule that poses as a model of `vocab` tokens."""
+    """A toy model of `vocab` tokens whose logits are computed by `rule`."""
 
     def __init__(self, rule: Rule, vocab: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ToyModel(nn.Module):
 
 
 class ToyRunner(Runner):
-    """Keeps the tokens it has run, and how it was used."""
+    """A runner of a toy model, which records the tokens it has run and how it was used."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
@@ -79,7 +79,7 @@ class ToyRunner(Runner):
 
 
 class ToyAdapter(ModelAdapter):
-    """A toy adapter with only the members that drafts use."""
+    """A model adapter for the toy model, with only the members that drafts use."""
 
     name = "toy"
     model_types = ("toy",)
@@ -114,7 +114,7 @@ def prompt(ids: Sequence[int], **choices: Any) -> Prompt:
 
 
 def alone(rule: Rule, ids: Sequence[int], stop: Callable[[Tensor], bool]) -> list[int]:
-    """Greedy decoding, one token at a time: the reference."""
+    """Reference: plain greedy decoding, one token at a time."""
     tokens = list(ids)
     while True:
         tokens.append(int(rule(tokens).argmax()))
@@ -128,8 +128,7 @@ RULE = bigram(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(
 
 
 def check_draft(strategy: DraftStrategy) -> None:
-    """Check a draft policy against its contract on a toy target with six tokens, greedily; raises `RecipeError` if it
-    fails."""
+    """Test a draft policy on a toy target with six tokens, greedily; raises `RecipeError` if it violates its contract."""
     who, needs, max_rollback = f"draft {strategy.name!r}", strategy.needs, strategy.max_rollback
     promise(
         needs <= {"branches", "rollback", "memory", "model", "prompt", "video"},

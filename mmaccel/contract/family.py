@@ -1,4 +1,4 @@
-"""Contract of model families, tested on a tiny model of random weights, with recipes and without."""
+"""Contract test of model families, on a tiny model with random weights, with and without recipes."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ Row = tuple[str, str, bool]
 
 
 def check_family(model_or_class: Any, *, quiet: bool = False, device: str = "cpu") -> list[Row]:
-    """Try a family on a tiny model of the same class as `model_or_class`, with random weights in float32 on `device`.
+    """Test a model family on a tiny model of the same class as `model_or_class`, with random weights in float32 on `device`.
 
     Compared with the plain model: the dense recipe, whole and in chunks; patterns that list everything, and patterns at less
     than half of the pairs against eager attention under their masks; a padded batch; drafts, token by token; a pruner that
-    keeps everything; a memory of streams; the model after detaching, bit for bit. The columns of each frame are those that
-    its pixels change. What the family says that it lacks has to be refused.
+    keeps everything; a memory of streams; the model after detaching, bit for bit. The columns of each frame must be those
+    that its pixels change. What the family declares unsupported must be refused.
 
     Prints a table, and returns its rows; raises `ModelError` that names the checks that failed.
     """
@@ -122,7 +122,7 @@ class _Tried:
     def off(
         self, recipe: Mapping[str, Any], most: float, inputs: Any = None, plain: Any = None
     ) -> tuple[str, bool]:
-        """How far the logits under `recipe` are from the plain ones."""
+        """Return in words how far the logits under `recipe` are off, and whether that is at most `most`."""
         with accelerate(self.model, **recipe):
             ours = self.logits(self.inputs if inputs is None else inputs)
         far = float((ours - (self.plain if plain is None else plain)).abs().max())
@@ -289,7 +289,7 @@ def _generation(tried: _Tried) -> Iterator[Row]:
 
 
 def _pruners(tried: _Tried) -> Iterator[Row]:
-    layer = max(tried.family.first_cut(tried.model), 1)
+    layer = max(tried.family.first_prune_layer(tried.model), 1)
     recipe = {"prune": {"name": "fastv", "layer": layer, "retention": 1.0}}
     if "pruning" in tried.family.unable:
         yield "prune fastv", *tried.refused(recipe)

@@ -1,7 +1,6 @@
-"""Reference masks of patterns, pair by pair, from their definitions: no plan, no block list. For one sequence without
-padding.
+"""Reference masks of sparse patterns, pair by pair from their definitions, for one sequence without padding.
 
-[H or 1, S, S] bool each: what a query sees at least, and at most where a pattern rounds to blocks. S tokens, H heads.
+Two bool masks [H or 1, S, S] each: what a query sees at least, and, if a pattern rounds to blocks, at most.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Made = tuple[Tensor, Tensor]
 
 
 def pairs(name: str, given: Mapping[str, Any], layout: TokenLayout, query: Tensor, key: Tensor) -> Made:
-    """Of the pattern `name` with the fields `given`, for query [1, H, S, D] and key [1, G, S, D], with RoPE."""
+    """Return the masks of pattern `name` with fields `given`, for query [1, H, S, D] and key [1, G, S, D] after RoPE."""
     made: Any = DEFINED[name](given, layout, query[0], key[0])
     return made if isinstance(made, tuple) else (made, made)
 

@@ -1,6 +1,6 @@
-"""Contract of memories, for sequences and for streams.
+"""Contract tests of KV memories, for sequences and for streams.
 
-B batch, G key/value heads, n columns, D head size; P tokens a unit of a stream, E hidden size.
+B batch, G key/value heads, n columns, D head size; P tokens a unit (frame) of a stream, E hidden size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNITS = 120
 
 
 def check_memory(policy: KVPolicy) -> None:
-    """Raise `RecipeError` where the contract is broken."""
+    """Test a KV memory; raises `RecipeError` if it violates its contract."""
     who, rollback_limit = f"kv {policy.name!r}", policy.rollback_limit
     promise(
         not policy.exact or rollback_limit is None,
@@ -60,7 +60,7 @@ def check_memory(policy: KVPolicy) -> None:
 
 
 def check_lengths(policy: KVPolicy) -> None:
-    """Columns in, rolled back, a window's accepted ones kept; counts after each."""
+    """Test the column counts of a memory after appends, rollback and `accept`."""
     state, who = policy.open(GEOMETRY, None, CPU), f"kv {policy.name!r}"
     _count(who, state, 0, "when it is opened")
     step(who, state, 0, 50)
@@ -91,7 +91,7 @@ def check_lengths(policy: KVPolicy) -> None:
 
 
 def check_cuts(policy: KVPolicy) -> None:
-    """What comes after a cut is as if what was cut had never been; a question that breaks off in a pass is cut too."""
+    """Test that rolled back columns have no effect on later ones, also after a question that failed in a pass."""
     who = f"kv {policy.name!r}"
     plain, cut, broken = (policy.open(GEOMETRY, None, CPU) for _ in range(3))
     for state in (plain, cut):
@@ -116,7 +116,7 @@ def check_cuts(policy: KVPolicy) -> None:
 
 
 def check_beams(policy: KVPolicy) -> None:
-    """Rows are reordered, multiplied and dropped."""
+    """Test that batch rows can be reordered, repeated and dropped."""
     state, who = policy.open(GEOMETRY, None, CPU), f"kv {policy.name!r}"
     for layer in range(LAYERS):
         state.append(layer, *written([[1, 2], [3, 4]], layer))
@@ -133,14 +133,14 @@ def check_beams(policy: KVPolicy) -> None:
 
 
 def written(serials: list[list[int]], layer: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, G, n, D] whose numbers tell serial, layer, group and place in the head; values are negative."""
+    """Return keys and values [B, G, n, D] that encode serial number, layer, group and index; values are negative."""
     base = 1000.0 * torch.tensor(serials, dtype=torch.float64)[:, None, :, None] + 100 * layer
     key = base + 10 * torch.arange(GROUPS)[None, :, None, None] + torch.arange(SIZE)
     return key, -key - 0.5
 
 
 def step(who: str, state: KVState, first: int, count: int) -> KVView:
-    """Append columns numbered from `first` on; returns the view of the last layer."""
+    """Append columns numbered from `first` on to all layers; return the view of the last layer."""
     for layer in range(LAYERS):
         newest, values = written([list(range(first, first + count))], layer)
         state.append(layer, newest, values)
@@ -168,8 +168,8 @@ def _count(who: str, state: KVState, want: int, when: str) -> None:
 # Streams: places of rows, questions that leave no trace, the way back to a checkpoint.
 
 
-class Wheel:
-    """A model that only turns: pairs (i, i + D/2) by the position on the first axis, the last pair by the last axis."""
+class RotaryModel:
+    """A model with only RoPE: it rotates pairs (i, i + D/2) by the position on axis 0, the last pair by the last axis."""
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         axes = positions if positions.ndim == 2 else positions[None].expand(3, -1)
@@ -194,7 +194,7 @@ class Wheel:
 
 
 def check_stream(policy: StreamPolicy) -> None:
-    """Raise `RecipeError` where the contract is broken, on a stream of made-up keys."""
+    """Test a stream memory on random keys; raises `RecipeError` if it violates its contract."""
     who = f"kv {policy.name!r}"
     promise(
         policy.needs <= {"hidden", "look", "proxy"},
@@ -203,7 +203,7 @@ def check_stream(policy: StreamPolicy) -> None:
     head, unit = torch.arange(HEAD)[None], HEAD + torch.arange(TOKENS)[None]
     places = PositionIds(head, unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, 10**6)
     stream = Stream(unit=TOKENS, head=HEAD, pace=1, places=places, dtype=torch.float64)
-    model: Any = Wheel()
+    model: Any = RotaryModel()
     state = policy.open_stream(stream, GEOMETRY, model, CPU)
     if isinstance(state, FrameMemory):
         return state.close()  # no pass goes through it: a session alone can try it
@@ -245,7 +245,7 @@ class _Trial:
         self.who, self.state, self.needs = who, state, needs
 
     def run(self, stream_pass: StreamPass, name: int = 0) -> list[KVView]:
-        """Run one pass; returns the views of all layers."""
+        """Run one forward pass through the memory under test; return the views of all layers."""
         state, views = self.state, []
         state.begin_pass(stream_pass)
         for layer in range(LAYERS):
@@ -274,7 +274,7 @@ class _Trial:
         return views
 
     def watch(self, count: int) -> None:
-        """Units as a session passes them on, eight at a time."""
+        """Run `count` units (frames) as a session does, eight at a time."""
         end = self.state.units() + count
         while (first := self.state.units()) < end:
             n = self.state.fit(first, min(8, end - first))
@@ -291,7 +291,7 @@ class _Trial:
         self.state.idle()
 
     def ask(self, meanwhile: Callable[[], None] = lambda: None) -> list[KVView]:
-        """The views of a question and, after `meanwhile`, of a token of its answer, copied."""
+        """Run a question and, after `meanwhile`, a token of its answer; return copies of all views."""
         state, before = self.state, self.state.length()
         with state.question_scope():
             rows = TokenLayout.text(1, 5)
@@ -315,13 +315,13 @@ class _Trial:
         return seen
 
     def same(self, one: list[KVView], other: list[KVView], told: str) -> None:
-        """Raise unless two questions have seen the same."""
+        """Raise `RecipeError` unless two questions have seen the same keys and values."""
         for a, b in zip(one, other, strict=True):
             # `equal` of tensors of two shapes is False.
             promise(torch.equal(a.key, b.key) and torch.equal(a.value, b.value), f"{self.who}: {told}.")
 
 
 def draw(name: tuple[Any, ...], *shape: int) -> Tensor:
-    """Numbers that follow from a name."""
+    """Return random numbers seeded by `name`."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(name).encode()))
     return torch.randn(*shape, dtype=torch.float64, generator=generator)

@@ -1,7 +1,7 @@
-"""Contract of prefill: what a sparse pattern promises of its plans, and a token pruner of the columns that it keeps.
+"""Contract tests of sparse patterns (their plans) and token pruners (the columns they keep), on random prompts.
 
-And what policies are tried on: prompts of mixed modalities, ragged frames, islands of one token.
-Letters as in `mmaccel.core.prefill.plan`: B batch, H query heads, P rows of a part, N keys of a span, M query blocks.
+Prompts have mixed modalities, frames of unequal size, and segments of one token. Letters as in `mmaccel.core.prefill.plan`:
+B batch, H query heads, P rows of a part, N keys of a span, M query blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_counters(who: str, counters: Mapping[str, object]) -> None:
 
 
 def layout(rng: Random, length: int, batch: int = 1) -> TokenLayout:
-    """About `length` tokens in the longest of `batch` sequences; shorter ones are padded on the left."""
+    """Return a random layout of about `length` tokens in the longest of `batch` sequences; shorter ones are left-padded."""
     sequences = [_sequence(rng, length if b == 0 else rng.randint(length // 2, length)) for b in range(batch)]
     width = max(map(len, sequences))
     blank = (TEXT, -1, -1, -1, -1)
@@ -72,7 +72,7 @@ def _sequence(rng: Random, length: int) -> list[tuple[int, ...]]:
 
 
 def signals_for(layout: TokenLayout, stage: Stage, seed: int = 0, asked: int | None = None) -> Signals:
-    """Random signals of the shapes a stage declares; attention rows add up to one, `asked` of them or the observers'."""
+    """Return random signals for `stage`; attention has `asked` rows (default: those of `observers`), which sum to one."""
     g = torch.Generator().manual_seed(seed)
     S, asked = layout.length, observers(layout).numel() if asked is None else asked
     tensors: dict[str, Tensor] = {
@@ -85,7 +85,7 @@ def signals_for(layout: TokenLayout, stage: Stage, seed: int = 0, asked: int | N
 
 
 def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
-    """Raise `RecipeError` for the first plan that breaks the contract, of `rounds` prompts."""
+    """Test the plans of a sparse pattern on `rounds` random prompts; raises `RecipeError` for the first violation."""
     for n in range(rounds):
         rng, g = Random(seed * 1000 + n), torch.Generator().manual_seed(seed * 1000 + n)
         keys = layout(rng, LENGTHS[n % len(LENGTHS)], batch=1 + n % 2)
@@ -111,7 +111,7 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
 def check_plan(
     pattern: SparsePattern, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
 ) -> AttentionPlan | None:
-    """The plan of `pattern`; raises `RecipeError` where it breaks the contract. For small sizes."""
+    """Return the plan of `pattern`; raises `RecipeError` if it violates the contract. For small sizes."""
     who = f"sparse {pattern.name!r}"
     plan = pattern.plan_layer(query, key, key, q_layout, k_layout)
     if plan is None:
@@ -216,13 +216,13 @@ def _pairs(plan: AttentionPlan, who: str, queries: TokenLayout, keys: TokenLayou
 
 
 def check_pruner(pruner: TokenPruner, rounds: int, seed: int) -> None:
-    """Raise `RecipeError` for the first of `rounds` prompts on which the contract is broken."""
+    """Test a token pruner on `rounds` random prompts; raises `RecipeError` for the first violation."""
     for n in range(rounds):
         check_cuts(pruner, layout(Random(seed * 1000 + n), (20, 60, 150)[n % 3]), seed * 1000 + n)
 
 
 def check_cuts(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
-    """Raise `RecipeError` where the cuts of one prompt break the contract."""
+    """Test the stages of a pruner on one prompt; raises `RecipeError` for a violation."""
     who, total, left = f"prune {pruner.name!r}", pruner.candidates(layout).numel(), layout
     for stage in checked_stages(pruner, DEPTH):
         if not total and pruner.stage != "draft":

@@ -1,2 +1,2 @@
-"""Everything that a call runs through: recipe, attention, memory, decoding, streams. It knows no model and no policy
-by name."""
+"""The framework without any concrete policy or model: recipes, attention, KV memory, decoding, video streams. It names no
+policy and no model family."""

@@ -1,4 +1,4 @@
-"""The contracts of a model: all that the rest of the package may ask of it, and of one sequence at work on it."""
+"""Interfaces to a model: `ModelAdapter` (a model family), `Runner` (one sequence), `ModelView` (what policies may use)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Geometry:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside a wrapper that has `get_base_model`, as PEFT's have; any other model itself."""
+    """Return the model inside a wrapper that has `get_base_model`, as PEFT's have; return any other model unchanged."""
     inner = getattr(model, "get_base_model", None) if isinstance(model, nn.Module) else None
     return inner() if callable(inner) else model
 
 
 def home_of(model: nn.Module) -> torch.device:
-    """Where a model computes first: the device of its first weights, or, where these are offloaded, that of the hooks that
-    fetch them (`execution_device`, of the library accelerate)."""
+    """Return the device of a model's first weights, or, if the accelerate library offloads them, where its hooks bring them
+    (`execution_device`)."""
     first = next(model.parameters()).device
     if first.type != "meta":
         return first
@@ -50,10 +50,10 @@ def home_of(model: nn.Module) -> torch.device:
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """Rows of a tree, run in one pass after the columns that were run before.
+    """The token tree of one decode step, whose n tokens are appended to the cache in one forward pass (tree attention).
 
-    sees [n, m] bool: whether new row i sees column j of the last m columns, the n new ones included; all before it sees.
-    depth [n] long: the place of each row, counted from the first of those m columns.
+    sees [n, m] bool: whether new row i attends to column j of the last m columns, the n new ones included; earlier columns
+    are seen by all. depth [n] long: the position of each row, counted from the first of those m columns.
     """
 
     sees: Tensor
@@ -62,13 +62,13 @@ class Branches:
 
 @dataclass
 class Columns:
-    """Facts of the columns in a cache: their layout, and the offset from a column to its rotary position."""
+    """The `layout` of the tokens in a KV cache, and `delta`, what is added to a column number to get its rotary position."""
 
     layout: TokenLayout
     delta: Tensor
 
     def turn(self, new: TokenLayout) -> TokenLayout:
-        """The layout followed by `new` [1, n], a turn of the same conversation: what is asked is asked in that turn."""
+        """Return the layout followed by `new` [1, n], the next turn of a conversation; only its words count as `asked`."""
         text, visual = (new.modality == TEXT) & new.valid, (new.modality != TEXT).long()
         after = text & (visual.cumsum(1) == visual.sum(1, keepdim=True))
         asked = new.asked if bool(new.asked.any()) else after if bool(after.any()) else text
@@ -77,11 +77,11 @@ class Columns:
 
 
 class Runner(ABC):
-    """Runs one sequence on one model: prompts of its turns, steps forward, rollbacks. Positions are explicit; no gradients.
+    """Runs one sequence on one model, without gradients: prefill, decode steps, rollback, and prompts of later turns.
 
-    lasting   another prompt may follow: what `keep` leaves out of one stays at hand
-    together  runs steps of several runners as one, or None: these, ids [1, n] of each -> logits [1, n, V] or error of each.
-              Its `warm`, if it has one: the last step took what such steps take, for it captured nothing
+    lasting   a later turn may follow, so tokens that `keep` drops from a prompt are remembered
+    together  None, or what runs the steps of several runners as one batch: a list of runners and their ids [1, n] -> for
+              each, logits [1, n, V] or an error. Its `warm`, if any: whether the last step captured no CUDA graph
     """
 
     lasting: bool = False
@@ -89,39 +89,39 @@ class Runner(ABC):
 
     @abstractmethod
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Run the whole prompt (ids, pixels, grids; batch 1), after what was run; logits [1, V] of its last token.
+        """Run a whole prompt (ids, pixels, grids; batch 1) after the tokens run before; return its last logits [1, V].
 
-        keep [n] runs only those columns, the last one among them, each at its own rotary position; with `compact` they are
-        numbered anew. They count from the first column of the first prompt: of a later turn, prompts before it are run
-        anew, and `inputs` begin where the prompt before ended.
+        keep [n] runs only those columns, the last one included, at their original rotary positions (consecutive ones with
+        `compact`). They count from the first prompt on: in a later turn earlier prompts are run again, and `inputs` begin
+        where the previous prompt ended.
         """
 
     @abstractmethod
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
-        """Run `ids` [1, n] after what was run; logits [1, n, V]. They are a chain, or the rows of a tree."""
+        """Run tokens `ids` [1, n], a chain or (with `branches`) a tree, after those run before; return logits [1, n, V]."""
 
     def resume(self, inputs: Mapping[str, Any], past: Columns | None = None) -> None:
-        """Take over a memory that already holds the prompt `inputs`, behind columns `past`: set positions, run nothing."""
-        raise ModelError(f"{type(self).__name__} cannot go on from a memory that another filled.")
+        """Continue from a KV cache that holds the tokens `past` and the prompt `inputs`: set positions, run nothing."""
+        raise ModelError(f"{type(self).__name__} cannot resume from a KV cache; run the whole prompt.")
 
     def accept(self, path: Tensor) -> None:
-        """Keep of the last `step` the columns at `path` [k], ascending, and drop its others."""
-        raise ModelError(f"{type(self).__name__} cannot take one branch of many; propose chains.")
+        """Keep of the last `step` only the columns at `path` [k] (ascending), and drop its other columns."""
+        raise ModelError(f"{type(self).__name__} cannot verify token trees; propose chains.")
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` columns."""
+        """Roll the sequence's KV cache back to its first `length` columns."""
 
     @abstractmethod
     def length(self) -> int:
-        """Columns run and not rolled back."""
+        """Return the number of tokens (cache columns) that were run and not rolled back."""
 
 
 class ModelAdapter(ABC):
-    """One family of models. Stateless: every method takes the model.
+    """What the package asks of one model family. It has no state: every method takes the model.
 
-    `inputs` is the mapping of keyword arguments a user gives the model (input_ids, attention_mask, pixels, grids, ...).
-    Letters: B batch, S columns, n new columns, E hidden size, V vocabulary.
+    `inputs` are the keyword arguments that a user gives the model (input_ids, attention_mask, pixels, grids, ...). Letters:
+    B batch, S columns, n new columns, E hidden size, V vocabulary.
     """
 
     name: ClassVar[str]
@@ -131,99 +131,98 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def geometry(self, model: nn.Module) -> Geometry:
-        """The sizes of what this process computes: under tensor parallelism the heads of its shard."""
+        """Return the sizes of the part that this process computes: under tensor parallelism, the heads of its shard."""
 
-    def whole_geometry(self, model: nn.Module) -> Geometry:
-        """The sizes of the whole model, over all shards."""
+    def global_geometry(self, model: nn.Module) -> Geometry:
+        """Return the sizes of the whole model, over all tensor-parallel shards."""
         return self.geometry(model)
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
-        """The model's type and sizes, by which a table of head patterns is matched to it; JSON-ready."""
-        shape = self.whole_geometry(model)
+        """Return the model's type and sizes (JSON-ready), by which a table of head patterns is matched to a model."""
+        shape = self.global_geometry(model)
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         sizes = {name: getattr(shape, name) for name in ("layers", "heads", "kv_heads", "head_dim")}
         return {"type": kind, **sizes}
 
     def weights_digest(self, model: nn.Module) -> str | None:
-        """A short digest of the weights that make queries and keys, the same in any floating type that holds the saved
-        weights; None where it cannot be read (no weights, a shard of them, quantized, or off the device)."""
+        """Return a checksum of the query and key weights, the same in any floating type that holds the saved values; None if
+        they cannot be read (absent, sharded, quantized or offloaded)."""
         return None
 
-    def own_heads(self, model: nn.Module) -> range:
-        """The numbers of the query heads that this process computes: a shard of them under tensor parallelism."""
-        return range(self.whole_geometry(model).heads)
+    def local_heads(self, model: nn.Module) -> range:
+        """Return the indices of the query heads that this process computes: under tensor parallelism, those of its shard."""
+        return range(self.global_geometry(model).heads)
 
     def folder(self, model: nn.Module) -> Path | None:
-        """The local folder the model was loaded from, if there is one."""
+        """Return the local folder the model was loaded from, or None."""
         return None
 
     @abstractmethod
     def multimodal(self, model: nn.Module) -> nn.Module:
-        """The module that joins visual features and text; its forward sees ids, pixels and grids."""
+        """Return the module whose forward takes ids, pixels and grids and merges visual features with text."""
 
     @abstractmethod
     def text(self, model: nn.Module) -> nn.Module:
-        """The language model without its head."""
+        """Return the language model, without its output head, of a vision-language `model`."""
 
     @abstractmethod
     def layers(self, model: nn.Module) -> nn.ModuleList:
-        """The decoder layers of the language model."""
+        """Return the decoder layers of the language model."""
 
     @abstractmethod
     def layout(self, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
-        """The layout of the columns of ``inputs["input_ids"]`` [B, S]: what each one is."""
+        """Return the `TokenLayout` of ``inputs["input_ids"]`` [B, S]: the modality, frame and cell of each token."""
 
     @abstractmethod
     def positions(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """Rotary positions of the prompt from the model's own rope index: [B, S], or [3, B, S] for M-RoPE."""
+        """Return the rotary positions of a prompt, from the model's own rope index: [B, S], or [3, B, S] for M-RoPE."""
 
     @abstractmethod
     def embed(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """[B, S, E] input embeddings of the language model, visual features in place."""
+        """Return the language model's input embeddings [B, S, E], with visual features in place of their placeholders."""
 
     @abstractmethod
     def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
-        """[B, n, E]: hidden states that enter `layer`, as its first norm gives them to its projections."""
+        """Apply the input norm of `layer`, whose output enters the q/k/v projections, to hidden states [B, n, E]."""
 
     @abstractmethod
     def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
-        """[B, H, n, D] queries of `layer` for rows [B, n, E] of `norm`, before rotation; linear but for a constant, and
-        for a norm of queries."""
+        """Return queries [B, H, n, D] of `layer` before RoPE for rows [B, n, E] of `norm`: affine but for a query norm."""
 
     @abstractmethod
     def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [1, 1, n, D] of `positions` [n] or [3, n], as the model makes them for `dtype`."""
+        """Return RoPE's cosines and sines [1, 1, n, D] of `positions` [n] or [3, n], as the model makes them in `dtype`."""
 
     @abstractmethod
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate `x` [B, heads, n, D] by the result of `angles` (RoPE)."""
+        """Apply RoPE to `x` [B, heads, n, D] with the cosines and sines from `angles`."""
 
     @abstractmethod
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        """`apply_rope` in place."""
+        """Apply RoPE to `x` in place (see `apply_rope`)."""
 
     @abstractmethod
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
-        """[B, n, V] logits of final hidden states [B, n, E] (after the last norm)."""
+        """Return logits [B, n, V] of final hidden states [B, n, E], taken after the last norm."""
 
     @abstractmethod
     def runner(self, model: nn.Module) -> Runner:
-        """A `Runner`, which takes one sequence through `model` (prompt, steps, rollbacks), with or without a recipe."""
+        """Return a `Runner` for one sequence on `model` (prefill, steps, rollback), with or without a recipe attached."""
 
     @abstractmethod
     def load(self, path: str, like: nn.Module) -> nn.Module:
-        """The model saved in folder `path`, in the dtype and on the device of `like`; its outline if that is one."""
+        """Load the model saved in folder `path` with dtype and device of `like`; a `ConfigOnlyModel` if `like` is one."""
 
     def serves(self, kind: str) -> bool:
-        """Of a family whose model type is "*": whether it takes models of type `kind`, which no other has."""
+        """Return whether a family of model type "*" supports model type `kind`, which no other family supports."""
         return kind in self.model_types
 
     def sampler(self, kind: type[nn.Module]) -> Any:
-        """The sampler of tiny models of class `kind` and of prompts for them (`models.tiny.Sampler`)."""
+        """Return what creates tiny random models of class `kind` and prompts for them, for tests (`models.tiny.Sampler`)."""
         raise ModelError(f"{self.name}: this family does not say how a tiny model of it is made.")
 
     def check(self, model: nn.Module, recipe: Any) -> None:
-        """Raise `RecipeError` for what of a recipe the model cannot do (`unable`, `first_cut`, `unsharded`)."""
+        """Raise `RecipeError` if the model cannot do what `recipe` asks; see `unable` and `rollback_limit`."""
         who, prune, draft = f"models of the family {self.name!r}", recipe.prune, recipe.draft
         asked = {
             "streams": ("kv", recipe.kv, not recipe.kv.sequences),
@@ -243,13 +242,13 @@ class ModelAdapter(ABC):
         if (getattr(model, "tp_size", None) or 1) == 1:
             return
         for kind, part in (("kv", recipe.kv), ("prune", prune), ("draft", draft), ("prune", draft.pruner)):
-            if part is not None and part.unsharded is not None:
+            if part is not None and part.no_tensor_parallel is not None:
                 raise RecipeError(
                     f"{kind} {part.name!r}: it {part.unsharded}, so it does not run under tensor parallelism; choose "
                     f"another {kind}, or load the model without distributed_config."
                 )
         layers = [] if prune is None else [one.layer for one in prune.stages(self.geometry(model).layers)]
-        first = self.first_cut(model)
+        first = self.first_prune_layer(model)
         if layers and 0 < layers[0] < first:
             raise RecipeError(
                 f"prune {prune.name!r} cuts before layer {layers[0]}, and {who} add features to all visual tokens before "
@@ -257,45 +256,46 @@ class ModelAdapter(ABC):
             )
 
     def rollback_limit(self, model: nn.Module) -> int | None:
-        """How many of the last tokens its layers can go back, whatever the memory; None: all."""
+        """Return how many of the last tokens the model's layers can roll back, with any KV memory; None: any number."""
         return None
 
     def sliding(self, model: nn.Module) -> Mapping[int, int]:
-        """The layers that see the last columns alone, and how many, their own included."""
+        """Return layer -> window size, in columns with the query's own, of the layers with sliding-window attention."""
         return {}
 
     def bidirectional_image_layers(self, model: nn.Module) -> frozenset[int]:
-        """The layers in which the tokens of an image see each other, also those behind them."""
+        """Return the layers in which tokens of one image attend to each other in both directions."""
         return frozenset()
 
     def memory(self, view: ModelView, state: Callable[[int], Any]) -> Any:
-        """A memory of all layers, a `KVState`; `state` opens the recipe's for so many layers."""
+        """Return the `KVState` of all layers; `state(n)` opens the recipe's KV memory for n layers."""
         return state(view.geometry.layers)
 
     def tree_mask(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
-        """The plain model's mask argument for rows of a tree at `positions` [1, n], from additive `mask` [1, 1, n, N]."""
+        """Return the plain model's mask argument for a token tree at `positions` [1, n]; additive `mask` [1, 1, n, N]."""
         return mask
 
     def note_of(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
-        """The `Note` of a pass of the multimodal model with what else its arguments tell; may take these out of `kwargs`."""
+        """Return `note` (`Note`: facts of a forward pass for its layers) with facts read from the model's arguments
+        `kwargs`; may remove some of these."""
         return note
 
-    def first_cut(self, model: nn.Module) -> int:
-        """The first layer before which a prompt may be pruned between two layers."""
+    def first_prune_layer(self, model: nn.Module) -> int:
+        """Return the first decoder layer before which a token pruner may drop tokens."""
         return 1
 
     def placeholders(self, model: nn.Module) -> tuple[int, ...]:
-        """Tokens of the prompt in whose places visual features are put."""
+        """Return the token ids that visual features replace in a prompt."""
         return ()
 
     def text_only(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
-        """A causal language model without vision, loaded as `load` does where `model` names one, and its adapter: positions,
-        sizes and a runner of text. None where `model` is anything else; raises `ModelError` where it cannot roll back."""
+        """Return a causal language model without vision (`model`, or loaded as by `load` if it is a name) and its adapter.
+        None if `model` is another kind of model; raises `ModelError` if it cannot roll back."""
         return None
 
 
 class ConfigOnlyModel(nn.Module):
-    """In the place of a model whose weights are not read: its configuration, from which sizes and folder follow."""
+    """Stands for a model whose weights are not read: it has only the configuration, which gives sizes and folder."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -304,9 +304,9 @@ class ConfigOnlyModel(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class ModelView:
-    """The narrow handle on a model that policies get; of a `ConfigOnlyModel` they say whether they can serve it.
+    """The part of a model that policies may use; with a `ConfigOnlyModel` they only check whether they support the model.
 
-    What `ModelAdapter` has too is that, asked of this model.
+    Members that `ModelAdapter` has too do the same, for this model.
     """
 
     model: nn.Module
@@ -317,7 +317,7 @@ class ModelView:
 
     @property
     def config_only(self) -> bool:
-        """Whether there are no weights: peers then have none either, and nothing can be run."""
+        """Whether there are no weights; then `peer` models have none either, and nothing can be run."""
         return isinstance(self.model, ConfigOnlyModel)
 
     @property
@@ -348,11 +348,11 @@ class ModelView:
         self.adapter.apply_rope_(x, angles)
 
     def runner(self) -> Runner:
-        """A sequence on this model."""
+        """Return a `Runner`, which prefills, decodes and rolls back one sequence on this model."""
         return self.adapter.runner(self.model)
 
     def hold(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda held: True) -> Any:
-        """Return the result of `make`, cached until `release`; made again when `use` rejects the cached one."""
+        """Return the object cached as `name` until `release`; create it by `make` if it is missing or `use` rejects it."""
         held = self._held.get(name)
         if held is not None and not use(held):
             self._held.pop(name).close()
@@ -362,12 +362,12 @@ class ModelView:
         return held
 
     def release(self) -> None:
-        """Close what is held; called when the recipe is taken off."""
+        """Close and forget all objects cached by `hold`; called when the recipe is detached."""
         while self._held:
             self._held.popitem()[1].close()
 
     def peer(self, model: str | nn.Module) -> ModelView:
-        """The view of another model: a module, or a folder to load, once, in this one's dtype and on its device."""
+        """Return the view of another model: a module, or a folder, loaded once with this model's dtype and device."""
         if isinstance(model, str):
             if model not in self._loaded:
                 self._loaded[model] = self.adapter.load(model, like=self.model)
@@ -376,7 +376,7 @@ class ModelView:
         return ModelView(model, self.resolve(model), self.resolve)
 
     def text_only(self, model: str | nn.Module) -> ModelView | None:
-        """As `peer`, of a causal language model without vision; None where `model` is anything else."""
+        """Return the view (see `peer`) of a causal language model without vision; None if `model` is of another kind."""
         given = self._loaded.get(model, model) if isinstance(model, str) else unwrapped(model)
         found = self.adapter.text_only(given, self.model)
         if found is None:
@@ -387,12 +387,12 @@ class ModelView:
 
 
 def shard_count(model: nn.Module) -> int:
-    """How many processes share each layer of a model (tensor parallelism)."""
+    """Return the number of tensor-parallel processes that share each layer of a model."""
     return getattr(model, "tp_size", None) or 1
 
 
 def rows_of(module: Any, name: str) -> int | None:
-    """The rows of a projection's weight that this process holds; None where it is no matrix of floating numbers."""
+    """Return the rows of the weight of projection `name` in this process; None if it is not a floating-point matrix."""
     weight = getattr(getattr(module, name, None), "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         return None

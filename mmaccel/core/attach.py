@@ -1,4 +1,4 @@
-"""From a recipe to a running model and back: `accelerate`, the handle it returns, and what it asks of a model's family."""
+"""`accelerate`: attaches a recipe to a model; `Accelerated`, the handle it returns; and the interfaces of model families."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mmaccel.core.prefill.sparse import choose_backend
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
-from mmaccel.core.streams.parts import Choosing, Clip, Moment, Question, RunningStates, Turns
+from mmaccel.core.streams.parts import Clip, FairLock, Moment, Question, RunningStates, TokenChoice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from mmaccel.core.decoding.batch import Seat
+    from mmaccel.core.decoding.batch import BatchSlot
     from mmaccel.core.prefill.context import Context
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
@@ -38,10 +38,10 @@ _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
 
 
 class StreamModel(ABC):
-    """The model's side of a stream: pixels to features, features through the layers.
+    """What a video stream needs of a model: features of frames, embeddings, rotary positions, forward passes, logits.
 
-    Nothing stays on the model between two calls. Several streams may share a model, whose `turns` their passes take. A unit
-    has `pace` frames. Layer n is on ``layer_devices[n]``. P tokens a unit, E hidden size, V words.
+    It keeps nothing on the model between calls. Streams that share a model take `turns` on it. A unit (one step of time) is
+    `pace` frames of P tokens. Layer n is on ``layer_devices[n]``. E hidden size, V vocabulary.
     """
 
     view: ModelView
@@ -49,57 +49,57 @@ class StreamModel(ABC):
     dtype: torch.dtype
     device: torch.device
     layer_devices: list[torch.device]
-    turns: Turns
+    turns: FairLock
     shares: bool = False  # whether it has `run_each`
-    words_beside: tuple[int, int] = (0, 0)
+    text_around_unit: tuple[int, int] = (0, 0)
     """Tokens that `unit_embeds` puts before and behind the visual tokens of a unit."""
     ready: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda state, running: None)
     """Before the first token of an answer on a memory: what a step of it does when it comes for the first time."""
     left_out: int | None = None
-    """Tokens of each unit that `features` and `places` leave out, for a pruner of frames took them; None: there is none."""
+    """Tokens of each unit (frame) that `features` and `position_ids` leave out for a pruner of frames; None without one."""
 
     @cached_property
     def attention(self) -> AttentionConfig:
-        """The attention configuration of the layers; dense where the model does not set one."""
+        """The `AttentionConfig` of the layers; dense attention unless a subclass sets another."""
         return AttentionConfig(Recipe(), "auto", None)
 
     def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
-        """Whether frames [T, 3, H, W] come to the vision tower in the size in which frames of `size` (height, width) do."""
+        """Return whether frames [T, 3, H, W] enter the vision tower at the same size as frames of `size` (height, width)."""
         return True
 
     @abstractmethod
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Of frames [n * pace, 3, H, W], which are resized to `size` where they do not fit it: features [n, P, E] of the
-        units, and [m, E] of the marks that end any video."""
+        """Return the visual features [n, P, E] of frames [n * pace, 3, H, W], resized to `size` if they do not fit it, and
+        features [m, E] of the tokens that end every video."""
 
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
-        """`frames` [T, 3, H, W] at (height, width)."""
+        """Return `frames` [T, 3, H, W] resized to `size` (height, width)."""
         return frames
 
     def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        """[n, P, E] units as they enter the layers: `features` [n, ., E] of each, and what is written beside it of the
-        moment it shows. Wider than E where layers add to them (`run`)."""
+        """Return the layers' input [n, P, E] for units (frames) with `features` [n, ., E]: the features and the text, such
+        as a time stamp, beside each. It is wider than E where layers add features of their own (see `run`)."""
         return features
 
     @abstractmethod
     def head(self) -> Tensor:
-        """[h] ids of the prompt before the video."""
+        """Return the token ids [h] of the prompt before the video."""
 
     def head_embeds(self) -> Tensor:
-        """[h, E] their input embeddings."""
+        """Return the input embeddings [h, E] of the prompt before the video."""
         return self.words(self.head())
 
     @abstractmethod
     def question(self, text: Any) -> Question:
-        """The question `text`, asked after the video; of a model that reads one prompt the prompt's own, whatever `text`."""
+        """Return the `Question` for `text`, asked after the video; a model that reads one fixed prompt ignores `text`."""
 
     @abstractmethod
     def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
-        """The positions of a stream of frames of `size`, `fps` of them a second (None: not known)."""
+        """Return the rotary positions of a stream of frames of `size` (height, width) at `fps`, or None if unknown."""
 
     @abstractmethod
     def words(self, ids: Tensor) -> Tensor:
-        """[n, E] input embeddings of text `ids` [n]."""
+        """Return the language model's input embeddings [n, E] of text token ids [n]."""
 
     @abstractmethod
     def run(
@@ -114,83 +114,84 @@ class StreamModel(ABC):
         input_hooks: Mapping[int, Callable[[Tensor], None]] | None = None,
         running: RunningStates | None = None,
     ) -> Tensor:
-        """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory. Keys and
-        queries reach it before rotation; with `hidden` it is told what enters each layer. `few`: the columns are of a
-        question or answer, a tree with `branches`; few kernels may compute them, rounding otherwise than modules. `check` is
-        called at each layer where columns are many; its error ends the pass. `meter` counts pairs. `input_hooks`
-        are called with the input [1, n, E] of the layer that each names; the number of layers names the last one's output.
+        """Run new tokens `embeds` [n, E] through all layers, with `state` as KV memory; return final hidden states [n, E].
+
+        `state` gets keys and queries before RoPE, and with `hidden` each layer's input. `few`: the tokens are of a question
+        or an answer (a tree with `branches`), and fused kernels may compute them. `check` is called at each layer of a long
+        pass; its error aborts the pass. `meter` counts query-key pairs. `input_hooks[layer]` gets that layer's input [1, n,
+        E]; the key equal to the number of layers gets the last layer's output. `running` are recurrent states.
         """
 
     def run_each(self, passes: Sequence[tuple[ForwardPass, int, bool]], embeds: Tensor) -> Any:
-        """`run` of answers on several streams as one (of each pass, rows, `hidden`), and what failed, by number."""
-        raise ModelError("run_each: answers of this model share no step; run them one by one.")
+        """Run answers of several streams as one batch (each: pass, number of rows, `hidden`; see `run`); errors by index."""
+        raise ModelError("run_each: this model cannot batch several answers; run them one by one.")
 
     def new_running_states(self) -> RunningStates | None:
-        """Recurrent states of a new stream, if layers have them; `run` gets them as `running`."""
+        """Return fresh recurrent states for a stream, or None if no layer has any; they are passed to `run` as `running`."""
         return None
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, V] logits of final hidden states [n, E]."""
+        """Return logits [n, V] of final hidden states [n, E]."""
 
 
 class StreamAdapter(StreamModel):
-    """The model's and processor's side of a session: videos to frames, text to ids and back, and all of `StreamModel`."""
+    """A `StreamModel` with its processor: also converts videos to frames, and questions and answers to ids and back."""
 
     @abstractmethod
     def clips(
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
-        """`video` (frames, a `Video`, an iterator of such, a path) as frames a session takes in; a path is read in pieces.
-        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError`."""
+        """Yield `video` (frames, a `Video`, an iterator of these, or a path) as `Clip`s of frames; a path is read piece by
+        piece. `check` is called while waiting for frames of a path, and may raise to end the wait. Raises `VideoError`."""
 
     @abstractmethod
     def tail(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
-        """Tokens [n] that follow the video and its marks when `question`, a text or messages, is asked; ``words[0] ..
-        words[1]`` of them are the user's own last ones. Raises `ModelError` for an empty question."""
+        """Return the token ids [n] that follow the video when `question` (a text or messages) is asked, and the range
+        (begin, end) of the user's own words in them. Raises `ModelError` for an empty question."""
 
-    def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
-        """How at most `most` tokens after `ids` [1, S] are chosen by `settings` of `generate`; `drafts`: some are proposed.
-        Raises `ModelError` for what is no setting."""
-        raise ModelError(f"{next(iter(settings))}: this model answers greedily alone; leave it out.")
+    def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
+        """Return how at most `most` tokens after `ids` [1, S] are chosen, by `settings` of `generate`; `drafts`: a draft
+        proposes some. Raises `ModelError` for an unknown setting."""
+        raise ModelError(f"{next(iter(settings))}: this model decodes greedily only; leave it out.")
 
     def question(self, text: Any) -> Question:
-        """The tokens of `text` as a question after the video, with their embeddings."""
+        """Return `text` as a `Question` after the video: its token ids and their embeddings."""
         ids, words = self.tail(text)
         return Question(ids, words, self.words(ids))
 
     @abstractmethod
     def ends(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Return the token ids that end an answer."""
 
     @abstractmethod
     def decode(self, ids: Tensor) -> str:
-        """The text of ids [n], special tokens left out."""
+        """Return the text of token ids [n], without special tokens."""
 
     @abstractmethod
     def signature(self) -> str:
-        """A short mark of the weights: another model, or another training of this one, has another."""
+        """Return a short checksum of the weights, which differs between models and between trainings of one model."""
 
 
 class ModelFamily(ModelAdapter):
-    """An adapter whose models also take a recipe and read streams."""
+    """A `ModelAdapter` whose models also take a recipe and read video streams."""
 
     @abstractmethod
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
         """Attach the recipe of `owner` to `model`, then call `owner.joined`; the returned function calls `owner.left` and
-        restores the model. Both wait for running calls of the model, and leave the model as it was when they fail."""
+        restores the model. Both wait for running calls of the model; if they fail, the model stays as it was."""
 
     @abstractmethod
     def runner(self, model: nn.Module, state: KVState | None = None) -> Runner:
-        """A `Runner`, which takes one sequence through `model`; `state`: its memory under a recipe (None: the recipe's)."""
+        """Return a `Runner` for one sequence on `model`; `state` is its KV memory under a recipe (None: the recipe's)."""
 
     @abstractmethod
     def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:
-        """`model` and `processor` as a stream uses them; raises `ModelError` for a processor that cannot serve."""
+        """Return the `StreamAdapter` of `model` and `processor`; raises `ModelError` if the processor is unsuitable."""
 
 
 def adapter_for(model: nn.Module) -> ModelFamily:
-    """The adapter of a model's family; raises `ModelError` with the list of families."""
+    """Return the `ModelFamily` that supports `model`; raises `ModelError`, which lists the supported types, if none does."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"model: {model!r} is not a model; load it first, by mmaccel.load_model or from_pretrained of transformers."
@@ -207,7 +208,7 @@ def adapter_for(model: nn.Module) -> ModelFamily:
 
 
 def family_of(kind: str) -> ModelFamily:
-    """The adapter of a model type, as config.json names it; raises `ModelError` with the nearest family."""
+    """Return the `ModelFamily` for a `model_type` of config.json; raises `ModelError` with the nearest known type."""
     known: Any = reversed([*registry("model").values()])
     families: dict[str, Any] = {t: one for one in known for t in one.model_types}
     form: Any = families.get(kind, families.pop("*", None))
@@ -219,11 +220,11 @@ def family_of(kind: str) -> ModelFamily:
 
 
 class Accelerated:
-    """A model with a recipe attached. Also a context manager: leaving it detaches. Attributes: `model` (inside its wrapper,
-    if it came in one), `recipe`, `attention` (decided once), `view` (the handle that policies get)."""
+    """A model with a recipe attached, and a context manager that detaches it at exit. Attributes: `model` (without a wrapper
+    such as PEFT's), `recipe`, `attention` (the attention configuration), `view` (what policies may use of the model)."""
 
     context: Context | None = None  # the processes with which this one shares the rows of a prompt
-    seat: Seat | None = None  # of its next call of `generate`, in a batch of several calls
+    seat: BatchSlot | None = None  # of its next call of `generate`, in a batch of several calls
 
     def __init__(self, model: nn.Module, recipe: Recipe, context_mesh: DeviceMesh | None = None) -> None:
         self._outer = model
@@ -255,7 +256,7 @@ class Accelerated:
         return f"<Accelerated {type(self.model).__name__}, {state}, {self.recipe}>"
 
     def open_state(self) -> KVState:
-        """A fresh memory for one batch of sequences."""
+        """Return a new, empty KV memory for one batch of sequences."""
         shape = self.view.geometry
 
         def state(layers: int) -> KVState:
@@ -268,12 +269,12 @@ class Accelerated:
 
     @property
     def last_state(self) -> KVState | None:
-        """The memory of the last batch of sequences, as long as somebody holds what it was opened for: None after that."""
+        """The KV memory of the last batch of sequences, while the object it was opened for is alive; else None."""
         return self._state()
 
     def opened(self, state: KVState, holder: object) -> Callable[[], object]:
-        """Register `state` as the memory of the next sequences. It is released with `holder`, or earlier by the returned
-        function; its counters are saved for reports."""
+        """Register `state` as the current KV memory. It is released with `holder`, or earlier by the returned function; its
+        counters are saved for reports."""
         self._state, self._counted = ref(state), {}
         kept = finalize(holder, self._left_over, state)
         kept.atexit = False
@@ -284,38 +285,38 @@ class Accelerated:
             self._counted = dict(state.counters())
 
     def closed(self, state: KVState, counters: Mapping[str, float]) -> None:
-        """`state` is of no more use; reports have what it `counters`, if none was opened after it."""
+        """Release `state`; if it is still the current KV memory, reports show these `counters` for it."""
         if self._state() is state:
             self._state, self._counted = lambda: None, dict(counters)
 
     def forget(self) -> None:
-        """Reports have no memory's figures until the next is opened."""
+        """Drop the current KV memory's figures: reports have none until the next memory is opened."""
         self._state, self._counted = lambda: None, {}
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `generate`, or that of the wrapper it came in."""
+        """Call the model's own `generate`, or that of its wrapper if it was given in one."""
         return self._outer.generate(*args, **kwargs)  # type: ignore[operator]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._outer(*args, **kwargs)
 
     def report(self) -> Report:
-        """Figures of the last `generate`, or of the forward passes since the last one."""
+        """Return the figures of the last `generate`, or of the forward passes since then."""
         state, attention = self.last_state, self.attention
         kv = self._counted if state is None else state.counters()
         why = attention.choice.why if attention.choice is not None else ""
         return attention.meter.report(self.recipe.to_dict(), attention.backend, kv, self.view.device, why)
 
     def joined(self) -> None:
-        """The adapter calls this at the end of attaching: from now on `attached` gives this."""
+        """Make `attached` return this object; the adapter calls it at the end of attaching."""
         _attached[self.model] = ref(self)
 
     def left(self) -> None:
-        """The adapter calls this at the start of detaching."""
+        """Make `attached` return None for the model; the adapter calls it at the start of detaching."""
         _attached.pop(self.model, None)
 
     def detach(self) -> None:
-        """Leave the model as it was before, once the calls of other threads have ended; a second call does nothing.
+        """Restore the model, once running calls of other threads have ended; a second call does nothing.
 
         Raises `ModelError` inside a call of the model in this thread, such as a logits processor or a streamer.
         """
@@ -340,8 +341,8 @@ def accelerate(
     context_mesh: DeviceMesh | None = None,
     **choices: Any,
 ) -> Accelerated:
-    """Attach a recipe to an unmodified Hugging Face model; `model.generate(...)` stays the user's call. For a
-    model in a PEFT wrapper, the recipe goes on the inner model, and the wrapper's `generate` is accelerated too.
+    """Attach a recipe to an unmodified Hugging Face model, whose `generate` is then accelerated. For a model in a PEFT
+    wrapper, the recipe is attached to the inner model, and the wrapper's `generate` is accelerated too.
 
     recipe: a preset's or policy's name, a YAML path, a mapping or a `Recipe`; `choices` set its fields (``sparse=...``,
     ``kv=...``, ``draft=...``). context_mesh: processes with the whole model each, which share the rows of every prompt and
@@ -357,10 +358,10 @@ def accelerate(
 
 
 def fitted(recipe: Recipe, view: ModelView) -> Recipe:
-    """A recipe as it serves a model, asked when it is attached, and of the model's outline before it is loaded.
+    """Return `recipe` adapted to a model: checked when it is attached, or by the configuration before weights are loaded.
 
-    Raises `RecipeError` for one that cannot serve sequences, or a model of this depth and shape, and `DraftError` for a
-    draft that is not there or does not fit.
+    Raises `RecipeError` if it cannot serve `generate` or a model of these sizes, and `DraftError` if the draft model is
+    missing or does not fit.
     """
     check_sequences(recipe)
     recipe = _bound(recipe, view)
@@ -382,7 +383,7 @@ def _bound(recipe: Recipe, view: ModelView) -> Recipe:
 
 
 def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
-    """The attention configuration of a session's layers under `recipe`; raises `RecipeError` as `fitted` does."""
+    """Return the `AttentionConfig` of a session's layers under `recipe`; raises `RecipeError` as `fitted` does."""
     recipe = _bound(recipe, adapter.view)
     if recipe.sparse.dense:
         choice = select.Choice(select.choose(adapter.device), "a memory of streams decides what is seen")
@@ -393,6 +394,6 @@ def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
 
 
 def attached(model: nn.Module) -> Accelerated | None:
-    """The attachment of `model`, or None."""
+    """Return the `Accelerated` object of `model`, or None if no recipe is attached."""
     owner = _attached.get(unwrapped(model)) if isinstance(model, nn.Module) else None
     return owner() if owner is not None else None

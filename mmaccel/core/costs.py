@@ -1,14 +1,14 @@
-"""Predicts seconds and bytes of a video and its questions under a recipe, from a model's sizes and a device's rates.
+"""Predicts seconds and bytes for a video and its questions under a recipe, from a model's sizes and a device's rates.
 
 Nothing is fitted. A model's sizes are counted (`Sizes`), a device's rates measured once, in a few seconds, or known
 (`DEVICES`). Each term is work over a rate:
 
 products   2 FLOPs for each weight and row, at the rate of a large product of that width
-pairs      causal query-key pairs at what attention costs here (`measure.Costs`), dense, or listed by the recipe's pattern
-traffic    what norms, gates, rotations and copies read and write, at the rate of a copy
-launches   starting the operators of a layer: beside the device's work on CUDA, before it on a CPU
-decode     weights and shown keys and values read once a token
-wire       recalled keys and values from the host
+pairs      causal query-key pairs at the measured cost of attention (`measure.Costs`), dense, or listed by the pattern
+traffic    what norms, gates, RoPE and copies read and write, at the rate of a copy
+launches   starting the operators of a layer: in parallel with the device's work on CUDA, before it on a CPU
+decode     weights and visible keys and values, read once a token
+wire       retrieved keys and values, copied from the host
 
 Letters: n rows of a pass, N columns that they see, L layers.
 """
@@ -48,12 +48,12 @@ columns that a buffer grows ahead, and bytes that a host store takes at a time."
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work to predict: frames of a video or a stream, questions of `words` tokens each, answers of `answer`
+    """The workload to predict: a video or stream of `frames`, `questions` of `words` tokens each, answers of `answer`
     tokens.
 
-    live    frames come from a camera, and are watched
-    memory, host  bytes of the device and of the host that may be used
-    told    tokens that a step of the target gives with the recipe's draft; None: `TOLD` by a draft model, else 1
+    live    the frames come from a camera as they are watched
+    memory, host  bytes of device and host memory that may be used
+    told    tokens per decode step with the recipe's draft; None: `TOLD` with a draft model, else 1
     """
 
     frames: int
@@ -68,9 +68,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds to read the video, to a question's first token, and of each token after it; bytes on device and host at most.
+    """Predicted seconds to read the video, to a question's first token, and per later token; peak bytes on device and host.
 
-    session  whether it is a session's, and not a call of `generate`
+    session  whether this is for a `VideoSession`, not for a call of `generate`
     """
 
     read_s: float
@@ -83,23 +83,23 @@ class Cost:
 
     @property
     def first_s(self) -> float:
-        """Seconds to the first token of the first answer, the video read before; of a stream it is read as it comes."""
+        """Predicted seconds to the first token of the first answer, with reading the video unless it is a live stream."""
         return self.question_s + (0.0 if self.work.live else self.read_s)
 
     @property
     def total_s(self) -> float:
-        """Seconds of everything, one question after the other."""
+        """Predicted seconds for reading the video and answering all questions, one after the other."""
         return self.read_s + self.work.questions * self.asked_s
 
     @property
     def asked_s(self) -> float:
-        """Seconds of a question with its whole answer."""
+        """Predicted seconds for one question with its whole answer."""
         return self.question_s + self.work.answer * self.token_s
 
 
 def cost(recipe: Recipe, sizes: Sizes, work: Work, device: Device, draft: Sizes | None = None) -> Cost:
-    """What `work` costs. A memory of sequences serves one question by `generate` and more in a session; `draft`: the sizes
-    of the recipe's draft model, which reads the video too."""
+    """Predict the cost of `work` under `recipe`. A KV memory for sequences serves one question by `generate`, and several in
+    a session. `draft`: the sizes of the recipe's draft model, which reads the video too."""
     return _Estimate(recipe, sizes, work, device, draft).cost()
 
 

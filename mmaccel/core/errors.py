@@ -1,4 +1,4 @@
-"""The errors of this package. Each message is one sentence that names the field and the fix."""
+"""Exceptions and warnings of this package. Each message is one sentence that names the field and how to fix it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = 60
 
 
 def shown(value: Any, most: int = SHOWN) -> str:
-    """The repr of a value, cut to about `most` characters; reads only the part that it shows."""
+    """Return the repr of a value for an error message, cut to about `most` characters; reads only what it shows."""
     if most < 4:
         return "..."
     if isinstance(value, str | bytes):
@@ -47,23 +47,23 @@ def _listed(values: Collection[Any], most: int) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The words on the nearest of `known`, before more; none where all are far."""
+    """Return the words "the nearest that is, is 'NAME'; " for the most similar of `known` names; "" if none is similar."""
     near = difflib.get_close_matches(str(name)[:SHOWN], list(known), n=1, cutoff=0.4)
     return f"the nearest that is, is {near[0]!r}; " if near else ""
 
 
 class Field:
-    """Arguments of a call as a sentence names them: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
+    """The names of a call's arguments inside an error message: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
 
-    within  the words around them, ``{}`` in their place; they go where no name is left
-    sign    what stands behind a name
+    within  the words around the names, ``{}`` where the names go; all of it is omitted if no name remains
+    sign    what follows each name
     """
 
     def __init__(self, *names: str, value: object = None, within: str = "{}", sign: str = "=") -> None:
         self.names, self.value, self.within, self.sign = names, value, within, sign
 
     def said(self, options: Mapping[str, str] | None = None) -> str:
-        """The words, or those with the `options` of a command in place of the names; one without an option is left out."""
+        """Return the names as text; `options` gives the command-line option to show for each name, others are omitted."""
         names = [f"{one}{self.sign}" for one in self.names]
         if options is not None:
             names = [options[one] for one in self.names if one in options]
@@ -76,36 +76,36 @@ class Field:
         return self.said()
 
 
-class Sentence:
-    """An error or a warning whose `args` are its words: texts, and a `Field` where it names arguments of a call."""
+class MessageWithFields:
+    """Base of errors and warnings whose `args` are pieces of the message: strings, and a `Field` for call arguments."""
 
     args: tuple[Any, ...]
 
     def said(self, options: Mapping[str, str] | None = None) -> str:
-        """The sentence, as `Field.said` has its fields."""
+        """Return the message; `options` (argument -> command-line option) replaces argument names, see `Field.said`."""
         return "".join(one.said(options) if isinstance(one, Field) else str(one) for one in self.args)
 
     def __str__(self) -> str:
         return self.said()
 
 
-class MmaccelError(Sentence, Exception):
-    """Root of every error this package raises on purpose."""
+class MmaccelError(MessageWithFields, Exception):
+    """Base class of every error that this package raises on purpose."""
 
 
 class RecipeError(MmaccelError, ValueError):
-    """A field of a recipe or of a policy is wrong, or two choices exclude each other."""
+    """A field of a recipe or a policy has a wrong value, or two choices of a recipe exclude each other."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What a field of a policy may be: whether a value `fits`, and in words what to `give` in the place of another."""
+    """The allowed values of a policy's field: `fits` tests a value, `give` says in words what is allowed."""
 
     fits: Callable[[Any], bool]
     give: str
 
     def check(self, who: str, field: str, value: Any) -> None:
-        """Raise `RecipeError` for a value that does not fit."""
+        """Raise `RecipeError`, which names policy `who` and `field`, if `value` is not allowed."""
         if not self.fits(value):
             raise RecipeError(f"{who}: {field} is {shown(value)}; give {self.give}.")
 
@@ -115,18 +115,18 @@ def _is_number(value: object) -> bool:
 
 
 def at_least(least: float, of: str = "") -> Limit:
-    """A number from `least` on; `of`: words behind that."""
+    """Return a `Limit` that allows numbers >= `least`; `of` is appended to its description."""
     return Limit(lambda value: _is_number(value) and value >= least, f"at least {least}{of}")
 
 
 def one_of(*choices: object, why: str = "") -> Limit:
-    """One of `choices`; `why` ends the sentence."""
+    """Return a `Limit` that allows the given choices; `why` is appended to its description."""
     *most, last = map(repr, choices)
     return Limit(choices.__contains__, f"{', '.join(most)} or {last}{why}")
 
 
 def between(least: float, most: float, give: str) -> Limit:
-    """A number from `least` to `most`; `give` are the words for it."""
+    """Return a `Limit` that allows numbers from `least` to `most`, both included; `give` describes them in words."""
     return Limit(
         lambda value: _is_number(value) and not isinstance(value, bool) and least <= value <= most, give
     )
@@ -136,7 +136,7 @@ SHARE = between(0, 1, "a share from 0 to 1")
 
 
 def limited(default: Any, limit: Limit) -> Any:
-    """A dataclass field of a policy with a `default`, whose values `limit` says; checked when the policy is made."""
+    """Return a dataclass field with a `default` and a `limit` on its values, checked when the policy is created."""
     return dataclasses.field(default=default, metadata={"limit": limit})
 
 
@@ -145,12 +145,12 @@ OWN = "one of your own file is known by `mmaccel --import FILE`, from Python whe
 
 
 class UnknownName(RecipeError):
-    """A name that no registry holds; the message has the nearest one and the list.
+    """A name is in no registry; the message suggests the nearest known name and lists the known ones.
 
-    kinds  name -> its kind, where names of several kinds are known: the list is then of the nearest one's kind alone
-    own    whether a user's file may give the name
-    others  names that are known no more, or to a part of it
-    meant  what the name means elsewhere and what to give in its place (`Policy.words`); nothing else is then said
+    kinds  known name -> its kind, if names of several kinds are known: then only names of the nearest one's kind are listed
+    own    whether a file of the user could register the name
+    others  former names, and names of parts (an index), from which the nearest name may also come
+    meant  what the name means elsewhere and what to use instead (`Policy.words`); the message then says only this
     """
 
     def __init__(
@@ -182,11 +182,11 @@ class UnknownName(RecipeError):
 
 
 class ModelError(MmaccelError):
-    """A model, a checkpoint folder or a model call that this package cannot serve."""
+    """This package cannot serve the model, the checkpoint folder or the way the model was called."""
 
 
 def check_text(text: Any, what: str) -> str:
-    """The text; raises `ModelError` for what is not text that UTF-8 can encode."""
+    """Return `text`; raise `ModelError`, which names it as `what`, if it is not a string that UTF-8 can encode."""
     if not isinstance(text, str):
         raise ModelError(f"{what}: {shown(text)} is not text; give a string.")
     try:
@@ -197,23 +197,23 @@ def check_text(text: Any, what: str) -> str:
 
 
 def check_question(text: Any) -> str:
-    """The question; raises `ModelError` for one that is empty or not text."""
+    """Return the question `text`; raise `ModelError` if it is empty or not a string."""
     if not check_text(text, "question").strip():
         raise ModelError("question: it is empty; ask something.")
     return str(text)
 
 
 class DraftError(MmaccelError):
-    """A draft that cannot serve its target: another vocabulary, a missing model, a wrong proposal."""
+    """A draft model cannot serve its target: another vocabulary, missing weights, or an invalid proposal."""
 
 
 class VideoError(MmaccelError):
-    """A video, image or stream that cannot be read."""
+    """A video, an image or a stream cannot be read."""
 
 
 class VideoStalled(VideoError):
-    """A stream that has not ended sent nothing for `seconds`, after `frames` frames. To wait longer, ask `media.clips`
-    for the next clip, or call `watch` again."""
+    """A video stream that has not ended delivered nothing for `seconds`, after `frames` frames. To wait longer, ask
+    `media.clips` for the next clip, or call `watch` again."""
 
     def __init__(self, name: str, seconds: float, frames: int) -> None:
         super().__init__(
@@ -224,23 +224,23 @@ class VideoStalled(VideoError):
 
 
 class StoreError(MmaccelError):
-    """Host memory of a stream that is full, damaged, closed, or asked for what it does not hold."""
+    """The host-memory store of a stream's keys and values is full, damaged, closed, or lacks what was requested."""
 
 
 class WorldError(MmaccelError, ValueError):
-    """A wrong request to the synthetic world."""
+    """A request to the synthetic video generator (mmaccel-lab) is wrong."""
 
 
-class MmaccelWarning(Sentence, UserWarning):
-    """Root of the warnings of this package."""
+class MmaccelWarning(MessageWithFields, UserWarning):
+    """Base class of the warnings of this package."""
 
 
 class VideoWarning(MmaccelWarning):
-    """Frames were lost; the message says how many."""
+    """Frames of a video were lost; the message says how many."""
 
 
-def tell_kept(error: Exception, frames: int) -> None:
-    """Add to an error that the `frames` before it were kept."""
+def note_frames_kept(error: Exception, frames: int) -> None:
+    """Add to the message of `error` that the `frames` frames before it were kept."""
     text = f"the {frames} frames before it are kept"
     if isinstance(error, MmaccelError):
         error.args = (f"{str(error).rstrip('.')}; {text}.",)
@@ -257,7 +257,7 @@ QUIET: ContextVar[bool] = ContextVar("QUIET", default=False)
 
 
 def warn(message: str | MmaccelWarning, category: type[MmaccelWarning] = MmaccelWarning) -> None:
-    """Warn at the line of the user's code: that of the innermost frame outside the packages of `OURS`."""
+    """Issue a warning at the innermost line of the user's own code: the first frame outside the packages in `OURS`."""
     if QUIET.get():
         return
     frame, level = sys._getframe(1), 2

@@ -1,4 +1,4 @@
-"""What each token of a prompt is (`TokenLayout`), and the rotary positions of those of a stream (`PositionIds`)."""
+"""`TokenLayout`: the modality, frame and cell of each token of a prompt; `PositionIds`: the rotary positions of a stream."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class TokenLayout:
     All tensors are integer, shape [B, S], on one device; -1 stands for "none".
 
     modality   TEXT, IMAGE or VIDEO
-    segment    number of the text, image or video the token lies in; a video has what stands between its frames
+    segment    number of the text, image or video the token is in; a video includes what is between its frames
     frame      number of the frame, counted through the whole sequence; -1 outside frames (text, row-end marks)
     row, column  cell of the token in its frame's grid
-    position   rank of the token among the valid tokens of its sequence; causality is measured in it
+    position   rank of the token among the valid tokens of its sequence, by which causality is defined
     valid      bool, False on padding
-    asked      bool, True on the words of the question, where they are known to stand elsewhere than after the last image or
-               video; all False: they stand there, or it is not known (`core.prefill.prune.question`)
+    asked      bool, True on the words of the question, if they are known to be elsewhere than after the last image or
+               video; all False: they are there, or it is not known (`core.prefill.prune.question`)
 
-    A token of an image that lies in no frame, a finer tile's, has a cell too: that of the picture that the tiles make.
+    A token of an image that is in no frame, a finer tile's, has a cell too: that of the picture that the tiles form.
     """
 
     modality: Tensor
@@ -57,7 +57,7 @@ class TokenLayout:
         valid: Tensor | None = None,
         asked: Tensor | None = None,
     ) -> TokenLayout:
-        """A layout from the modality of each token [B, S]; what is not given is derived (segments, positions) or -1."""
+        """Create a layout from each token's modality [B, S]. If not given, segment and position are derived, others -1."""
         none = torch.full_like(modality, -1)
         valid = torch.ones_like(modality, dtype=torch.bool) if valid is None else valid.bool()
         if segment is None:
@@ -71,11 +71,11 @@ class TokenLayout:
 
     @classmethod
     def text(cls, batch: int, length: int, device: torch.device | str = "cpu") -> TokenLayout:
-        """`length` text tokens in each of `batch` sequences."""
+        """Return the layout of a text-only batch: `batch` sequences of `length` text tokens."""
         return cls.build(torch.zeros(batch, length, dtype=torch.long, device=device))
 
     def video(self) -> tuple[int, int]:
-        """How many tokens of videos there are, and how many units these show; reads the device."""
+        """Return the number of video tokens and the number of units (steps of time) they show; waits for the device."""
         shown = (self.modality == VIDEO) & self.valid
         begins = self.frame.diff(prepend=torch.full_like(self.frame[:, :1], -1), dim=1) != 0
         return int(shown.sum()), int((shown & begins & (self.frame >= 0)).sum())
@@ -94,9 +94,9 @@ class TokenLayout:
 
     @cached_property
     def cell(self) -> Tensor:
-        """[B, S] number of the token within its frame, in reading order; -1 outside frames.
+        """[B, S] index of each token within its frame, in reading order; -1 outside frames.
 
-        Marks between the rows of a frame are not counted. Of a layout that starts within a frame, the first is a part.
+        Marks between the rows of a frame are not counted. If the layout starts within a frame, its cells count from there.
         """
         framed = self.frame >= 0
         count = framed.long().cumsum(1) - 1
@@ -107,16 +107,16 @@ class TokenLayout:
         return torch.where(framed, count - first, -1)
 
     @cached_property
-    def census(self) -> dict[int, int]:
-        """The most valid tokens that any sequence has of each modality (one device read, kept)."""
+    def max_tokens_of(self) -> dict[int, int]:
+        """For each modality, the largest number of valid tokens in any sequence (read from the device once)."""
         kinds = list(MODALITIES)
         counts = torch.stack([((self.modality == m) & self.valid).sum(1).amax() for m in kinds])
         return dict(zip(kinds, counts.tolist(), strict=True))
 
     @cached_property
     def runs(self) -> dict[int, tuple[int, int]]:
-        """For each modality the most runs of it that any sequence has, padding left out, and the fewest tokens of one that
-        is neither its first nor its last there (one copy to the host, kept)."""
+        """For each modality, the most runs of it in any sequence, padding left out, and the fewest tokens of a run that is
+        neither the first nor the last of its sequence (copied to the host once)."""
         runs = dict.fromkeys(MODALITIES, (0, self.length))
         for row in torch.where(self.valid, self.modality, -1).to(torch.int8).cpu():
             kinds, sizes = torch.unique_consecutive(row[row >= 0], return_counts=True)
@@ -128,35 +128,35 @@ class TokenLayout:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """Cache of values derived from this layout, by the function that derived them. It lives as long as the layout."""
+        """A cache of values derived from this layout, keyed by what derived them; it lives as long as the layout."""
         return {}
 
     @cached_property
     def padded(self) -> bool:
-        """Whether any token is padding (one device read, kept)."""
+        """Whether any token is padding (read from the device once)."""
         return not bool(self.valid.all())
 
     def _map(self, f) -> TokenLayout:  # type: ignore[no-untyped-def]
         return TokenLayout(*(f(getattr(self, name)) for name in self.__dataclass_fields__))
 
     def take(self, rows: slice | Tensor) -> TokenLayout:
-        """The layout of some columns: a slice, or a long tensor of indices [n]; positions stay those of the whole."""
+        """Return the layout of some columns, a slice or indices [n] long; positions stay those in the whole sequence."""
         return self._map(lambda t: t[:, rows])
 
     def sequence(self, b: int) -> TokenLayout:
-        """The layout of one sequence of the batch."""
+        """Return the layout of only sequence `b` of the batch."""
         return self._map(lambda t: t[b : b + 1])
 
     def pick(self, rows: Tensor) -> TokenLayout:
-        """The sequences at the batch rows `rows` [B']."""
+        """Return the layout of the sequences with batch indices `rows` [B']."""
         return self._map(lambda t: t[rows.to(t.device)])
 
     def repeat(self, times: int) -> TokenLayout:
-        """Each sequence `times` over (beams, samples)."""
+        """Return the layout with each sequence repeated `times` times (beams, samples)."""
         return self if times == 1 else self._map(lambda t: t.repeat_interleave(times, 0))
 
     def append(self, new: TokenLayout) -> TokenLayout:
-        """This layout followed by `new`, whose positions, segments and frames are shifted to go on from here."""
+        """Return this layout followed by `new`, whose positions, segments and frames continue from this one's."""
         base = {
             "position": self.position.amax(1, keepdim=True) + self.valid.any(1, keepdim=True).long(),
             "segment": self.segment[:, -1:] + (self.modality[:, -1:] != new.modality[:, :1]).long(),
@@ -170,7 +170,7 @@ class TokenLayout:
         return TokenLayout(*columns)
 
     def extend(self, count: int) -> TokenLayout:
-        """This layout followed by `count` generated text tokens."""
+        """Return this layout followed by `count` generated text tokens."""
         return self.append(TokenLayout.text(self.batch, count, self.device)) if count else self
 
     def to(self, device: torch.device | str) -> TokenLayout:
@@ -178,29 +178,29 @@ class TokenLayout:
 
 
 class Pace(NamedTuple):
-    """For positions that are seconds: positions a second, and the seconds of a unit at the stream's even rate."""
+    """For rotary positions in seconds: positions per second, and seconds per unit at the stream's even frame rate."""
 
     second: float
     unit: float
 
 
 class PositionIds:
-    """Positions of the head, of any unit, and of the text after any number of units.
+    """Rotary positions of a video stream: of the prompt before it, of any unit (step of time), and of the text after it.
 
-    All results are long, [n], or [3, n] for M-RoPE. A unit's place follows from its number alone: give true numbers for
-    *original* places, and ranks among what is seen for *compact* ones. When a prefix of the stream is seen they are equal,
-    and equal to what the model gives the same prompt.
+    All results are long, [n], or [3, n] for M-RoPE. A unit's position follows from its number alone: its number in the
+    stream gives *original* positions, its rank among the units that are seen *compact* ones. For a prefix of the stream both
+    are equal, and equal to what the model gives the same prompt.
 
-    Made by the session from the model's own rope index: `head` [A, h], `unit` [A, P] (those of unit 0), with A = 1 or 3;
+    A session makes it from the model's own rope index: `head` [A, h], `unit` [A, P] (positions of unit 0), with A = 1 or 3;
     `steps(n)` [n] long, what is added to the first coordinate of units 0 .. n - 1; `text` the position of the first token
     after one unit, `slope` how much a further unit adds to it. `limit` is the length the model was made for.
 
-    `after` [A, t]: what the first t columns of the text add to its first position, where images or videos stand among them;
-    None: their number.
+    `after` [A, t]: what the first t columns of the text add to its first position, if images or videos are among them; None:
+    their number.
 
-    `pace`: positions are seconds. `told` then says when units were shown, and a unit's *own* place follows from that: in
-    slots, intervals of the even rate since the first unit, in which a unit of an even stream has its number. A unit between
-    two slots stands where the model has a frame of that second; one further out than `limit`, at the limit.
+    With `pace`, positions are seconds: `told` says when units were shown, and each unit has an *own* position from its time.
+    It is counted in slots, intervals of the even rate since the first unit; a unit of an even stream is in the slot of its
+    number. A unit between two slots gets the position of its second, one beyond `limit` the position at the limit.
     """
 
     def __init__(
@@ -231,13 +231,13 @@ class PositionIds:
 
     @classmethod
     def evenly(cls, head: Tensor, unit: Tensor, text: int, slope: int, limit: int, *more: Any) -> PositionIds:
-        """Positions of units that follow each other as text does: each further unit adds `slope` to every coordinate."""
+        """Create the positions of units (frames) that follow each other as text does, `slope` apart on every axis."""
         made = cls(head, unit, lambda n: torch.arange(n) * slope, text, slope, limit, None, *more)
         made.moved = made.axes
         return made
 
     def anew(self, tokens: int) -> PositionIds:
-        """Positions of units of `tokens` tokens, numbered 0, 1, 2, ... on every axis."""
+        """Return positions of units (frames) of `tokens` tokens, numbered 0, 1, 2, ... on every axis."""
         first = self._head.shape[1]
         line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
         return self.evenly(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)
@@ -245,7 +245,7 @@ class PositionIds:
     # Units at times of their own.
 
     def told(self, first: int, times: Sequence[float]) -> None:
-        """Units from `first` on are shown at `times`, in seconds; forgets the times of later units."""
+        """Record the times, in seconds, of units (frames) from `first` on; forget the times of later ones."""
         pace = self._pace
         if pace is None or first > len(self._slots):
             return
@@ -267,23 +267,23 @@ class PositionIds:
         self._own[begin : len(slots)] = steps.to(self._own.device)
 
     def at(self, unit: int) -> float:
-        """The slot of a unit; one without a known time follows the last."""
+        """Return the slot of a unit (frame): its time in intervals of the even rate. Unknown times follow the last one."""
         if self._odd is None:
             return unit
         last = len(self._slots) - 1
         return self._slots[unit] if unit <= last else self._slots[last] + unit - last
 
     def slots(self, count: int) -> int:
-        """How many slots there are up to that of the last of `count` units: `count` where the stream is even."""
+        """Return the number of time slots up to the last of `count` units (frames); it is `count` if the stream is even."""
         return math.floor(self.at(count - 1)) + 1 if count else 0
 
     @property
     def even(self) -> bool:
-        """Whether every unit is in the slot of its number."""
+        """Whether every unit (frame) was shown at the even rate, in the slot of its number."""
         return self._odd is None
 
     def own(self, first: int, count: int, base: int = 0) -> Tensor:
-        """Positions [count * P] or [3, count * P] of units ``first .. first + count`` at their own times, minus `base`."""
+        """Return positions [count * P] or [3, count * P] of units (frames) from `first` on, by their times, minus `base`."""
         if self._odd is None:
             return self.units(first - base, count)
         if not base:
@@ -305,28 +305,28 @@ class PositionIds:
     # Units by number: all of them at an even rate, or ranks among those that are seen.
 
     def head(self) -> Tensor:
-        """[h] or [3, h]."""
+        """Return the positions [h] or [3, h] of the prompt before the video."""
         return self._shaped(self._head)
 
     def units(self, first: int, count: int) -> Tensor:
-        """[count * P] or [3, count * P]: units ``first .. first + count``."""
+        """Return positions [count * P] or [3, count * P] of units (frames) ``first .. first + count``, by number."""
         return self._placed(self._upto(first + count)[first : first + count])
 
     def chosen(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
-        """[k * P] or [3, k * P]: the units of `numbers` [k] long, on any device; none is larger than `most`. With `token`
-        that one of each unit: [k] or [3, k]. `own`: at their own times."""
+        """Return positions [k * P] or [3, k * P] of the units (frames) `numbers` [k] long, none above `most`; with `token`,
+        of only that token of each unit: [k] or [3, k]. `own`: at the units' own times."""
         return self._placed(self._table(most + 1, own)[numbers.to(self._head.device)], token)
 
     def cells(self, columns: Tensor, most: int, own: bool = False) -> Tensor:
-        """[k] or [3, k]: single tokens, by column: u * P + c is token c of unit u; no unit is larger than `most`. `own`: at
-        their own times."""
+        """Return positions [k] or [3, k] of single video tokens, by column: u * P + c is token c of unit (frame) u, no u
+        above `most`. `own`: at the units' own times."""
         columns, tokens = columns.to(self._head.device), self._unit.shape[1]
         out = self._unit[:, columns % tokens].clone()
         out[: self.moved] += self._table(most + 1, own)[columns // tokens]
         return self._shaped(out)
 
     def tail(self, units: int, start: int, count: int) -> Tensor:
-        """[count] or [3, count]: columns ``start .. start + count`` of what follows the video after `units` units."""
+        """Return positions [count] or [3, count] of the text after `units` units (frames), from its column `start` on."""
         begin = self._text + (units - 1) * self._slope
         first = start if self.follows is not None else begin + start
         row = torch.arange(first, first + count, device=self._head.device)
@@ -336,8 +336,8 @@ class PositionIds:
         return self._shaped(self.follows[:, last] + (row - last) + begin)
 
     def after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
-        """[count] or [3, count]: columns ``start .. start + count`` of what follows `units` units: first the `pending`
-        columns of further units, all of them or none; then the text. `own`: units are at their own times."""
+        """Return positions [count] or [3, count] of columns ``start .. start + count`` after `units` units (frames): first
+        the `pending` columns of further units, all or none, then the text. `own`: by the units' own times."""
         more = pending // self._unit.shape[1]
         if start >= pending:
             return self.tail(units + more, start - pending, count)
@@ -345,15 +345,15 @@ class PositionIds:
         return torch.cat([first, self.tail(units + more, 0, count - pending)], -1)
 
     def span(self, units: int, own: bool = False) -> int:
-        """The largest position, on any axis, of `units` units and the text's first token. `own`: units at own times."""
+        """Return the largest position of `units` units (frames) and a text token after them. `own`: by the units' times."""
         last = max(units, 1) - 1
         self._upto(last + 1)
         step = self._step(self.at(last)) if own and self._odd is not None else self._known[last]
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
     def ends(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
-        """The position of the last of the `rows` columns after `units` units, whose first `pending` are of more units;
-        and how many positions all take, of which time's may be further out than the text's. `own`: units at their times."""
+        """Return the position of the last of `rows` columns after `units` units (frames), of which the first `pending` are
+        further units; and how many positions are used in all (by time or text). `own`: by the units' own times."""
         whole = units + pending // self._unit.shape[1]
         first, count = self._text + (whole - 1) * self._slope, rows - pending
         if self.follows is None:
@@ -364,16 +364,16 @@ class PositionIds:
         return last, max(most, self.span(whole, own)) + 1
 
     def admits(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
-        """Whether the model has the positions of `ends`, and one more for an answer."""
+        """Return whether the positions of `ends`, and one more for an answer, are within the model's limit."""
         last, taken = self.ends(units, pending, rows, own)
         return last + 1 < self.limit and taken <= self.limit
 
     def known(self, count: int, own: bool = False) -> int:
-        """How many units, `count` or more, can be looked up before the table is made anew."""
+        """Return how many units (frames), at least `count`, the position table covers before it has to be rebuilt."""
         return self._table(count, own).numel()
 
     def mark(self, count: int) -> tuple[int, int]:
-        """Where the places of `count` units are looked up; it changes when a table is made anew."""
+        """Return the address of the position table of `count` units (frames); it changes when the table is rebuilt."""
         return self._upto(count).data_ptr(), 0 if self._odd is None else self._own.data_ptr()
 
     def _table(self, count: int, own: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model's sizes and a device's rates, by which `costs.py` predicts: counted, and measured once or known."""
+"""Sizes of a model and rates of a device (counted, measured once, or known), from which `costs.py` predicts cost."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ WARM_S = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A model. Weights are numbers of parameters: of all, of the decoder layers, of the head, of the tower.
+    """The sizes of a model. `weights` and `*_weights` count parameters: all, the decoder layers', the head's, the tower's.
 
-    patches, tokens, pixels  of a unit, which is `pace` frames; `patch_row`: elements that a patch holds in the tower at most
+    patches, tokens, pixels  of a unit, which is `pace` frames; `patch_row`: most elements that a patch takes in the tower
     """
 
     layers: int
@@ -54,14 +54,14 @@ class Sizes:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of a token, all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a device does: FLOP/s of products by width, seconds of attention (`Costs`), bytes/s of a copy, read and written,
-    and from the host; seconds to start the operators of a decoder layer; bytes of memory."""
+    """Rates of a device: matrix-product FLOP/s by width, attention costs (`Costs`), bytes/s of copies on the device (read
+    plus written) and from the host (`wire`), seconds to launch a decoder layer's operators; bytes of memory."""
 
     name: str
     products: dict[int, float]
@@ -76,14 +76,14 @@ class Device:
         return self.name != "cpu"
 
     def product(self, width: int) -> float:
-        """FLOP/s at a width, between those measured; at a narrower one the rate falls with it."""
+        """Return FLOP/s of a product of `width`, interpolated between measured ones; it falls with a narrower width."""
         (low, slow), (high, fast) = sorted(self.products.items())
         share = (math.log(width) - math.log(low)) / (math.log(high) - math.log(low))
         return float(slow * (fast / slow) ** min(share, 1.0)) if share > 0 else slow * min(1.0, width / low)
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Device:
-        """From what `asdict` made of one."""
+        """Recreate a `Device` from its `dataclasses.asdict` form."""
         products = {int(width): rate for width, rate in found["products"].items()}
         return cls(**{**found, "products": products, "attend": Costs.of(found["attend"])})
 
@@ -112,8 +112,8 @@ def measured(
     store: Store[Device] | None = None,
     bench: Bench = bench,
 ) -> Device:
-    """The rates of this device for heads like the model's: read from `store`, or measured in a few seconds and kept there.
-    `step` runs `STEP_LAYERS` small decoder layers on one row; on CUDA plans of `pattern` are timed too."""
+    """Return the rates of `device` for heads like the model's: from `store`, or measured in a few seconds and stored there.
+    `step` runs `STEP_LAYERS` small decoder layers on one row; on CUDA, planning of `pattern` is timed too."""
     shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     store = Store("rates.json", Device.of) if store is None else store
     cuda = device.type == "cuda"

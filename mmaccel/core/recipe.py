@@ -1,4 +1,4 @@
-"""One frozen choice of pattern, memory, draft, pruner and backend, from Python or YAML; checked before any weight moves."""
+"""`Recipe`: a frozen choice of sparse pattern, KV memory, draft, pruner and backend, from Python or YAML; always checked."""
 
 from __future__ import annotations
 
@@ -36,19 +36,18 @@ def _default(kind: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The choices of an accelerated model. A policy is given by its name, or as a mapping with its name and fields,
-    such as ``{name: grid, stride: frame}``; `mmaccel describe NAME` explains those. Paths in a YAML file count from
-    its folder.
+    """The settings of an accelerated model. A policy is given by its name, or as a mapping with its name and fields, such as
+    ``{name: grid, stride: frame}``; `mmaccel describe NAME` explains those. Paths in a YAML file are relative to its folder.
 
-    sparse      the prefill pattern
-    kv          the memory
-    draft       the draft strategy
+    sparse      the sparse attention pattern of prefill
+    kv          the KV memory: which keys and values are kept
+    draft       the drafting method of speculative decoding
     prune       a token pruner, or None
     backend     "auto" (chosen once, when the recipe is attached; on CUDA by measured cost, and dense wherever a pattern
-                would not win; on a CPU nothing is measured and the pattern always runs, on short prompts more slowly than
-                dense attention would), or one by name ("reference", "flex", "triton", "flash"), which never falls back
+                would not be faster; on a CPU nothing is measured and the pattern always runs, on short prompts more slowly
+                than dense attention would), or one by name ("reference", "flex", "triton", "flash"), which never falls back
     chunk       prefill in chunks of this many tokens; None runs the whole prompt at once
-    dense_tail  the last this many rows of a prompt see every key: the question's rows decide the answer and cost next to
+    dense_tail  this many last rows of a prompt see every key: the question's rows decide the answer and cost next to
                 nothing. 0 runs the pattern on every row, as the paper's baselines do
     dense_layers  layers that stay dense, by number
     """
@@ -88,8 +87,8 @@ class Recipe:
 
     @classmethod
     def load(cls, source: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any) -> Recipe:
-        """A recipe from a `Recipe`, a preset's or a policy's name, a YAML path, a table of heads (.json) or a mapping;
-        `choices` replace fields.
+        """Create a recipe from a `Recipe`, the name of a preset or policy, a YAML path, a table of head patterns (.json) or
+        a mapping; `choices` replace fields.
 
         Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError`.
         """
@@ -107,18 +106,18 @@ class Recipe:
         return cls(**{**fields, **choices})
 
     def to_dict(self) -> dict[str, Any]:
-        """A mapping that `load` turns back into an equal recipe; a loaded model given from Python is told by its class."""
+        """Return a mapping from which `load` makes an equal recipe; of a loaded model only the class name is given."""
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def to_yaml(self) -> str:
-        """The recipe as YAML text."""
+        """Return the recipe as YAML text."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
 
 def saved_recipe(where: Path, saved: Mapping[str, Any], again: bool = False) -> Recipe:
-    """The recipe of the session in folder `where`; raises `ModelError` where it cannot be opened.
+    """Return the recipe of the session saved in folder `where`; raises `ModelError` if it is invalid.
 
-    Fields of earlier versions warn, unless it is read `again` after they did.
+    Warns of fields of earlier versions, unless `again` says that the same recipe has warned before.
     """
     kv = saved.get("kv")
     token = QUIET.set(again and json.dumps(kv) in _heard)
@@ -138,7 +137,7 @@ _heard: set[str] = set()
 
 
 def check_pairs(recipe: Recipe) -> None:
-    """Raise `RecipeError` for the first two choices that exclude each other; no rule looks at three."""
+    """Raise `RecipeError` for the first two choices that exclude each other. Every rule is about two choices."""
     sparse, kv, draft = recipe.sparse, recipe.kv, recipe.draft
     if recipe.prune is not None:
         _check_prune(recipe, recipe.prune)
@@ -181,8 +180,8 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
         )
     if "memory" in recipe.draft.needs and prune.compact:
         raise RecipeError(
-            f"draft {recipe.draft.name!r} has no numbers for the columns of the target's memory, which prune {prune.name!r} "
-            "numbers anew with compact = True; set compact to False."
+            f"draft {recipe.draft.name!r} cannot number the columns of the target's memory, which prune {prune.name!r} "
+            "renumbers with compact = True; set compact to False."
         )
     if prune.scoring_layer is not None and recipe.draft.active:
         raise RecipeError(
@@ -203,19 +202,19 @@ def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
         )
     if prune.compact and acts.stage == "layer":
         raise RecipeError(
-            f"prune {prune.name!r} has compact = True, and kv {kv.name!r} decides where recalled tokens stand; set compact "
-            "to False."
+            f"prune {prune.name!r} has compact = True, and kv {kv.name!r} sets the positions of recalled tokens itself; set "
+            "compact to False."
         )
 
 
 def check_sequences(recipe: Recipe) -> None:
-    """Raise `RecipeError` for a recipe that cannot serve a model's own `generate`."""
+    """Raise `RecipeError` if `recipe` cannot serve a model's own `generate`."""
     if not recipe.kv.sequences:
         _stream_memory(recipe)
 
 
 def stream_policy(recipe: Recipe) -> StreamPolicy:
-    """The memory of a recipe that can serve a stream; raises `RecipeError` for one that cannot."""
+    """Return the recipe's KV memory as a `StreamPolicy`; raise `RecipeError` if it cannot serve a video stream."""
     kv, draft = _stream_memory(recipe), recipe.draft
     if draft.active and "prompt" in draft.needs:
         raise RecipeError(
@@ -225,7 +224,7 @@ def stream_policy(recipe: Recipe) -> StreamPolicy:
     if draft.active and draft.pruner is not None and draft.pruner.compact:
         raise RecipeError(
             f"draft {draft.name!r} has prune {draft.pruner.name!r} with compact = True, and in a session the draft's own "
-            "memory decides where recalled tokens stand; set compact to False."
+            "memory sets the positions of recalled tokens; set compact to False."
         )
     return kv
 
@@ -260,29 +259,29 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
 
 
 def presets() -> dict[str, str]:
-    """The named presets shipped with the package: name -> the first comment line of its file."""
+    """Return the shipped presets: name -> the first comment line of its YAML file."""
     files = resources.files("mmaccel").joinpath("recipes").iterdir()
     texts = {f.name.removesuffix(".yaml"): f.read_text() for f in files if f.name.endswith(".yaml")}
     return {name: text.splitlines()[0].removeprefix("#").strip() for name, text in sorted(texts.items())}
 
 
 def names() -> dict[str, str]:
-    """Every name `Recipe.load` knows: presets, and each policy alone; name -> where it comes from."""
+    """Return every name that `Recipe.load` accepts: presets and policies -> "preset" or the policy's kind."""
     found = {name: kind for kind in BASES for name in registry(kind)}
     return {**found, **dict.fromkeys(presets(), "preset")}
 
 
 def endings() -> tuple[str, ...]:
-    """Endings of the files that `Recipe.load` reads: YAML, and those that policies declare (`Policy.file`)."""
+    """Return the file extensions that `Recipe.load` reads: YAML, and those that policies declare (`Policy.file`)."""
     own = (cls.file for kind in BASES for cls in registry(kind).values())
     return (".yaml", ".yml", *(file[0] for file in own if file is not None))
 
 
 def fields_of(source: str | Path) -> dict[str, Any]:
-    """The fields that a preset, a policy's name, a YAML file or a file of a policy's own (`Policy.file`) sets, before any of
-    them is checked. Paths of files in a YAML file count from its folder.
+    """Return the fields, not yet checked, that a preset, a policy's name, a YAML file or a policy's own file (`Policy.file`)
+    sets. Relative paths in a YAML file are resolved against its folder.
 
-    Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError` for a file that is no recipe.
+    Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError` if the file is not a recipe.
     """
     text, folder = str(source), None
     if text in FORMER:

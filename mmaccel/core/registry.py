@@ -1,4 +1,4 @@
-"""What policies of every kind declare about themselves, and the registry from names to classes.
+"""`Policy`, the base class of all policies, and the registry that maps names to policy classes.
 
 A policy is registered by its file::
 
@@ -6,7 +6,7 @@ A policy is registered by its file::
     @dataclass(frozen=True, kw_only=True)
     class AShape(SparsePattern): ...
 
-and is from then on known to recipes, to the command line and to the contract tests, which iterate over the registry.
+Recipes, the command line and the contract tests then find it by name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RENAMED |= {"turn": "question_scope", "enter": "begin_pass", "leave": "end_pass"
 
 
 def refuse_former_names(cls: type) -> None:
-    """Raise `RecipeError` for a class that defines a member of its base by the name of an earlier version."""
+    """Raise `RecipeError` if `cls` defines a method of its base class under its name of an earlier version (`RENAMED`)."""
     for former, name in RENAMED.items():
         if former in vars(cls) and hasattr(cls, name):
             raise RecipeError(f"{cls.__name__}: {former} is called {name} now; rename it.")
@@ -53,17 +53,17 @@ class _TakesFormerFields(ABCMeta):
 
 
 class Policy(metaclass=_TakesFormerFields):
-    """A policy of any kind, as recipes see it. The contract of a kind names it: ``class KVPolicy(Policy, kind="kv")``.
+    """Base of sparse patterns, KV memories, drafts and pruners; ``class KVPolicy(Policy, kind="kv")`` is that of a kind.
 
-    file   (ending, field): a file with this ending is a recipe by itself, of this policy, and `field` is its path
-    words  names that users take for a policy of this kind and that mean something else: name -> what it means, as the end
-           of a sentence that says what to give
+    file   (extension, field): a file with this extension is by itself a recipe with this policy; `field` holds its path
+    words  names that users may try for this kind and that mean something else: name -> the end of a sentence that says what
+           it means and what to use instead
     """
 
     name: ClassVar[str]
     file: ClassVar[tuple[str, str] | None] = None
     words: ClassVar[Mapping[str, str]] = {}
-    unsharded: ClassVar[str | None] = None
+    no_tensor_parallel: ClassVar[str | None] = None
     """Why it does not serve a process that has some of a layer's heads (tensor parallelism), after "it"; None: it does."""
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
@@ -77,20 +77,20 @@ class Policy(metaclass=_TakesFormerFields):
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fields as an earlier version wrote them, under their present names; warns of those that moved.
+        """Return `fields` with field names of earlier versions replaced by the present ones, with a warning for each.
 
-        Raises `RecipeError` for a value that nothing has any more.
+        Raises `RecipeError` for a value that is no longer supported.
         """
         return fields
 
     @classmethod
     def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-        """The fields that a file in `folder` gives, with their relative paths resolved against `folder`."""
+        """Return `fields`, read from a file in `folder`, with relative paths resolved against `folder`."""
         return fields
 
 
 def check_limits(who: str, fields: Any) -> None:
-    """Raise `RecipeError` for the first field of a dataclass that is beyond its `limited`; `who` begins the sentence."""
+    """Raise `RecipeError`, beginning with `who`, for the first field of dataclass `fields` that violates its `limited`."""
     kind: Any = type(fields)
     for name, limit in _limits(kind).items():
         limit.check(who, name, getattr(fields, name))
@@ -123,7 +123,7 @@ def _or_null(limit: Limit) -> Limit:
 
 
 def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping[str, Any]:
-    """`fields` with the path in field `name` resolved against `folder`; any other value stays."""
+    """Return `fields` with the path in field `name` resolved against `folder`; a value that is no path stays."""
     path = fields.get(name)
     return {**fields, name: str(folder / path)} if isinstance(path, str) and path else fields
 
@@ -137,14 +137,14 @@ KINDS = (*BASES, "index", "model")
 
 
 class Registry(Mapping[str, type[Any]]):
-    """The classes of one kind, by name."""
+    """A read-only mapping from names to the registered classes of one kind."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._classes: dict[str, type[Any]] = {}
 
     def add(self, name: str, cls: type) -> None:
-        """Record `cls` under `name`; raises `RecipeError` when the name is taken by another class."""
+        """Register `cls` as `name`; raises `RecipeError` if another class has that name."""
         if name in self._classes and self._classes[name] is not cls:
             raise RecipeError(f"{self.kind} {name!r} is registered already; choose another name.")
         self._classes[name] = cls
@@ -167,7 +167,7 @@ class Registry(Mapping[str, type[Any]]):
         return name in self._classes
 
     def meant(self, name: str) -> str | None:
-        """What a class of this kind declares that `name` means elsewhere; None where none does."""
+        """Return what `name` means outside mmaccel, if a class of this kind declares that in `words`; else None."""
         meanings = (getattr(cls, "words", {}).get(name) for cls in self._classes.values())
         return next((meaning for meaning in meanings if meaning is not None), None)
 
@@ -176,9 +176,9 @@ class Registry(Mapping[str, type[Any]]):
         return " or ".join(repr(name) for name, cls in self.items() if fits(cls))
 
     def build(self, name: str, fields: Mapping[str, Any] | None = None) -> Any:
-        """An instance of class `name`, its dataclass fields set from `fields`.
+        """Create an instance of the class registered as `name`, with `fields` as its dataclass fields.
 
-        Raises `UnknownName` for an unknown name or field and `RecipeError` for a value out of range.
+        Raises `UnknownName` for an unknown name or field, and `RecipeError` for a value out of range.
         """
         cls = self[name]
         given = dict(cls.upgrade(fields or {}) if issubclass(cls, Policy) else fields or {})
@@ -217,16 +217,16 @@ _registries = {kind: Registry(kind) for kind in KINDS}
 
 
 def registry(kind: str) -> Registry:
-    """The registry of one kind of `KINDS`."""
+    """Return the registry of one kind of `KINDS`; raises `UnknownName` for another kind."""
     if kind not in _registries:
         raise UnknownName("kind", kind, KINDS)
     return _registries[kind]
 
 
 def policy(kind: str, value: Any, where: str = "") -> Any:
-    """A policy from its name, or from a mapping with its name and fields; one that is there already as it is.
+    """Create a policy from its name, or from a mapping with its name and fields; return any other value unchanged.
 
-    `where` names the field in the error; anything but a name or a mapping is handed back for the caller to judge.
+    `where` names the field in error messages. The caller checks what is returned.
     """
     if isinstance(value, str):
         return registry(kind).build(value)
@@ -245,12 +245,12 @@ def policy(kind: str, value: Any, where: str = "") -> Any:
 
 
 def register(kind: str, name: str, *, compile: bool | None = None) -> Callable[[C], C]:
-    """Class decorator: put a class in the registry of `kind` and give it its public `name`.
+    """Return a class decorator that registers a class of `kind` as `name`, and sets the class attribute `name`.
 
-    compile  of a sparse pattern, whether its `plan` may be compiled by inductor, as one graph, where that pays (on CUDA; see
-             `core.decoding.replay.Compiled`); None: as the class has it, for a pattern of your own yes
+    compile  of a sparse pattern: whether inductor may compile its `plan`, as one graph, where that pays (on CUDA; see
+             `core.decoding.replay.Compiled`); None keeps the class attribute `compiles`, by default True
 
-    Raises `RecipeError` for a policy that is none of its kind, or no frozen dataclass, and for `compile` of another kind.
+    Raises `RecipeError` for a class that is no frozen dataclass derived from its kind's base, or `compile` of another kind.
     """
 
     def put(cls: C) -> C:

@@ -1,7 +1,5 @@
-"""What a run did: seconds, shares kept, tokens drafted and accepted, memory. Filled while it runs, read once at the end.
-
-And files of such figures, a JSON object a line: a run that was stopped goes on behind the lines that it wrote.
-"""
+"""Figures of a run: seconds, shares of attention computed, tokens drafted and accepted, memory. Also files of such figures,
+one JSON object a line, which a run that was stopped continues."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import select
-from mmaccel.core.report_page import Paged
+from mmaccel.core.report_page import HtmlReport
 
 
 @dataclass(frozen=True)
-class Report(Paged):
+class Report(HtmlReport):
     """Figures of the last generation or forward pass of an accelerated model, or of the last answer on a stream.
 
     kept            query-key pairs in the listed blocks over causal pairs in prefill, mean over all layers and heads, dense
@@ -69,12 +67,12 @@ class Report(Paged):
     video_units: int = 0
 
     def heads(self) -> Counter[str]:
-        """How many heads, over all layers, ran each pattern."""
+        """Return how many heads, over all layers, ran each pattern."""
         return Counter(name for layer in self.patterns for name in layer)
 
     def accepted_length(self) -> float:
-        """Mean drafted tokens kept in a round in which any were proposed; the target's own is not counted. Streaks over
-        rounds of a pipelined draft are in ``draft["counters"]``."""
+        """Return the mean number of drafted tokens accepted per round that proposed any, without the target's own token. For
+        streaks over rounds of a pipelined draft see ``draft["counters"]``."""
         lengths: list[int] = self.draft.get("lengths") or [0]
         return sum(lengths) / len(lengths)
 
@@ -105,12 +103,12 @@ class Report(Paged):
 
 
 def counted(heads: Mapping[str, int]) -> str:
-    """Patterns and how many heads ran each, in words."""
+    """Return the number of heads per pattern in words: "dense x 2, grid x 10"."""
     return ", ".join(f"{name} x {n}" for name, n in sorted(heads.items()))
 
 
 def share(kept: float | None) -> str:
-    """The share kept, for people; above 100% with the reason."""
+    """Return the share of attention computed, as text in percent; above 100% with the reason."""
     percent = "-" if kept is None else f"{kept:.1%}"
     return f"{percent} (blocks count whole)" if kept and kept > 1 and percent != "100.0%" else percent
 
@@ -125,7 +123,7 @@ def _figure(name: str, value: float) -> str:
 
 @dataclass(kw_only=True)
 class Rounds:
-    """Statistics of a draft's proposals: for each that was not empty its number of tokens, and how many were accepted."""
+    """Statistics of speculative decoding: for each non-empty proposal, its length and how many tokens were accepted."""
 
     lengths: list[int] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
@@ -133,21 +131,21 @@ class Rounds:
     failed: str | None = None
 
     def round(self, proposed: int, accepted: int) -> None:
-        """One target step judged `proposed` tokens (0: it decoded one by itself) and agreed to `accepted` of them."""
+        """Count one target step that verified `proposed` tokens (0: plain decoding) and accepted `accepted` of them."""
         self.target_steps += 1
         if proposed:
             self.lengths.append(accepted)
             self.windows.append(proposed)
 
     def draft_failed(self, reason: str) -> None:
-        """Note that the draft failed, for `reason`, and was dropped; decoding goes on without it."""
+        """Record that the draft failed for `reason` and was dropped; decoding goes on without it."""
         self.failed = reason
 
     def draft_ended(self, counters: dict[str, float], notes: list[str]) -> None:
-        """Take the counters and notes of one sequence's draft, when the sequence has ended."""
+        """Record the counters and notes of one sequence's draft, at the end of the sequence."""
 
     def figures(self) -> dict[str, Any]:
-        """The counters in the form of `Report.draft`."""
+        """Return the draft statistics in the form of `Report.draft`."""
         return {
             "rounds": len(self.lengths),
             "target_steps": self.target_steps,
@@ -161,7 +159,7 @@ class Rounds:
 
 @dataclass
 class SequenceMeter(Rounds):
-    """What is told of one sequence that is drafted for; it goes on to the `Meter` of the whole call."""
+    """Statistics of one sequence decoded with a draft; they also count in the `Meter` of the whole call."""
 
     whole: Meter
     new_tokens: int = 0
@@ -181,7 +179,7 @@ class SequenceMeter(Rounds):
         self.counters, self.notes = counters, notes
 
     def token(self, count: int) -> None:
-        """`count` new tokens of the sequence reached the host."""
+        """Count `count` new tokens of this sequence, and of the whole call if it has the longest answer."""
         self.new_tokens += count
         self.whole.token(max(0, self.new_tokens - self.whole.new_tokens))
 
@@ -192,7 +190,7 @@ class SequenceMeter(Rounds):
 
 @dataclass
 class Meter(Rounds):
-    """Collects what a `Report` is made of; tensors stay on the device until the report is asked for."""
+    """Collects the figures of a `Report` during a run; tensors stay on the device until the report is made."""
 
     listed: dict[int, list[Tensor]] = field(default_factory=dict)
     causal: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -208,11 +206,11 @@ class Meter(Rounds):
     generating: bool = False  # once a generation is over its figures stay until the next pass
 
     def clear(self) -> None:
-        """Forget the last call."""
+        """Forget all figures of the last call."""
         self.__init__()  # type: ignore[misc]
 
     def begin(self, device: torch.device) -> None:
-        """A generation starts."""
+        """Start measuring a generation: reset all figures and the device's peak memory, and start the clock."""
         self.clear()
         self.generating = True
         if device.type == "cuda":
@@ -220,21 +218,21 @@ class Meter(Rounds):
         self.started = time.perf_counter()
 
     def enter(self, tokens: int, start: int, video: tuple[int, int] = (0, 0)) -> None:
-        """Start to measure a pass over `tokens` new columns that begin at column `start`."""
+        """Start measuring a pass over `tokens` new columns from column `start`; `video`: its tokens and units (frames)."""
         if not self.generating and start == 0:
             self.clear()
         if self.prompt_tokens == 0:
             self.prompt_tokens, self.video = tokens, video
 
     def token(self, count: int = 1) -> None:
-        """`count` new tokens reached the host."""
+        """Count `count` new tokens that have reached the host, and note the time."""
         self.last = time.perf_counter()
         if self.first is None:
             self.first = self.last
         self.new_tokens += count
 
     def attention(self, layer: int, names: tuple[str, ...], listed: Tensor, causal: Tensor) -> None:
-        """Prefill pairs of one layer and run: listed [B, H] and causal [B, 1]."""
+        """Add query-key pairs of one layer's prefill: listed by the patterns `names` [B, H], and causal [B, 1]."""
         self.listed.setdefault(layer, []).append(listed)
         self.causal.setdefault(layer, []).append(causal)
         known = self.names.get(layer, names)
@@ -242,17 +240,17 @@ class Meter(Rounds):
         self.names[layer] = tuple("+".join(dict.fromkeys(parts)) for parts in both)
 
     def sequence(self) -> SequenceMeter:
-        """The meter of one more sequence that is drafted for."""
+        """Add and return the meter of one more sequence that is decoded with a draft."""
         self.sequences.append(SequenceMeter(self))
         return self.sequences[-1]
 
     def note(self, sentence: str) -> None:
-        """A sentence for the report about what did not act as asked, beginning with its part ("draft: "); once each."""
+        """Add a sentence for the report on what did not act as requested, beginning with its part ("draft: "); once each."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
     def planned(self, other: Meter) -> None:
-        """Tell of the pairs and the notes of `other` too."""
+        """Add the query-key pairs and the notes that another meter, `other`, has counted."""
         for layer, names in other.names.items():
             for listed, causal in zip(other.listed[layer], other.causal[layer], strict=True):
                 self.attention(layer, names, listed, causal)
@@ -260,7 +258,7 @@ class Meter(Rounds):
             self.note(sentence)
 
     def kept_by_head(self) -> tuple[tuple[float, ...], ...]:
-        """Listed over causal pairs of each layer and head, mean over sequences; reads the device."""
+        """Return listed over causal pairs for each layer and head, averaged over sequences; waits for the device."""
         shares: list[Tensor] = []
         for layer, parts in sorted(self.listed.items()):
             listed, causal = (
@@ -274,7 +272,7 @@ class Meter(Rounds):
     def report(
         self, recipe: dict[str, Any], backend: str, kv: dict[str, float], device: torch.device, why: str = ""
     ) -> Report:
-        """The figures so far."""
+        """Return the figures so far as a `Report`."""
         by_head, ttft, rate = self.kept_by_head(), None, None
         if self.first is not None and self.last is not None:
             ttft = None if self.started is None else self.first - self.started
@@ -306,7 +304,7 @@ class Meter(Rounds):
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Largest device memory since the last reset (CUDA), or the largest resident set of this process (CPU), in bytes."""
+    """Return the peak device memory since the last reset (CUDA), or this process's peak resident set (CPU), in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # there is none on Windows
@@ -316,10 +314,10 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class Rows:
-    """The rows of a file, which are written as they come.
+    """A file of measurements, one JSON object (row) a line, to which rows are appended as they are measured.
 
-    A line that a run was killed in is left out; where it is the last, the next row takes its place. `first` is the key with
-    which every such file begins; `ValueError` for a file that begins otherwise, which stays as it is. None admits any file.
+    A line that was cut off when a run was killed is skipped; at the end of the file the next row replaces it. `first` is the
+    first key of such a file: another file raises `ValueError` and is not changed. None accepts any file.
     """
 
     def __init__(self, path: Path, first: str | None = None) -> None:
@@ -333,7 +331,7 @@ class Rows:
         self.rows: list[dict[str, Any]] = list(parsed(whole))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Append one row to the file at once; returns the row as a reader of the file will see it."""
+        """Append one row to the file at once; return the row as read back from JSON."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._cut is not None:
             os.truncate(self.path, self._cut)
@@ -345,7 +343,7 @@ class Rows:
 
 
 def parsed(data: bytes) -> Iterator[dict[str, Any]]:
-    """The objects of the lines of `data`; a line that is none is left out."""
+    """Yield the JSON objects in `data`, one a line; skip lines that are none."""
     for line in data.splitlines():
         with suppress(ValueError):
             if isinstance(row := json.loads(line), dict):
@@ -353,12 +351,12 @@ def parsed(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The rows of some files, those of environments among them."""
+    """Return the rows of several files, including the rows that describe environments."""
     return [row for path in paths for row in parsed(path.read_bytes())]
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically: whole or not at all."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -368,7 +366,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def environment(device: torch.device | str = "cpu", **more: Any) -> dict[str, Any]:
-    """What a reader has to know to believe a number: command, commit, device, threads, versions (None: not installed)."""
+    """Return the conditions of a measurement: command, commit, device, threads, package versions (None: not installed)."""
     place = torch.device(device)
     found: dict[str, Any] = {
         "command": " ".join(sys.argv),

@@ -1,4 +1,4 @@
-"""A run as one page of HTML that needs no network: answers, the frames they are based on, what was chosen, its cost."""
+"""A run's report as one HTML page that needs no network: answers, the frames they rest on, the recipe, and its cost."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ img {{ display: block; max-width: 100% }} .less {{ opacity: .75 }} svg {{ max-wi
 """
 
 
-class Paged:
-    """What a `Report` inherits: its fields as a dictionary, and as a page."""
+class HtmlReport:
+    """Mixin of `Report`: returns its fields as a dictionary, and saves them as an HTML page."""
 
     recipe: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary of all fields."""
+        """Return all fields of the report as a JSON-ready dictionary."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     def save_html(
         self, path: str | Path, answers: Mapping[str, Any] | None = None, thumbnails: Thumbnails | None = None
     ) -> None:
-        """Write the run as one page of HTML that needs no network: what was chosen, what it cost, what it kept.
+        """Write the report as one HTML page that needs no network: the recipe, its cost, the attention computed.
 
         answers     question -> its text, or the `Answer` of a session, with the frames it is based on
-        thumbnails  their pictures: ``mmaccel.media.thumbnails("film.mp4")``; None shows times alone
+        thumbnails  gives the frames' pictures: ``mmaccel.media.thumbnails("film.mp4")``; None shows only times
         """
         told = [
             {"question": text, "answer": said}
@@ -77,7 +77,7 @@ class Paged:
 
 
 def parts_of(recipe: Fields) -> str:
-    """The names of a recipe's policies that are not those of the plain model."""
+    """Return the names of a recipe's policies that differ from the unaccelerated model's, joined by " + "."""
     names = [value["name"] for value in recipe.values() if isinstance(value, Mapping)]
     return " + ".join(name for name in names if name not in DEFAULTS.values()) or DEFAULTS["sparse"]
 
@@ -89,14 +89,14 @@ def page(
     thumbnails: Thumbnails | None = None,
     given: Sequence[float] = (),
 ) -> str:
-    """The page's text.
+    """Return the HTML text of a report page.
 
     runs        name -> the fields of a `Report` (`to_dict`), of which any may be missing; runs stand side by side
     answers     each with "question", "answer" (its text), and perhaps "recipe" (the name of its run), "finish_reason",
                 "asked_at" and "ttft_s" (seconds), "moments" (how many it is based on) and "evidence", best first: mappings
                 with the fields of an `Evidence`
-    facts       what else is said of the run, by label
-    thumbnails  gives the pictures; None: times alone
+    facts       further facts about the run, by label
+    thumbnails  seconds -> the frame's JPEG bytes, or None; None shows only times
     given       seconds of the frames that the model was given, shown where no answer has evidence
     """
     title = f"mmaccel: {', '.join(runs)}"
@@ -252,7 +252,7 @@ def _costs(runs: Mapping[str, Fields]) -> str:
 
 
 def memory(kv: Fields) -> str:
-    """What a memory holds, of its counters, in words; "" where it holds nothing."""
+    """Return in words what a KV memory holds, from its counters `kv`; "" if it holds nothing."""
     parts = [size(kv["bytes"])] if kv.get("bytes") else []
     if held := kv.get("held"):
         mean = kv.get("held_mean", held)
@@ -262,7 +262,7 @@ def memory(kv: Fields) -> str:
 
 
 def drafted(draft: Fields) -> str:
-    """What was drafted, of `Report.draft`, in words; "" where nothing was."""
+    """Return in words how many tokens were drafted and accepted, from `Report.draft`; "" if none."""
     failed, notes, rounds = draft.get("failed"), "; ".join(draft.get("notes", ())), draft.get("rounds")
     if not rounds:
         return f"nothing: {failed or notes}" if failed or notes else ""
@@ -276,12 +276,12 @@ def drafted(draft: Fields) -> str:
 
 
 def many(count: int, thing: str) -> str:
-    """A number of things: 1 frame, 2 frames."""
+    """Return a count with its noun: "1 frame", "2 frames"."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def size(count: float) -> str:
-    """Bytes, for people."""
+    """Return a number of bytes as text in MiB or GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 

@@ -1,4 +1,4 @@
-"""Video in: containers, sampling, streams, and the pixels a model wants."""
+"""Video input: containers, frame sampling, live streams, and preprocessing to model pixels."""
 
 from mmaccel.media.reader import read
 from mmaccel.media.stream import clips

@@ -1,4 +1,4 @@
-"""Paths and addresses of videos: checks before they are opened, reasons of errors, and pipes with a deadline."""
+"""Paths and URLs of videos: checks before they are opened, error reasons, and pipes with a timeout."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def local_path(path: str) -> str:
-    """The path of an address that names a file of this machine; any other as it is."""
+    """The path of a `file://` URL; any other path or URL unchanged."""
     return "/" + path[7:].lstrip("/") if path[:7].lower() == "file://" else path
 
 
 def shown_path(path: str) -> str:
-    """A path as errors show it: on one line, at most about 240 characters."""
+    """Format a path for an error message: one line, at most about 240 characters."""
     return path if 0 < len(path) <= 240 and path.isprintable() else shown(path, 240)[1:-1] or '""'
 
 
 def is_file(name: str, may_be_empty: bool = False) -> bool:
-    """True for a plain file that can be opened; raises `VideoError` for what can never be read."""
+    """Whether `name` is a regular file that can be opened; raises `VideoError` for a path that can never be read."""
     path, name = name, shown_path(name)
     try:
         mode = os.stat(path).st_mode
@@ -60,13 +60,13 @@ def is_file(name: str, may_be_empty: bool = False) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """The reason of a system error, in lower case."""
+    """The reason of an operating-system error, in lower case."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(text).rstrip(".").lower()
 
 
 def is_silence(error: Exception) -> bool:
-    """Whether a source sent nothing in the time allowed."""
+    """Whether an error means that a source sent no data within its timeout."""
     return isinstance(error, (av.error.ExitError, TimeoutError))
 
 
@@ -78,14 +78,14 @@ def is_pipe(name: str) -> bool:
 
 
 def ready(number: int, seconds: float) -> bool:
-    """Whether a file has something to read, or is at its end, within `seconds`."""
+    """Whether a file descriptor has data to read, or is at its end, within `seconds`."""
     asked = select.poll()  # `select` refuses the files of a program that has many open
     asked.register(number, select.POLLIN)
     return bool(asked.poll(min(1e3 * seconds, LONGEST_MS)))
 
 
 def is_finished(file: int) -> bool:
-    """Whether no process has the file, or the pipe at its end, open for writing; False where the system cannot say."""
+    """Whether no process has the file, or the pipe at its end, open for writing; False if the system cannot tell."""
     if stat.S_ISFIFO(os.fstat(file).st_mode):
         return True
     if sys.platform != "linux":
@@ -104,9 +104,9 @@ def is_finished(file: int) -> bool:
 
 
 class Pipe(io.RawIOBase):
-    """A named pipe opened for reading; raises `TimeoutError` where nothing comes for `timeout` seconds.
+    """A named pipe opened for reading; raises `TimeoutError` if no data comes for `timeout` seconds.
 
-    Without a deadline, opening and reading wait forever for a missing writer.
+    Without a timeout, opening and reading would wait forever for a missing writer.
     """
 
     def __init__(self, path: str | os.PathLike[str], timeout: float) -> None:

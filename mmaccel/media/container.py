@@ -1,4 +1,4 @@
-"""An opened video: its frames in presentation order with their times, and what is damaged in it."""
+"""Decodes a video source: frames in presentation order with their times, and a record of what is damaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from av.format import Flags
 
 from mmaccel.core.errors import Field, VideoError
 from mmaccel.media import address
-from mmaccel.media.sampling import Log
+from mmaccel.media.sampling import EventLog
 
 FOREVER = float("inf")
 PATIENCE_S = 30.0
@@ -31,17 +31,16 @@ AHEAD = 86400.0
 class Source(AbstractContextManager["Source"]):
     """A video file, URL or readable object, opened for decoding.
 
-    `rate` frames a second on average (0.0 unknown), `duration` seconds (None unknown), `count` frames as the
-    header tells (0 unknown), `width` and `height` as stored; `damaged` has the seconds of the parts that could not
-    be decoded so far, `stopped` says how an address or a pipe ended too early (empty if not), `corrupt` has the packets
-    that the container marks as corrupt, by their decoding times, and `log` has what was uneven in the times. Times start
-    at 0 with the stream.
+    `rate` frames per second on average (0.0 unknown), `duration` seconds (None unknown), `count` frames by the header (0
+    unknown), `width` and `height` as stored. `damaged` has the seconds of the parts that could not be decoded so far;
+    `stopped` says how a URL or pipe ended too early (empty if not); `corrupt` has the decoding times of packets that the
+    container marks as corrupt; `log` has irregular times. Times start at 0 with the stream.
 
-    `timeout`: seconds without data from an address, a device or a pipe (None: `PATIENCE_S`) that end the reading, or
-    after which `wait(timeout)` is called; the source is opened anew if it returns True.
+    `timeout`: a URL, device or pipe that sends no data for so many seconds (None: `PATIENCE_S`) ends the reading, unless
+    `wait(timeout)` is given and returns True, after which the source is opened again.
 
-    Raises `VideoError` when there is nothing to read: no file, a folder, no permission, not a video, no video
-    stream; and when a `live` source breaks off.
+    Raises `VideoError` if there is nothing to read: no file, a folder, no permission, not a video, no video stream; and when
+    a `live` source breaks off.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Source(AbstractContextManager["Source"]):
         self.corrupt: set[int] = set()
         self._read = 0.0
         self.restarted = False
-        self.log = Log()
+        self.log = EventLog()
         # Seconds between key frames, the longest seen; None before two were, infinite where seeking fails.
         self.gap: float | None = None
         self._goal: float | None = None
@@ -149,10 +148,10 @@ class Source(AbstractContextManager["Source"]):
         self._stream.thread_type = "SLICE" if self.live else "AUTO"
 
     def index(self) -> list[float] | None:
-        """The presentation time of every frame, ascending, from the packets alone: nothing is decoded.
+        """Presentation times of all frames, ascending, from the packets, without decoding.
 
-        Only for what is `local`: it is read twice. None when packets carry no times, two carry the same, or their clock
-        begins anew. Also learns how far apart key frames stand, and `end`, when the last frame does.
+        For `local` sources only, since they are read twice. None if packets have no times or equal ones, or if their clock
+        restarts. Also records the distance between key frames, and `end`, when the last frame ends.
         """
         times, keys, ends, last = [], [], [0.0], -FOREVER
         try:
@@ -208,7 +207,7 @@ class Source(AbstractContextManager["Source"]):
         return self._steady
 
     def frames(self, start: float = 0.0) -> Iterator[tuple[float, av.VideoFrame]]:
-        """(time, frame) in presentation order, from the last key frame at or before `start`."""
+        """Yield (time, frame) in presentation order, from the last key frame at or before `start`."""
         if start > 0 and self.local and self._is_steady():
             self._goal = start
         last, shift, key, number, settled = -FOREVER, 0.0, None, 0, True
@@ -272,9 +271,9 @@ class Source(AbstractContextManager["Source"]):
                 self._goal = goal
 
     def jump(self, place: float, target: float) -> None:
-        """Skip ahead to the key frame before `target`, if one is sure to stand between `place` and it.
+        """Seek to the key frame before `target`, if one certainly lies between `place` and `target` (seconds).
 
-        Learned from the distance of the key frames so far, so the first stretch is always decoded in full.
+        This is learned from the distance of key frames so far, so the first stretch is always decoded in full.
         """
         if not (self.local and self.gap and target - self._back - place > 1.5 * self.gap):
             return
@@ -284,24 +283,24 @@ class Source(AbstractContextManager["Source"]):
             self.gap = FOREVER
 
     def length(self, frame: av.VideoFrame) -> float:
-        """Seconds the frame is shown."""
+        """Seconds for which a video frame is shown."""
         if frame.duration:
             return float(frame.duration * self._unit)
         return 1.0 / self.rate if self.rate else 0.04
 
     def places(self, stop: float | None = None) -> int:
-        """How many places are damaged before `stop` seconds. A decoder of many threads reads far beyond its last frame."""
+        """Number of damaged places before `stop` seconds. (A multi-threaded decoder reads far beyond its last frame.)"""
         last = FOREVER if stop is None else stop + (self._start or 0.0)
         # Packets where recordings are joined are marked as corrupt, too; most begin a clock anew.
         corrupt = 0 if self.restarted else sum(dts * self._unit < last for dts in self.corrupt)
         return max(sum(time < last for time in self.damaged), corrupt)
 
     def reaches(self, end: float) -> bool:
-        """Whether frames up to `end` seconds are all there are, but for rounding."""
+        """Whether frames up to `end` seconds are all frames of the source, up to rounding."""
         return self.duration is not None and end > self.duration - 1.5 / (self.rate or 25.0)
 
     def frame_end(self, time: float, frame: av.VideoFrame) -> float:
-        """When a frame shown at `time` ends: the last of a file may claim more than the file lasts."""
+        """When a frame shown at `time` ends; the last frame of a file may claim a longer time than the file's."""
         end = time + self.length(frame)
         return end if self.duration is None or time >= self.duration else min(end, self.duration)
 

@@ -1,8 +1,8 @@
-"""From what a user calls a video or an image to uint8 frames, and from these to the float pixels of a model, bit for bit as
-the stock processors of transformers make them.
+"""Converts what a user passes as a video or image to uint8 frames, and these to a model's float pixels, bit for bit as the
+processors of transformers do.
 
-What makes it exact: frames stay uint8 through the resize, and rescale and normalise are one subtraction and one division by
-constants scaled once. Frames go through in chunks, so the uint8 and float copies are bounded; results are written in place.
+Frames stay uint8 through the resize; rescaling and normalising are one subtraction and one division by precomputed
+constants. Frames are processed in chunks, so that temporary copies are bounded; results are written in place.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MODES = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 
 @dataclass(frozen=True, kw_only=True)
 class Pixels:
-    """How frames become pixels; the fields carry the names and meanings of `preprocessor_config.json`.
+    """How frames become pixels; fields have the names and meanings of `preprocessor_config.json`.
 
-    `size` is {height, width}, {shortest_edge} or, for patches, the pixel budget {shortest_edge: least,
-    longest_edge: most}. `resample` is PIL's number (0 nearest, 2 bilinear, 3 bicubic).
-    `cap_pixels_per_frame` bounds the whole video by `max_video_tokens` instead of each frame alone.
+    `size` is {height, width}, {shortest_edge} or, for patches, the pixel budget {shortest_edge: minimum, longest_edge:
+    maximum}. `resample` is PIL's number (0 nearest, 2 bilinear, 3 bicubic). `cap_pixels_per_frame` bounds the whole video by
+    `max_video_tokens` instead of each frame alone.
     """
 
     size: Mapping[str, int]
@@ -66,9 +66,9 @@ class Pixels:
             raise VideoError(f"resample={self.resample} is not supported: choose one of {MODES}.")
 
     def updated(self, settings: Mapping[str, Any]) -> Pixels:
-        """This, with what `settings` says otherwise; unknown and null entries are left aside.
+        """A copy of the settings, changed by those in `settings`; unknown and null entries are ignored.
 
-        `min_pixels` and `max_pixels`, the names of older folders, stand for the edges of `size`.
+        `min_pixels` and `max_pixels`, from older checkpoints, set the edges of `size`.
         """
         known = {field.name for field in fields(self)}
         changes = {key: value for key, value in settings.items() if key in known and value is not None}
@@ -79,12 +79,12 @@ class Pixels:
         return replace(self, **{**changes, "size": {k: v for k, v in size.items() if v is not None}})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; what is None is left out."""
+        """The settings as a JSON-ready mapping, without those that are None."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def resize(frames: Tensor, size: tuple[int, int], resample: int = 3) -> Tensor:
-    """`[T, 3, H, W]` to (height, width), antialiased; uint8 stays uint8. As torchvision's v2 `resize`."""
+    """Resize `[T, 3, H, W]` to (height, width), antialiased, uint8 to uint8; as torchvision's v2 `resize`."""
     if tuple(frames.shape[-2:]) == tuple(size):
         return frames
     mode = MODES[resample]
@@ -99,13 +99,13 @@ def resize(frames: Tensor, size: tuple[int, int], resample: int = 3) -> Tensor:
 
 
 def through_floats(frames: Tensor, size: tuple[int, int], mode: str) -> Tensor:
-    """Interpolate bytes as floats and round: what torchvision does where bytes have no kernel."""
+    """Interpolate uint8 frames as floats and round, as torchvision does where uint8 has no kernel."""
     result = F.interpolate(frames.float(), size=size, mode=mode, align_corners=False, antialias=True)
     return result.clamp_(0, 255).round_().to(frames.dtype)
 
 
 def normalise(frames: Tensor, pixels: Pixels) -> Tensor:
-    """Rescale and normalise to float32, in one step where both are asked for."""
+    """Rescale and normalise frames to float32, in one step if both are enabled."""
     if pixels.do_normalize:
         scale = pixels.rescale_factor if pixels.do_rescale else None
         means, deviations = tuple(pixels.image_mean), tuple(pixels.image_std)
@@ -123,7 +123,7 @@ def _constant(values: tuple[float, ...], scale: float | None, device: torch.devi
 
 
 def smart_resize(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """The (height, width) nearest in shape, both multiples of `factor`, with `least` to `most` pixels."""
+    """The (height, width) nearest to the given aspect ratio with multiples of `factor` and `least` to `most` pixels."""
     if max(height, width) > 200 * min(height, width):
         raise VideoError(
             f"frames of {width}x{height} are too narrow: no side may be over 200 times the other."
@@ -141,9 +141,9 @@ def smart_resize(height: int, width: int, factor: int, least: int, most: int) ->
 
 
 def size_of(pixels: Pixels, frames: int, height: int, width: int, video: bool = True) -> tuple[int, int]:
-    """(height, width) to which so many frames of this size are resized: whole, or before they are cut into patches.
+    """(height, width) to which `frames` frames of this size are resized, before they are split into patches.
 
-    `video`: the budget of a whole video bounds them too.
+    `video`: also apply the pixel budget of a whole video.
     """
     size = pixels.size
     if not pixels.do_resize:
@@ -175,12 +175,12 @@ def to_patches(
     dtype: torch.dtype = torch.float32,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, tuple[int, int, int]]:
-    """Frames `[T, 3, H, W]` as flat patches `[t*h*w, 3 * temporal * patch * patch]` and the grid (t, h, w).
+    """Split frames `[T, 3, H, W]` into flat patches `[t*h*w, 3 * temporal * patch * patch]`; also returns the grid (t, h,
+    w).
 
-    The patches of a merge window stand together; the last frame is repeated to fill a temporal patch. An
-    image is one frame with `video=False`, which leaves the budget of a whole video out. The work is done,
-    and the result lies, on `device` (that of the frames when None). Source: Qwen2-VL (arXiv 2409.12191),
-    section 2.1.
+    Patches of a merge window are adjacent; the last frame is repeated to fill a temporal patch. An image is one frame with
+    `video=False`, which skips the budget of a whole video. Computed on `device` (None: that of the frames). Source: Qwen2-VL
+    (arXiv 2409.12191), section 2.1.
     """
     patch, merge, temporal = _cuts(pixels)
     device = torch.device(device) if device is not None else frames.device
@@ -214,7 +214,7 @@ def to_frames(
     dtype: torch.dtype = torch.float32,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Frames `[T, 3, H, W]` resized and normalised, `[T, 3, h, w]` on `device` (None: that of the frames)."""
+    """Resize and normalise frames `[T, 3, H, W]` to `[T, 3, h, w]` on `device` (None: that of the frames)."""
     device = torch.device(device) if device is not None else frames.device
     dtype = dtype if pixels.do_normalize or pixels.do_rescale else frames.dtype
     size = size_of(replace(pixels, merge_size=None), len(frames), *frames.shape[-2:])
@@ -226,7 +226,7 @@ def to_frames(
 
 
 def to_tiles(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
-    """An image `[3, H, W]` as an overview and square tiles of its best resolution, `[1 + tiles, 3, h, w]`.
+    """Split an image `[3, H, W]` into an overview and square tiles at its best resolution, `[1 + tiles, 3, h, w]`.
 
     Source: LLaVA-NeXT "anyres", as in LLaVA-OneVision (arXiv 2408.03326), section 3.2.
     """
@@ -250,8 +250,8 @@ def to_tiles(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
 
 
 def to_square(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
-    """An image `[3, H, W]` on a square of the mean colour, resized: `[1, 3, h, w]`. For one image of
-    several."""
+    """Pad an image `[3, H, W]` to a square of the mean colour and resize it: `[1, 3, h, w]`. Used where a prompt has several
+    images."""
     height, width = image.shape[-2:]
     side = max(height, width)
     mean = [int(value * 255) for value in pixels.image_mean]
@@ -262,7 +262,7 @@ def to_square(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
 
 
 def best_resolution(pixels: Pixels, height: int, width: int) -> tuple[int, int]:
-    """The (height, width) of `image_grid_pinpoints` that keeps most of the image, then wastes least."""
+    """The (height, width) of `image_grid_pinpoints` that preserves most pixels of the image, then wastes fewest."""
     if not pixels.image_grid_pinpoints:
         raise VideoError("image_grid_pinpoints is empty: list the resolutions that images may be cut into.")
 
@@ -286,10 +286,10 @@ def _cuts(pixels: Pixels) -> tuple[int, int, int]:
 def as_frames(
     video: Any, fps: float | None = None, max_frames: int | None = None, frames: int | None = None
 ) -> tuple[Tensor, float | None]:
-    """A path or URL (read at `fps`), a `Video`, an array or tensor `[T, 3, H, W]` or `[T, H, W, 3]`, or a
-    list of images; all frames, or `frames` of them, evenly spaced.
+    """Frames uint8 `[T, 3, H, W]` and their rate, of a path or URL (read at `fps`), a `Video`, an array or tensor `[T, 3, H,
+    W]` or `[T, H, W, 3]`, or a list of images; all frames, or `frames` evenly spaced ones.
 
-    Returns the frames and their rate; the rate of an array is `fps`. Raises `VideoError` for anything else.
+    The rate of an array is `fps`. Raises `VideoError` for anything else.
     """
     if isinstance(video, (str, os.PathLike)):
         video = read(video, fps=fps, max_frames=max_frames, frames=frames)
@@ -329,8 +329,8 @@ def _stack(video: Any) -> Tensor:
 
 
 def as_image(image: Any) -> Tensor:
-    """A path, a PIL image, or an array or tensor `[3, H, W]`, `[H, W, 3]` or `[H, W]`, transparency laid on
-    white."""
+    """A uint8 image `[3, H, W]` of a path, a PIL image, or an array or tensor `[3, H, W]`, `[H, W, 3]` or `[H, W]`;
+    transparency becomes white."""
     return _checked(_image(image), "image")
 
 

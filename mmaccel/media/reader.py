@@ -1,4 +1,4 @@
-"""Read a video file or URL into the frames that are kept, never holding the others."""
+"""Reads sampled frames of a video file or URL, without keeping the other frames in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from mmaccel.core.errors import Field, VideoError, VideoWarning, warn
 from mmaccel.core.memory.buffers import host_available
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import FASTEST, TIE, grid, half_tick, nearest, rising, ticked, uniform
+from mmaccel.media.sampling import FASTEST, TIE, at_ticks, grid, half_tick, nearest, strictly_rising, uniform
 from mmaccel.media.video import Gaps, Picture, Progress, Video, stacked
 
 Fit = Callable[[int, int, int], tuple[int, int]]
@@ -49,28 +49,28 @@ def read(
     gaps: Gaps = "hold",
     faster: bool = True,
 ) -> Video:
-    """Read a video: `fps` frames a second, `frames` evenly spaced frames, or, with neither, every frame.
+    """Read a video: `fps` frames per second, `frames` evenly spaced frames, or, with neither, every frame.
 
-    - `fps`: at `start + k / fps` seconds, the frame whose presentation time lies nearest, so that a variable frame
-      rate is respected; one that comes more than half a tick later is not taken early: the frame before it stands.
+    - `fps`: at `start + k / fps` seconds, the frame whose presentation time is nearest, so that a variable frame rate is
+      respected; a frame more than half a tick later is not taken early: the frame before it is still shown.
       `Video.clock` has these ticks, `Video.times` the presentation times.
     - `gaps`: at a tick that shows the same frame as the tick before, "hold" takes that frame again, "skip" takes none,
       and "mark" takes it again and lists gaps and irregular times in `Video.events` (`media.Event`).
-    - `frames`: of the N there are, number `i * N // frames`, as `transformers.video_utils.load_video` does. A rule gives it
-      of N and the mean rate; of a source that does not tell N, `fps`, no faster than it has, and `max_frames` stand in.
-    - `start`, `stop`: seconds from the start of the video, `stop` left out.
-    - `max_frames`: at most so many: the rate is lowered, the span stays whole. Where the source does not tell
-      its length and can be read but once, every second frame is let go whenever there are too many.
-    - `size` (height, width) scales while decoding; `max_side` only shrinks what is larger (None: no bound).
-    - `fit(frames, height, width)` tells what the model will make of them: frames over four times that size
-      are shrunk while decoding to twice it where they would together take more than `ROOM` bytes.
-    - `progress(done, total)` is called after each kept frame, those let go later among them; `options` go to the opener.
-    - `timeout`: seconds that an address or a pipe may be silent (None: 30).
-    - `faster`: whether `fps` may be more than both the mean rate of the source and `FASTEST`; else that is refused.
+    - `frames`: of N frames, number `i * N // frames`, as `transformers.video_utils.load_video` does. A function gives the
+      number from N and the mean rate; if N is unknown, `fps` (at most the source's) and `max_frames` apply instead.
+    - `start`, `stop`: seconds from the start of the video; the frame at `stop` is excluded.
+    - `max_frames`: at most so many: the rate is lowered, the span stays. Where the length is unknown and the source can
+      be read only once, every second frame is dropped whenever there are too many.
+    - `size` (height, width) scales while decoding; `max_side` only shrinks larger frames (None: no bound).
+    - `fit(frames, height, width)` returns the size that the model will resize to: frames over four times as large are
+      shrunk to twice that size while decoding, if together they would exceed `ROOM` bytes.
+    - `progress(done, total)` is called after each kept frame, also those dropped later; `options` go to PyAV's open.
+    - `timeout`: seconds that a URL or a pipe may send nothing (None: 30).
+    - `faster`: whether `fps` may exceed both the source's mean rate and `FASTEST`; else that raises.
 
-    Sparse frames of a local file are reached by seeking. Raises `VideoError` when nothing can be read; warns
-    `VideoWarning` when some of the asked frames could not be, says how many, and whether the source is damaged, stalled
-    (an address or a pipe sent nothing for `timeout`) or broke off.
+    Sparse frames of a local file are reached by seeking. Raises `VideoError` if nothing can be read; warns `VideoWarning` if
+    some of the requested frames could not be read: how many, and whether the source is damaged, stalled (a URL or pipe sent
+    nothing for `timeout`) or broke off.
     """
     if fps is not None and isinstance(frames, int):
         raise VideoError("fps and frames exclude each other: give one of them.")
@@ -130,7 +130,7 @@ def read(
         kept.clear()
         del drawing
         if fps is None:
-            clock = rising(times, 1.0 / (source.rate or 25.0))
+            clock = strictly_rising(times, 1.0 / (source.rate or 25.0))
         rate = (plan.rate or source.rate) / step or len(times) / max(end - times[0], 1e-9)
         whole = source.duration
         return Video(
@@ -149,12 +149,12 @@ def read(
 class Plan:
     """Which frames of a file to keep: how many (None: unknown) and at what rate (0.0: unknown).
 
-    stream   (tick, time, frame) for each frame that is wanted, in seconds: the moment asked for, and when the frame taken
-             for it is shown. The frame is None where there is none for the tick; frames taken by number have tick = time
-    missing  says in words which frames that the header promises are not in the file
-    slack    so many frames fewer than `total` are rounding, and no loss
-    end      where `total` is only the mean rate times the length: the second at which the last frame should end, by which
-             losses are found instead
+    stream   (tick, time, frame) for each wanted frame, in seconds: the moment asked for, and when the frame taken for it
+             is shown. The frame is None if there is none for the tick; frames taken by number have tick = time
+    missing  text that says which frames promised by the header are not in the file
+    slack    so many frames fewer than `total` are rounding, not loss
+    end      where `total` is only mean rate times length: the second at which the last frame should end, by which lost
+             frames are found instead
     most     of more frames only every second, fourth, ... is kept
     """
 
@@ -185,11 +185,11 @@ def _by_rate(
     if most is not None and total == most:
         # A length that is rounded down should not cost every second frame.
         each = unless_last(each, most)
-    return Plan(ticked(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
+    return Plan(at_ticks(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
 
 
 def unless_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
-    """The stream without item `number` where nothing follows it."""
+    """Yield the items of `stream` without item `number`, if that is the last one."""
     for place, (item, after) in enumerate(itertools.pairwise(itertools.chain(stream, [None]))):
         if place != number or after is not None:
             yield item
@@ -268,7 +268,7 @@ def _all(source: Source, start: float, stop: float | None) -> Plan:
 
 
 def warn_of_loss(source: Source, plan: Plan, kept: int, end: float, stop: float | None = None) -> None:
-    """Tell, in one sentence, how many frames before `stop` could not be read; `end` is when the last of them does."""
+    """Warn how many frames before `stop` could not be read; `end` is when the last frame that was read ends."""
     told, lost = f"{kept} frames could be read", True
     if plan.missing:
         told = plan.missing
@@ -292,7 +292,7 @@ def warn_of_loss(source: Source, plan: Plan, kept: int, end: float, stop: float 
 
 
 def warn_of_shrinking(source: Source, picture: Picture) -> None:
-    """Tell that frames were larger than `max_side`."""
+    """Warn if frames were larger than `max_side` and were shrunk."""
     if picture.shrunk_from is not None and picture.size is not None:
         (height, width), (rows, columns) = picture.shrunk_from, picture.size
         told = f"{source.name}: frames of {width}x{height} were shrunk to {columns}x{rows} and none lost"
@@ -338,14 +338,14 @@ def _check_memory(source: Source, picture: Picture, total: int | None) -> None:
 
 
 def facts(path: str | os.PathLike[str]) -> tuple[int, float, int, int]:
-    """Facts of a video: frames (0: unknown), mean rate (0.0: unknown), height and width; nothing is decoded."""
+    """Number of frames (0: unknown), mean rate (0.0: unknown), height and width of a video, without decoding."""
     with Source(path) as source:
         count = source.count or len((source.local and source.index()) or ())
         return count, source.rate, source.height, source.width
 
 
 def comment(path: str | os.PathLike[str]) -> str:
-    """The comment in the metadata of a file that can be read twice; "" where there is none."""
+    """The comment in a local file's metadata; "" if there is none."""
     if not os.path.isfile(path):
         return ""
     with Source(path) as source:
@@ -361,7 +361,7 @@ def check_arguments(
     stop: float | None = None,
     **counts: int | None,
 ) -> None:
-    """Raise `VideoError` for arguments of `read` and of `clips` that are out of range; `counts` are at least 1 or None."""
+    """Raise `VideoError` for out-of-range arguments of `read` and `clips`; `counts` must be at least 1 or None."""
     if fps is not None and not (fps > 0 and math.isfinite(fps)):
         raise VideoError(Field("fps", value=fps), " must be a positive number of frames a second.")
     for name, value in counts.items():

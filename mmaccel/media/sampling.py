@@ -1,8 +1,8 @@
-"""Which frames to keep: by number, or at the ticks of an even clock, over a stream that is seen once.
+"""Frame sampling from a stream that is read once: by number, or at the ticks of a regular clock.
 
-At a tick the frame that stands is taken, the last that has begun. A frame that begins within half a tick after it is taken
-instead where that is nearer in time. So of frames that come at the rate of the ticks or faster the nearest is taken, and a
-still moment shows its frame until half a tick before the next at the earliest.
+At a tick the frame then shown is taken. A frame that starts at most half a tick later is taken instead if it is nearer in
+time. So of frames at the rate of the ticks or faster the nearest is taken, and a still scene repeats its frame until half a
+tick before the next frame.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ TOUCHING = 1e-6
 
 
 def half_tick(fps: float) -> float:
-    """How early, in seconds, a frame may be taken at a tick; frames at an even rate of `fps` or more never come earlier."""
+    """How early, in seconds, a frame may be taken for a tick of rate `fps`."""
     return 0.5 / fps + ROUNDED
 
 
 def uniform(total: int, count: int) -> list[int]:
-    """`count` of `total` frame numbers, evenly spaced from 0: number i is `i * total // count`.
+    """`count` of `total` frame numbers, evenly spaced: number i is `i * total // count`.
 
-    The rule of `transformers.video_utils.load_video(num_frames=count)` from release 5.23 on.
+    As `transformers.video_utils.load_video(num_frames=count)` does from release 5.23 on.
     """
     return [number * total // count for number in range(count)]
 
 
 def grid(start: float, fps: float, stop: float | None = None) -> Iterator[float]:
-    """The times `start + k / fps` before `stop`; endless without one."""
+    """Yield the times `start + k / fps` before `stop`; endless if it is None."""
     times = (start + step / fps for step in itertools.count())
     return times if stop is None else itertools.takewhile(lambda time: time < stop, times)
 
@@ -56,12 +56,12 @@ def nearest(
     until: Callable[[float, Item], float] | None = None,
     early: float = float("inf"),
 ) -> Iterator[tuple[float, Item]]:
-    """For each target the item whose place lies nearest to it; of two equally near, the earlier. An item that comes more
-    than `early` after a target is not taken for it where there is one before: that one still stands.
+    """For each target position yield the item of `stream` nearest to it (ties: the earlier). An item more than `early` after
+    a target is not taken for it if there is one before.
 
-    `stream` yields (place, item) in order and is read only as far as needed; two items are held at a time.
-    `targets` do not decrease. `jump(place, target)` may move the stream ahead, to a place not after the
-    target. `until(place, item)` is where the last item ends: later targets have no item and are left out.
+    `stream` yields (position, item) in order and is read only as far as needed, two items at a time. `targets` do not
+    decrease. `jump(position, target)` may skip items, to a position not after the target. `until(position, item)` is where
+    the last item ends: later targets get no item.
     """
     wanted = iter(targets)
     target = next(wanted, None)
@@ -88,8 +88,8 @@ def nearest(
             target = next(wanted, None)
 
 
-class Log:
-    """Collects events in reading order; joins those of one kind that touch."""
+class EventLog:
+    """Collects events in reading order; joins adjacent ones of one kind."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -106,17 +106,17 @@ class Log:
         self._events.append(Event(kind, time, seconds))
 
     def give(self, until: float = math.inf) -> tuple[Event, ...]:
-        """Hand over the events up to `until` seconds, or all, in order of time."""
+        """Remove and return the logged events up to `until` seconds, ordered by time."""
         given = [one for one in self._events if one.time <= until]
         self._events, self._last = [one for one in self._events if one.time > until], {}
         return tuple(sorted(given, key=lambda one: one.time))
 
 
-def ticked(
-    stream: Iterable[tuple[float, Item]], start: float, fps: float, log: Log, gaps: Gaps
+def at_ticks(
+    stream: Iterable[tuple[float, Item]], start: float, fps: float, log: EventLog, gaps: Gaps
 ) -> Iterator[tuple[float, float, Item | None]]:
-    """(tick, time, item) of a stream that has a (time, item) for each tick `start + k / fps`. Where an item stands since the
-    tick before, a gap is logged, and with `gaps` "skip" the item is None."""
+    """Turn (time, item) for each tick `start + k / fps` into (tick, time, item). Where an item repeats that of the tick
+    before, a gap is logged, and with `gaps` "skip" the item is None."""
     last = None
     for number, (time, item) in enumerate(stream):
         tick, stands = start + number / fps, number > 0 and item is last
@@ -126,8 +126,8 @@ def ticked(
         yield tick, time, None if stands and gaps == "skip" else item
 
 
-def rising(times: Sequence[float], step: float) -> list[float]:
-    """Strictly rising times from ones that may repeat: equal times are spread evenly up to the next, the last by `step`."""
+def strictly_rising(times: Sequence[float], step: float) -> list[float]:
+    """Make times strictly rising: equal times are spread evenly up to the next time, the last ones by `step`."""
     found: list[float] = []
     runs = [(time, len(list(run))) for time, run in itertools.groupby(times)]
     for place, (time, count) in enumerate(runs):

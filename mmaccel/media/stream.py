@@ -1,4 +1,4 @@
-"""Clips of a video as it comes: from a file, a file that still grows, a camera or any address PyAV opens."""
+"""Clips of a video as it arrives: from a file, a file still being written, a camera, or any URL that PyAV opens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.address import Pipe, is_file, is_finished, is_pipe, is_url, local_path, ready
 from mmaccel.media.container import Source
 from mmaccel.media.reader import Plan, check_arguments, warn_of_loss, warn_of_shrinking
-from mmaccel.media.sampling import TIE, Log, grid, half_tick, nearest, ticked
+from mmaccel.media.sampling import TIE, EventLog, at_ticks, grid, half_tick, nearest
 from mmaccel.media.video import Event, Gaps, Picture, Progress, Video, stacked
 
 AHEAD = 8
@@ -49,26 +49,26 @@ def clips(
     check: Callable[[], None] | None = None,
     quiet: float | None = None,
 ) -> Clips:
-    """Give clips of `frames_per_clip` frames: at each tick ``k / fps`` seconds the frame shown nearest to it, but none that
-    comes more than half a tick later.
+    """Iterate over clips of `frames_per_clip` frames: at each tick ``k / fps`` seconds the frame shown nearest to it, but
+    none that comes more than half a tick later.
 
-    The last clip may be shorter. `Video.clock` has the ticks, which rise evenly, and `Video.times` the presentation
-    times. At a tick that shows the same frame as the tick before, `gaps` "hold" takes that frame again, "skip" takes
-    none, and "mark" takes it again and lists gaps and irregular times in `Video.events` (`media.Event`). Ticks before
-    `start` seconds are left out; the others come in the same clips as without it, the first of which may be shorter.
+    The last clip may be shorter. `Video.clock` has the ticks, which rise evenly, and `Video.times` the presentation times.
+    At a tick that shows the same frame as the tick before, `gaps` "hold" takes that frame again, "skip" takes none, and
+    "mark" takes it again and lists gaps and irregular times in `Video.events` (`media.Event`). Ticks before `start` seconds
+    are left out; the other ticks come in the same clips as without `start`, so the first clip may be shorter.
 
-    `source` is a file, a file still being written (`follow=True`), a pipe, a URL, or a device with its `format` (for
-    instance "v4l2"). A file is followed as fragmented mp4, MPEG-TS or Matroska: a plain mp4 has no index until it is
-    finished. Times run on from clip to clip; at most two clips are held at a time. `progress(done, None)` counts frames.
-    Arguments are checked at the call. A thread opens the source at the first clip and reads a few frames ahead. While a
-    frame is awaited, `check` is called some 20 times a second; what it raises ends the call, and the next one goes on.
-    `quiet`: when a live source sent no frame for so many seconds, the frames so far are given as a shorter clip.
+    `source` is a file, a file still being written (`follow=True`), a pipe, a URL, or a device with its `format` (such as
+    "v4l2"). A file can be followed as fragmented mp4, MPEG-TS or Matroska: a plain mp4 has no index until it is finished.
+    Times continue from clip to clip; at most two clips are in memory. `progress(done, None)` counts frames. Arguments are
+    checked at the call. A thread opens the source at the first clip and reads a few frames ahead. While waiting for a frame,
+    `check` is called about 20 times a second; if it raises, the call ends, and the next one continues. `quiet`: if a live
+    source sends no frame for so many seconds, the frames so far are returned as a shorter clip.
 
-    There are three endings. At the end of the source the iteration stops. A followed file or a pipe has ended when nothing
-    came for `timeout` seconds and no process has it open for writing. A stall raises `VideoStalled`, after a clip of the
-    frames so far: nothing came for `timeout` seconds, and the source is still open (or the system cannot say). Ask for
-    the next clip to wait longer; a URL or device is then opened again. A fault raises `VideoError`, for example when a
-    connection breaks or no frame can be read. Damaged parts of a file are left out, and a `VideoWarning` at the end says so.
+    The iteration ends in three ways. It stops at the end of the source; a followed file or pipe has ended when no data came
+    for `timeout` seconds and no process has it open for writing. A stall raises `VideoStalled`, after a clip of the frames
+    so far: no data came for `timeout` seconds, and the source is still open (or the system cannot tell). Ask for the next
+    clip to wait longer; a URL or device is then opened again. An error raises `VideoError`, for example when a connection
+    breaks or no frame can be read. Damaged parts of a file are left out, with a `VideoWarning` at the end.
     """
     source, counts = local_path(os.fspath(source)), {"frames_per_clip": frames_per_clip, "max_side": max_side}
     check_arguments(gaps=gaps, fps=fps, start=start, size=size, timeout=timeout, **counts)
@@ -91,9 +91,9 @@ class _Taken:
 
 
 class FrameQueue:
-    """From the thread that reads `path` to the caller: at most `most` frames, what ended them, and whether it stalls.
+    """Bounded queue of `most` frames from the thread that reads `path` to the caller; it also passes errors and stalls.
 
-    `closed`: the caller wants no more; `taken`: frames that it got.
+    `closed`: the caller has stopped reading; `taken`: number of frames that it got.
     """
 
     def __init__(self, path: str, most: int) -> None:
@@ -104,7 +104,7 @@ class FrameQueue:
         self._stall_s: float | None = None
 
     def put(self, item: _Taken | BaseException) -> bool:
-        """Hand over, when there is room; False when the caller wants no more."""
+        """Add a frame or error, waiting for room; returns False once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or len(self._items) < self._most)
             if not self.closed:
@@ -113,8 +113,8 @@ class FrameQueue:
             return not self.closed
 
     def get(self, check: Callable[[float], bool]) -> _Taken | None:
-        """The next frame; `check(seconds)` is called with how long it was awaited so far, and None returned once that is
-        True. Raises what `put` was given to raise, `VideoStalled`, `StopIteration` once closed, and what `check` raises."""
+        """Wait for the next frame; `check(seconds)` is called with the time waited so far, and None returned once it is
+        True. Raises errors put into the queue, `VideoStalled`, `StopIteration` once closed, and what `check` raises."""
         began = time.monotonic()
         try:
             while True:
@@ -142,12 +142,12 @@ class FrameQueue:
             return item
 
     def starved(self) -> bool:
-        """Whether the caller awaits a frame, or wants no more. A slow caller has frames to take: it awaits none."""
+        """Whether the caller is waiting for a frame of an empty queue, or the queue is closed."""
         with self._changed:
             return self.closed or (self._awaited and not self._items)
 
     def wait(self, seconds: float) -> bool:
-        """Report a stall once the caller has taken all frames, and wait until it asks for more; False when it does not."""
+        """Report a stall once the caller has taken all frames; wait until it asks for more, False if it closes instead."""
         with self._changed:
             self._stall_s = seconds
             self._changed.notify_all()
@@ -155,24 +155,24 @@ class FrameQueue:
             return not self.closed
 
     def close(self) -> None:
-        """Close the queue: threads that wait to put or to take frames continue."""
+        """Close the queue and wake all threads that wait on it."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()
 
     def forked(self) -> None:
-        """In a forked process nobody reads, and nobody gives back a lock: what was read is given, and then an error."""
+        """Make the queue usable in a forked process, which has no reading thread: frames already read, then an error."""
         self._changed = threading.Condition()
         message = f"{self._path} is read by the process that this one was forked from; call clips anew here."
         self._items.append(VideoError(message))
 
 
 class GrowingFile(Pipe):
-    """A file that is still being written: at its end `read` waits for more.
+    """A file that is still being written: at its end `read` waits for more data.
 
-    When nothing came for `timeout` seconds the file is over if nobody has it open for writing. Else, and where the system
-    does not tell, `queue.wait(timeout)` is called, and reading goes on if it returns True. A caller that still has frames
-    to take does not wait: reading then goes on at once. When the caller has left, the file is over.
+    After `timeout` seconds without data the file has ended if no process has it open for writing. Otherwise, or if the
+    system cannot tell, `queue.wait(timeout)` is called, and reading continues if it returns True. If the caller still has
+    frames to take, reading continues at once. If the queue is closed, the file has ended.
     """
 
     def __init__(self, path: str, timeout: float, queue: FrameQueue) -> None:
@@ -223,7 +223,7 @@ class _Reading:
         return self.follow or is_url(self.path) or self.format is not None
 
     def run(self, queue: FrameQueue) -> None:
-        """All of the thread: frames, then what ended them, into the queue."""
+        """Body of the reading thread: put frames, and then the error or end, into the queue."""
         taken = 0
         try:
             with ExitStack() as stack:
@@ -232,7 +232,7 @@ class _Reading:
                 each = nearest(
                     frames, grid(0.0, self.fps), source.jump, source.frame_end, half_tick(self.fps)
                 )
-                for tick, time, frame in ticked(each, 0.0, self.fps, source.log, self.gaps):
+                for tick, time, frame in at_ticks(each, 0.0, self.fps, source.log, self.gaps):
                     self.seen += 1
                     if frame is None:
                         continue
@@ -293,7 +293,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Clips(Iterator[Video]):
-    """The clips of a source; `close` gives it back before its end."""
+    """Iterator over the clips of a source; `close` releases the source early."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class Clips(Iterator[Video]):
         self._thread = threading.Thread(
             target=reading.run, args=(self._queue,), name="mmaccel-media", daemon=True
         )
-        self._clip, self._log = list[_Taken](), Log()
+        self._clip, self._log = list[_Taken](), EventLog()
         self._end: Exception | None = None
         self._silent_since: float | None = None
 
@@ -346,8 +346,8 @@ class Clips(Iterator[Video]):
         raise end
 
     def close(self) -> None:
-        """Stop reading, within a second; a second call does nothing. While an address is silent, the thread that reads it
-        ends only when it sends something or `timeout` is over."""
+        """Stop reading the video, within a second; a second call does nothing. If a URL sends nothing, its reading thread
+        ends only when data comes or `timeout` is over."""
         self._reading.source, self._end = None, StopIteration()
         self._queue.close()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:

@@ -1,4 +1,4 @@
-"""Small pictures of single frames, for a page: read again from a file, or taken from frames in memory."""
+"""Thumbnails of single frames for an HTML page: read from a file again, or taken from frames in memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SIDE = 208
 
 
 def thumbnails(video: str | os.PathLike[str] | Video) -> Callable[[float], bytes | None]:
-    """A function from seconds to the frame that is shown then, as a small JPEG file; what `Report.save_html` takes.
+    """A function from seconds to the frame shown then, as JPEG bytes; `Report.save_html` takes such a function.
 
-    video  a file, of which each call reads one frame, or frames in memory, of which it takes the nearest
+    video  a file, from which each call reads one frame, or frames in memory, of which it takes the nearest
 
-    The function gives None where there is no such frame: of an address or a device, which cannot be read a second time, and
-    of a file that is gone or ends earlier.
+    The function returns None if there is no such frame: for a URL or device, which cannot be read a second time, and for a
+    file that is gone or ends earlier.
     """
 
     def frame(seconds: float) -> Tensor | None:
@@ -47,7 +47,7 @@ def thumbnails(video: str | os.PathLike[str] | Video) -> Callable[[float], bytes
 
 
 def jpeg(frame: Tensor) -> bytes:
-    """The frame [3, H, W] uint8 as a JPEG file, no side longer than `SIDE`."""
+    """Encode a frame [3, H, W] uint8 as JPEG, no side longer than `SIDE`."""
     rows = frame.to("cpu", torch.uint8).permute(1, 2, 0).contiguous().numpy()
     picture = av.VideoFrame.from_ndarray(rows, format="rgb24")
     height, width = Picture(None, SIDE).shape(picture.height, picture.width)

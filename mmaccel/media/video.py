@@ -1,4 +1,4 @@
-"""Videos and pictures as tensors: frames that were read, with their times, and how frames and image files are decoded."""
+"""`Video` (frames with their times), and decoding of frames and image files to tensors."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ PIXELS = 1 << 26
 
 @dataclass(frozen=True)
 class Event:
-    """A gap or an irregularity in the times of a source, at `time` seconds of `Video.clock`, for `seconds`.
+    """A gap or irregularity in the times of a source, at `time` seconds of `Video.clock`, lasting `seconds`.
 
-    - "gap": the ticks from `time` on, for `seconds`, give the frame of the tick before. A gap over several clips has an
+    - "gap": ticks from `time` on, for `seconds`, repeat the frame of the tick before. A gap over several clips has an
       event in each.
     - "repeat": a frame came with the presentation time of the frame before it, or an earlier one.
-    - "restart": the presentation times jumped by `seconds` (back, below 0; or more than a day ahead).
-      `Video.times` runs on.
+    - "restart": presentation times jumped by `seconds` (negative: back; or more than a day ahead). `Video.times`
+      continues without the jump.
     - "untimed": frames came without presentation times for `seconds`; one frame's length was added for each.
-    - "stall": nothing came for `seconds`.
+    - "stall": no frame came for `seconds`.
     """
 
     kind: EventKind
@@ -62,16 +62,15 @@ class Video:
     """Frames of a video and their times.
 
     frames      uint8 [T, 3, H, W]: RGB, upright
-    times       float64 [T]: the presentation time of each frame, in seconds from the start of the source; a frame that
-                was taken twice has its time twice
-    fps         the rate of the kept frames; `source_fps` the mean rate of the source (0.0 when it does not tell)
-    duration    the seconds that the source, or this clip of it, covers
-    clock       float64 [T]: the seconds at which each frame was taken, always rising. With a rate these are the ticks
-                ``start + k / fps``; else the presentation times, spread evenly where several frames have one. Left out,
-                it is `times`
+    times       float64 [T]: presentation time of each frame, in seconds from the start of the source; a frame taken twice
+                has its time twice
+    fps         rate of the kept frames; `source_fps` the mean rate of the source (0.0 if unknown)
+    duration    seconds that the source, or this clip of it, covers
+    clock       float64 [T]: seconds at which each frame was sampled, strictly rising: ticks ``start + k / fps`` if there
+                is a rate, else the presentation times, with equal ones spread evenly. Default: `times`
     events      gaps and irregular times, in order of time; filled only with ``gaps="mark"``
 
-    Raises `VideoError` where `clock` or `times` does not have one time for each frame.
+    Raises `VideoError` unless `clock` and `times` have one time for each frame.
     """
 
     frames: Tensor
@@ -95,21 +94,20 @@ class Video:
         return int(self.frames.shape[0])
 
     def at(self, which: slice | Sequence[int] | Tensor) -> Video:
-        """The frames of a slice, or of a list of numbers, with their times; `fps`, `duration` and `events` as they are."""
+        """Select frames of the video by a slice or list of numbers, with their times; other fields are unchanged."""
         chosen = which if isinstance(which, slice) else torch.as_tensor(which)
         return replace(self, frames=self.frames[chosen], times=self.times[chosen], clock=self.clock[chosen])
 
     def cut(self, start: int, stop: int) -> Video:
-        """Frames `start` to `stop`; the video itself where these are all."""
+        """Frames `start` up to `stop` of the video; the video itself if these are all."""
         return self if start == 0 and stop == len(self) else self.at(slice(start, stop))
 
 
 class Picture:
-    """Turns frames into uint8 `[3, H, W]`: rotated and mirrored as the file says, all of one size.
+    """Converts decoded frames to uint8 `[3, H, W]`: rotated and mirrored as the file says, all of one size.
 
-    `size` (height, width) of the result; without it frames keep their own, shrunk so that no side exceeds
-    `max_side`. Frames are scaled by swscale, by area. Without scaling the conversion is FFmpeg's default one
-    to rgb24.
+    `size` (height, width) of the result; if None, frames keep their size, shrunk so that no side exceeds `max_side`. Frames
+    are scaled by swscale's area method; without scaling the conversion is FFmpeg's default to rgb24.
     """
 
     def __init__(self, size: tuple[int, int] | None, max_side: int | None) -> None:
@@ -118,7 +116,7 @@ class Picture:
         self.shrunk_from: tuple[int, int] | None = None
 
     def shape(self, height: int, width: int) -> tuple[int, int]:
-        """The (height, width) that a frame of this size is given."""
+        """The (height, width) that a frame of `height` x `width` pixels is scaled to."""
         if self.size is not None:
             return self.size
         if self.max_side is None or max(height, width) <= self.max_side:
@@ -145,7 +143,7 @@ class Picture:
 
 
 def orientation(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
-    """(swap rows and columns, then mirror left-right, then mirror top-bottom) that set the frame upright.
+    """Whether to swap rows and columns, then mirror left-right, then mirror top-bottom, to set the frame upright.
 
     From the display matrix, which maps a stored point (x, y) to (a x + c y, b x + d y).
     """
@@ -164,7 +162,7 @@ def orientation(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
 
 
 def stacked(frames: list[Tensor]) -> Tensor:
-    """`[3, H, W]` frames as `[T, 3, H, W]`, letting go of each as it is copied."""
+    """Stack `[3, H, W]` frames to `[T, 3, H, W]`, freeing each one as it is copied."""
     whole = torch.empty((len(frames), *frames[0].shape), dtype=torch.uint8)
     for number in range(len(frames)):
         whole[number] = frames[number]
@@ -173,9 +171,9 @@ def stacked(frames: list[Tensor]) -> Tensor:
 
 
 def read_image(image: Any, pixels: int = PIXELS) -> Tensor:
-    """An image file by its path or its bytes, or a PIL image, as uint8 `[3, H, W]`, transparency laid on white.
+    """Read an image file (path or bytes) or a PIL image as uint8 `[3, H, W]`; transparency becomes white.
 
-    Raises `VideoError` for a file that is no image, is one of another format than `FORMATS`, or has over `pixels`.
+    Raises `VideoError` for a file that is no image, has a format other than `FORMATS`, or more than `pixels` pixels.
     """
     if isinstance(image, bytes):
         image = _open_image("the image", pixels, io.BytesIO(image))
@@ -191,7 +189,7 @@ def read_image(image: Any, pixels: int = PIXELS) -> Tensor:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Width and height of an image file's bytes, as its header tells them; 0 for what `read_image` refuses."""
+    """Width and height of an encoded image, from its header; 0 for data that `read_image` refuses."""
     import PIL.Image
 
     try:
@@ -236,7 +234,7 @@ def _open_image(path: str, pixels: int, data: io.BytesIO | None = None) -> Any:
 
 
 def write_jpeg(frame: Tensor, side: int) -> bytes:
-    """A uint8 frame `[3, H, W]` as JPEG, shrunk so that no side is longer than `side`."""
+    """Encode a uint8 frame `[3, H, W]` as JPEG, shrunk so that no side exceeds `side`."""
     import PIL.Image
 
     image = PIL.Image.fromarray(frame.permute(1, 2, 0).contiguous().cpu().numpy())

@@ -1,4 +1,4 @@
-"""The supported families, and the processor by a model's name; importing this registers the families, and does not import
+"""The supported model families, and `load_processor`. Importing this module registers the families; it does not import
 transformers."""
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ __all__ = [
 def load_processor(
     name: Any, *, revision: str | None = None, special_tokens: bool = True, like: nn.Module | None = None
 ) -> Any:
-    """The processor of the model `name`: transformers' own where it can run, else ours, which makes the same without
-    torchvision; both with the calls of `mmaccel.models.processor.Processor`. A processor in the place of a name comes back
-    with these calls.
+    """Load the processor of the model `name`: transformers' own where torchvision is installed, else ours, which gives the
+    same tensors without it. Both have the methods of `mmaccel.models.processor.Processor`. `name` may also be a processor,
+    which is then wrapped so that it has these methods.
 
-    revision        of a name on the hub: a branch, tag or commit
-    like            the model that it is to serve, where that is at hand
+    revision        branch, tag or commit, where `name` is on the Hugging Face hub
+    like            the model that the processor will serve, if it is loaded
 
-    special_tokens  whether special tokens in the texts that `chat` and a session are given are such, as they are for stock;
-                    give False where other people ask: they are then text
+    special_tokens  whether special tokens inside the user's texts act as such, as in transformers; with False, for texts of
+                    untrusted users, they are tokenized as plain text
     """
     from mmaccel.models import stock
 
     if not isinstance(name, str | Path):
         kind = None if like is None else like.config.model_type  # type: ignore[union-attr]
-        return stock.wrapped(name, kind, special_tokens=special_tokens)  # type: ignore[arg-type]
+        return stock.wrap(name, kind, special_tokens=special_tokens)  # type: ignore[arg-type]
     return stock.load(name, revision, special_tokens=special_tokens)
 
 

@@ -1,9 +1,9 @@
-"""Our attention and our cache as transformers sees them: the function that layers with our hooks call, the arguments of
-`forward` that concern it, a `KVState` as a transformers cache, the pass of packed sequences, and where an answer ends.
+"""The transformers side of our attention and cache: the attention function that accelerated layers call, checks of the
+arguments of `forward`, `KVCache` (a `KVState` as a transformers cache), and the limit on an answer's length.
 
-To torch.compile the attention of a layer and the writing of its keys are operators: what plans and attends is Python that no
-tracer is to follow, and a pass is no tensor. So a pass has a ticket, a tensor, by which the operators find it when they run,
-and a pass of the text model is one graph, for any number of layers and any length.
+Under torch.compile a layer's attention and its cache write are custom operators, since planning is Python code that should
+not be traced and a `ForwardPass` is not a tensor. Each pass therefore has a ticket, a tensor that holds its number, by which
+the operators find it at run time. The text model's forward pass is then one graph, for any number of layers and any length.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The registered attention function; the pass comes as the keyword `PASS`. Gives weights on request.
+    """The attention function that we register with transformers; the keyword `PASS` holds the current `ForwardPass`.
 
-    A call without one comes from a thread that uses the model while another one runs a pass of a stream: it gets the
-    attention that the model's config names.
+    It returns attention weights if asked. A call without `PASS` comes from another thread while a stream's pass runs: it
+    gets the attention that the model's own config names.
     """
     run: ForwardPass | PackedPass | None = kwargs.pop(PASS, None)
     if run is None:
@@ -70,10 +70,10 @@ def attention(
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
         if asks:
-            out = OneWay.apply(run, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
+            out = ForwardOnlyAttention.apply(run, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
         else:
             out = run.attend(layer, query, key, value, scale)
-        weights = weights_of(run, layer, query, key, value, scale) if gives else None
+        weights = attention_weights(run, layer, query, key, value, scale) if gives else None
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -84,7 +84,7 @@ AttentionInterface.register(ATTENTION, attention)
 def layer_attend(
     ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """[B, n, H, D]: what `attend` of the pass with this ticket gives, where torch.compile sees an operator."""
+    """Custom operator for torch.compile: the attention [B, n, H, D] of one layer, by the pass that has this ticket."""
     out = _passes[int(ticket)].attend(layer, query, key, value, scale)
     return out.transpose(1, 2).contiguous()
 
@@ -96,8 +96,8 @@ def _(ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, sca
 
 @torch.library.custom_op("mmaccel::layer_append", mutates_args=("ticket",), tags=_HOST)
 def layer_append(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
-    """Append keys and values [B, G, n, D] to the memory of the pass with this ticket. That is said to change, so that what
-    compiles neither leaves it out nor lets `layer_attend` come before it."""
+    """Custom operator for torch.compile: append keys and values [B, G, n, D] to the KV memory of the pass with this ticket.
+    It declares that it mutates `ticket`, so the compiler neither drops it nor moves `layer_attend` before it."""
     _passes[int(ticket)].state.append(layer, key, value)
 
 
@@ -107,7 +107,7 @@ def _(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
 
 
 def ticket_of(run: Any) -> Tensor:
-    """The number [] by which the operators of a compiled layer find `run`, as long as it lives; given to it first."""
+    """Give `run` a new ticket: a scalar tensor by which the operators of a compiled layer find `run` while it is alive."""
     number = next(_numbers)
     _passes[number] = run
     ticket = torch.tensor(number, device="cpu")
@@ -138,8 +138,8 @@ def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-class OneWay(torch.autograd.Function):
-    """The attention where gradients are on; the backward pass raises one sentence."""
+class ForwardOnlyAttention(torch.autograd.Function):
+    """Autograd function for attention while gradients are enabled: forward works, backward raises `ModelError`."""
 
     @staticmethod
     def forward(ctx: Any, run: ForwardPass | PackedPass, *given: Any) -> Tensor:
@@ -153,18 +153,18 @@ class OneWay(torch.autograd.Function):
 
 
 @torch.no_grad()
-def weights_of(
+def attention_weights(
     run: ForwardPass | PackedPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """[B, H, n, N]: the weights with which `layer` of a run attends, in the type of the values; what `attend` is given.
+    """Attention weights [B, H, n, N] of `layer`, in the dtype of the values, for the arguments that `attend` gets.
 
-    Rows of padding are zeros, where transformers spreads them evenly.
+    Rows of padding are zero; transformers spreads their weight evenly.
     """
     if isinstance(run, PackedPass):
         whole = value.new_zeros(*query.shape[:3], key.shape[2])
         for b, columns, one in run.runs:
             q, k, v = (x[b : b + 1, :, columns] for x in (query, key, value))
-            whole[b, :, columns, columns] = weights_of(one, layer, q, k, v, scale)[0]
+            whole[b, :, columns, columns] = attention_weights(one, layer, q, k, v, scale)[0]
         return whole
     if run.state is None:
         view = KVView(key, value, window=run.config.sliding.get(layer))
@@ -187,8 +187,8 @@ def weights_of(
 
 
 def check_forward(recipe: Recipe, kwargs: Mapping[str, Any], layers: nn.ModuleList) -> None:
-    """Raise one sentence for an argument of `forward` that `recipe` does not take, or for `layers` that are recomputed for
-    gradients, which run without the cache that is read here."""
+    """Raise `ModelError` for an argument of `forward` that `recipe` does not support, or if gradient checkpointing is on (it
+    runs layers without the cache)."""
     if any(getattr(layer, "gradient_checkpointing", False) and layer.training for layer in layers):
         raise ModelError(
             "gradient_checkpointing: an accelerated model is not trained, and its layers run without a cache under it; call "
@@ -212,12 +212,11 @@ def check_forward(recipe: Recipe, kwargs: Mapping[str, Any], layers: nn.ModuleLi
             )
 
 
-def packed_in(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Tensor | None:
-    """[B, S] number of the sequence that each column belongs to, where a forward pass without a cache has several in a row;
-    else None.
+def packed_sequence_ids(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Tensor | None:
+    """For a forward pass without cache over packed sequences: the sequence number [B, S] of each column; else None.
 
-    As transformers has it: where positions start anew and there is no mask. Under M-RoPE the ranks stand before the three
-    coordinates, where packed sequences are given.
+    Packing is detected as in transformers: no mask, and positions that restart. Under M-RoPE the text positions come before
+    the three coordinates in `position_ids` [4, B, S] of packed sequences.
     """
     positions: Tensor | None = kwargs.get("position_ids")
     if mask is not None or positions is None:
@@ -228,13 +227,13 @@ def packed_in(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Te
     return find_packed_sequence_indices(positions)
 
 
-def pieces(run: ForwardPass, chunk: int) -> Iterator[tuple[int, int]]:
-    """Begin and end among the new columns of `run` of parts of `chunk` columns, or a few more where an image is not cut."""
+def chunks_of(run: ForwardPass, chunk: int) -> Iterator[tuple[int, int]]:
+    """Split the new tokens of `run` into chunks (begin, end) of `chunk` tokens, or a few more rather than cut an image."""
     begin, count = 0, run.layout.length - run.start
     while begin < count:
         end = begin + chunk
         if run.images is not None:
-            end = run.images.uncut(run.start + end) - run.start
+            end = run.images.next_cut(run.start + end) - run.start
         yield begin, (begin := min(end, count))
 
 
@@ -297,7 +296,7 @@ class _Layer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """A `KVState` as a transformers cache. It serves the accelerated model that opened it, no other."""
+    """A `KVState` as a transformers `Cache`, for the accelerated model that opened it only."""
 
     def __init__(self, state: KVState, layers: int, states: Mapping[int, Any] | None = None) -> None:
         """`layers` of attention; and the `states` of other layers (`recurrent.Recurrent`), by the numbers of these."""
@@ -316,8 +315,8 @@ class KVCache(Cache):
 
     @contextmanager
     def at_work(self, ticket: Tensor | None = None) -> Iterator[None]:
-        """Only inside may the layers be fed: elsewhere nobody would ask the memory what a query sees. `ticket`: of the pass
-        that feeds them."""
+        """Context in which the layers may append to this cache (else they raise, since no attention of ours would read it);
+        `ticket` is that of the pass that appends."""
         self.door.open, self.door.ticket = True, ticket
         try:
             yield
@@ -325,7 +324,7 @@ class KVCache(Cache):
             self.door.open, self.door.ticket = False, None
 
     def crop(self, max_length: int) -> None:
-        """Negative: forget that many columns. Positive (older callers): the length to keep."""
+        """Roll back the cache: a negative `max_length` removes that many tokens, a positive one is the length to keep."""
         count = int(max_length)
         if count:
             held = self.state.length()
@@ -335,7 +334,7 @@ class KVCache(Cache):
             self.state.truncate(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the batch rows `beam_idx` [B']: keys, values and what is known of their columns."""
+        """Select the batch rows `beam_idx` [B'] of keys, values and token layout, for beam search."""
         self.state.reorder(beam_idx)
         for one in self.states.values():
             one.reorder_cache(beam_idx)
@@ -358,27 +357,27 @@ class KVCache(Cache):
 
 
 def cache_of(model: nn.Module, family: Any, state: KVState | None = None) -> Any:
-    """`state` as a cache of transformers for `model`; None: one of transformers' own that can be rolled back."""
+    """Wrap `state` as a transformers cache for `model`; if None, make one of transformers' own that can be rolled back."""
     states, layers = family.states(model), family.geometry(model).layers
     if not states:
         return DynamicCache() if state is None else KVCache(state, layers)
-    from mmaccel.models.recurrent import Recurrent, dynamic
+    from mmaccel.models.recurrent import Recurrent, rollback_cache
 
     if state is None:
-        return dynamic(model, states)
+        return rollback_cache(model, states)
     return KVCache(state, layers, {number: Recurrent(module) for number, module in states.items()})
 
 
 def without_cache(out: Any) -> Any:
-    """A model's output without its cache. (Set to None, it would stay among what the output has as a mapping.)"""
+    """Copy a model output without `past_key_values` (a field set to None would remain among its keys)."""
     return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})
 
 
 class MaxLength(StoppingCriteria):
-    """Ends each sequence [B] at `ends` [B] columns, where its positions are used up, and says so once.
+    """Stopping criterion: end sequence b at `ends`[b] tokens, where the model's positions run out, and warn once.
 
-    padded  whether there is a token to go on with after it: without one, and without an end-of-text token, transformers lets
-            a sequence of a batch run on beside the others
+    padded  whether the batch has a padding token; without one and without an end-of-text token, transformers lets a
+            finished sequence run on beside the others
     """
 
     def __init__(self, ends: Tensor, most: int, padded: bool) -> None:

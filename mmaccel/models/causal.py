@@ -1,4 +1,4 @@
-"""Language models without vision, as drafts of text: what is other of them than of a family."""
+"""Text-only causal language models, used as drafts: where they differ from a vision-language `Family`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mmaccel.models.prompt_layout import Inputs
 
 
 class WithoutVision:
-    """Mixin of a `Family` without vision: the whole model is the language model, and prompts are text."""
+    """Mixin of a `Family` for text-only models: the whole model is the language model, and prompts are text alone."""
 
     name = "text"
     model_types: ClassVar[tuple[str, ...]] = ()
     decoder_layers = frozenset({"Qwen2DecoderLayer", "Qwen2_5_VLDecoderLayer"})
 
     def geometry(self: Any, model: nn.Module) -> Geometry:
-        return self.whole_geometry(model)  # type: ignore[no-any-return]
+        return self.global_geometry(model)  # type: ignore[no-any-return]
 
     def multimodal(self, model: nn.Module) -> nn.Module:
         return model.base_model  # type: ignore[return-value]
@@ -34,9 +34,9 @@ class WithoutVision:
         return {"inputs_embeds": self.words(model)(inputs["input_ids"])}
 
 
-def reads(model: nn.Module) -> bool:
-    """Whether `model`, or what it is the outline of, is a causal language model; raises `ModelError` for one that keeps a
-    running state instead of a cache."""
+def is_causal_lm(model: nn.Module) -> bool:
+    """Whether `model` (or a `ConfigOnlyModel`) is a causal language model; raises `ModelError` if it is stateful (such as
+    Mamba), since a recurrent state cannot be rolled back."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
     config: Any = getattr(model, "config", None)
@@ -47,7 +47,7 @@ def reads(model: nn.Module) -> bool:
         return False
     if getattr(kind, "_is_stateful", False):
         raise ModelError(
-            f"model type {config.model_type!r} keeps a running state and cannot roll back; give a language model with "
-            "attention alone."
+            f"model type {config.model_type!r} has a recurrent state and cannot roll back; give a language model "
+            "with attention alone."
         )
     return True

@@ -1,7 +1,7 @@
-"""A chat as token ids: what `Processor.chat` is given, as messages; and chat templates, which turn messages into text. The
-videos that a session is given, as clips.
+"""Chats to token ids: the inputs of `Processor.chat` as messages, chat templates that turn messages into text, and the clips
+of the videos given to a session.
 
-Templates are code from a model's folder: they run with limits. Special tokens in users' texts can be kept out.
+Chat templates are code from a model's folder, so they run with limits. Users' special tokens can be made plain text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mmaccel.core import errors
 from mmaccel.core.errors import ModelError, check_text
 from mmaccel.core.files import outside
 from mmaccel.core.streams.parts import Clip
-from mmaccel.models.taking import tell_of_world
+from mmaccel.models.taking import warn_foreign
 
 SECONDS = 5.0
 """Seconds that a template may run."""
@@ -42,10 +42,10 @@ Conversation = tuple[list[dict[str, Any]], list[Any], list[Any]]
 
 
 def conversations(content: Any, images: Any, videos: Any) -> list[Conversation]:
-    """The prompts of a call: one for a text, pieces or messages, or one for each of a list of these.
+    """Turn the arguments of `Processor.chat` into prompts (messages, images, videos): one, or one for each entry of a list.
 
-    `images` and `videos` stand before what the user says; of several prompts they are lists with an entry for each: one, a
-    list of them, or None. Raises `ModelError` in one sentence.
+    `images` and `videos` are placed before the user's text. For several prompts each is a list with an entry (one, a list or
+    None) for each prompt. Raises `ModelError`.
     """
     if not (_listed(content) and content and all(isinstance(one, str) or _listed(one) for one in content)):
         return [_conversation(content, images, videos)]
@@ -54,14 +54,14 @@ def conversations(content: Any, images: Any, videos: Any) -> list[Conversation]:
 
 
 def one_chat(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as they are; pieces as one turn of the user."""
+    """Messages unchanged; a list of content pieces as the messages of one user turn."""
     if "role" in content[0]:
         return [dict(one) for one in content]
     return [{"role": "user", "content": list(content)}]
 
 
 def image_rows(images: Any) -> list[list[Any]]:
-    """The images of each text; in a plain list every image stands for itself."""
+    """The images of each text, as lists; in a flat list each image belongs to a text of its own."""
     if images is None:
         return []
     if not _listed(images):
@@ -71,7 +71,7 @@ def image_rows(images: Any) -> list[list[Any]]:
 
 
 def video_list(videos: Any) -> list[Any]:
-    """The videos in order. A list of images is one video; a list of videos may stand for each text."""
+    """Flatten `videos` to a list of videos. A list of images is one video; a nested list has the videos of each text."""
     if videos is None:
         return []
     if not _listed(videos) or (videos and all(map(_is_frame, videos))):
@@ -155,19 +155,19 @@ def _without(piece: Any, shown: dict[str, list[Any]]) -> dict[str, Any]:
     return {"type": kind}
 
 
-class Written(str):
-    """The text that a template wrote. `plain` maps each mark to the special token's text that it replaces."""
+class ChatText(str):
+    """Text made by a chat template; `plain` maps each marker in it to the special token's text that the marker replaces."""
 
     plain: Mapping[str, str]
 
 
-def written(
+def render(
     tokenizer: Any, template: str, messages: list[Any], *, special_tokens: bool, words: Collection[str]
-) -> Written:
-    """A conversation as text up to where the answer begins; raises `ModelError` for a template that fails.
+) -> ChatText:
+    """Apply a chat template to `messages`, up to the start of the answer; raises `ModelError` if the template fails.
 
-    special_tokens  whether special tokens in the texts of `messages` are such, as they are for stock; else they are text
-    words           special tokens that are text there in any case
+    special_tokens  whether special tokens inside the texts act as such, as in transformers; else they become plain text
+    words           special tokens that become plain text in any case
     """
     plain: dict[str, str] = {}
     if not special_tokens:
@@ -195,14 +195,14 @@ def written(
         raise ModelError(
             f"chat template: it writes {len(text)} characters from {given}; fix the model's chat_template.jinja."
         )
-    whole = Written(text)
+    whole = ChatText(text)
     whole.plain = plain
     return whole
 
 
 def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text; in a `Written`, marked special tokens are tokenized as plain text."""
-    plain = text.plain if isinstance(text, Written) else {}
+    """Tokenize a text; special tokens that a `ChatText` text marks as plain are tokenized as ordinary text."""
+    plain = text.plain if isinstance(text, ChatText) else {}
     if not plain:
         return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     marks = re.compile("|".join(map(re.escape, plain)))
@@ -223,9 +223,9 @@ def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
 def clips_of(
     processor: Any, video: Any, fps: float | None, check: Callable[[], None] | None = None
 ) -> Generator[Clip, None, None]:
-    """The clips of a path or of an iterator of `media.Video`, as they come, or the one clip of what is neither. `fps` is
-    the rate at which a path is read (0.5), and the rate of frames without times; `check` is called while frames are
-    awaited, and may raise."""
+    """Yield the clips of a video: of a path or an iterator of `media.Video` as they are read, else the one clip given. `fps`
+    is the rate at which a path is read (default 0.5), and that of frames without times; `check` is called while waiting for
+    frames, and may raise."""
     from mmaccel.media import Video, clips
     from mmaccel.media.preprocess import as_frames
 
@@ -233,7 +233,7 @@ def clips_of(
         for one in video:
             yield Clip(one.frames, one.clock.tolist(), one.fps if fps is None else fps, part=True)
     elif isinstance(video, str | os.PathLike):
-        tell_of_world(processor, video)
+        warn_foreign(processor, video)
         rate = READ_FPS if fps is None else fps
         read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
         with closing(read):
@@ -247,8 +247,8 @@ def clips_of(
         yield Clip(as_frames(video, fps)[0], None, fps)
 
 
-def alike(one: list[int], other: list[int]) -> int:
-    """How many first entries are the same."""
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """Length of the common prefix of two lists of token ids."""
     odd = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(odd, min(len(one), len(other)))
 

@@ -1,4 +1,4 @@
-"""How the tokens of an answer are chosen: transformers' processors and criteria, of one sequence."""
+"""How an answer's tokens are chosen: transformers' logits processors and stopping criteria, for one sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError, nearest
-from mmaccel.core.streams.parts import Choosing
+from mmaccel.core.streams.parts import TokenChoice
 from mmaccel.models.sequences import STATEFUL, Sampling
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -24,11 +24,10 @@ SETTINGS = (
 """Settings of `generate` that `VideoSession.ask` takes; and a seed, and the schema of an answer in JSON."""
 
 
-def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
-    """How tokens after `ids` [1, S] are chosen, at most `most`, by the `settings` of `generate`; raises `ModelError`.
-
-    Nothing but what is given acts: what the model's folder says of sampling does not. `drafts`: a draft proposes tokens.
-    """
+def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
+    """Build the logits processors and stopping criteria for up to `most` new tokens after `ids` [1, S], from the arguments
+    of `generate` in `settings`, not from the model's `generation_config`; raises `ModelError`. `drafts`: a draft proposes
+    tokens."""
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
     for name in settings:
@@ -75,10 +74,10 @@ def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], 
     for one in processors if drafts else ():
         if (field := STATEFUL.get(type(one).__name__)) is not None:
             raise ModelError(
-                f"{field}: it remembers tokens, of which a draft takes some back; leave one of both out."
+                f"{field}: it keeps state for each token, and a draft's tokens may be rejected; leave it or the draft out."
             )
     sample = found["generation_config"].do_sample
     warp = Sampling(processors, sample) if sample or processors else None
     generator = None if seed is None else torch.Generator(adapter.device).manual_seed(int(seed))
     criteria = found["stopping_criteria"]
-    return Choosing(warp, generator, lambda ids: bool(criteria(ids, ()).any()))
+    return TokenChoice(warp, generator, lambda ids: bool(criteria(ids, ()).any()))

@@ -1,8 +1,8 @@
-"""Decoding at the speed of memory: a step of static shapes that reads the weights and the cache once.
+"""Memory-bound decoding: a decode step with static shapes that reads the weights and the KV cache once.
 
-Nothing in a step depends on the length but what a tensor says: keys go to the column that `columns` names, and a row sees
-the columns up to its own. So on CUDA a step is captured once for each number of rows and replayed at every length, and
-nothing is launched from Python.
+All that depends on the length is a tensor: `columns` names the cache slots that keys are written to, and a row sees the
+slots up to its own. So on CUDA a step is captured as one graph for each number of rows and replayed at every length, without
+Python launching kernels.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
-from mmaccel.models.fingerprint import hooked, known
+from mmaccel.models.fingerprint import can_fuse, hooked
 from mmaccel.models.layer_step import (
-    Carried,
     LayerStep,
     Rows,
     StateStep,
+    StepStates,
     Weights,
     layer_steps,
     norm_of,
@@ -35,7 +35,7 @@ from mmaccel.models.layer_step import (
     weights,
 )
 from mmaccel.models.modules import is_whole
-from mmaccel.models.recurrent import Recurrent, Seats, unharmed
+from mmaccel.models.recurrent import Recurrent, StateSlots, restored_on_error
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
@@ -43,10 +43,10 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 Buffers = list[tuple[Tensor, Tensor]]
 
 
-def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) -> bool:
-    """Whether the steps of `model` after `cache` can be captured: on CUDA devices, each layer on one of them and the ends on
-    one, layers that are `known`, with no module that others put or hooked in, and a memory that is written in place. A
-    pruner's hooks serve the prompt; what they do to a step is in the memory. `also`: types of devices that will do, too."""
+def can_capture(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) -> bool:
+    """Whether decode steps of `model` on `cache` can be captured as CUDA graphs. Needed are: CUDA devices (or device types
+    in `also`), one for each layer and one for embedding and head; layers that `fingerprint.can_fuse` accepts, without
+    foreign modules or hooks; and a KV cache written in place."""
     from transformers import DynamicCache
 
     kinds = {(p.device.type, p.dtype) for p in model.parameters()}
@@ -66,7 +66,7 @@ def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) 
         return False
     layers: list[Any] = list(getattr(family.text(model), "layers", ()))
     activation = getattr(family.text(model).config, "hidden_act", "")
-    if not layers or not known(layers, activation, family):
+    if not layers or not can_fuse(layers, activation, family):
         return False
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     ends: list[Any] = [model.get_input_embeddings(), family.text(model).norm, head]  # type: ignore[operator]
@@ -79,12 +79,12 @@ def admits(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) 
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """How some layers on one device hold the sequence.
+class CachedTokens:
+    """Where the layers on one device keep a sequence's tokens.
 
-    lacks  columns of the prompt that were pruned before them: a later column lies so many before its number
-    rope   cosines and sines [2, B, capacity, D] of the positions of the columns that they hold
-    bias   [m] float32, added to the scores of the first m columns they hold; None: nothing is
+    lacks  prompt tokens that a pruner dropped before these layers: their cache index is this much below the token's number
+    rope   RoPE cosines and sines [2, B, capacity, D] for the positions of the cached tokens
+    bias   [m] float32, added to the attention scores of the first m cached tokens, or None
     """
 
     lacks: int
@@ -93,18 +93,18 @@ class Held:
 
 
 @dataclass(eq=False)
-class Part:
-    """Layers on one device over new rows of a sequence, as one function of tensors of fixed shapes.
+class DeviceStep:
+    """The layers on one device as a function of tensors of fixed shapes, for one decode step.
 
-    number   which part of the model it is
-    replays  the captures of all parts on its device
-    line     [1, WINDOW] long, the numbers from 0, on its device
-    layers   one after the other; a model on one device has all of them in one part
-    buffers  keys and values [B, G, capacity, D] of each layer of attention, which are written to; or `Caches` of each
-    held     how each of these holds the sequence
-    words    the embedding; None: hidden states come in
-    ends     the last norm and the weights of the head; None: hidden states go out
-    looks    where the last layer copies the queries [B, H, 1, D] of the first row to; None: nowhere
+    number   index of this part in the model
+    replays  the CUDA graphs of all parts on its device
+    line     [1, WINDOW] long, arange on its device
+    layers   the steps of its layers, in order; a model on one device has a single part
+    buffers  keys and values [B, G, capacity, D] of each attention layer, written in place; or `Caches` of each
+    held     how each of these layers keeps the sequence
+    words    the input embedding; None: hidden states come in
+    ends     the final norm and the LM head's weights; None: hidden states go out
+    looks    receives the last layer's queries [B, H, 1, D] of the first row, or None
     """
 
     number: int
@@ -112,7 +112,7 @@ class Part:
     line: Tensor
     layers: list[LayerStep | StateStep]
     buffers: Sequence[tuple[Tensor | Caches, Tensor]]
-    held: list[Held]
+    held: list[CachedTokens]
     words: Any
     ends: tuple[Any, Weights] | None
     looks: Tensor | None
@@ -123,7 +123,7 @@ class Part:
         columns: Tensor,
         places: Tensor,
         sees: Tensor | None = None,
-        carried: Carried | None = None,
+        carried: StepStates | None = None,
     ) -> Tensor:
         """Logits [B, n, V], or hidden states [B * n, E], of `given`, which are ids [B, n] or hidden states.
 
@@ -131,7 +131,7 @@ class Part:
         `sees` [n] is that of `decode_attend`; `carried` what layers with a running state are given.
         """
         x = Rows(given if self.words is None else self.words(given).flatten(0, 1))
-        held: Held | None = None
+        held: CachedTokens | None = None
         attended = iter(zip(self.buffers, self.held, strict=True))
         for layer in self.layers:
             if isinstance(layer, StateStep):
@@ -157,11 +157,11 @@ class Part:
         count: int,
         width: int,
         branches: Branches | None,
-        carried: tuple[Seats, tuple[int, ...]] | None = None,
+        carried: tuple[StateSlots, tuple[int, ...]] | None = None,
     ) -> Tensor:
-        """What it makes of `given`, ids [1, count] or hidden states [width, E], after `held` columns: logits [1, width, V]
-        or hidden states, in a tensor that the next call writes over. `carried`: seats of running states, and what
-        `delta_rows` is told."""
+        """Run these layers on `given`, ids [1, count] or hidden states [width, E], after `held` cached tokens. Returns
+        logits [1, width, V] or hidden states, in a buffer that the next call overwrites. `carried`: slots of recurrent
+        states and the arguments of `delta_rows`."""
         room, tree, sees = self.replays.room, branches is not None, None
         shape = (1, width) if given.dtype == torch.long else tuple(given.shape)
         place, start = room("given", shape, given.dtype), room("start", (1, 1), torch.long)
@@ -171,7 +171,7 @@ class Part:
         carries = None
         if carried is not None:
             told = room("told", (1, 4), torch.long).copy_(torch.tensor([carried[1]]))
-            carries = Carried(told, carried[0].each())
+            carries = StepStates(told, carried[0].each())
         depth = room("depth", (1, width), torch.long)
         if branches is not None:
             sees = room("sees", (width,), torch.long)
@@ -187,24 +187,24 @@ class Part:
 
 
 class SequenceSteps:
-    """The steps of one sequence, captured where there is a device: a graph for each number of rows, at every length.
+    """Decode steps of one sequence; on CUDA one graph for each number of rows, replayed at every length.
 
-    rows  how many rows a step may have: a shorter one is padded to the next of these. Rows of padding write behind the last
-          column, where the next step writes again, and no other row sees them
+    rows  the numbers of rows that graphs exist for: a shorter step is padded to the next one. Padding rows write behind the
+          last token, where the next step overwrites them, and no other row sees them
     """
 
     def __init__(self, model: nn.Module, family: Any, rows: Sequence[int]) -> None:
         if not rows or min(rows) < 1 or max(rows) > WINDOW:
             raise ModelError(f"rows {list(rows)}: give numbers from 1 to {WINDOW}.")
         self.model, self.family, self.rows = model, family, sorted(set(rows))
-        self.parts: list[Part] = []
+        self.parts: list[DeviceStep] = []
         self._buffers: Buffers = []
         self._laid: Any = None
-        self._seats: Seats | None = None
+        self._seats: StateSlots | None = None
 
     def width(self, count: int, branches: Branches | None) -> int | None:
-        """How many rows a step of `count` is padded to; None for more rows than are captured, and for trees that do not fit
-        a word of `decode_attend`."""
+        """The number of rows that a step of `count` rows is padded to; None if no graph is that wide, or if the draft tree
+        does not fit the 64-bit mask of `decode_attend`."""
         width = next((rows for rows in self.rows if rows >= count), None)
         fits = width and (branches is None or width - count + branches.sees.shape[1] <= WINDOW)
         return width if fits else None
@@ -222,9 +222,9 @@ class SequenceSteps:
         the running states `carried`."""
         held, count = state.length(), ids.shape[1]
         out, parts, own = ids, self.lay(state, delta, width), None
-        with unharmed(carried):
+        with restored_on_error(carried):
             if carried:
-                self._seats = self._seats or Seats([one.module for one in carried])
+                self._seats = self._seats or StateSlots([one.module for one in carried])
                 own = self._seats, self._seats.of(carried, count)
             for part in parts:
                 out = part.run(out, held, count, width, branches, own)
@@ -234,9 +234,9 @@ class SequenceSteps:
         state.wrote(count)
         return out[:, :count].clone()
 
-    def lay(self, state: KVState, delta: int, room: int) -> list[Part]:
-        """The parts, device after device, over buffers with room for `room` more columns; captures do not outlive the
-        buffers they were made of."""
+    def lay(self, state: KVState, delta: int, room: int) -> list[DeviceStep]:
+        """Build the parts, device by device, over KV buffers with room for `room` more tokens; graphs captured over replaced
+        buffers are dropped."""
         buffers = state.buffers(room)
         laid = delta, [state.lacks(layer) for layer in range(len(buffers))]
         same = self.parts and all(a[0] is b[0] for a, b in zip(buffers, self._buffers, strict=True))
@@ -248,29 +248,29 @@ class SequenceSteps:
         home = words.weight.device
         scoring = state.pruner.scoring_layer if isinstance(state, PrunedKVState) else None
         cuts: list[tuple[torch.device, list[int]]] = []
-        for device, numbers in loading.runs([key.device for key, _ in buffers], home):
+        for device, numbers in loading.device_runs([key.device for key, _ in buffers], home):
             after = numbers.index(scoring) + 1 if scoring in numbers[:-1] else len(numbers)  # type: ignore[arg-type]
             cuts += [(device, numbers[:after])]
             cuts += [(device, numbers[after:])] if after < len(numbers) else []
         # Of all captures on a device none is at work beside another, and what each gives is copied at once.
         shared = {device: (Replays(device), torch.arange(WINDOW, device=device)[None]) for device, _ in cuts}
         held = self._holds(state, delta, buffers, scoring, home)
-        sizes, parts = family.geometry(model), list[Part]()
+        sizes, parts = family.geometry(model), list[DeviceStep]()
         for number, (device, some) in enumerate(cuts):
-            ends = ends_of(model, family) if number == len(cuts) - 1 else None
+            ends = norm_and_head(model, family) if number == len(cuts) - 1 else None
             steps = part_steps(model, family, some, ends is not None)
             own, holds = [buffers[n] for n in some], [held[n] for n in some]
             looks = own[-1][0].new_zeros(1, sizes.heads, 1, sizes.head_dim) if scoring in some[-1:] else None
             first = words if number == 0 else None
-            parts.append(Part(number, *shared[device], steps, own, holds, first, ends, looks))
+            parts.append(DeviceStep(number, *shared[device], steps, own, holds, first, ends, looks))
         self.parts, self._laid, self._buffers = parts, laid, list(buffers)
         return parts
 
     def _holds(
         self, state: KVState, delta: int, buffers: Buffers, scoring: int | None, home: torch.device
-    ) -> list[Held]:
+    ) -> list[CachedTokens]:
         """How each layer holds the sequence: one for all layers that hold it alike on one device."""
-        family, known, layers = self.family, dict[Any, Held](), list[Held]()
+        family, known, layers = self.family, dict[Any, CachedTokens](), list[CachedTokens]()
         for layer, (like, _) in enumerate(buffers):
             lacks, after = state.lacks(layer), scoring is not None and layer > scoring
             anew = isinstance(state, PrunedKVState) and state.renumbers(layer)
@@ -284,11 +284,11 @@ class SequenceSteps:
                 if after:
                     assert isinstance(state, PrunedKVState)
                     bias = torch.zeros(state.prompt - lacks, device=like.device)
-                known[name] = Held(lacks, rope.to(like.device), bias)
+                known[name] = CachedTokens(lacks, rope.to(like.device), bias)
             layers.append(known[name])
         return layers
 
-    def _look(self, state: PrunedKVState, part: Part, looks: Tensor, held: int, count: int) -> None:
+    def _look(self, state: PrunedKVState, part: DeviceStep, looks: Tensor, held: int, count: int) -> None:
         """Between the layer at which a pruner glances and the next one: what a token sees of the video from there on."""
         last = part.buffers[-1][0]
         assert isinstance(last, Tensor)
@@ -305,15 +305,15 @@ class SequenceSteps:
 def part_steps(
     model: nn.Module, family: Any, numbers: Sequence[int], last: bool
 ) -> list[LayerStep | StateStep]:
-    """The steps of the layers of these numbers; `last`: the model's norm follows. Layers with a running state have no
-    number, and where there are any, all layers are one part."""
+    """Steps of the layers with these attention-layer indices; `last`: the model's final norm follows them. If the model has
+    recurrent layers, which have no such index, all layers are one part."""
     layers: list[Any] = list(family.layers(model))
     some = layers if family.states(model) else [layers[n] for n in numbers]
     return layer_steps(some, family, family.text(model).norm if last else None)
 
 
-def ends_of(model: nn.Module, family: Any) -> tuple[Any, Weights]:
-    """The last norm and the weights of the head."""
+def norm_and_head(model: nn.Module, family: Any) -> tuple[Any, Weights]:
+    """The model's final norm and the weights of its LM head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return norm_of(family.text(model).norm, family), weights(head)
 

@@ -1,7 +1,7 @@
-"""DeepStack: features of layers of the tower, added to the visual tokens after the first layers of the language model.
+"""DeepStack: features of intermediate vision-tower layers, added to the visual tokens after the first language-model layers.
 
-They travel beside the embeddings, of visual tokens alone, row by row: whoever cuts, joins or collects embeddings does the
-same to them here. Source: https://arxiv.org/abs/2406.04334, as transformers has it in Qwen3-VL.
+They are stored beside the embeddings, for visual tokens only: code that slices, joins or collects embeddings must do the
+same to them, by these functions. Source: https://arxiv.org/abs/2406.04334, as implemented in transformers' Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ ENTERING = ("inputs_embeds", WHERE, FEATURES, EACH)
 
 
 def of_columns(given: Mapping[str, Any], columns: slice | Tensor) -> dict[str, Any]:
-    """The features added beside the embeddings, for some columns only: a slice, or indices [n]."""
+    """Slice the DeepStack features to some tokens of the prompt: `columns` is a slice or indices [n]."""
     where = given[WHERE]
     inside = torch.zeros_like(where)
     inside[:, columns] = True
     return {WHERE: where[:, columns], FEATURES: [one[inside[where]] for one in given[FEATURES]]}
 
 
-def parted(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
-    """Split rows [n, E * (1 + levels)] into the embeddings [n, E], and the arguments that add each level to its layer."""
+def split_rows(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
+    """Split rows [n, E * (1 + levels)] into embeddings [n, E] and forward arguments that add one level to each layer."""
     rows, *levels = embeds.split(wide, 1)
     return rows, {WHERE: torch.ones(1, len(rows), dtype=torch.bool, device=rows.device), FEATURES: levels}
 
 
-def side_by_side(given: Mapping[str, Any]) -> Tensor:
-    """[B, S, E * (1 + levels)] what enters of a prompt, `given` as arguments: the reverse of `parted`."""
+def join_rows(given: Mapping[str, Any]) -> Tensor:
+    """Concatenate a prompt's embeddings and DeepStack levels to [B, S, E * (1 + levels)]: the inverse of `split_rows`."""
     embeds, where = given[ENTERING[0]], given.get(WHERE)
     levels = [] if where is None else [torch.zeros_like(embeds) for _ in given[FEATURES]]
     for level, features in zip(levels, given.get(FEATURES, ()), strict=True):
@@ -43,8 +43,8 @@ def side_by_side(given: Mapping[str, Any]) -> Tensor:
     return torch.cat([embeds, *levels], -1)
 
 
-def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Concatenate the visual features of two prompts for the layers that add them; one of the prompts may have none."""
+def concatenate_prompts(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Concatenate embeddings and DeepStack features of two prompts along the sequence; one may have no features."""
     both, embeds = (one, other), ENTERING[0]
     out: dict[str, Any] = {embeds: torch.cat([x[embeds] for x in both], 1)}
     if EACH in one:
@@ -59,7 +59,7 @@ def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join_levels(out: Any) -> Any:
-    """The features of each image or video of a tower's output, those of its layers beside them, [n, E * (1 + levels)]."""
+    """Visual features of each image or video of a tower's output, with DeepStack levels beside: [n, E * (1 + levels)]."""
     levels: Any = out.get("deepstack_features")
     if not levels:
         return out.pooler_output
@@ -70,7 +70,7 @@ def join_levels(out: Any) -> Any:
 
 
 def split_levels(rows: Sequence[Tensor], like: Any) -> dict[str, Any]:
-    """The fields of a tower's output, built as `like`, from all its features as `join_levels` gives them."""
+    """Split features made by `join_levels` into the output fields of a vision tower that returned `like`."""
     levels: Any = like.get("deepstack_features")
     if not levels:
         return {"pooler_output": rows}

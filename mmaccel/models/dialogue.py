@@ -1,4 +1,4 @@
-"""Questions to a stream that are more than a text: messages, with images among them."""
+"""Questions to a stream that are more than one text: several messages, also with images."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ Messages = list[dict[str, Any]]
 
 
 def question_messages(question: Any) -> tuple[Messages, Messages, list[Any]]:
-    """`question`, pieces or messages, as messages that a template takes; the same without the words of the question;
-    and its images in order.
+    """Split `question`, content pieces or messages, into: messages for the chat template, the same messages with the last
+    user text empty, and the images in order.
 
-    The stream is a video that stands first in the user's first turn. What a system message says follows it there: the stream
-    has read the template's own head before. Raises `ModelError`.
+    The stream is the video at the start of the first user turn. A system message is placed after it, since the stream has
+    already read the template's beginning. Raises `ModelError`.
     """
     (messages, images, videos), *others = conversations(question, None, None)
     if videos or others:
-        raise ModelError("question: it shows a video, or is several; ask one question on the stream's own.")
+        raise ModelError(
+            "question: it shows a video, or is several questions; ask one question about the stream."
+        )
     system = [piece for one in messages if one.get("role") == "system" for piece in one["content"]]
     turns = [one for one in messages if one.get("role") != "system"]
     roles = [one.get("role") for one in turns]
     if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
         raise ModelError(
-            f"question: its turns are of {roles}; give those of user and assistant in turn, the last of the user."
+            f"question: its turns are of {roles}; give messages of user and assistant in turn, the last of the user."
         )
     last = turns[-1]["content"]
     check_question("".join(piece.get("text", "") for piece in last))
@@ -51,7 +53,7 @@ def question_messages(question: Any) -> tuple[Messages, Messages, list[Any]]:
 
 
 def with_images(adapter: Any, question: Question, images: Sequence[Any]) -> Question:
-    """`question`, whose ids have one placeholder for each of `images`, as the model is to read it."""
+    """Expand `question`, whose ids have one placeholder for each of `images`, to all image tokens with their embeddings."""
     processor, family, model = adapter.processor, adapter.family, adapter.model
     tokenizer, where = processor.tokenizer, {"device": adapter.device, "dtype": adapter.dtype}
     # A special token stays one between two images, whatever a tokenizer makes of words.
@@ -72,7 +74,7 @@ def with_images(adapter: Any, question: Question, images: Sequence[Any]) -> Ques
     if kinds is not None:
         inputs["mm_token_type_ids"] = family.kinds(model.config, ids[None]).int()
     with adapter.busy():
-        embeds = deepstack.side_by_side(family.entering(model, inputs))[0]
+        embeds = deepstack.join_rows(family.entering(model, inputs))[0]
     layout = family.layout(model, inputs)
     layout = replace(layout, position=torch.arange(len(ids), device=layout.device)[None]).to(adapter.device)
     visual = (layout.modality[0] == IMAGE).nonzero()[:, 0]

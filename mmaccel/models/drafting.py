@@ -1,4 +1,4 @@
-"""`generate` in our loop, with a draft or with captured steps: transformers prepares the call, the loop runs it."""
+"""`generate` with our own decoding loop, for drafts and CUDA-graph steps; transformers prepares the call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.decoding.draft import Prompt
-from mmaccel.core.decoding.generate import CarefulDraft, Ended, Speculation, lockstep
+from mmaccel.core.decoding.generate import Ended, GuardedDraft, Speculation, lockstep
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, columns, new_inputs
@@ -20,23 +20,23 @@ from mmaccel.models.sequences import (
     STATEFUL,
     DraftTurn,
     Sampling,
-    allowed_to,
-    filled,
-    known,
-    of_one,
+    allowed_tokens_of,
+    cache_length,
+    cached_columns,
+    check_single,
     split_batch,
     without_pads,
 )
-from mmaccel.models.signals import Listener
+from mmaccel.models.signals import SignalProbe
 
 
 def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False) -> Any:
-    """Run the model's own `generate` up to its decoding loop, and there our own; one beam. `lasts`: another turn may follow,
-    for the caller has the cache.
+    """Run the model's own `generate` up to its decoding loop, and our loop in its place; no beam search. `lasts`: the caller
+    keeps the cache, so another turn may follow.
 
-    The sequences of a batch, or the several of one prompt, are prepared one after the other, without their padding, and
-    decoded in `lockstep`, each as it would be alone, with its own cache and random numbers (no `past_key_values` come back).
-    What follows an answer's end is the padding token, 0 where the model has none.
+    Sequences of a batch (or several of one prompt) are prepared one by one without padding and decoded in `lockstep`, each
+    as if alone, with its own cache and random numbers; no `past_key_values` is returned. After an answer's end follows the
+    padding token, or 0 if the model has none.
     """
     _read_stop_strings(attachment, kwargs)
     begun: list[_Sequence] = []
@@ -116,9 +116,7 @@ def _sequences(
         seat = attachment.owner.seat
         return [(kwargs, None if seat is None or seat.alone else seat.generator)]
     if kwargs.get("streamer") is not None:
-        raise DraftError(
-            "streamer: a streamer is shown one sequence; give prompts one by one, or leave it out."
-        )
+        raise DraftError("streamer: a streamer takes one sequence; give prompts one by one, or leave it out.")
     cache = kwargs.pop("past_key_values", None)
     if cache is not None and (cache.get_seq_length() or getattr(cache, "state", None) is None):
         raise DraftError(
@@ -136,7 +134,7 @@ def _sequences(
     rows = [dict(row) for row in prompts for _ in range(times)]
     if (allowed := kwargs.get("prefix_allowed_tokens_fn")) is not None:
         for number, row in enumerate(rows):
-            row["prefix_allowed_tokens_fn"] = partial(allowed_to, allowed, number)
+            row["prefix_allowed_tokens_fn"] = partial(allowed_tokens_of, allowed, number)
     return [(row, torch.Generator(device).manual_seed(seed)) for row, seed in zip(rows, seeds, strict=True)]
 
 
@@ -149,7 +147,7 @@ class _Sequence:
     """
 
     decoding: Speculation
-    _listener: Listener | None = None
+    _listener: SignalProbe | None = None
 
     def __init__(
         self,
@@ -203,16 +201,16 @@ class _Sequence:
         for processor in (logits_processor or ()) if draft.active else ():
             if (field := STATEFUL.get(type(processor).__name__)) is not None:
                 raise DraftError(
-                    f"{field}: it goes by the tokens asked about before, and draft {draft.name!r} asks about some that "
-                    "are taken back; leave one of both out."
+                    f"{field}: it keeps state for each token, and tokens of draft {draft.name!r} may be rejected; leave it "
+                    "or the draft out."
                 )
         model_kwargs.pop("labels", None)  # as transformers' own loops do
         self.cache, most = model_kwargs.pop("past_key_values", None), options.max_length - input_ids.shape[1]
         if not owner.recipe.kv.sequences:
             self.cache = None
         given, past = self._raw, None
-        if held := filled(self.cache):
-            given, past = new_inputs(self._raw, held), known(attachment, self.cache)
+        if held := cache_length(self.cache):
+            given, past = new_inputs(self._raw, held), cached_columns(attachment, self.cache)
             assert past is not None
         self._turn = turn = DraftTurn.of(self.cache, draft)
         self.options, self.processors, self.read = options, logits_processor, input_ids.shape[1]
@@ -240,7 +238,7 @@ class _Sequence:
         read, rows, scores = self.read, self.rows, list[Tensor]()
         self._scores = scores
         self.meter = owner.attention.meter.sequence()
-        careful = self._careful = CarefulDraft(self.meter, lasts=self._lasts)
+        careful = self._careful = GuardedDraft(self.meter, lasts=self._lasts)
         meter, streamer = self.meter, self._streamer
 
         def emit(tokens: Tensor) -> None:
@@ -271,7 +269,7 @@ class _Sequence:
                 layout, new = attachment.family.layout(attachment.model, given), None
                 if past is not None:
                     layout, new = past.turn(layout), layout.length
-                self._listener = listener = Listener(
+                self._listener = listener = SignalProbe(
                     owner, pruner, layout, keep, careful.drop, new, turn.heard, self._lasts
                 )
             probes = [one for one in (probe, listener) if one is not None]
@@ -289,7 +287,7 @@ class _Sequence:
                 prompt,
                 first,
                 stop=lambda ids: bool(
-                    of_one("stopping_criteria", stopping_criteria(ids, scores_to(ids))).all()
+                    check_single("stopping_criteria", stopping_criteria(ids, scores_to(ids))).all()
                 ),
                 emit=emit,
                 meter=self.meter,
@@ -308,7 +306,7 @@ class _Sequence:
             self._turn.leave(self.cache, self._careful.left, heard)
 
     def end(self) -> None:
-        """Leave cache and meter as others expect them, however the decoding ended; a second call does nothing."""
+        """Finish the cache and the metrics of this sequence, however decoding ended; a second call does nothing."""
         if self._over:
             return
         self._over = True
@@ -323,11 +321,11 @@ class _Sequence:
             self._streamer.end()
 
     def logits(self) -> Tensor:
-        """[n, V] float32: the target's logits of each token generated."""
+        """Raw logits of the target for each generated token, [n, V] float32."""
         return torch.cat(self.rows or [])
 
     def scores(self) -> Tensor:
-        """[n, V] float32: these logits, processed and warped."""
+        """Logits of each generated token after logits processors, [n, V] float32."""
         return torch.cat(self._scores or [])
 
 

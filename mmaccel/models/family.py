@@ -1,6 +1,6 @@
-"""The facts of a model family, and what follows from them for models of Hugging Face built like Qwen2.
+"""`Family`: the facts that describe a model family, and adapter methods for Hugging Face models built like Qwen2.
 
-Importing this file does not import transformers. What it imports inside methods is below it, and takes a family as `Any`.
+Importing this file does not import transformers; imports inside methods avoid cycles.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from mmaccel.models.prompt_layout import (
     Grid,
     Inputs,
     ProcessorStyle,
-    cells,
     is_given,
     question_mask,
     rope_of,
+    token_fields,
     windowed,
 )
 
@@ -44,27 +44,27 @@ Features = Callable[..., Any]
 
 
 class Family(ModelFamily):
-    """A family whose modules are called as in Qwen2: ``model.model.language_model.layers[i].self_attn.q_proj``.
+    """Adapter for a model family with Qwen2's module names: ``model.model.language_model.layers[i].self_attn.q_proj``.
 
-    A family is a subclass in one file: these facts, and the methods whose default does not fit. Sets of class names say for
-    which classes one of our kernels computes the same; of others the modules run as they are.
+    A family is a subclass in one file that sets these facts and overrides methods whose default does not fit. Sets of class
+    names say which modules our fused kernels may replace; all other modules run unchanged.
 
-    mrope                   whether positions have three coordinates
-    facts                   inputs that its processor makes beside ids, mask and pixels
-    needed                  pixels -> the one of the facts that comes with them
-    processors              model type -> how its processor makes inputs
-    vision_tower            how pruners read the vision tower, a `signals.VisionTower`; None: they cannot
-    decoder_layers          decoder layers that `step.py` computes: norms, biases and products as in Qwen2
-    centred_norms           of these layers' norms, those whose gain is one more than their weight
-    rms_norms               norms by the root mean square: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
-    gated_mlps              ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``
-    plain_rotary            rotary modules whose angles are ``position * inv_freq``, where `rope_type` is "default"
-    rotate_function         what the attention modules call to rotate queries and keys
-    vision_rotate_function  the same of a tower that `windowed` gives
-    tiny                    model type -> settings of the configuration of a tiny model (`tiny.py`)
-    mixes                   whether a prompt may show images and videos both
-    stamped                 whether a prompt writes words beside each frame, such as its time: `beside`, as in `qwen3_vl`,
-                            gives those around a unit, what stands between units before all but the first
+    mrope                   whether positions have three coordinates (M-RoPE)
+    facts                   processor outputs beside ids, mask and pixels, such as `video_grid_thw`
+    needed                  pixel input -> the fact that must come with it
+    processors              model type -> its `ProcessorStyle`
+    vision_tower            a `signals.VisionTower`, by which pruners read the vision tower; None: not supported
+    decoder_layers          decoder layers that `layer_step.py` can compute: norms, biases and projections as in Qwen2
+    centred_norms           norms of these layers that scale by ``1 + weight``
+    rms_norms               RMSNorm classes: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
+    gated_mlps              gated MLP classes: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``
+    plain_rotary            rotary embeddings with angles ``position * inv_freq`` where `rope_type` is "default"
+    rotate_function         name of the function by which attention modules apply RoPE
+    vision_rotate_function  the same in the vision tower that `windowed` returns
+    tiny                    model type -> configuration of a tiny test model (`tiny.py`)
+    mixes                   whether one prompt may hold both images and videos
+    stamped                 whether prompts write text beside each frame, such as its time; then `beside` gives the text
+                            before and after a frame (see `qwen3_vl`), where separators precede all frames but the first
     """
 
     mrope: ClassVar[bool] = False
@@ -101,32 +101,32 @@ class Family(ModelFamily):
         return Sampler(self, kind)
 
     def load(self, path: str, like: nn.Module) -> nn.Module:
-        from mmaccel.models.loading import load_model, outline
+        from mmaccel.models.loading import from_config, load_model
 
         if isinstance(like, ConfigOnlyModel):
-            return outline(path).model
+            return from_config(path).model
         first = next(like.parameters())
         return load_model(path, dtype=first.dtype, device=first.device)
 
     def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:
         from mmaccel.models import stream, units
 
-        return (units.WrittenStream if self.stamped else stream.HFStreamAdapter)(
+        return (units.FrameTextStream if self.stamped else stream.HFStreamAdapter)(
             unwrapped(model), self, processor
         )
 
     def text_only(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
-        from mmaccel.models.loading import load_reader
+        from mmaccel.models.loading import load_text_model
 
-        found = load_reader(model, like) if isinstance(model, str) else model
-        return (found, Causal()) if found is not None and causal.reads(found) else None
+        found = load_text_model(model, like) if isinstance(model, str) else model
+        return (found, Causal()) if found is not None and causal.is_causal_lm(found) else None
 
     def pace(self, model: nn.Module) -> int:
-        """Frames that the vision tower takes as one step of time."""
+        """Number of frames that the vision tower merges into one temporal patch."""
         return int(getattr(getattr(model.config, "vision_config", None), "temporal_patch_size", None) or 1)
 
     def geometry(self, model: nn.Module) -> Geometry:
-        whole = self.whole_geometry(model)
+        whole = self.global_geometry(model)
         if isinstance(model, ConfigOnlyModel):
             return whole
         attention, size = next(iter(self.attentions(model)), None), whole.head_dim
@@ -144,12 +144,12 @@ class Family(ModelFamily):
             )
         super().check(model, recipe)
 
-    def whole_geometry(self, model: nn.Module) -> Geometry:
+    def global_geometry(self, model: nn.Module) -> Geometry:
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         return self.sizes(config, config.num_hidden_layers)
 
     def sizes(self, config: Any, layers: int) -> Geometry:
-        """Sizes of a text model's `config`, of which so many layers have attention."""
+        """`Geometry` (heads, head size, width, vocabulary) of a text model's `config` with `layers` attention layers."""
         heads = config.num_attention_heads
         return Geometry(
             layers=layers,
@@ -169,8 +169,8 @@ class Family(ModelFamily):
     def weights_digest(self, model: nn.Module) -> str | None:
         return None if isinstance(model, ConfigOnlyModel) else shards.digest(model, self.attentions(model))
 
-    def own_heads(self, model: nn.Module) -> range:
-        return shards.own(model, len(super().own_heads(model)))
+    def local_heads(self, model: nn.Module) -> range:
+        return shards.local_heads(model, len(super().local_heads(model)))
 
     def folder(self, model: nn.Module) -> Path | None:
         source = getattr(model.config, "_name_or_path", "")
@@ -186,15 +186,15 @@ class Family(ModelFamily):
         return self.text(model).layers  # type: ignore[return-value]
 
     def attentions(self, model: nn.Module) -> list[nn.Module]:
-        """The attention modules of the decoder layers that have one."""
+        """The self-attention modules of the decoder layers that have one."""
         return [layer.self_attn for layer in self.layers(model) if hasattr(layer, "self_attn")]  # type: ignore[misc]
 
     def states(self, model: nn.Module) -> dict[int, nn.Module]:
-        """The modules of layers that keep a running state instead of keys and values, by the number of the layer."""
+        """Layer index -> module, for layers with a recurrent state in place of keys and values (such as Gated DeltaNet)."""
         return {}
 
     def numbered(self, model: nn.Module) -> dict[str, dict[int, int]]:
-        """For a config: the number among layers of attention of each layer that has it, where some keep a state instead."""
+        """Config entry: layer index -> index among attention layers, for models that also have recurrent layers."""
         modules: list[Any] = self.attentions(model) if self.states(model) else []
         return {LAYERS: {one.layer_idx: n for n, one in enumerate(modules)}} if modules else {}
 
@@ -202,12 +202,12 @@ class Family(ModelFamily):
         return self.text(model).rotary_emb  # type: ignore[return-value]
 
     def pointwise(self, model: nn.Module) -> list[nn.Module]:
-        """Modules of the language model that act on each row alone: safe to run in chunks of rows."""
+        """Language-model modules that act on each token alone (norms, MLPs), so that tokens can go through in chunks."""
         inside = (one for layer in self.layers(model) for one in layer.named_children())
         return [self.text(model).norm, *(one for name, one in inside if name == "mlp" or "norm" in name)]  # type: ignore[list-item]
 
     def windowed(self, model: nn.Module) -> nn.Module | None:
-        """The vision tower, where it attends within windows that it calls one by one."""
+        """The vision tower if it uses window attention, computed window by window under `sdpa`; else None."""
         return None
 
     def words(self, model: nn.Module) -> nn.Embedding:
@@ -217,18 +217,18 @@ class Family(ModelFamily):
         return model.get_output_embeddings()(hidden)  # type: ignore[operator, no-any-return]
 
     def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
-        """The images and the videos of a prompt, each in order of appearance over the batch."""
+        """Token grids (`Grid`) of a prompt's images and of its videos, each list in order of appearance over the batch."""
         raise self._lacks("how its visual tokens are laid out")
 
     def rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
-        """For each of `inputs` that tells of images (IMAGE) or of videos (VIDEO): how much of its first axis each takes."""
+        """For each input of images (IMAGE) or videos (VIDEO): how many entries of its first axis each image or video has."""
         raise self._lacks("which pixels are whose; give prompts one by one")
 
     def _lacks(self, what: str) -> ModelError:
         return ModelError(f"{self.name}: this family does not say {what}.")
 
     def kinds_given(self, inputs: Inputs) -> set[int]:
-        """Which of IMAGE and VIDEO a prompt shows. A placeholder of another kind is a word, as one that the model wrote."""
+        """Which of IMAGE and VIDEO a prompt has pixels for; placeholders of the other kind count as text."""
         encoded = inputs.get("mm_encoder_outputs") or {}
         return {
             kind
@@ -241,7 +241,7 @@ class Family(ModelFamily):
         return config.image_token_id, config.video_token_id
 
     def kinds(self, config: Any, ids: Tensor) -> Tensor:
-        """[B, S]: what each placeholder among `ids` [B, S] stands for, IMAGE or VIDEO; TEXT for all else."""
+        """Modality [B, S] of each token of `ids` [B, S]: IMAGE or VIDEO for placeholders, else TEXT."""
         kinds = torch.zeros_like(ids)
         kinds[ids == config.image_token_id] = IMAGE
         kinds[ids == config.video_token_id] = VIDEO
@@ -250,11 +250,11 @@ class Family(ModelFamily):
     def tiny_visual(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
-        """Tokens and random pixels of a small image, or of a video of so many units, for a model of `config`."""
+        """Token ids and random pixels of a small image, or of a video of `units` time steps, for a model of `config`."""
         raise self._lacks("what a small prompt of it is made of")
 
     def finished(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs of a small prompt, `made` of its pieces."""
+        """Complete the inputs of a small test prompt that were joined from its pieces; unchanged by default."""
         return made
 
     def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
@@ -282,7 +282,7 @@ class Family(ModelFamily):
         if not bool((modality != TEXT).any()):
             return TokenLayout.build(modality, valid=valid)
         images, videos = self.grids(model, inputs)
-        fields = cells(modality, {IMAGE: iter(images), VIDEO: iter(videos)})
+        fields = token_fields(modality, {IMAGE: iter(images), VIDEO: iter(videos)})
         asked = question_mask(model, ids, modality, fields["segment"])
         return TokenLayout.build(modality, valid=valid, asked=asked, **fields)
 
@@ -294,12 +294,12 @@ class Family(ModelFamily):
         return (mask.long().cumsum(1) - 1).clamp(min=0)
 
     def steps(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
-        """[units] long: how far the first rotary coordinate of each unit of a video of so many is beyond that of unit 0."""
+        """First RoPE coordinate of each time step of a video relative to time step 0, long [units]."""
         frame = self.layout(model, {**inputs, "attention_mask": None}).frame
         return torch.arange(units, device=frame.device) * int((frame == 0).sum())
 
     def pace_of(self, model: nn.Module, inputs: Inputs) -> Pace | None:
-        """Where positions are times: positions for each second, and seconds of a time step of the video in `inputs`."""
+        """If video positions are times: positions per second, and seconds per time step, of `inputs`; else None."""
         return None
 
     def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
@@ -310,8 +310,8 @@ class Family(ModelFamily):
         return self.entering(model, inputs)["inputs_embeds"]  # type: ignore[no-any-return]
 
     def entering(self, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-        """Arguments of the language model's forward that hold a prompt: its embeddings, and features that layers add to
-        them."""
+        """Keyword arguments of the language model's forward for a prompt: its input embeddings, and DeepStack features if
+        any."""
         caught: list[dict[str, Any]] = []
         thread = threading.get_ident()
 
@@ -337,21 +337,21 @@ class Family(ModelFamily):
         return rows.to(home_of(model), self.words(model).weight.dtype)
 
     def by_frame(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Callable[[Tensor], dict[str, Any]]]:
-        """Pixels [T, ., ., .] of the one video of `inputs`, a row a frame; and what makes inputs of whole units of them."""
+        """Pixels [T, ...] of the one video of `inputs`, a row per frame; and a function from such rows to inputs."""
         raise self._lacks("which pixels are a frame's")
 
     def patches(self, model: nn.Module, pixels: Tensor) -> int:
-        """How many patches the vision tower makes of `pixels`."""
+        """Number of patches that the vision tower makes of `pixels`."""
         raise self._lacks("how many patches its vision tower sees")
 
     def encoded(
         self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
-        """The visual features of `pixels`, images (IMAGE) or videos (VIDEO), as the model's own method gives them.
+        """Visual features of `pixels`, images (IMAGE) or videos (VIDEO), in the model's own output format.
 
         given     the call's other arguments
-        features  the tower's of a part of the pixels, given as keywords what of `given` is another for that part. A part has
-                  at most `most` patches, unless what cannot be cut has more
+        features  runs the tower on some of the pixels, at most `most` patches unless one item has more; takes as keywords
+                  those of `given` that differ for these pixels
         """
         raise self._lacks("how its visual inputs are cut")
 
@@ -362,7 +362,7 @@ class Family(ModelFamily):
         return self._heads(model, layer, rows, "q")
 
     def key(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
-        """[B, G, n, D] keys of `layer` for rows [B, n, E] of `norm`, before rotation."""
+        """Keys [B, G, n, D] of `layer` before RoPE, from normed hidden states `rows` [B, n, E]."""
         return self._heads(model, layer, rows, "k")
 
     def _heads(self, model: nn.Module, layer: int, rows: Tensor, which: str) -> Tensor:
@@ -397,4 +397,4 @@ class Family(ModelFamily):
 
 
 class Causal(causal.WithoutVision, Family):
-    """``AutoModelForCausalLM`` of any kind whose cache can be cut back to an earlier token."""
+    """Any ``AutoModelForCausalLM`` whose KV cache can be truncated (text only)."""

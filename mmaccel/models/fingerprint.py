@@ -1,4 +1,4 @@
-"""Whether `layer_step` may stand for decoder layers: they are of a known kind, unchanged, and no hook has to run."""
+"""Checks whether fused layer steps (`layer_step`) may replace decoder layers: known classes, unchanged modules, no hooks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mmaccel.models.prompt_layout import windowed
 
 
 class ModuleFingerprint:
-    """A snapshot of modules and all modules in them: their identities and classes, their weights, and the addresses of
-    these. It is compared at every pass, in a tenth of the host's time for a walk through the modules."""
+    """Snapshot of modules and their submodules: identities, classes, weights and weight addresses. It is compared at every
+    pass, ten times faster than by walking through the modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         roots = list(modules)
@@ -25,11 +25,11 @@ class ModuleFingerprint:
         self._held, self._mark = self._look(roots)
 
     def same(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether `modules` are those of the snapshot, unchanged; values of weights may have changed in place."""
+        """Whether `modules` are the ones of the snapshot, unchanged, except that weight values may have changed in place."""
         return self._look(modules)[1] == self._mark
 
     def hooked(self) -> bool:
-        """Whether a hook of a forward pass acts on any of them."""
+        """Whether any module of the snapshot has a forward hook that must run."""
         return hooked(self._all)
 
     def _look(self, roots: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:
@@ -41,9 +41,9 @@ class ModuleFingerprint:
 
 
 def hooked(modules: Iterable[nn.Module]) -> bool:
-    """Whether a forward hook on any of `modules` has to run in a step. Ours for prompts need not (`PromptHook`), nor those
-    of a pass of a stream, which serve its thread alone, nor those that transformers installs when `output_attentions` or
-    `output_hidden_states` is first asked for, and never removes: a step asks for neither."""
+    """Whether any of `modules` has a forward hook that a fused decode step must run. Not counted are our prompt hooks
+    (`PromptHook`), hooks of a stream's pass (they serve its thread alone), and those that transformers leaves installed
+    after `output_attentions` or `output_hidden_states`, which a step does not return."""
     return any(
         not isinstance(hook, PromptHook)
         and getattr(getattr(hook, "func", hook), "__module__", "") not in _OTHERS
@@ -58,16 +58,16 @@ _HOOKS: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_forward_hooks
 _OTHERS = ("transformers.utils.output_capturing", "mmaccel.models.stream", "mmaccel.models.recurrent")
 
 
-def known(layers: Iterable[Any], activation: str, family: Any) -> bool:
-    """Whether `layer_step` computes what `layers` do: `decoder_layers` of the family, each on one device, with plain linear
-    modules; of products that are made together all have a bias, or none."""
+def can_fuse(layers: Iterable[Any], activation: str, family: Any) -> bool:
+    """Whether `layer_step` computes the same as `layers`: their classes are the family's `decoder_layers`, each layer is on
+    one device, linear modules are plain, and projections that are fused all have a bias or all have none."""
     return activation == "silu" and all(
         type(layer).__name__ in family.decoder_layers
         and not (hasattr(layer, "self_attn") and _slides(layer.self_attn))
-        and all(is_whole(linear) for some in products(layer) for linear in some)
-        and (not mixture(layer) or _loose(layer.mlp.experts))
+        and all(is_whole(linear) for some in linear_groups(layer) for linear in some)
+        and (not has_experts(layer) or _loose(layer.mlp.experts))
         and len({p.device for p in layer.parameters()}) == 1
-        and all(len({one.bias is None for one in some}) == 1 for some in products(layer))
+        and all(len({one.bias is None for one in some}) == 1 for some in linear_groups(layer))
         for layer in layers
     )
 
@@ -83,22 +83,22 @@ def _loose(experts: Any) -> bool:
     return own.keys() == {"gate_up_proj", "down_proj"} and kinds == {nn.Parameter} and not experts._buffers
 
 
-def mixture(layer: Any) -> bool:
-    """Whether the feed-forward block of a layer is a mixture of experts."""
+def has_experts(layer: Any) -> bool:
+    """Whether a decoder layer's MLP is a mixture of experts."""
     return hasattr(layer.mlp, "experts")
 
 
-def products(layer: Any) -> list[list[Any]]:
-    """The products of a layer, each with those that are made with it: attention's, its output's, and where they are no
-    mixture of experts the two of a feed-forward block that are multiplied (or both in one), and its output's. Of a running
-    state in the place of attention those of the rows, its output's, and those of the gates."""
+def linear_groups(layer: Any) -> list[list[Any]]:
+    """The linear modules of a layer in groups that one kernel computes together: q, k, v; output; then, unless the MLP is a
+    mixture of experts, gate and up (or both in one); down. A linear-attention layer has its input projections, its output
+    projection and its gate projection in place of the first two groups."""
     mlp = layer.mlp
     if (own := getattr(layer, "linear_attn", None)) is not None:
         found = [[own.in_proj_qkv, own.in_proj_b, own.in_proj_a], [own.out_proj], [own.in_proj_z]]
     else:
         own = layer.self_attn
         found = [[own.q_proj, own.k_proj, own.v_proj], [own.o_proj]]
-    if mixture(layer):
+    if has_experts(layer):
         return found
     gated = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     return [*found, gated, [mlp.down_proj]]

@@ -1,8 +1,8 @@
-"""Gemma 3 and 4: most layers see a window alone, and the tokens of an image see each other whole, as in the stock models.
+"""Gemma 3 and 4: most layers have sliding-window attention, and tokens of one image attend to each other in both directions.
 
-Sliding layers keep their own window under every recipe and are dense; patterns and memories act on the layers of full
-attention. In Gemma 3 an image sees itself whole in every layer; in the larger models of Gemma 4 an image or a frame does so
-in the sliding layers. The smaller models share keys and values: their last layers read those of an earlier layer.
+Sliding layers are dense and keep their own window under every recipe; sparse patterns and KV policies apply to layers of
+full attention. Images are bidirectional in all layers of Gemma 3, and images and frames in the sliding layers of larger
+Gemma 4 models. The smaller Gemma 4 models share keys and values: their last layers read those of an earlier layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEXT: dict[str, Any] = {**tiny.TEXT, "head_dim": 16, "sliding_window": 24}
 
 @register("model", "gemma3")
 class Gemma3(Generic):
-    """``Gemma3ForConditionalGeneration``: frames are images, whose tokens see each other whole in every layer."""
+    """``Gemma3ForConditionalGeneration``: frames are given as images, whose tokens attend to each other in every layer."""
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3",)
     facts = frozenset({"token_type_ids"})
@@ -74,11 +74,11 @@ class Gemma3(Generic):
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
             raise ModelError(
-                "use_bidirectional_attention: text sees what comes after it, which a cache cannot have; set it to None."
+                "use_bidirectional_attention: text attends to later tokens, which no KV cache allows; set it to None."
             )
         if getattr(config, "attn_logit_softcapping", None) is not None:
             raise ModelError(
-                "attn_logit_softcapping: scores are capped, which mmaccel does not compute; set it to None."
+                "attn_logit_softcapping: mmaccel does not support soft-capped attention scores; set it to None."
             )
         super().check(model, recipe)
 
@@ -89,7 +89,7 @@ class Gemma3(Generic):
         return super().sizes(config if own is None else own[at], layers)
 
     def geometry(self, model: nn.Module) -> Geometry:
-        return self.whole_geometry(model)
+        return self.global_geometry(model)
 
     def sliding(self, model: nn.Module) -> Mapping[int, int]:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
@@ -102,7 +102,7 @@ class Gemma3(Generic):
         return sliding.MARGIN if self.sliding(model) else None
 
     def owners(self, model: nn.Module) -> list[int]:
-        """For each layer: the layer whose keys and values it reads."""
+        """For each layer: the index of the layer whose keys and values it reads (its own unless they are shared)."""
         return list(range(self.geometry(model).layers))
 
     def memory(self, view: ModelView, state: Callable[[int], Any]) -> Any:

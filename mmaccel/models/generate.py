@@ -1,7 +1,7 @@
-"""`generate` of an accelerated model: what a recipe refuses of it, its time limit, the choice of a decoding loop, the meter.
+"""`generate` of an accelerated model: unsupported arguments, the time limit, the choice of a decoding loop, the metrics.
 
-Every other argument is honoured as transformers honours it. `tests/models/test_arguments.py` walks the installed version's
-arguments and holds both.
+All other arguments act as in transformers; `tests/models/test_arguments.py` checks both for every argument of the installed
+version.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache"
 """Arguments of `generate` that ask for more than the loop without a draft gives, beside those of `DRAFT`."""
 
 
-def wants(attachment: Attachment, name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether what `generate` is asked as argument `name` changes anything."""
+def is_set(attachment: Attachment, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the argument `name` of a `generate` call is set to a value other than its neutral one."""
     value = attachment.asked(name, kwargs)
     if isinstance(value, Tensor):
         return True
@@ -82,10 +82,10 @@ def wants(attachment: Attachment, name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
-    """Raise one sentence for an argument of `generate` that the recipe does not take: `ModelError`, or `DraftError` where
-    its draft does not."""
+    """Raise for an argument of `generate` that the recipe does not support: `DraftError` if its draft does not, else
+    `ModelError`."""
     recipe = attachment.owner.recipe
-    if wants(attachment, "cache_implementation", kwargs):
+    if is_set(attachment, "cache_implementation", kwargs):
         raise ModelError(
             "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
         )
@@ -103,17 +103,17 @@ def check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
         parts.append((f"draft {recipe.draft.name!r}", DRAFT, DraftError))
     for part, sentences, error in parts:
         for name, sentence in sentences.items():
-            if wants(attachment, name, kwargs):
+            if is_set(attachment, name, kwargs):
                 raise error(f"{name}: {sentence.format(part=part)}")
         if kwargs.get("input_ids") is None and kwargs.get("inputs") is None:
             raise error(f"input_ids: {part} reads token ids; give them.")
 
 
 def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
-    """`generate` of an attached model, with a deadline where `max_time` is given.
+    """`generate` of an accelerated model, also with a `max_time` that covers the prefill.
 
-    transformers looks at the time after each token. A prompt in pieces may also end between two pieces: then the result
-    has no new token, a warning says so, and the caller's cache is as before.
+    transformers checks the time after each token. A chunked prefill may also stop between chunks: then the result has no new
+    token, a warning says so, and the caller's cache is unchanged.
     """
     kwargs = by_name(attachment.generate, args, kwargs)
     seconds = attachment.asked("max_time", kwargs)
@@ -181,7 +181,7 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
 
             lasts = caches and (given or bool(attachment.asked("return_dict_in_generate", kwargs)))
             return drafting.generate(attachment, kwargs, lasts and draft and not streams)
-        if not wants(attachment, "num_beams", kwargs):
+        if not is_set(attachment, "num_beams", kwargs):
             kwargs["streamer"] = Clock(meter.token, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limited(kwargs))
         if rests and not held:
@@ -250,7 +250,7 @@ def _in_turns(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
         return False
     padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
     apart = recipe.prune is not None or (padded and not recipe.kv.exact)
-    return apart and not any(wants(attachment, name, kwargs) for name in DRAFT)
+    return apart and not any(is_set(attachment, name, kwargs) for name in DRAFT)
 
 
 def _captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
@@ -261,11 +261,11 @@ def _captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
         return False
-    if any(wants(attachment, name, kwargs) for name in (*DRAFT, *OUTPUTS)):
+    if any(is_set(attachment, name, kwargs) for name in (*DRAFT, *OUTPUTS)):
         return False
-    from mmaccel.models.decode import admits
+    from mmaccel.models.decode import can_capture
 
-    return admits(attachment.model, attachment.family, cache)
+    return can_capture(attachment.model, attachment.family, cache)
 
 
 def _alone(attachment: Attachment, kwargs: Mapping[str, Any]) -> str | None:
@@ -277,7 +277,7 @@ def _alone(attachment: Attachment, kwargs: Mapping[str, Any]) -> str | None:
         return f"kv {recipe.kv.name!r} opens a stream for each prompt"
     if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
         return "it is not one new prompt of tokens"
-    if asked := [name for name in (*DRAFT, *OUTPUTS) if wants(attachment, name, kwargs)]:
+    if asked := [name for name in (*DRAFT, *OUTPUTS) if is_set(attachment, name, kwargs)]:
         return f"{asked[0]} was asked for"
     from mmaccel.models.together import why_not
 
@@ -299,15 +299,14 @@ def _nothing(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
 
 @dataclass
 class DraftTimes:
-    """Times measured on one accelerated model, and the decision for a batch.
+    """Measured decoding times of one accelerated model, and from them whether a draft speeds up a batch.
 
-    A step takes longer on a longer prompt, so that times are kept apart by the number of binary digits of the prompt's
-    length: those of prompts of 1,024 to 2,047 columns are together.
+    Times depend on the prompt's length, so they are grouped by its number of binary digits: 1,024 to 2,047 tokens are one
+    group.
 
-    drafted_s  for each class of lengths the seconds that a token of one sequence takes with the draft, from the last call
-               that drafted, of any batch; a class next to it will do, for a prompt given alone is rarely as long as a batch
-    plain_s    for each size of a batch and class of lengths the seconds of its plain steps, each of which gives every
-               sequence a token, by call
+    drafted_s  group -> seconds a token of one sequence with the draft, from the last call that drafted (any batch size);
+               the group next to it serves too, as a prompt given alone is rarely as long as a batch
+    plain_s    (batch size, group) -> seconds of a step without draft, which gives each sequence a token, by call
     """
 
     drafted_s: dict[int, float] = field(default_factory=dict)
@@ -315,18 +314,18 @@ class DraftTimes:
     warned: bool = False
 
     def drafted(self, length: int, seconds: float, tokens: int) -> None:
-        """A call with a draft, on prompts of `length` columns, took `seconds` for `tokens`, over all its sequences."""
+        """Record a drafted call on prompts of `length` tokens: `seconds` for `tokens` new tokens over all its sequences."""
         if tokens >= STEPS:
             self.drafted_s[length.bit_length()] = seconds / tokens
 
     def plain(self, batch: int, length: int, meter: Meter) -> None:
-        """A plain call of `batch` sequences, on prompts of `length` columns, has ended."""
+        """Record a call without draft: `batch` sequences with prompts of `length` tokens, timed by `meter`."""
         steps, key = meter.new_tokens - 1, (batch, length.bit_length())
         if steps >= STEPS and meter.first is not None and meter.last is not None:
             self.plain_s[key] = [*self.plain_s.get(key, []), (meter.last - meter.first) / steps][-TIMED:]
 
     def why_not(self, batch: int, length: int) -> str | None:
-        """Why a draft would not be faster in a batch of this size, on prompts of `length` columns; None: it is."""
+        """Why a draft would not speed up a batch of this size on prompts of `length` tokens; None if it would."""
         size = length.bit_length()
         timed = self.plain_s.get((batch, size), [])
         own = next(
@@ -344,7 +343,7 @@ class DraftTimes:
 
 
 class Clock:
-    """A streamer that calls `token` with the number of tokens that reached the host, and passes the tokens on to `inner`."""
+    """A streamer that calls `token` with the number of tokens that reached the host, and forwards the tokens to `inner`."""
 
     def __init__(self, token: Callable[[int], None], inner: Any) -> None:
         self.token, self.inner, self.prompt = token, inner, True

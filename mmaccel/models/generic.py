@@ -1,8 +1,8 @@
-"""Any other model of transformers that takes images or video: where its frames lie follows from its pixels and placeholders.
+"""Other image and video models of transformers: frame positions in the prompt follow from pixels and placeholder tokens.
 
-Placeholders of one kind that follow each other are a run. If there are as many runs as frames in the pixels, each is one,
-and text may stand between them; if there are as many as videos, each has the frames of one. What fits neither is a frame a
-run. Positions are what the model's own rope index makes of the inputs, where it has one.
+A run is a sequence of adjacent placeholders of one kind. If there are as many runs as frames in the pixels, each is a frame,
+and text may stand between them; if as many as videos, each holds the frames of one; else each run counts as a frame.
+Positions come from the model's own `get_rope_index`, if it has one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family
-from mmaccel.models.prompt_layout import PIXELS, WIDE, Grid, Inputs, Words, in_seconds, is_given
+from mmaccel.models.prompt_layout import PIXELS, WIDE, Grid, Inputs, Words, format_seconds, is_given
 
 GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 NEAR = 24
@@ -54,7 +54,7 @@ _BESIDE: dict[str, Callable[[int, float], tuple[Words, Words]]] = {
         ],
         ["<fake_token_around_image>"],
     ),
-    "video_llama_3": lambda frame, time: (["," * (frame > 0) + f"Time {in_seconds(time)}s:"], ()),
+    "video_llama_3": lambda frame, time: (["," * (frame > 0) + f"Time {format_seconds(time)}s:"], ()),
 }
 """What a processor writes beside a frame, of the number of the frame and its time in seconds."""
 
@@ -71,7 +71,7 @@ TOWER: dict[str, Any] = {
 
 @register("model", "generic")
 class Generic(Family):
-    """Models whose frames follow from pixels and placeholders: patterns, windows and drafts act on them."""
+    """Models whose frames are found from pixels and placeholder tokens; sparse patterns, windows and drafts work on them."""
 
     model_types: ClassVar[tuple[str, ...]] = (
         "internvl",
@@ -202,7 +202,7 @@ class Generic(Family):
     def parted(
         self, inputs: Inputs, layout: TokenLayout, columns: slice
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Where frames are images: the inputs of those at `columns`, and of all others."""
+        """For models that take frames as images: split `inputs` into those of images at `columns` and all others."""
         if PIXELS[VIDEO] in inputs or not is_given(inputs.get(PIXELS[IMAGE])):
             return None
         visual = layout.modality[0] != TEXT
@@ -286,7 +286,7 @@ class Generic(Family):
 
 @register("model", "other")
 class Other(Generic):
-    """Any other image or video model of transformers whose layers all have full attention. No such model is tested here."""
+    """Any other image or video model of transformers whose layers all have full attention; no such model is tested here."""
 
     model_types = ("*",)
     rotate_function = ""

@@ -1,4 +1,4 @@
-"""GLM-4.1V to GLM-4.6V: partial M-RoPE of neighbouring coordinates; a frame is an image within the marks of a video."""
+"""GLM-4.1V to GLM-4.6V: M-RoPE on a part of each head, in adjacent pairs; each frame is an image inside video markers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
-from mmaccel.models.prompt_layout import WIDE, ProcessorStyle, Words, in_seconds
+from mmaccel.models.prompt_layout import WIDE, ProcessorStyle, Words, format_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, TOWER, VID
 
@@ -33,7 +33,7 @@ _ASIDE: dict[str, Any] = {
 
 @register("model", "glm4v")
 class Glm4V(Qwen25VL):
-    """``Glm4vForConditionalGeneration`` and ``Glm46VForConditionalGeneration``: frames are images between times."""
+    """``Glm4vForConditionalGeneration`` and ``Glm46VForConditionalGeneration``: prompts write a time between frames."""
 
     model_types: ClassVar[tuple[str, ...]] = ("glm4v", "glm46v")
     facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
@@ -73,9 +73,9 @@ class Glm4V(Qwen25VL):
         return [194, *tokens, 195]
 
     def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
-        # GLM-4.6V has seconds as `in_seconds` writes them from 100 s on, the others whole ones, with fewer figures.
+        # GLM-4.6V has seconds as `format_seconds` writes them from 100 s on, the others whole ones, with fewer figures.
         whole = config.model_type != "glm46v"
-        time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{in_seconds(seconds[0])} seconds"
+        time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{format_seconds(seconds[0])} seconds"
         return [config.image_start_token_id], [config.image_end_token_id, time]
 
     def kinds(self, config: Any, ids: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Glm4V(Qwen25VL):
 
 @register("model", "glm4v_moe")
 class Glm4VMoe(Glm4V):
-    """``Glm4vMoeForConditionalGeneration``, which turns the halves of a head and not its neighbours."""
+    """``Glm4vMoeForConditionalGeneration``: like `Glm4V`, but RoPE pairs the halves of a head, not adjacent dimensions."""
 
     model_types = ("glm4v_moe",)
     decoder_layers = frozenset({"Glm4vMoeTextDecoderLayer"})

@@ -1,9 +1,9 @@
-"""The forward passes of an accelerated model, whose methods are wrapped on the instance (attention.py, generate.py).
+"""`Attachment`: the forward methods of an accelerated model, wrapped on the instance.
 
-Nothing global is patched. One attention name is registered for the process; it serves only models whose text modules hold
-our copy of their config. What an attached model carries is: that copy, and instance wrappers of the `forward` of the
-multimodal and of the text model, of what encodes images and videos (modules.py), and of `generate`. install.py puts all of
-it there or nothing, and takes all of it away.
+Nothing global is patched. One attention name is registered with transformers for the process; it serves only models whose
+text modules hold our copy of their config. An accelerated model has: that copy, and instance wrappers of `generate`, of
+`forward` of the multimodal and of the text model, and of the methods that encode images and videos (modules.py). install.py
+installs either all of it or nothing, and removes all of it.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from mmaccel.models.attention import (
     PackedPass,
     cache_of,
     check_forward,
-    packed_in,
-    pieces,
+    chunks_of,
+    packed_sequence_ids,
     ticket_of,
     without_cache,
 )
 from mmaccel.models.install import Attaching, gate_of
-from mmaccel.models.modules import by_parts, in_chunks, rotate_by
+from mmaccel.models.modules import batch_tower, chunk_tokens, rotate_by
 from mmaccel.models.prompt_layout import by_name, new_inputs, of_columns, positions_of
 from mmaccel.models.pruning import Pruning
-from mmaccel.models.recurrent import noted
-from mmaccel.models.signals import hear
+from mmaccel.models.recurrent import record_input
+from mmaccel.models.signals import hook_hidden_states
 
 
 class Attachment(Attaching):
-    """A recipe laid through one model.
+    """A recipe installed on one model: its wrapped `forward` and `generate` methods.
 
-    sequences  what is known of the columns of each cache of transformers' own
-    running    of the `generate` that this thread is in: the `layout` of its prompt beside its ids, the size of a `chunk`,
-               the `deadline`
+    sequences  token layouts of the transformers caches (`DynamicCache`) in use
+    running    per thread, for the current `generate`: the prompt's `layout` with its ids, the `chunk` size, the `deadline`
     """
 
     def __init__(self, owner: Accelerated, generate: Callable[..., Any], draft_times: Any) -> None:
@@ -86,15 +85,15 @@ class Attachment(Attaching):
         hooks.attention(self.text.modules(), self.shared, ATTENTION, **family.numbered(model))
         self.states = family.states(model)
         for one in self.states.values():
-            hooks.before(one, noted)
+            hooks.before(one, record_input)
         # Inside a pruner that listens to the tower: it hears of all frames at once.
-        by_parts(hooks, family, model)
+        batch_tower(hooks, family, model)
         if recipe.prune is not None and recipe.kv.sequences:
             self.pruning = Pruning(hooks, model, family, recipe.prune, self.depth)
             self._pruned: Any = torch.compiler.disable(self.pruning.forward)
         if recipe.draft.pruner is not None:
-            hear(hooks, family.layers(model), recipe.draft.pruner)
-        in_chunks(hooks, family.pointwise(model), family)
+            hook_hidden_states(hooks, family.layers(model), recipe.draft.pruner)
+        chunk_tokens(hooks, family.pointwise(model), family)
         rotate_by(hooks, family.attentions(model), family.rotate_function)
         self.forward = self.text.forward
         if self.owner.context is not None:
@@ -108,7 +107,7 @@ class Attachment(Attaching):
             self.multimodal.__dict__["rope_deltas"] = before
 
     def cache(self) -> KVCache:
-        """A fresh cache of the recipe's memory."""
+        """Open a new KV cache with the recipe's KV policy."""
         cache: KVCache = cache_of(self.model, self.family, self.owner.open_state())
         self.opened(cache.state, cache)
         return cache
@@ -148,14 +147,14 @@ class Attachment(Attaching):
         return self.sequences.get(cache) if cache is not None else None
 
     def asked(self, name: str, kwargs: Mapping[str, Any]) -> Any:
-        """The value of `generate`'s argument `name`: from `kwargs`, their generation config or the model's; or None."""
+        """The value of `generate`'s argument `name`: from `kwargs`, its generation config or the model's; or None."""
         if name in kwargs:
             return kwargs[name]
         given = getattr(kwargs.get("generation_config"), name, None)
         return given if given is not None else getattr(self.model.generation_config, name, None)
 
     def promise(self, inputs: Mapping[str, Any], past: int = 0) -> None:
-        """Read the layout of a prompt that `generate` is about to run after `past` columns, while its pixels are there."""
+        """Compute the token layout of the prompt of the coming `generate` call, after `past` cached tokens."""
         new = new_inputs(inputs, past) if past else inputs
         self.running.layout = past, new["input_ids"], self.family.layout(self.model, new)
 
@@ -183,8 +182,8 @@ class Attachment(Attaching):
         return (new.expand(3, -1, -1) if self.family.mrope else new) + start
 
     def limited(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `generate`, with a criterion that ends each sequence where the model's positions do, if it could
-        get there. Raises `ModelError` for a prompt after which there is no position left."""
+        """Add to the arguments of `generate` a stopping criterion at the model's last position, if it can be reached. Raises
+        `ModelError` for a prompt that leaves no position."""
         ids, most = kwargs.get("input_ids"), positions_of(self.text.config)
         cache = kwargs.get("past_key_values")
         past, known = 0 if cache is None else cache.get_seq_length(), self.known(cache)
@@ -262,7 +261,7 @@ class Attachment(Attaching):
         if new is None or new.length != count:
             new = text(count, None if mask is None else mask[:, -count:])
         lent = cache is None
-        packed = packed_in(kwargs, mask, self.family.mrope) if lent else None
+        packed = packed_sequence_ids(kwargs, mask, self.family.mrope) if lent else None
         if not recipe.kv.exact or self.pruning is not None or self.owner.context is not None:
             cache = self._own(cache, kwargs, new, packed)
         known = self.known(cache) if start else None
@@ -361,7 +360,7 @@ class Attachment(Attaching):
         if own:
             kwargs["past_key_values"] = self.cache()
             run = replace(run, state=kwargs["past_key_values"].state)
-        outputs = [self._pass(*self._piece(run, kwargs, *part)) for part in pieces(run, chunk)]
+        outputs = [self._pass(*self._piece(run, kwargs, *part)) for part in chunks_of(run, chunk)]
         whole = outputs[-1]
         if outputs[0].last_hidden_state.shape[1] > 1 or chunk == 1:  # else layers ran the last row alone
             whole.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
@@ -379,7 +378,7 @@ class Attachment(Attaching):
         return run.part(begin, end), of_columns(kwargs, slice(begin, end), run.start)
 
     def time_left(self) -> float | None:
-        """Seconds left of the `generate` of this thread, None without a limit; raises `Ended` when they are used up."""
+        """Seconds left of this thread's `generate` call, or None without a limit; raises `Ended` when the time is over."""
         deadline: Deadline | None = getattr(self.running, "deadline", None)
         if deadline is None:
             return None

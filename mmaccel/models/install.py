@@ -1,13 +1,13 @@
-"""Installs our hooks on a model and takes them back, all or none, never during a call: the only code that changes instances.
+"""Installs our hooks on a model and removes them, all or none and never during a call: the only code that changes instances.
 
-What is changed: a method of one instance, the config that modules hold, and forward hooks. Classes stay as they are. Each
-text model has a `Gate`. Calls enter and leave it; attaching and detaching wait until no call is inside, and new calls wait
-until they are done. Calls that began before anything was attached entered no gate: they are found on the stacks of their
-threads, so that a plain model needs no hook.
+Changed are methods of one instance, the config that modules hold, and forward hooks; classes are not. Each text model has a
+`Gate`, which calls enter and leave. Attaching and detaching wait until no call is inside, and new calls wait until they are
+done. Calls that began before a recipe was attached entered no gate: they are found on the stacks of their threads, so a
+plain model needs no hook.
 
-A call under way may itself wait for a new call, of a helper thread. So a new call waits at most `FIRST_S` for a change that
-waits for older calls, and then runs. When all calls have ended that were under way when the wait began, it begins anew with
-those under way now, and new calls wait `LONGER` times as long: sooner or later longer than any call lasts.
+A running call may itself wait for a new call of a helper thread, so blocking new calls for good could deadlock. A new call
+waits at most `FIRST_S` seconds for a change that waits for older calls, and then runs. Once those older calls have ended,
+the wait restarts with the calls running by then, and `LONGER` times as long a limit, until it exceeds the length of a call.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _Calls = dict[object, int]
 
 
 class Hooks(ExitStack):
-    """Changes of a model that `close` takes back, the last one first.
+    """Changes of a model that `close` undoes in reverse order.
 
-    As a context manager it takes them back at the end of the block, also after an error in the middle; `pop_all` keeps them
-    beyond it. A change that a user made on top of ours stays when ours is taken back.
+    As a context manager it undoes them at the end of the block, also after an error; `pop_all` keeps them beyond it. If a
+    user changed the same attribute later, the user's change stays.
     """
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of the instance; taken back unless it was set again since."""
+        """Set an attribute of the module instance; it is restored on close, unless it was set again since."""
         before = module.__dict__.get(name, _ABSENT)
 
         def back() -> None:
@@ -68,8 +68,8 @@ class Hooks(ExitStack):
         module.__dict__[name] = value
 
     def wrap(self, module: nn.Module, name: str, ours: Callable[..., Any], *given: Any) -> Callable[..., Any]:
-        """Replace the method `name` of an instance, and return the wrapper. A call of the method becomes
-        `ours(*given, original, *args, **kwargs)`, where `original` is the method as it was."""
+        """Replace the method `name` of the instance and return the wrapper. A call then runs `ours(*given, original, *args,
+        **kwargs)`, where `original` is the previous method."""
         plain: Callable[..., Any] = getattr(module, name)
         # A partial, which copy and pickle look into.
         wrapper: Callable[..., Any] = functools.wraps(plain)(functools.partial(ours, *given, plain))
@@ -77,7 +77,7 @@ class Hooks(ExitStack):
         return wrapper
 
     def attention(self, modules: Iterable[nn.Module], shared: Any, name: str, **facts: Any) -> None:
-        """Give those of `modules` that hold the config `shared` one copy that names attention `name` and has `facts`."""
+        """Give the `modules` whose config is `shared` one copy of it, with attention implementation `name` and `facts`."""
         own = copy.copy(shared)
         own._attn_implementation = name
         for fact, value in facts.items():
@@ -87,18 +87,18 @@ class Hooks(ExitStack):
                 self.put(module, "config", own)
 
     def before(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
-        """Register a forward pre-hook that gets keyword arguments."""
+        """Register a forward pre-hook that also gets keyword arguments, removed on close."""
         self.callback(_unregister, hook, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
         module.register_forward_pre_hook(hook, with_kwargs=True, **options)
 
     def after(self, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> None:
-        """Register a forward hook."""
+        """Register a forward hook, removed on close."""
         self.callback(_unregister, hook, module._forward_hooks, module._forward_hooks_with_kwargs)
         module.register_forward_hook(hook, with_kwargs=with_kwargs)
 
 
 class PromptHook:
-    """A forward hook of ours on a module that captured steps do without: it serves prompts, or a step does what it does."""
+    """Base class of our forward hooks that a fused decode step may skip, since they only matter in a prefill."""
 
 
 def _unregister(hook: Callable[..., Any], hooks: dict[int, Any], with_kwargs: dict[int, bool]) -> None:
@@ -111,7 +111,7 @@ def _unregister(hook: Callable[..., Any], hooks: dict[int, Any], with_kwargs: di
 
 @contextmanager
 def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None]) -> Iterator[None]:
-    """`install` while any thread is inside: the first thread to enter installs, the last one to leave takes it back."""
+    """Context that shares hooks among threads: the first thread to enter calls `install`, the last to leave undoes it."""
     with _lock:
         known = _shared.setdefault(module, {})
         if name not in known:
@@ -129,10 +129,10 @@ def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None])
 
 
 def stacks() -> dict[int, FrameType]:
-    """The innermost frame of each thread, by its identifier.
+    """Thread id -> innermost stack frame, for all threads.
 
-    The garbage collector is off meanwhile: before Python 3.12.4, one that runs within the call can block the process for
-    ever (CPython issue 106883).
+    Garbage collection is off meanwhile: before Python 3.12.4 a collection inside `sys._current_frames` can deadlock (CPython
+    issue 106883).
     """
     with _lock:
         collects = gc.isenabled()
@@ -145,8 +145,8 @@ def stacks() -> dict[int, FrameType]:
 
 
 class Gate:
-    """Any number of calls of a model may be inside; a change of the model waits until it is alone. A call within a call of
-    the same thread enters at once."""
+    """Readers-writer lock of a text model: calls are readers, attaching and detaching are writers. A nested call of the same
+    thread enters at once."""
 
     def __init__(self) -> None:
         self._state = threading.Condition()
@@ -198,7 +198,7 @@ class Gate:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """The context of one call that runs without the recipe, such as a pass of a stream."""
+        """Context of one call that runs without the recipe, such as a stream's forward pass."""
         entered = self.enter()
         try:
             yield
@@ -208,7 +208,7 @@ class Gate:
 
     @contextmanager
     def alone(self, what: str) -> Iterator[None]:
-        """Run the code inside while no call runs; new calls wait. Raises `ModelError` inside a call of this thread."""
+        """Context that holds the gate exclusively: running calls end first, new ones wait. Raises `ModelError` in a call."""
         me = threading.get_ident()
         with self._state:
             if me in self._inside or self._alone == me:
@@ -227,7 +227,8 @@ class Gate:
                 self._state.notify_all()
 
     def drain(self, what: str, modules: Collection[nn.Module]) -> None:
-        """Wait until no other thread is inside a call of `modules` that entered no gate. Only inside `alone`."""
+        """Inside `alone`: wait for other threads' running calls of `modules` that began before any hook, so entered no
+        gate."""
         if _call_of(sys._getframe(), modules):
             raise _within(what)
         with self._state:
@@ -283,7 +284,7 @@ class Gate:
         return found, unsure
 
     def forked(self) -> None:
-        """In a forked process only the thread that forked goes on: nobody else is inside, waits, or holds a lock."""
+        """Reset the gate in a forked process, where only the forking thread goes on and no lock of others is held."""
         me = threading.get_ident()
         self._state = threading.Condition()
         self._inside = {thread: calls for thread, calls in self._inside.items() if thread == me}
@@ -293,7 +294,7 @@ class Gate:
 
     @property
     def attached(self) -> Attaching | None:
-        """The recipe that is attached, if there is one."""
+        """The recipe's `Attaching` that is installed on the model, or None."""
         attaching = self.last()
         return None if attaching is None or attaching.over else attaching
 
@@ -315,15 +316,15 @@ if hasattr(os, "register_at_fork"):
 
 
 def gate_of(text: nn.Module) -> Gate:
-    """The gate of a text model, which whole models may share."""
+    """The gate of a text model, which several multimodal models may share."""
     with _lock:
         return _gates.setdefault(text, Gate())
 
 
 class Attaching:
-    """A recipe on a model, from `attach` to `remove`. Wrappers are partials of its methods, and cannot be copied either.
+    """A recipe installed on a model, from `attach` to `remove`. Wrappers are partials of its methods; it cannot be copied.
 
-    over  whether it was removed: what is left of it, inside wrappers of others, then calls the plain methods
+    over  whether it was removed: wrappers of ours inside a user's wrapper then call the plain methods
     """
 
     def __init__(self, model: nn.Module, gate: Gate) -> None:
@@ -332,7 +333,7 @@ class Attaching:
         self.hooks = Hooks()
 
     def attach(self, lay: Callable[[], None]) -> None:
-        """Call `lay`, which changes the model through `hooks`; after an error nothing is left."""
+        """Call `lay`, which changes the model through `hooks`; if it raises, all its changes are undone."""
         with self.gate.alone("accelerate"):
             if (other := self.gate.attached) is not None:
                 raise ModelError(
@@ -349,7 +350,7 @@ class Attaching:
                 raise
 
     def remove(self) -> None:
-        """Restore the model once the running calls have ended; a second call does nothing."""
+        """Restore the model once running calls have ended; a second call does nothing."""
         with self.gate.alone("detach"):
             self.over = True
             self.hooks.close()
@@ -361,7 +362,7 @@ class Attaching:
         )
 
     def refuse_copies(self, *modules: nn.Module) -> None:
-        """Let copies and pickles of `modules` raise too."""
+        """Make copying and pickling of `modules` raise too, as for the accelerated model."""
         for module in modules:
             # Copy and pickle ask the instance, before they look at what is in it.
             self.hooks.put(module, "__reduce_ex__", self.__reduce_ex__)

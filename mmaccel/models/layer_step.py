@@ -1,8 +1,8 @@
-"""One decoder layer on a few new rows with five operators.
+"""One decoder layer on a few new rows by five fused operators.
 
-The modules of a layer launch some thirty small kernels and take a host about a millisecond; for few rows that is most of
-the time. Weights are the model's own. `models/decode.py` runs all layers of a sequence as one captured step, and
-`models/step.py` those of a question to a stream.
+A layer's own modules launch some thirty small kernels and cost a millisecond of host time, which dominates for few rows. The
+weights stay the model's own. `models/decode.py` captures all layers of a sequence as one CUDA graph, and `models/step.py`
+those of a question to a stream.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from mmaccel.backends.ops.delta import delta_rows
 from mmaccel.backends.ops.experts import expert_rows
 from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.models import recurrent
-from mmaccel.models.fingerprint import mixture, products
+from mmaccel.models.fingerprint import has_experts, linear_groups
 
 Weights = tuple[list[Tensor], list[Tensor]]
 """Weights of products that are made together, and their biases, if any."""
 
 
 class Rows(NamedTuple):
-    """Rows [R, E] between two layers or the halves of one. `gained` [R, E] and `squares` [R, P] are what the norm after them
-    needs, where the product that made them computed it too (`pass_rows`)."""
+    """Hidden states [R, E] between fused operators. `gained` [R, E] and `squares` [R, P] are inputs of the following RMSNorm
+    (scaled rows and partial sums of squares), if `pass_rows` already computed them."""
 
     rows: Tensor
     gained: Tensor | None = None
     squares: Tensor | None = None
 
 
-class Carried(NamedTuple):
-    """Running states of B sequences in a step. told [B, 4] long: start, base, upto and seat of each, as in `delta_rows`;
-    layers: for each layer with a state the journals [S, R, W] and states [S, H, K, V] of S seats (`recurrent.Seats`)."""
+class StepStates(NamedTuple):
+    """Recurrent states of B sequences in a decode step. told [B, 4] long: start, base, upto and slot, as in `delta_rows`;
+    layers: per recurrent layer the journals [S, R, W] and states [S, H, K, V] of S slots (`recurrent.StateSlots`)."""
 
     told: Tensor
     layers: Sequence[tuple[Tensor, Tensor]]
@@ -53,8 +53,8 @@ class _Step:
         self.ends = [
             getattr(layer, name, None) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
         ]
-        self.mixed = _Mixture(layer.mlp) if mixture(layer) else None
-        self.enters, self.out, *rest = (weights(*some) for some in products(layer))
+        self.mixed = _Mixture(layer.mlp) if has_experts(layer) else None
+        self.enters, self.out, *rest = (weights(*some) for some in linear_groups(layer))
         if self.mixed is not None:
             return
         *_, self.gate_up, self.down = rest
@@ -63,7 +63,7 @@ class _Step:
             self.gate_up = weight, bias
 
     def finish(self, x: Rows, attended: Tensor) -> Rows:
-        """The layer's output for its input rows x [R, E] and their attention [R, H * D]."""
+        """Output projection and MLP of a decoder layer, from input rows x [R, E] and attention output [R, H * D]."""
         if self.mixed is not None:
             rows = _added(attended, self.out, x.rows, None, self.ends[0]).rows
             normed = layer_ops.rms_norm(rows, self.between.weight, self.between.variance_epsilon)
@@ -74,7 +74,7 @@ class _Step:
 
 
 class StateStep(_Step):
-    """A layer with a running state in the place of attention: `project_rows` twice, `delta_rows`, and the second half."""
+    """Fused step of a Gated DeltaNet layer: `project_rows` twice, `delta_rows`, then output projection and MLP."""
 
     def __init__(self, layer: Any, family: Any, follows: Any, number: int) -> None:
         """`number`: which of the layers with a state it is."""
@@ -82,7 +82,7 @@ class StateStep(_Step):
         self.number, self.own = number, layer.linear_attn
         self.gate = weights(self.own.in_proj_z)
 
-    def __call__(self, x: Rows, carried: Carried) -> Rows:
+    def __call__(self, x: Rows, carried: StepStates) -> Rows:
         """What leaves the layer for its input x, B * n rows."""
         made, gate = (project(x, self.before, some) for some in (self.enters, self.gate))
         journal, state = carried.layers[self.number]
@@ -92,12 +92,11 @@ class StateStep(_Step):
 
 
 class LayerStep(_Step):
-    """A decoder layer of a Qwen2-like family over a few new rows: `enter_rows` (queries, keys and values, with RoPE,
-    keys and values written to the cache), `decode_attend`, and for the output projection and the feed-forward block
-    `pass_rows`, `project_rows` and `pass_rows` again. With norms of queries and keys, or a rotation of the family's own,
-    `project_rows`, these and `rope_rows` are in the place of `enter_rows`. A block whose output is normed before it is added
-    ends with `project_rows` and that norm. A mixture of experts is `rms_norm`, the model's own routing and `expert_rows`.
-    """
+    """Fused step of a Qwen2-like decoder layer on a few new rows: `enter_rows` (projects q, k, v, applies RoPE, writes the
+    cache), `decode_attend`, and for output projection and MLP `pass_rows`, `project_rows`, `pass_rows`. Layers with QK norms
+    or their own RoPE use `project_rows`, the norms and `rope_rows` in place of `enter_rows`. Where a block's output is
+    normed before the residual add, it ends with `project_rows` and that norm. A mixture of experts runs `rms_norm`, the
+    model's router and `expert_rows`."""
 
     def __init__(self, layer: Any, family: Any, follows: Any = None) -> None:
         super().__init__(layer, family, follows)
@@ -127,14 +126,14 @@ class LayerStep(_Step):
         bias: Tensor | None = None,
         qkv: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The attention [B * n, H * D] of the rows, and their queries.
+        """Attention output [B * n, H * D] of the rows, and their queries.
 
-        x        what enters the layer, B * n rows; not read where `qkv` is given
-        rope     [2, B, n, D], the cosines and sines of the rows
-        columns  [B, n] long, the columns of `key` and `value` [B, G, capacity, D] that the rows are written to; where each
-                 sequence has a cache of its own, `key` is all of these and `value` is not used
-        sees, bias  those of `decode_attend`
-        qkv      `project` of x, where a memory had to see it first; None: it is computed here
+        x        hidden states of B * n rows; unused if `qkv` is given
+        rope     cosines and sines [2, B, n, D] of the rows
+        columns  [B, n] long, cache slots of `key` and `value` [B, G, capacity, D] that the rows are written to; where each
+                 sequence has its own cache, `key` is the `Caches` of all and `value` is unused
+        sees, bias  tree mask and score bias, as in `decode_attend`
+        qkv      `project` of x, where a KV policy had to read it first; None: computed here
         """
         if qkv is None and (self.norms or self.turn or self.gated):
             assert x is not None
@@ -166,8 +165,8 @@ class LayerStep(_Step):
         return self.opened(out.transpose(1, 2).reshape(columns.numel(), -1), qkv), query
 
     def project(self, x: Rows) -> Tensor:
-        """[R, (H + 2 G) * D]: queries, keys and values without RoPE, side by side, of rows that enter the layer; H * D more
-        where there are gates."""
+        """Queries, keys and values before RoPE, side by side: [R, (H + 2 G) * D] of the rows, and H * D gate columns for
+        gated attention."""
         rows = project(x, self.before, self.enters)
         if not self.norms:
             return rows
@@ -182,7 +181,7 @@ class LayerStep(_Step):
         return torch.cat([*(some.flatten(1) for some in heads), values, *(one.flatten(1) for one in gate)], 1)
 
     def opened(self, attended: Tensor, qkv: Tensor | None) -> Tensor:
-        """Attention [R, H * D] times the gates in `project` of its rows, if any."""
+        """Multiply attention output [R, H * D] by the sigmoid of the gates in `qkv`, if the layer has gated attention."""
         return attended * qkv[:, -self.sizes[0] :].sigmoid() if self.gated and qkv is not None else attended
 
     def _turned(self, rows: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,12 +226,12 @@ class _Centred:
 
 
 def norm_of(norm: Any, family: Any) -> Any:
-    """What has the `weight` and `variance_epsilon` of a norm of the family's layers."""
+    """A norm module of the family with `weight` and `variance_epsilon`; norms that scale by ``1 + weight`` are wrapped."""
     return _Centred(norm) if type(norm).__name__ in family.centred_norms else norm
 
 
 def layer_steps(layers: Sequence[Any], family: Any, follows: Any = None) -> list[LayerStep | StateStep]:
-    """`layers` one after the other, and the norm after them, if any."""
+    """Build the fused steps of consecutive `layers`; `follows` is the norm after the last one, or None."""
     norms = [*(layer.input_layernorm for layer in layers[1:]), follows]
     steps, states = list[LayerStep | StateStep](), 0
     for layer, norm in zip(layers, norms, strict=False):
@@ -245,12 +244,12 @@ def layer_steps(layers: Sequence[Any], family: Any, follows: Any = None) -> list
 
 
 def weights(*linear: nn.Linear) -> Weights:
-    """Weights of products that one kernel computes together."""
+    """Weights and biases of linear modules that one kernel computes together."""
     return [one.weight for one in linear], [one.bias for one in linear if one.bias is not None]
 
 
 def project(x: Rows, norm: Any, by: Weights, gated: bool = False) -> Tensor:
-    """`project_rows` of the normed rows."""
+    """Apply the RMSNorm `norm` and the linear weights `by` to the rows, in one operator (`project_rows`)."""
     rows, gain, squares = _normed_by(x, norm)
     return layer_ops.project_rows(rows, *by, gain, norm.variance_epsilon, None, gated, squares)
 

@@ -1,4 +1,4 @@
-"""A processor for a tiny model of any family: words are letters, and pixels follow from the frames. No network, no files."""
+"""A test processor for tiny models of any family: a token per character, pixels from the frames; no files, no network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN, CLOSE = "user: ", " model: "
 
 
 class Tokens:
-    """A token a letter, from number `begin` to below `end`."""
+    """A character-level test tokenizer with ids from `begin` to below `end`."""
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.count = begin, end - begin
@@ -31,7 +31,7 @@ class Tokens:
 
 
 class Letters(Processor):
-    """Makes prompts for tiny models of `config`, from the tokens that the family declares (`Family.tiny_visual`)."""
+    """A test processor that makes prompts for tiny models of `config`, with the visual tokens of `Family.tiny_visual`."""
 
     video_token, video_token_id = "<video>", -1
 

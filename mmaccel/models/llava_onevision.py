@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: 1-D RoPE, square frames pooled by two, one newline mark after each video."""
+"""LLaVA-OneVision: 1-D RoPE, square frames pooled 2 x 2, one newline token after each video."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Features
 from mmaccel.models.prompt_layout import PIXELS, Budget, Grid, Inputs, Made, ProcessorStyle
-from mmaccel.models.signals import VisionTower, received
+from mmaccel.models.signals import VisionTower, received_attention
 from mmaccel.models.tiny import IMG, TEXT, VID
 
 
@@ -47,8 +47,8 @@ def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Map
 
 
 def tiled_shape(grid: Sequence[int], side: int, image: Sequence[int], most: int) -> tuple[int, int]:
-    """Rows and columns of the tokens of an image (height, width) cut into `grid` (down, across) tiles of `side` ** 2 each,
-    without the padding, and made fewer where they are more than of `most` tiles. Each row has one newline token more."""
+    """Token rows and columns of an image (height, width) cut into `grid` (down, across) tiles of `side` x `side` tokens,
+    after padding is removed, and shrunk if they exceed `most` tiles. Each row is followed by one newline token."""
     height, width = image
     rows, columns = side * grid[0], side * grid[1]
     if width / height > columns / rows:
@@ -84,9 +84,10 @@ def _tokens_per_tile(extra: Mapping[str, Any]) -> int:
 
 
 class Tower(VisionTower):
-    """Frames of P patches, each a batch entry, pooled by two after the tower; a mark ends each video.
+    """Vision-tower signals for frames (batch entries of P patches) that are pooled 2 x 2; one token ends each video.
 
-    Of an image the base view and the tiles are a batch entry each, put together as their features are."""
+    An image's base view and its tiles are a batch entry each; their signals are joined as their features are.
+    """
 
     def __init__(self, multimodal: Any) -> None:
         self.multimodal = multimodal
@@ -102,7 +103,7 @@ class Tower(VisionTower):
             made(hidden).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
             for made in (module.q_proj, module.k_proj)
         )
-        score = received(query, key, query.shape[-1] ** -0.5)
+        score = received_attention(query, key, query.shape[-1] ** -0.5)
         return torch.cat([score[..., None], key.float().mean(1)], -1)
 
     def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:
@@ -132,7 +133,7 @@ class Tower(VisionTower):
 
 @register("model", "llava_onevision")
 class LlavaOnevision(Family):
-    """``LlavaOnevisionForConditionalGeneration``. An image's base view is its frame; its tiles are marks with cells."""
+    """``LlavaOnevisionForConditionalGeneration``. An image's base view is laid out as a frame, and its tiles behind it."""
 
     model_types = ("llava_onevision",)
     facts = frozenset({"image_sizes", "image_sizes_videos", "batch_num_images"})

@@ -1,8 +1,8 @@
-"""Models and processors from a folder, a hub name, or the tiny models of mmaccel-lab; a model's layers over several devices.
+"""Loads models from a folder, the hub, or the tiny models of mmaccel-lab; spreads a model's layers over several devices.
 
-Where one device does not hold all of a model, its decoder layers lie in runs, one a device, in the order of the devices; all
-else (vision tower, embeddings, last norm, head) is on the first, where a prompt comes in and logits come out. The hidden
-state goes from run to run: `MoveInputs` moves it, and what all layers are given beside it.
+If a model exceeds one device, its decoder layers are placed in consecutive runs, one a device in order. All else (vision
+tower, embeddings, final norm, LM head) is on the first device, where prompts enter and logits leave. `MoveInputs` moves the
+hidden state, and the arguments shared by all layers, from device to device.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ UNKNOWN = frozenset({"RepositoryNotFoundError", "HFValidationError"})
 
 
 def resolve(name: str | Path) -> str:
-    """The path of a folder or of a shipped model, or a name that may be on the hub, where each has an owner and a slash.
+    """The path of a folder or of a tiny model, or `name` itself if it can be a hub name (owner/name).
 
     Raises `ModelError` for a name that is none of these.
     """
     text = str(name)
     if text in shipped.NAMES:
-        return str(shipped.path(text))
+        return str(shipped.model_folder(text))
     if Path(text).exists():
         return text
     if text.startswith(("/", ".", "~")) or text.count("/") > 1:
@@ -56,8 +56,8 @@ def resolve(name: str | Path) -> str:
     raise ModelError(f"{unknown} A folder will do too, or a hub name with its owner (owner/name).")
 
 
-def there(device: torch.device | str, field: str = "device") -> torch.device:
-    """A device that this machine has; raises `ModelError`, which names the field."""
+def check_device(device: torch.device | str, field: str = "device") -> torch.device:
+    """Check that `device` is available on this machine and return it; raises `ModelError`, which names `field`."""
     try:
         place = torch.device(device)
     except RuntimeError:
@@ -83,13 +83,13 @@ def load_model(
     attn_implementation: Any = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """An unmodified transformers model in evaluation mode, on `device` (the CPU). Raises `ModelError` when there is none,
-    and, for a model type of no family, before any weight is read.
+    """Load an unmodified transformers model in evaluation mode, on `device` (default: CPU). Raises `ModelError` if it cannot
+    be loaded, and, for an unsupported model type, before any weight is read.
 
-    The keywords are those of `from_pretrained`, and go there. Weights go straight to `device`, or to where `device_map` says
-    ("auto", a device, or modules by name); both need the package accelerate, without which they pass through host memory.
-    With `devices` the layers are spread over these, in order, and all else is on the first; the model is read into host
-    memory before.
+    The keywords are passed to `from_pretrained`. Weights are loaded straight to `device`, or as `device_map` says ("auto", a
+    device, or modules by name); both need the package accelerate, without which they pass through host memory. With
+    `devices` the decoder layers are spread over these in order, and everything else is on the first; the model is read into
+    host memory before.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -98,11 +98,11 @@ def load_model(
         raise ModelError(f"devices: {one} is a single device; give a list, or device={one}.")
     if sum(given is not None for given in (device, devices, device_map)) > 1:
         raise ModelError("device, devices and device_map exclude each other; give one of them.")
-    first = there("cpu" if device is None else device)
-    places = None if devices is None else [there(one, "devices") for one in devices]
+    first = check_device("cpu" if device is None else device)
+    places = None if devices is None else [check_device(one, "devices") for one in devices]
     for one in device_map.values() if isinstance(device_map, Mapping) else (device_map,):
         if one is not None and one not in MAPS:
-            there(torch.device("cuda", one) if isinstance(one, int) else one, "device_map")
+            check_device(torch.device("cuda", one) if isinstance(one, int) else one, "device_map")
     named = isinstance(dtype, str) and dtype != "auto"
     if named and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise UnknownName("dtype", str(dtype), ("auto", "bfloat16", "float16", "float32"))
@@ -144,8 +144,8 @@ def _read(
     except (OSError, ValueError, SafetensorError) as error:
         known = ", ".join(shipped.NAMES)
         raise ModelError(
-            absent(source, error)
-            or own_code(source, error)
+            not_found_message(source, error)
+            or remote_code_message(source, error)
             or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({reason_of(error)})."
         ) from error
     except (ImportError, RuntimeError) as error:
@@ -162,19 +162,19 @@ def _read(
         ) from error
 
 
-def outline(name: str | Path) -> ModelView:
-    """The model `name` as its configuration tells it; no weights are read.
+def from_config(name: str | Path) -> ModelView:
+    """A `ModelView` of the model `name` from its configuration alone; no weights are read.
 
-    Raises `ModelError` where there is no such model, or one of a family that is not supported.
+    Raises `ModelError` if there is no such model or its family is not supported.
     """
     source = resolve(name)
     family = family_of(_type(source))
     return ModelView(ConfigOnlyModel(_config(source)), family, adapter_for)
 
 
-def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
-    """Load the causal language model `name` in the dtype and on the device of `like`, or its config alone if `like`
-    has no weights; None if it is a model of a supported family, or no language model. Raises as `load_model` does."""
+def load_text_model(name: str | Path, like: nn.Module) -> nn.Module | None:
+    """Load a text-only causal language model (a draft) in the dtype and on the device of `like`, or only its config if
+    `like` has no weights; None if `name` is a vision-language model, or no language model. Raises as `load_model` does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     source = resolve(name)
@@ -198,22 +198,22 @@ def _config(source: str) -> Any:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
-            own_code(source, error)
+            remote_code_message(source, error)
             or f"model {source!r}: its config.json cannot be read ({reason_of(error)})."
         ) from error
 
 
 def check_recipe(recipe: Recipe | str | Path | Mapping[str, Any], name: str | Path) -> None:
-    """Raise what `accelerate` would raise of a recipe on the model `name`, which is not loaded, nor is a draft."""
-    fitted(Recipe.load(recipe), outline(name))
+    """Raise what `accelerate` would raise for this recipe on the model `name`; no weights of it or of a draft are loaded."""
+    fitted(Recipe.load(recipe), from_config(name))
 
 
 @dataclass(eq=False)
 class MoveInputs(PromptHook):
-    """A pre-hook of a module: its arguments come to `device`; named ones, which all layers are given, once for all there.
+    """Forward pre-hook that moves a module's arguments to `device`; keyword arguments, which all layers share, only once.
 
-    memo  for each device and argument what came last, and the same moved; shared by all layers of a model
-    ends  whether no layer comes after this module: nothing is kept then
+    memo  (device, argument) -> last tensor and its moved copy; shared by all layers of a model
+    ends  whether this is the last module: it then clears what `memo` keeps
     """
 
     device: torch.device
@@ -246,9 +246,9 @@ class MoveInputs(PromptHook):
 
 
 def device_of_layers(sizes: Sequence[int], ends: int, count: int) -> list[int]:
-    """For each layer, of `sizes` bytes, which of `count` devices it lies on; the first also holds `ends` bytes.
+    """Assign layers of `sizes` bytes to `count` devices: a device index for each; the first device also holds `ends` bytes.
 
-    In order, each device with at least one layer, and as even as whole layers allow.
+    Layers stay in order, each device gets at least one, and bytes are as even as whole layers allow.
     """
     whole, before = ends + sum(sizes), ends
     chosen: list[int] = []
@@ -261,9 +261,9 @@ def device_of_layers(sizes: Sequence[int], ends: int, count: int) -> list[int]:
     return chosen
 
 
-def runs(places: Sequence[torch.device], home: torch.device) -> list[tuple[torch.device, list[int]]]:
-    """The layers that lie on `places`, by their numbers, in runs of one device; the first and the last run are at `home`,
-    without layers where these begin or end elsewhere."""
+def device_runs(places: Sequence[torch.device], home: torch.device) -> list[tuple[torch.device, list[int]]]:
+    """Group layers, placed on `places`, into consecutive runs (device, layer indices). The first and last run are on `home`,
+    and empty if the first or last layer is elsewhere."""
     found: list[tuple[torch.device, list[int]]] = [(home, [])]
     for number, place in enumerate(places):
         if place != found[-1][0]:
@@ -275,8 +275,8 @@ def runs(places: Sequence[torch.device], home: torch.device) -> list[tuple[torch
 
 
 def spread_layers(model: nn.Module, devices: Sequence[torch.device | str]) -> Callable[[], None]:
-    """Move the layers of `model` over `devices`, and all else to the first. The returned call takes the hooks up again, and
-    leaves the weights where they are. Raises `ModelError` for fewer layers than devices."""
+    """Move the decoder layers of `model` over `devices`, and everything else to the first one. Returns a function that
+    removes the hooks and leaves the weights in place. Raises `ModelError` for fewer layers than devices."""
     family: Any = adapter_for(model)
     layers = family.layers(model)
     places = [torch.device(device) for device in devices]
@@ -297,11 +297,11 @@ def spread_layers(model: nn.Module, devices: Sequence[torch.device | str]) -> Ca
                 weight.data = weight.data.to(places[0])
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(places[0]))
-    return hand_over(model, chosen, places[0])
+    return move_hooks(model, chosen, places[0])
 
 
-def hand_over(model: nn.Module, chosen: Sequence[torch.device], first: torch.device) -> Callable[[], None]:
-    """Lay the hooks for layers that lie on `chosen`, the last norm on `first`."""
+def move_hooks(model: nn.Module, chosen: Sequence[torch.device], first: torch.device) -> Callable[[], None]:
+    """Hook layers placed on `chosen`, and the final norm on `first`, by `MoveInputs`; returns a function that unhooks."""
     family: Any = adapter_for(model)
     memo: dict[tuple[torch.device, str], tuple[Any, Any]] = {}
     if all(place == first for place in chosen):
@@ -314,7 +314,7 @@ def hand_over(model: nn.Module, chosen: Sequence[torch.device], first: torch.dev
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Read config.json; raises `ModelError` if there is none."""
+    """Read config.json of `folder`; raises `ModelError` if there is none."""
     config = read_json(folder / "config.json")
     if config is None:
         raise ModelError(f"{folder} has no config.json: name the folder of a saved model.")
@@ -322,7 +322,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def folder_of(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """A folder as it is; of a model on the hub that with its small files, which are fetched. Raises `ModelError`."""
+    """A model's folder; a hub model's small files (all but weights) are downloaded to one first. Raises `ModelError`."""
     text = os.fspath(name)
     if Path(text).is_dir():
         return Path(text)
@@ -335,11 +335,11 @@ def folder_of(name: str | os.PathLike[str], revision: str | None = None) -> Path
         return Path(snapshot_download(text, revision=revision, allow_patterns=small))
     except Exception as error:
         unfetched = f"model {text!r} cannot be fetched from the hub ({reason_of(error)})."
-        raise ModelError(absent(text, error) or unfetched) from error
+        raise ModelError(not_found_message(text, error) or unfetched) from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object that a JSON file holds; None where there is no file. Raises `ModelError`."""
+    """The object in a JSON file, or None if there is no file. Raises `ModelError`."""
     if not path.is_file():
         return None
     content = outside.read_json(path, str(path), ModelError, fix="save it again")
@@ -349,19 +349,19 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def reason_of(error: Exception) -> str:
-    """The message of an error, in one line of at most 200 characters."""
+    """An error's message as one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those behind it."""
+    """Yield an exception and then its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-def absent(name: str, error: BaseException) -> str | None:
-    """The sentence for a name that neither a folder nor the hub gave; None for an error of another kind."""
+def not_found_message(name: str, error: BaseException) -> str | None:
+    """Error message for a model name found neither on disk nor on the hub; None if `error` is of another kind."""
     kinds = {kind.__name__ for cause in causes(error) for kind in type(cause).__mro__}
     if kinds & UNREACHED:
         return (
@@ -373,8 +373,8 @@ def absent(name: str, error: BaseException) -> str | None:
     return None
 
 
-def own_code(name: str, error: Exception) -> str | None:
-    """The error for a model whose own code would have to run; None for another error."""
+def remote_code_message(name: str, error: Exception) -> str | None:
+    """Error message for a model that needs `trust_remote_code`; None if `error` is of another kind."""
     return _own_code(name) if "trust_remote_code" in str(error) else None
 
 

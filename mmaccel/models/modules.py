@@ -1,28 +1,27 @@
-"""How a model's own modules run while a recipe is attached or a session runs them: in parts, by windows, in fewer kernels.
+"""Makes a model's own modules cheaper while a recipe is attached or a stream runs: in chunks, windows batched, kernels
+fused.
 
-In parts: what acts on each row alone takes some rows at a time, so that a long prompt needs no room for what it holds. At a
-million tokens a feed-forward block of a 7B model holds 38 GB for each of three products; on 32 768 rows at a time 1.2, and
-the matrices are as full as the device wants them. The vision tower takes some frames at a time (at a million tokens
-Qwen2.5-VL's holds 10 GB for each value of its width, LLaVA-OneVision's projector 28 GB before it pools). Frames do not look
-at each other: what is cut between two steps of time is computed alike, up to rounding where rows of another number go
-through another kernel. Not cut are a step of time and an image with its tiles; nor a call that asks for gradients, states,
-attention or a tuple, or that brings lengths and places of all patches. What is cut gives `pooler_output` alone.
+Chunks: modules that act on each token alone run on 32,768 tokens at a time, which bounds their temporary memory. At a
+million tokens the MLP of a 7B model holds 38 GB for each of three products; in chunks 1.2 GB, at full matrix throughput. The
+vision tower runs on some frames at a time (at a million tokens Qwen2.5-VL's holds 10 GB for each hidden state,
+LLaVA-OneVision's projector 28 GB before pooling). Frames do not attend to each other, so results are equal up to rounding of
+other kernels. Not split are a time step, an image with its tiles, and calls that ask for gradients, hidden states,
+attentions or a tuple, or that pass lengths or positions of all patches. A split call returns `pooler_output` alone.
 
-By windows: Qwen2.5-VL's tower has a window for each 64 patches in most of its layers, and one for each step of time in the
-others. Under `sdpa` transformers splits at `cu_seqlens`, in every layer anew, and attends to one window after the other, so
-that a long video is bound by launches. Here the windows of one length, of which a frame size has four, are a batch. What is
-relied on: an attention function with "flash" in its name is given all rows at once, with `cu_seq_lens_q`
-(`is_flash_attention_requested`, in transformers 5.17 to 5.23). Where it is not, it is called for each window, and is
-`sdpa`. A tower that was given another attention than `sdpa` keeps it.
+Windows: most layers of Qwen2.5-VL's tower attend in windows of 64 patches, the others within each time step. Under `sdpa`
+transformers splits at `cu_seqlens` in every layer and attends to one window after the other, so that a long video is bound
+by kernel launches. Here windows of equal length (a frame size has four lengths) are one batch. This relies on transformers
+giving an attention function with "flash" in its name all rows at once with `cu_seq_lens_q` (`is_flash_attention_requested`,
+5.17 to 5.23); elsewhere it is called for each window and equals `sdpa`. A tower with another attention than `sdpa` keeps it.
 
-In fewer kernels: norms, gates and rotations take one each, as they move memory: of a decoder layer's 38 ms at 131 072 tokens
-on an H200 all but 10 are steps that one kernel takes together. The feed-forward blocks of Qwen2.5-VL's tower have an inner
-size of 3,420 at most published sizes. In 16 bits its rows begin at multiples of 8 bytes, and Hopper's matrix units copy rows
-that begin at multiples of 16: cuBLAS takes kernels of the generation before. Filled up with zeros to 3,424 the products are
-those of the same numbers. The filled-up weights are copies, made when the tower first runs, that go when the tower is as it
-was before; the model's own weights are never touched, so that what is saved, moved or trained meanwhile is the model's.
+Fusion: a norm, gate or rotation is one kernel, as these are bound by memory. Of a decoder layer's 38 ms at 131,072 tokens on
+an H200 all but 10 are steps that one kernel computes together. The MLPs of Qwen2.5-VL's tower have an inner size of 3,420 at
+most published sizes. Its rows in 16 bits start at multiples of 8 bytes, but Hopper's tensor cores load rows that start at
+multiples of 16, so cuBLAS falls back to kernels of the previous generation. Padding with zeros to 3,424 gives the same
+products. The padded copies are made when the tower first runs and freed with the hooks; the model's own weights are never
+changed, so that saving, moving and training work as before.
 
-`family` is the `Family` of a model here, and `whole` what a method was before it was wrapped.
+Below, `family` is the model's `Family`, and `whole` a method before it was wrapped.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ _FUSED: WeakSet[nn.Module] = WeakSet()
 """Towers with fewer kernels by now."""
 
 
-def in_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
-    """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows."""
+def chunk_tokens(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
+    """Let `modules`, which act on each token alone, process inputs [B, n, E] in chunks of `ROWS` tokens."""
     for module in modules:
         if is_gated(module, family):
             hooks.wrap(module, "forward", gated, module)
@@ -96,10 +95,10 @@ def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: An
 def rotate_by(
     hooks: Hooks, modules: Iterable[nn.Module], name: str, turned: Callable[..., Any] | None = None
 ) -> None:
-    """Let attention `modules` rotate queries and keys in place, or by `turned`, which is given their own function and what
-    that is given. `name`: what they call their own function.
+    """Let attention `modules` apply RoPE in place, or by `turned`, which gets their own RoPE function and its arguments.
+    `name` is the name by which their forward calls that function.
 
-    Their forward is the same code, in which one name means another function: what is theirs is not touched.
+    Their forward runs as a copy in which this one name is rebound; the original function is unchanged.
     """
     for module in modules:
         known: Any = getattr(module.forward, "__func__", None)
@@ -132,23 +131,23 @@ def _turned(
 
 
 def is_norm(module: nn.Module, family: Any) -> bool:
-    """Whether `module` is a norm by the root mean square, with a weight and no more."""
+    """Whether `module` is an RMSNorm of the family with a weight only."""
     return type(module).__name__ in family.rms_norms
 
 
 def is_gated(module: nn.Module, family: Any) -> bool:
-    """Whether `module` is a feed-forward block of three products, gated by a SiLU."""
+    """Whether `module` is a SwiGLU MLP of the family: gate, up and down projection with SiLU."""
     silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     return silu and type(module).__name__ in family.gated_mlps
 
 
 def normed(module: Any, hidden: Tensor, family: Any) -> Tensor:
-    """Output of the norm `module` on `hidden`, by one kernel if there is one; for code that nobody compiles."""
+    """Apply the norm `module` to `hidden`, by a fused kernel if there is one; not for code under torch.compile."""
     return normed_or(module, module, hidden) if is_norm(module, family) else module(hidden)  # type: ignore[no-any-return]
 
 
 def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
-    """Output of the norm `module` on `hidden`, by one kernel if there is one, else by its own forward, `whole`."""
+    """Apply the norm `module` to `hidden`, by a fused kernel if there is one, else by its own forward `whole`."""
     fits = module.weight.dtype == hidden.dtype and layer_ops.fusible(hidden)
     if not fits or _wants_gradients(hidden, module.weight):
         return whole(hidden)
@@ -156,8 +155,8 @@ def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
 
 
 def gated(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
-    """Output of the gated feed-forward block `module` on `hidden`. One kernel computes gate and product where there is one;
-    else the module's own forward `whole` runs."""
+    """Apply the SwiGLU MLP `module` to `hidden`, with SiLU and product in one kernel if there is one, else by its own
+    forward `whole`."""
     if not layer_ops.fusible(hidden) or torch.is_grad_enabled():
         return whole(hidden)
     gate = module.gate_proj(hidden)
@@ -170,14 +169,14 @@ def _wants_gradients(*tensors: Tensor) -> bool:
 
 
 def in_parts(family: Any, model: nn.Module, fewer: bool = True) -> AbstractContextManager[None]:
-    """While inside, the model's tower runs as `by_parts` lets it."""
-    install = functools.partial(by_parts, family=family, model=model, fewer=fewer)
+    """Context in which the model's vision tower runs as `batch_tower` sets it up."""
+    install = functools.partial(batch_tower, family=family, model=model, fewer=fewer)
     return shared_hooks(family.multimodal(model), f"in_parts {fewer}", install)
 
 
-def by_parts(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True) -> None:
-    """Let the model's tower see at most `PATCHES` patches a call, windows of one length at once, and run in `fewer` kernels.
-    A tower that does so already is left as it is."""
+def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True) -> None:
+    """Let the model's vision tower encode at most `PATCHES` patches a call, batch attention windows of equal length and, if
+    `fewer`, use fused kernels. A tower already set up so is left unchanged."""
     multimodal = family.multimodal(model)
     # Here, not where it is written: what compiles is imported by that, when a model is there.
     joined = torch.compiler.disable(_joined, recursive=False)
@@ -186,9 +185,9 @@ def by_parts(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True) ->
         if encode is not None and not getattr(encode, "by_parts", False):
             ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined)
             ours.by_parts = True  # type: ignore[attr-defined]
-    by_length(hooks, family, model)
+    batch_windows(hooks, family, model)
     if fewer:
-        fewer_kernels(hooks, family, model)
+        fuse_tower(hooks, family, model)
 
 
 def _encode(
@@ -223,10 +222,10 @@ def _joined(
     return type(made[0])(**deepstack.split_levels(joined, made[0]))
 
 
-def by_length(hooks: Hooks, family: Any, model: nn.Module) -> None:
-    """Let the windows of one length go through the model's vision tower in one call.
+def batch_windows(hooks: Hooks, family: Any, model: nn.Module) -> None:
+    """Let the model's vision tower batch attention windows of equal length.
 
-    A tower without windows, with an attention of the user's choice, or that does so already is left as it is.
+    A tower without windows, with an attention other than `sdpa`, or already set up so is left unchanged.
     """
     tower: Any = family.windowed(model)
     if tower is None or getattr(tower.config, "_attn_implementation", None) != "sdpa":
@@ -239,9 +238,9 @@ def by_length(hooks: Hooks, family: Any, model: nn.Module) -> None:
 
 
 def batches_of(ends: list[int], device: torch.device) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Windows that begin and end at `ends`, one after the other, put together by length: the (windows, rows of each) of each
-    batch; [rows] long, the rows in the order of the batches; and where each row lies among these. The last two are None
-    where that is the order they have. Windows of no rows are left out."""
+    """Group consecutive windows, bounded by `ends`, by length: (windows, rows each) of each batch; the rows [n] in batch
+    order; and the inverse permutation. The last two are None if rows are already in that order. Empty windows are left
+    out."""
     begins: dict[int, list[int]] = {}
     for begin, end in pairwise(ends):
         if end > begin:
@@ -263,7 +262,7 @@ def attention(
     cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[1, rows, H, D] of query, key and value [1, H, rows, D]: each row sees its window, which `cu_seq_lens_q` bounds."""
+    """Window attention [1, rows, H, D] of query, key, value [1, H, rows, D]; `cu_seq_lens_q` bounds the windows."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -303,7 +302,7 @@ class _Whole:
 
 @torch.library.custom_op("mmaccel::window_attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def window_attend(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
-    """`attention` where torch.compile sees an operator: the sizes of windows are read from `ends`."""
+    """`attention` as a custom operator for torch.compile; `ends` holds the windows' bounds."""
     whole: Any = _Whole
     return attention(whole, query, key, value, None, ends, scaling=scale, is_causal=False)[0]
 
@@ -313,9 +312,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> 
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def fewer_kernels(hooks: Hooks, family: Any, model: nn.Module) -> None:
-    """Let the model's tower run in fewer kernels, where they exist; copies of weights go with `hooks`. Leaves a tower of a
-    family without windows, or one that already runs so, as it is."""
+def fuse_tower(hooks: Hooks, family: Any, model: nn.Module) -> None:
+    """Let the model's vision tower use fused kernels, where they exist; padded weight copies are freed with `hooks`. A tower
+    without windows, or already set up so, is left unchanged."""
     tower = family.windowed(model)
     if tower is None or tower in _FUSED:
         return
@@ -326,11 +325,11 @@ def fewer_kernels(hooks: Hooks, family: Any, model: nn.Module) -> None:
         if is_norm(one, family):
             hooks.wrap(one, "forward", normed_or, one)
         elif is_gated(one, family):
-            hooks.wrap(one, "forward", _filled, Filled(one))
+            hooks.wrap(one, "forward", _filled, PaddedMLP(one))
     rotate_by(hooks, modules, family.vision_rotate_function, _turned_rows)
 
 
-def _filled(filled: Filled, whole: Callable[..., Any], hidden: Tensor) -> Any:
+def _filled(filled: PaddedMLP, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """[..., E]: the output of the feed-forward block for `hidden` [..., E]."""
     fits = layer_ops.fusible(hidden) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     weights = filled.weights(hidden) if fits else None
@@ -342,11 +341,11 @@ def _filled(filled: Filled, whole: Callable[..., Any], hidden: Tensor) -> Any:
     return linear(wide, down, down_bias)
 
 
-class Filled:
-    """The weights of a feed-forward block, padded with zeros to an inner size that is a multiple of `ALIGNED` bytes.
+class PaddedMLP:
+    """An MLP's weights, zero-padded to an inner size that is a multiple of `ALIGNED` bytes.
 
-    What is filled up adds nothing: its gate is silu(0) * 0, and its column of the last product is zero. Copies are made anew
-    when a weight was replaced or changed in place.
+    Padding changes no result: a padded gate is silu(0) * 0, and its column of the down projection is zero. Copies are made
+    anew when a weight is replaced or changed in place.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -355,8 +354,8 @@ class Filled:
         self._held: tuple[Tensor | None, ...] = ()
 
     def weights(self, hidden: Tensor) -> tuple[Any, ...] | None:
-        """Weights of gate, up and down, then their biases or None; None where the block has to run by itself: its inner size
-        is good already, or its products are not plain ones of the type and on the device of `hidden`."""
+        """Padded weights of gate, up and down, then their biases or None. None if the MLP must run by itself: its inner size
+        needs no padding, or its linear modules are not plain, or differ from `hidden` in dtype or device."""
         parts = self.module.gate_proj, self.module.up_proj, self.module.down_proj
         hooked = any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in parts)
         if hooked or not all(map(is_whole, parts)):
@@ -378,7 +377,7 @@ class Filled:
 
 
 def is_whole(part: Any) -> bool:
-    """Whether `part` is a product with a weight of its own: no adapter, no quantized weight."""
+    """Whether `part` is a plain linear module: no adapter (LoRA), no quantized weight."""
     return type(part) is nn.Linear and type(part.weight) is nn.Parameter
 
 

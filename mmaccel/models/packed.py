@@ -1,4 +1,4 @@
-"""The pass of packed sequences: several in a row of a batch, each of which sees itself alone."""
+"""The forward pass of packed sequences: several one after the other in a batch row, each attending to itself alone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mmaccel.core.prefill.attention import ForwardPass
 
 @dataclass(frozen=True, eq=False)
 class PackedPass:
-    """A prefill of packed sequences, without a memory.
+    """A prefill of packed sequences without cache, each attending to itself alone.
 
-    runs  (row of the batch, its columns, the run of these alone) for each sequence; together they cover the batch
+    runs  (batch row, columns, `ForwardPass`) of each sequence; together they cover the batch
     """
 
     runs: tuple[tuple[int, slice, ForwardPass], ...]
@@ -23,7 +23,7 @@ class PackedPass:
 
     @classmethod
     def of(cls, run: ForwardPass, packed: Tensor) -> PackedPass:
-        """`run` over a whole batch, cut where the sequence number `packed` [B, S] of its columns changes."""
+        """Split `run`, a batch's forward pass, at changes of the sequence number `packed` [B, S] of its tokens."""
         runs = []
         for b, row in enumerate(packed):
             begin = 0
@@ -36,7 +36,7 @@ class PackedPass:
         return cls(tuple(runs))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention [B, H, S, D] of query [B, H, S, D] to key and value [B, G, S, D], within each packed sequence."""
+        """Attention [B, H, S, D] of query [B, H, S, D] on key and value [B, G, S, D], within each packed sequence."""
         out = value.new_empty(*query.shape[:3], value.shape[-1])
         for b, columns, run in self.runs:
             some = (slice(b, b + 1), slice(None), columns)

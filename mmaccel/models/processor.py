@@ -1,7 +1,7 @@
-"""Text, images and videos to model inputs, as the stock processors make them, without torchvision.
+"""`Processor`: text, images and videos to model inputs, equal to those of transformers' processors, without torchvision.
 
-`transformers` has no `*Processor` and no video processor where torchvision is missing. This one reads the
-same files, writes the same files and gives the same tensors. A family says how in `Family.processors`.
+`transformers` has no video processor where torchvision is missing. This one reads and writes the same files and gives the
+same tensors. A family describes its processors in `Family.processors`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mmaccel.core.errors import ModelError, check_text, warn
 from mmaccel.core.files import outside
 from mmaccel.core.registry import registry
 from mmaccel.media.preprocess import Pixels, as_frames, as_image
-from mmaccel.models.chat import Written, conversations, ids_of, image_rows, one_chat, video_list, written
+from mmaccel.models.chat import ChatText, conversations, ids_of, image_rows, one_chat, render, video_list
 from mmaccel.models.loading import config_of, folder_of, read_json
 from mmaccel.models.prompt_layout import ProcessorStyle
-from mmaccel.models.taking import most_frames, take
+from mmaccel.models.taking import most_frames, sample
 
 
 class Processor:
     """Makes the inputs of one model: tokenizer, image and video settings, chat template.
 
-    `processor(text, videos=...)` takes text with placeholders, `processor.chat(content)` writes them itself.
-    Build it with `from_pretrained`, or from parts to write a folder with `save_pretrained`.
+    `processor(text, videos=...)` takes text with placeholders; `processor.chat(content)` inserts them itself. Make it by
+    `from_pretrained`, or from its parts, to write a folder with `save_pretrained`.
     """
 
     tiny: str | None = None
@@ -73,11 +73,11 @@ class Processor:
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], *, special_tokens: bool = True) -> Processor:
-        """Read a model folder (or the small files of a model named on the hub), in any layout that transformers saves.
+        """Load from a model folder (or from the hub, without weights), in any layout that transformers saves.
 
         New layout: processor_config.json holds image_processor and video_processor. Older: preprocessor_config.json,
-        video_preprocessor_config.json (the image's file stands in for it), and processor_config.json with the rest.
-        Raises `ModelError` naming the file that is missing or broken.
+        video_preprocessor_config.json (default: the image's file), and processor_config.json for the rest. Raises
+        `ModelError` naming the file that is missing or broken.
         """
         place = folder_of(folder)
         config, whole = config_of(place), read_json(place / "processor_config.json") or {}
@@ -106,7 +106,7 @@ class Processor:
         )
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write tokenizer, chat template and processor_config.json; stock `AutoProcessor` reads them too."""
+        """Write tokenizer, chat template and processor_config.json, also readable by transformers' `AutoProcessor`."""
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save_pretrained(place)
@@ -189,8 +189,8 @@ class Processor:
     def pixels(
         self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """Inputs that a call makes from the frames [T, 3, H, W] of one video, without text: pixels, and a grid if it
-        has one."""
+        """Pixel inputs of one video's `frames` [T, 3, H, W], without text: pixel values, and the patch grid if the model
+        takes one."""
         made, _ = self.style.videos(self.video, self.extra, [frames], {"device": device, "dtype": dtype})
         return {name: value.to(device) for name, value in made.items()} if device is not None else made
 
@@ -202,17 +202,15 @@ class Processor:
         fps: float | Sequence[float | None] | None = None,
         **options: Any,
     ) -> dict[str, Tensor]:
-        """Inputs for one turn of the user, or for a conversation, through the chat template.
+        """Inputs for one user turn or a conversation, by the chat template.
 
-        `content` is a text, pieces in order (`{"type": "video", "video": ...}`, `{"type": "image", "image":
-        ...}`, `{"type": "text", "text": ...}`) or messages (`{"role": ..., "content": pieces}`). `images`
-        and `videos` given beside it stand before it. A list of texts, of pieces or of conversations is a batch,
-        one prompt each; `images` and `videos` are then lists with an entry for each: one, a list of them, or
-        None. `options` go to the call: `frames` takes as many frames of each video, which LLaVA-OneVision needs
-        of a batch.
+        `content` is a text, content pieces in order (`{"type": "video", "video": ...}`, `{"type": "image", "image": ...}`,
+        `{"type": "text", "text": ...}`) or messages (`{"role": ..., "content": pieces}`). `images` and `videos` come before
+        `content`. A list of texts, piece lists or conversations is a batch, one prompt each; `images` and `videos` are then
+        lists with an entry (one, a list, or None) for each. `options` go to `__call__`: `frames` samples that many frames of
+        each video, which LLaVA-OneVision needs for a batch.
 
-        Raises `ModelError` also for a chat template that fails. What special tokens in the texts are: `special_tokens` of
-        the class.
+        Raises `ModelError`, also if the chat template fails. Special tokens inside texts: see `special_tokens` of the class.
         """
         prompts = conversations(content, images, videos)
         rows = [pictures for _, pictures, _ in prompts]
@@ -226,14 +224,14 @@ class Processor:
         return self(texts, images=rows, videos=clips or None, fps=fps, **options)
 
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of messages, or of pieces of one turn of the user, through the chat template, each video and image still
-        one placeholder: pieces of type "video" and "image" need nothing but their type."""
+        """Token ids of messages, or of the content pieces of one user turn, by the chat template. Each video and image stays
+        one placeholder, so pieces of type "video" and "image" need no other field."""
         messages = one_chat(content)
         kinds = {piece["type"] for one in messages for piece in one["content"]}
         text, special = self._written(messages, kinds)
         return ids_of(self.tokenizer, text, add_special_tokens=special)
 
-    def _written(self, messages: list[dict[str, Any]], shown: Collection[str]) -> tuple[Written, bool]:
+    def _written(self, messages: list[dict[str, Any]], shown: Collection[str]) -> tuple[ChatText, bool]:
         """A conversation as text up to where the answer begins, and whether the tokenizer has to add special tokens; `shown`
         has the kinds of visuals in the call."""
         if self.chat_template is None:
@@ -243,14 +241,14 @@ class Processor:
         # Beside a video a text that names its placeholder does not mean another video.
         tokens = {"image": self.image_token, "video": self.video_token}
         words = [tokens[kind] for kind in shown if kind in tokens]
-        text = written(
+        text = render(
             self.tokenizer, self.chat_template, messages, special_tokens=self.special_tokens, words=words
         )
         start = getattr(self.tokenizer, "bos_token", None)
         return text, not (start and text.startswith(start))
 
     def decode(self, ids: Tensor | Sequence[Any], skip_special_tokens: bool = True) -> Any:
-        """Text of one row of token ids, or a list of texts for several rows."""
+        """The text of one row of token ids, or a list of texts for several rows."""
         rows = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         if rows and isinstance(rows[0], (list, tuple, Tensor)):
             return [self.decode(row, skip_special_tokens) for row in rows]
@@ -297,7 +295,7 @@ class Processor:
         if frames == "auto":
             frames, told = most_frames(self, model, video)
             warn(f"{told}.")
-        taken = take(self, video, fps=rate, frames=frames)
+        taken = sample(self, video, fps=rate, frames=frames)
         return taken.frames, taken.fps
 
     def _match(self, texts: list[str], given: Mapping[str, int]) -> None:
@@ -383,7 +381,7 @@ def _implied(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def styles() -> dict[str, ProcessorStyle]:
-    """Model type -> the style that a family states for it."""
+    """Model type -> `ProcessorStyle`, of all registered families."""
     known: dict[str, ProcessorStyle] = {}
     for family in registry("model").values():
         known.update(getattr(family, "processors", {}))

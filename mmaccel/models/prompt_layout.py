@@ -1,9 +1,9 @@
-"""Prompts: the arguments of a call by name, how a processor makes its inputs, and what each token is.
+"""Prompts: arguments of a call by name, how a family's processor makes inputs, and the modality and frame of each token.
 
-The question is the words of a message with images or videos, without the chat's markup. It is found in token ids alone.
-Known are the tokens that end a message (the model ends its answers with them) and those around images and videos. A message
-begins with a few tokens of markup that name who speaks; how many is seen at the end of the prompt, where the model's own
-message begins and nothing follows.
+The user's question is found from token ids alone: the words of a message with images or videos, without chat markup. Known
+are the tokens that end a message (the model ends its answers with them) and those around images and videos. Each message
+starts with a few markup tokens that name its role; their number is seen at the end of the prompt, where the model's own
+message starts.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LAYERS = "mmaccel_layers"
 
 @dataclass(frozen=True)
 class Grid:
-    """The tokens of one image or video: `frames` x `rows` x `columns` in order, then `marks` tokens of no frame.
+    """The token grid of one image or video: `frames` x `rows` x `columns` in order, then `marks` tokens of no frame.
 
-    apart  whether text stands between the frames, such as the time of each
-    tiles  (rows, columns) of the finer picture that an image's tiles make together. Its tokens are the `marks`: row by row,
-           each of them with a cell, and after each row one token that has none. None: no mark has a cell
+    apart  whether text, such as a time, stands between the frames
+    tiles  (rows, columns) of the high-resolution picture that an image's tiles form. Its tokens are the `marks`: row by
+           row, each at a grid cell, and after each row a newline token at none. None: `marks` are at no cell
     """
 
     frames: int
@@ -71,14 +71,14 @@ Made = tuple[dict[str, Any], list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Frames, rate and pixels that a model's own users take of a video file, unless others are asked for.
+    """Default frames, rate and pixels to take of a video file, as the model's own processor takes them.
 
-    fps          frames a second, and never a frame twice; None: `most` evenly spaced ones, however long the video is
-    least, most  frames at that rate, where the video has so many
-    multiple     the number is a multiple of this
-    factor       both sides of a frame are multiples of this; None: sizes are the processor's choice, and the next two unused
-    pixels       the least and the most pixels of a frame
-    total        the most pixels of the whole video, where `multiple` frames count as one; frames are made smaller for it
+    fps          frames per second, no frame twice; None: `most` evenly spaced frames whatever the length
+    least, most  bounds of the number of frames at that rate, where the video has so many
+    multiple     the number of frames is a multiple of this
+    factor       frame height and width are multiples of this; None: the processor chooses sizes, the next two are unused
+    pixels       minimum and maximum pixels of a frame
+    total        maximum pixels of the video, where `multiple` frames count as one; frames are scaled down to fit
     """
 
     fps: float | None = 2.0
@@ -90,7 +90,7 @@ class Budget:
     total: int = 0
 
     def count(self, frames: int, rate: float) -> int:
-        """How many of `frames` frames, at `rate` a second on average (0: unknown), are taken."""
+        """Number of frames to take of a file of `frames` frames at `rate` frames per second (0: unknown)."""
         whole = min(self.most, frames) // self.multiple * self.multiple
         if self.fps is None or not rate:
             return max(whole, 1)
@@ -98,7 +98,7 @@ class Budget:
         return max(int(wanted // self.multiple * self.multiple), 1)
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int] | None:
-        """(height, width) of `frames` frames that are `height` x `width` in the file; None: as they are."""
+        """(height, width) to scale `frames` frames of `height` x `width` pixels to; None: the processor decides."""
         from mmaccel.media.preprocess import smart_resize
 
         if self.factor is None:
@@ -112,16 +112,16 @@ class Budget:
 class ProcessorStyle:
     """How the processor of one model type makes inputs.
 
-    processor, image, video      names of the stock classes, which the files of a processor name
-    image_token, video_token     placeholders of a text
-    images, videos               make the pixels, and count the tokens of each visual: of the settings
-                                 (`media.preprocess.Pixels`), the entries of processor_config.json beside them, the images
+    processor, image, video      transformers' class names, as written in processor files
+    image_token, video_token     placeholder tokens in a text
+    images, videos               make the pixels and count each image's or video's tokens, from: the settings
+                                 (`media.preprocess.Pixels`), the other entries of processor_config.json, the images
                                  [3, H, W] of each text or the videos [T, 3, H, W], and device and dtype of the pixels
-    image_settings               of the stock image class where a file is silent: fields of `media.preprocess.Pixels`
-    video_settings               of the stock video class
+    image_settings               transformers' defaults that a file may omit: fields of `media.preprocess.Pixels`
+    video_settings               the same of the video processor
     type_ids                     whether the model takes `mm_token_type_ids`
-    seconds                      whether it takes `second_per_grid_ts`, the seconds of a step of each video
-    budget                       what is taken of a video file where nothing is asked for
+    seconds                      whether it takes `second_per_grid_ts`, the seconds per time step of each video
+    budget                       default frames and pixels to take of a video file
     """
 
     processor: str
@@ -138,16 +138,16 @@ class ProcessorStyle:
     budget: Budget = Budget()
 
 
-def in_seconds(time: float) -> str:
-    """A time in `WIDE` characters: with one decimal, as processors write it, from 100 to 999.9 s; with more before, and with
-    none after. Past 99 999 s it begins again."""
+def format_seconds(time: float) -> str:
+    """Format a time in exactly `WIDE` characters: with one decimal, as processors write it, from 100 to 999.9 s, with more
+    decimals below and none above. From 100,000 s on it restarts at 0."""
     time %= 10**WIDE
     text = f"{time:.{max(WIDE - 1 - len(str(int(time))), 0)}f}"
     return (text + ".")[:WIDE]
 
 
 def by_name(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `method` by their names; raises `TypeError` for `args` that it cannot have."""
+    """Bind positional `args` of a call of `method` to their names; raises `TypeError` for arguments that do not fit."""
     given = inspect.signature(method).bind_partial(*args).arguments
     if twice := sorted(given.keys() & kwargs.keys()):
         raise TypeError(f"multiple values for argument {twice[0]!r}")
@@ -155,19 +155,19 @@ def by_name(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def columns(kwargs: Mapping[str, Any]) -> int:
-    """The length of the prompts of a call of `generate`, with their padding."""
+    """Length of the prompts of a `generate` call, padding included; 0 without `input_ids`."""
     ids = kwargs.get("input_ids")
     return ids.shape[1] if isinstance(ids, Tensor) else 0
 
 
 def rope_of(config: Any) -> Mapping[str, Any]:
-    """The rotary settings of a text model; those of full attention, where each kind of layer has its own."""
+    """RoPE parameters of a text model's config; those of full attention, if layer types have their own."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("full_attention", rope)  # type: ignore[no-any-return]
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions a text model of `config` has, with rotary scaling; None if the config does not say."""
+    """The number of positions a text model supports, RoPE scaling included; None if `config` does not say."""
     most = getattr(config, "max_position_embeddings", None)
     if not isinstance(most, int):
         return None
@@ -177,13 +177,13 @@ def positions_of(config: Any) -> int | None:
 
 
 def windowed(config: Any) -> bool:
-    """Whether a text model of `config` has layers that see its last tokens alone."""
+    """Whether a text model of `config` has sliding-window layers."""
     kinds = getattr(config, "layer_types", None)
     return "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))
 
 
 def new_inputs(kwargs: Inputs, past: int) -> dict[str, Any]:
-    """The arguments of a call for the columns after the first `past`, without a mask."""
+    """The arguments of a call, cut to the tokens after the first `past`, without attention mask."""
     length = kwargs["input_ids"].shape[1]
     new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
     for name in A_TOKEN:
@@ -194,15 +194,15 @@ def new_inputs(kwargs: Inputs, past: int) -> dict[str, Any]:
 
 
 def is_given(value: Any) -> bool:
-    """Whether an input is there, and not an empty list."""
+    """Whether an input is neither None nor an empty list."""
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
-def cells(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Tensor]:
-    """Segments, frames, rows and columns of the tokens of `modality` [B, S]; each -1 where there is none. Text between the
-    frames of a video is of its segment.
+def token_fields(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Tensor]:
+    """Segment, frame, grid row and grid column of each token, from its modality [B, S]; -1 where it has none. Text between
+    the frames of a video belongs to the video's segment. Raises `ModelError` if placeholders and grids do not match.
 
-    queue  the images and the videos, each in order of appearance over the batch
+    queue  modality -> the grids of its images or videos, in order of appearance over the batch
     """
     fields = {name: torch.full_like(modality, -1) for name in ("segment", "frame", "row", "column")}
     for b, kinds in enumerate(modality.tolist()):
@@ -258,7 +258,7 @@ def _columns_of(grid: Grid, kind: int, kinds: list[int], begin: int) -> list[ran
 
 
 def of_columns(kwargs: Mapping[str, Any], columns: slice | Tensor, past: int = 0) -> dict[str, Any]:
-    """The arguments of a text model's forward for some of its new `columns` alone, after `past`: a slice, or numbers [n]."""
+    """Arguments of a text model's forward for some of its new tokens, after `past`: `columns` is a slice or indices [n]."""
     part = dict(kwargs)
     if isinstance(columns, slice) and part.get("attention_mask") is not None:
         part["attention_mask"] = part["attention_mask"][:, : past + columns.stop]
@@ -273,12 +273,11 @@ def of_columns(kwargs: Mapping[str, Any], columns: slice | Tensor, past: int = 0
 def question_columns(
     ids: list[int], at: list[int], visual: list[int], ends: Collection[int], marks: Collection[int]
 ) -> list[int]:
-    """The columns of the question, where a message has words before its last image or video; [] where it has none, or where
-    the markup is not known.
+    """Columns of the question: the words of messages with images or videos. [] if there are none or the markup is unknown.
 
-    ids     the tokens of text [n] of the prompt
+    ids     token ids of the prompt's text [n]
     at      their columns [n], ascending
-    visual  columns at which an image or a video begins and ends, ascending
+    visual  columns at which images and videos begin and end, ascending
     ends    ids that end a message
     marks   ids around images and videos
     """
@@ -309,10 +308,10 @@ def question_columns(
 def last_words(
     ids: list[int], text: list[bool], ends: Collection[int], marks: Collection[int], first: int
 ) -> tuple[int, int]:
-    """(begin, end) of the words of the last complete message among the last tokens `ids` [n] of a prompt; (0, n) if it
-    has no words there.
+    """(begin, end) of the words of the last complete message, within the last tokens `ids` [n] of a prompt; (0, n) if it has
+    none there.
 
-    text    which tokens [n] are neither image nor video; the words follow the last visual token
+    text    which tokens [n] are neither image nor video; the words come after the last visual token
     ends    ids that end a message
     marks   ids around images and videos
     first   the id that begins a message
@@ -331,7 +330,7 @@ def last_words(
 
 
 def markup_ids(model: nn.Module) -> tuple[set[int], set[int]]:
-    """The tokens that end a message of `model`, and those around its images and videos."""
+    """Token ids that end a message of `model`, and those that mark the start and end of its images and videos."""
     config: Any = model.config
     configs = (getattr(model, "generation_config", None), config.get_text_config(decoder=True))
     names = ("vision_start_token_id", "vision_end_token_id")
@@ -340,7 +339,7 @@ def markup_ids(model: nn.Module) -> tuple[set[int], set[int]]:
 
 
 def question_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment: Tensor) -> Tensor:
-    """[B, S] bool, for prompts `ids` [B, S] of tokens of `modality` and `segment` [B, S]: see `TokenLayout.asked`."""
+    """Which tokens [B, S] of prompts `ids` are words of the question (`TokenLayout.asked`); all arguments are [B, S]."""
     ends, marks = markup_ids(model)
     # What stands between the frames of a video is no word of a question.
     modality = torch.zeros_like(modality).scatter_reduce(1, segment, modality, "amax").gather(1, segment)
@@ -356,5 +355,5 @@ def question_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment: Tens
 
 
 def token_ids(entry: Any) -> list[int]:
-    """Token ids of a configuration entry as a tuple; the entry may be one id, several or None."""
+    """A config entry that is one token id, several or None, as a list."""
     return [] if entry is None else list(entry) if isinstance(entry, list | tuple) else [entry]

@@ -1,8 +1,8 @@
-"""A call's prompt on a memory of streams: its video goes in unit by unit, its last words are the question.
+"""`generate` with a KV policy for streams: the prompt's video is read unit by unit, its last words are the question.
 
-The memory holds the longest video of a prompt; where words stand between its frames, such as times, the longest part of
-that in which these are of one length. All else stays visible whole, as every prompt's text does on a stream: what stands
-before it is the head, what follows it is run with the question. A prompt without video is head and question.
+The KV memory holds the prompt's longest video; if text such as times stands between its frames, the longest part of it where
+these texts have equal length. All other tokens stay fully visible, as on a stream: those before the video are the head,
+those after it are run with the question. A prompt without video is head and question alone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.decoding.watching import Heard
+from mmaccel.core.decoding.watching import QuestionAttention
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.memory.relay import relay
 from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.streams.asking import QuestionRunner, asked
-from mmaccel.core.streams.listening import Listening
+from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import Moment, Question
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models import deepstack, units
@@ -33,7 +33,7 @@ from mmaccel.models.attention import MaxLength
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, Inputs, last_words, markup_ids, positions_of
 from mmaccel.models.runner import HFRunner, open_runner, unpadded
-from mmaccel.models.signals import Listener
+from mmaccel.models.signals import SignalProbe
 from mmaccel.models.step import StreamSteps
 from mmaccel.models.stream import StreamPasses
 
@@ -42,11 +42,11 @@ NO_FRAMES = (0, 1, 1, 1)
 
 
 class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
-    """The model of `attachment` as it reads one prompt.
+    """A model as a stream sees it (`StreamModel`), reading one prompt of `generate`.
 
     inputs  of one sequence: ids [1, S], pixels, grids; no padding
-    frames  [T, ., ., .] the pixels of the video, a row a frame; none where there is no video
-    times   the seconds at which each was shown, as far as the inputs tell
+    frames  [T, ...] pixels of the video, a row per frame; empty without video
+    times   seconds at which each frame was shown, as far as the inputs tell
     """
 
     def __init__(self, attachment: Attachment, inputs: Inputs) -> None:
@@ -81,7 +81,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
                 others["mm_token_type_ids"] = torch.cat([kinds[:, : self._head], kinds[:, self._tail :]], 1)
             with self.busy():
                 given = self.family.entering(self.model, {**others, "input_ids": rest[None]})
-                self._rest = deepstack.side_by_side(given)[0]
+                self._rest = deepstack.join_rows(given)[0]
         else:
             self._rest = self.words(rest)
         tail = ids[0, self._tail :]
@@ -118,8 +118,8 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         columns = mine.nonzero()[:, 0]
         begin, stop = int(columns[0]), int(columns[-1]) + 1
         if self.family.stamped:
-            self._part, words, (start, end) = units.spaced(layout, mine)
-            self.words_beside = words, 0
+            self._part, words, (start, end) = units.longest_even_part(layout, mine)
+            self.text_around_unit = words, 0
             if words:
                 return start, end, end
         return begin, begin + int((layout.frame[0][mine] >= 0).sum()), stop
@@ -142,7 +142,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             begin, whole = sum(sizes[:number]), torch.as_tensor(given[name])
             own[name] = whole[begin : begin + sizes[number]]
             rest[name] = [whole[:begin], whole[begin + sizes[number] :]]
-        if any(self.words_beside):
+        if any(self.text_around_unit):
             # Frames before and behind the part that the memory holds are two videos more.
             rows, made = self.family.by_frame(self.model, own)
             first, last = (end * self.frames_a_step for end in (self._part[0], self._part[-1] + 1))
@@ -153,8 +153,8 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         several = {name: torch.cat(some).to(self.device) for name, some in rest.items()}
         return own, others | {name: x for name, x in several.items() if len(x)}
 
-    def paid(self, heard: Heard) -> Tensor:
-        """Attention [k, 1, S] of the question to the columns of the prompt: `heard` at columns of frames, 0 elsewhere."""
+    def paid(self, heard: QuestionAttention) -> Tensor:
+        """The question's attention [k, 1, S] over the prompt's tokens: `heard` at tokens of frames, 0 elsewhere."""
         out = heard.paid.new_zeros(len(heard.paid), 1, self.inputs["input_ids"].shape[1])
         tokens = torch.arange(self._inside - self._head, device=out.device)
         unit = self._unit
@@ -176,15 +176,15 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         if not len(frames):
             none = self._rest[:0]
             return none[:, None].expand(0, self._unit, -1), none
-        unit = self._unit - self.words_beside[0]
+        unit = self._unit - self.text_around_unit[0]
         return self.encoded(self._made(frames.to(self.device)), len(frames) // self.frames_a_step, unit)
 
     def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        if not any(self.words_beside) or not len(features):
+        if not any(self.text_around_unit) or not len(features):
             return features
         begins = [self._head + frame // self.frames_a_step * self._unit for frame, _ in moments]
         ids = self.inputs["input_ids"][0]
-        around = [(ids[begin : begin + self.words_beside[0]].tolist(), list[int]()) for begin in begins]
+        around = [(ids[begin : begin + self.text_around_unit[0]].tolist(), list[int]()) for begin in begins]
         return units.unit_embeds(self.words, features, around)
 
     def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
@@ -198,7 +198,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             unit = rows[:, begin : begin + 1]
             return PositionIds(head, unit, torch.arange, text + 1, 1, limit, after=after)
         unit = rows[:, begin : begin + self._unit]
-        if any(self.words_beside):
+        if any(self.text_around_unit):
             slope = int(rows[0, begin + self._unit] - rows[0, begin])
             made = PositionIds.evenly(head, unit, text - (count - 1) * slope, slope, limit, after)
             return self._checked(made, rows[:, begin:end], count)
@@ -237,9 +237,9 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
 
 
 class PromptRunner(Runner):
-    """Runs one prompt of `generate` on a memory of streams; lives from `prefill` to `sync_cache`.
+    """Runs one prompt of `generate` on a KV policy for streams, from `prefill` to `sync_cache`.
 
-    counters  the memory's, once it is over
+    counters  the KV memory's counters, once it is closed
     """
 
     def __init__(self, attachment: Attachment, room: int) -> None:
@@ -278,9 +278,9 @@ class PromptRunner(Runner):
                 state.idle()
                 turn = asked(live, "", self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
-                if isinstance(live.around, Listening) and (heard := live.around.heard()) is not None:
+                if isinstance(live.around, AttentionRecording) and (heard := live.around.heard()) is not None:
                     for probe in probes:
-                        if isinstance(probe, Listener) and (probe.heard or probe.hidden):
+                        if isinstance(probe, SignalProbe) and (probe.heard or probe.hidden):
                             probe.told(prompt.paid(heard))
             except BaseException:
                 self.sync_cache()
@@ -308,7 +308,7 @@ class PromptRunner(Runner):
         return self._question
 
     def position_limit(self, read: int) -> MaxLength:
-        """The criterion by which the answer to a prompt of `read` tokens ends where the model's positions do."""
+        """Stopping criterion at the model's last position, for the answer to a prompt of `read` tokens."""
         return MaxLength(torch.tensor([read + self._at_work().left]), self._positions, True)
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
@@ -318,7 +318,7 @@ class PromptRunner(Runner):
     accept = truncate = length = relay(lambda self, name, *a, **k: getattr(self._at_work(), name)(*a, **k))
 
     def sync_cache(self) -> None:
-        """Close the memory; a second call does nothing."""
+        """Close the KV memory; a second call does nothing."""
         state, self._state = self._state, None
         if state is not None:
             self.counters = self._counted()
@@ -329,7 +329,7 @@ class PromptRunner(Runner):
 
 
 def runner_of(attachment: Attachment, model: nn.Module, cache: Any, room: int) -> HFRunner | PromptRunner:
-    """The runner of one prompt of a call after `cache`; None: on a memory of streams, where `room` tokens may follow it."""
+    """The runner of one prompt of a call on `cache`; if None, on a KV policy for streams with `room` tokens to follow."""
     if cache is None:
         return PromptRunner(attachment, room)
     runner, columns = open_runner(model, attachment.family, cache), attachment.known(cache)

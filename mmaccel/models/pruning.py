@@ -1,8 +1,9 @@
-"""A pruner at work on the target: rows of the prompt go before the language model, or between its layers.
+"""Visual-token pruning of the target model: tokens of the prompt are dropped before the language model or between its
+layers.
 
-A cut takes the hidden states, rotary angles, layout and cache columns of what is dropped out of every later layer, so that
-what is left costs what a shorter prompt costs. Outside, columns are those of the whole prompt: what is given back has a row
-for each, zero where it was dropped, and `PrunedKVState` counts all of them.
+A dropped token leaves hidden states, RoPE angles, layout and KV cache of every later layer, so the rest costs as much as a
+shorter prompt. From outside all tokens still count: outputs have a zero row for a dropped one, and `PrunedKVState` counts
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.dense_attend import paid
+from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError, RecipeError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
@@ -58,7 +59,7 @@ class _Work:
 
 @dataclass(eq=False)
 class Entering(PromptHook):
-    """A pre-hook of the decoder layer `index`: `enter` is called with what a pass of a pruned sequence gives the layer."""
+    """Forward pre-hook of decoder layer `index`: in passes of a pruned prompt it calls `enter` with the layer's inputs."""
 
     index: int
     enter: Callable[..., Any]
@@ -71,7 +72,7 @@ class Entering(PromptHook):
 
 
 class Pruning:
-    """The pruner of one accelerated model."""
+    """Applies the recipe's token pruner in the forward passes of one accelerated model."""
 
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any, pruner: TokenPruner, depth: int) -> None:
         self.pruner, self.family, self.model = pruner, family, model
@@ -85,7 +86,7 @@ class Pruning:
                     hooks.before(layer, Entering(index, self._enter))
 
     def forward(self, run: ForwardPass, kwargs: dict[str, Any], go: Go) -> Any:
-        """The text model's pass over new columns, pruned; `go` runs it as it is."""
+        """Run the text model on new tokens, dropping those that the pruner rejects; `go` runs the unpruned forward."""
         state = run.state
         if state is not None and state.follows and run.start:
             return go(run, kwargs)
@@ -185,7 +186,7 @@ class Pruning:
         key = family.apply_rope(family.key(self.model, index, x), (cos, sin))
         query = family.query(self.model, index, x[:, at])
         query = family.apply_rope(query, (cos[:, :, at], sin[:, :, at]))
-        return paid(query[0], key[0], at, query.shape[-1] ** -0.5)
+        return mean_weights(query[0], key[0], at, query.shape[-1] ** -0.5)
 
     def _between(
         self, index: int, stage: Stage, hidden: Tensor, kwargs: dict[str, Any], work: _Work
@@ -260,23 +261,23 @@ def _numbered(run: ForwardPass) -> Tensor:
     return run.branches.depth.to(device) + run.start - (run.branches.sees.shape[1] - rows)
 
 
-def left_of(pruner: TokenPruner, tokens: int) -> int:
-    """How many of the `tokens` of each frame of a group of a stream `pruner` leaves; raises `RecipeError` for none."""
+def kept_tokens(pruner: TokenPruner, tokens: int) -> int:
+    """How many of a frame's `tokens` `pruner` keeps on a stream; raises `RecipeError` if none."""
     left = pruner.left(tokens)
     if not left:
         raise RecipeError(
-            f"prune {pruner.name!r} keeps none of the {tokens} tokens of a frame; give it a larger share, for a memory "
-            "of streams has some of each."
+            f"prune {pruner.name!r} keeps none of the {tokens} tokens of a frame, and a stream needs some of each; give it "
+            "a larger share."
         )
     return left
 
 
-def thinned(
+def prune_frames(
     pruner: TokenPruner, shape: Geometry, rows: Tensor, frames: int, tokens: int, vision: VisionProbe | None
 ) -> tuple[Tensor, Tensor]:
-    """What `pruner` leaves of features `rows` [frames * tokens + m, E] of frames and of the marks behind them, as
-    `StreamModel.features` gives them: of each group of frames the same number, one unit."""
-    inside, left, each = frames * tokens, left_of(pruner, tokens), tokens * pruner.group
+    """Apply `pruner` to visual features `rows` [frames * tokens + m, E], frames then m separators: the units [n, P, E] that
+    are left, one for each group of frames and all of equal length, and the separators [m, E]."""
+    inside, left, each = frames * tokens, kept_tokens(pruner, tokens), tokens * pruner.group
     place = torch.arange(len(rows), device=rows.device)[None]
     frame = torch.where(place < inside, place // tokens, -1)
     layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=frame)
@@ -288,8 +289,8 @@ def thinned(
     counts = torch.bincount(columns[columns < inside] // each, minlength=inside // each)
     if bool((counts != left).any()):
         raise RecipeError(
-            f"prune {pruner.name!r} does not leave {left} tokens of each unit, as it says, and a memory of streams has as "
-            "many of each; mend its left."
+            f"prune {pruner.name!r} does not leave {left} tokens of each unit, as it says, and a stream needs equally "
+            "many of each; correct its method left."
         )
     states, end = rows[columns] if kept.states is None else kept.states, left * len(counts)
     return states[:end].view(len(counts), left, -1), states[end:]

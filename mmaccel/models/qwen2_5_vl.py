@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL: M-RoPE, one grid a video, no marks between frames."""
+"""Qwen2-VL and Qwen2.5-VL: M-RoPE, one token grid per video, no separators between frames."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features
 from mmaccel.models.prompt_layout import PIXELS, Budget, Grid, Inputs, Made, ProcessorStyle
-from mmaccel.models.signals import VisionTower, received
+from mmaccel.models.signals import VisionTower, received_attention
 
 _GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 
@@ -63,7 +63,7 @@ _PROCESSOR: dict[str, Any] = {
 
 
 class Tower(VisionTower):
-    """All patches in a row in the order of windows, frames told apart by their lengths, merged four to one."""
+    """Vision-tower signals for packed patches in window order, where four patches merge into one token."""
 
     def __init__(self, multimodal: Any) -> None:
         self.visual = multimodal.visual
@@ -79,7 +79,7 @@ class Tower(VisionTower):
             shape = len(list(same)), size
             some = slice(start, start + math.prod(shape))
             q, k = (x[:, some].unflatten(1, shape).transpose(0, 1) for x in (query, key))
-            score = received(q, k, q.shape[-1] ** -0.5)
+            score = received_attention(q, k, q.shape[-1] ** -0.5)
             looks.append(torch.cat([score[..., None], k.mean(1)], -1).flatten(0, 1))
             start = some.stop
         return torch.cat(looks)
@@ -149,7 +149,7 @@ class Qwen25VL(Family):
         }
 
     def video_ids(self, config: Any, tokens: list[int], units: int) -> list[int]:
-        """The ids of a video of so many units of `tokens`, in a prompt."""
+        """Token ids of a video in a prompt: start marker, `tokens` for each of `units` time steps, end marker."""
         return [config.vision_start_token_id, *tokens * units, config.vision_end_token_id]
 
     def kinds_given(self, inputs: Inputs) -> set[int]:

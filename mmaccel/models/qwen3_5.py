@@ -1,4 +1,4 @@
-"""Qwen3.5: Gated DeltaNet layers between layers of gated attention; recipes act on the layers of attention."""
+"""Qwen3.5: Gated DeltaNet layers between layers of gated attention; recipes act on the attention layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _VISION: dict[str, Any] = {**TOWER, "num_position_embeddings": 16}
 
 @register("model", "qwen3_5")
 class Qwen35(Qwen3VL):
-    """``Qwen3_5ForConditionalGeneration``, ``Qwen3_5MoeForConditionalGeneration``: recipes count layers of attention."""
+    """``Qwen3_5ForConditionalGeneration``, ``Qwen3_5MoeForConditionalGeneration``: recipes number attention layers."""
 
     model_types = ("qwen3_5", "qwen3_5_moe")
     decoder_layers = frozenset({"Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer"})
@@ -61,15 +61,15 @@ class Qwen35(Qwen3VL):
         },
     }
 
-    def whole_geometry(self, model: nn.Module) -> Geometry:
+    def global_geometry(self, model: nn.Module) -> Geometry:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         kinds = list(config.layer_types)
         return self.sizes(config, kinds.count("full_attention"))
 
     def geometry(self, model: nn.Module) -> Geometry:
-        return self.whole_geometry(model)  # the rows of q_proj are queries and their gates
+        return self.global_geometry(model)  # the rows of q_proj are queries and their gates
 
-    def first_cut(self, model: nn.Module) -> int:
+    def first_prune_layer(self, model: nn.Module) -> int:
         return 1
 
     def rollback_limit(self, model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Qwen3-VL: interleaved M-RoPE, norms of queries and keys, DeepStack; the time of each frame stands before it."""
+"""Qwen3-VL: interleaved M-RoPE, QK norms, DeepStack; prompts write each frame's time before it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import home_of
 from mmaccel.core.registry import register
 from mmaccel.models import deepstack
-from mmaccel.models.prompt_layout import Inputs, ProcessorStyle, Words, in_seconds
+from mmaccel.models.prompt_layout import Inputs, ProcessorStyle, Words, format_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import ASIDE, BEGIN, END, MROPE, TEXT, TOWER
 
@@ -22,7 +22,7 @@ _VISION: dict[str, Any] = {**TOWER, "num_position_embeddings": 16, "deepstack_vi
 
 @register("model", "qwen3_vl")
 class Qwen3VL(Qwen25VL):
-    """``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration``: a video is a run of tokens a frame."""
+    """``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration``: frames with their times between."""
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
@@ -46,7 +46,7 @@ class Qwen3VL(Qwen25VL):
         return list(chain.from_iterable(frames))
 
     def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
-        time = in_seconds((seconds[0] + seconds[-1]) / 2)
+        time = format_seconds((seconds[0] + seconds[-1]) / 2)
         return [f"<{time} seconds>", config.vision_start_token_id], [config.vision_end_token_id]
 
     def frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
@@ -56,6 +56,6 @@ class Qwen3VL(Qwen25VL):
         )
         return torch.cat(deepstack.join_levels(out)).to(home_of(model), self.words(model).weight.dtype)
 
-    def first_cut(self, model: nn.Module) -> int:
+    def first_prune_layer(self, model: nn.Module) -> int:
         # After each of the first layers the features of a layer of the tower are added to the visual tokens.
         return len(model.config.vision_config.deepstack_visual_indexes)  # type: ignore[union-attr, arg-type]

@@ -1,6 +1,6 @@
-"""Which preset to take for a video and its questions: what each costs on a device, by `core/costs.py`, from a configuration.
+"""Recommends a preset for a video and its questions, from predicted costs on a device (`core/costs.py`).
 
-No weights are read: sizes are counted on a model without memory.
+Only the configuration is read: sizes are counted on a model on the meta device.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MARGIN = 1.1
 
 @dataclass(frozen=True)
 class Recommendation:
-    """`name` is the preset to take (None: none fits) and `why` one sentence; of each its cost, or why it is `unfit`.
+    """The recommended preset `name` (None: none fits), `why` in a sentence, all `costs`, and why others are `unfit`.
 
-    lacks  preset -> bytes that it needs beyond the device's and the host's, both 0 where it fits
+    lacks  preset -> (device bytes, host bytes) that it needs beyond what there is; (0, 0) if it fits
     """
 
     name: str | None
@@ -50,15 +50,15 @@ def sizes_of(
     dtype: torch.dtype = torch.bfloat16,
     processor: Any = None,
 ) -> rates.Sizes:
-    """The sizes of a named shape, of a saved or shipped model by its config, or of a loaded one with its `processor`, for
-    frames of (height, width). Raises `ModelError`."""
+    """The sizes that costs depend on, for frames of (height, width): of a named shape, of a saved model by its config, or of
+    a loaded model with its `processor`. Raises `ModelError`."""
     if isinstance(model, nn.Module):
         built: Any = model
     else:
         from transformers import AutoModelForImageTextToText
 
         known = str(model) in shapes.SHAPES
-        config = shapes.config(str(model)) if known else loading.outline(model).model.config
+        config = shapes.config(str(model)) if known else loading.from_config(model).model.config
         processor = None if known else stock.load(model)
         with torch.device("meta"):
             built = AutoModelForImageTextToText.from_config(config)
@@ -74,7 +74,7 @@ def sizes_of(
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     wide = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
     if processor is None:
-        patches, tokens = shapes.frame(str(model), *size)
+        patches, tokens = shapes.frame_size(str(model), *size)
         side = vision.patch_size
         pixels = patches * 3 * (side[0] if isinstance(side, list | tuple) else side) ** 2 * pace
     else:
@@ -125,7 +125,7 @@ def _tokens(processor: Any, frames: torch.Tensor) -> int:
 
 
 def device_of(name: str, sizes: rates.Sizes, **how: Any) -> rates.Device:
-    """A known device by name, or the rates of one of this machine, measured as `how` says; raises `ModelError`."""
+    """The rates of a device known by `name`, or of one of this machine, measured now (`how`); raises `ModelError`."""
     if name in rates.DEVICES:
         # Their pairs are of heads of 128.
         known = rates.DEVICES[name]
@@ -133,7 +133,7 @@ def device_of(name: str, sizes: rates.Sizes, **how: Any) -> rates.Device:
     from transformers import Qwen2Config, Qwen2Model
 
     try:
-        place = loading.there(name, "--device")
+        place = loading.check_device(name, "--device")
     except ModelError as error:
         raise ModelError(f"{error} Devices known by name are {', '.join(rates.DEVICES)}.") from error
     small = Qwen2Config(
@@ -161,11 +161,11 @@ def recommend(
     draft: rates.Sizes | None = None,
     presets: Sequence[str] = MAIN_PRESETS,
 ) -> Recommendation:
-    """The preset with which `work` takes least seconds, of those that fit into ``work.memory`` and ``work.host`` bytes; a
-    lossless one where that takes little longer (`MARGIN`).
+    """The fastest preset for `work` among those that fit ``work.memory`` and ``work.host`` bytes; a lossless one if it is
+    within a factor `MARGIN` of it.
 
-    draft     sizes of a draft model; without one, presets that take one cannot serve
-    lossless  only presets that say what the plain model says
+    draft     sizes of a draft model; without one, presets that need it are unfit
+    lossless  consider only presets that give the same tokens as the plain model
     """
     found: dict[str, costs.Cost] = {}
     unfit: dict[str, str] = {}

@@ -1,11 +1,11 @@
-"""Layers that keep a running state (Gated DeltaNet) in our cache: rolled back as the columns of attention are.
+"""Cache entries of layers with a recurrent state (Gated DeltaNet) that can be rolled back as attention's can.
 
-A state cannot be cut back. So a layer notes the rows that enter it since a mark, at which it kept a copy of its state; to go
-back it takes the copy and runs the rows that stay once more. Two marks are kept, `REACH` rows or more apart.
+A recurrent state cannot be truncated. So a layer keeps a checkpoint of its state and the inputs since; to roll back it
+restores the checkpoint and runs the remaining inputs again. It keeps two checkpoints, at least `REACH` tokens apart.
 
-Under captured steps (`layer_step.StateStep`) a sequence has a seat: a journal of its last rows, and a state that lags behind
-(`ops.delta.delta_rows`). Going back is then a number, and a copy of the state where it is far. Whatever else is asked of a
-layer, a pass of the model first of all, ends that: the state takes in the journal.
+In captured decode steps (`layer_step.StateStep`) a sequence has a slot ("seat"): a ring buffer ("journal") of its last rows,
+and a state that lags behind them (`ops.delta.delta_rows`). A short rollback only changes a number; a longer one restores a
+copy of the state. Any other use of the layer, such as the model's forward, first applies the journal and frees the seat.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Mark:
 
 
 class Recurrent(LinearAttentionLayer):
-    """The running state of one layer, whose module is `module`."""
+    """The recurrent state of one layer as a transformers cache layer; `module` is the layer's Gated DeltaNet module."""
 
     is_sliding, is_croppable = False, True
 
@@ -57,12 +57,12 @@ class Recurrent(LinearAttentionLayer):
         self.cache: Callable[[], Any] = lambda: None
         self._marks: list[_Mark] = []
         self._again = False
-        self.seats: Seats | None = None
+        self.seats: StateSlots | None = None
         self._seat, self._sat, self._base, self._lag = (0, 0), 0, 0, 0
         self._copies: list[tuple[int, Tensor]] = []  # of the state in the seat, after so many columns
 
-    def sit(self, seats: Seats, layer: int, number: int) -> None:
-        """Go on in a seat, as the layer of this number there."""
+    def sit(self, seats: StateSlots, layer: int, number: int) -> None:
+        """Move this layer's recurrent state into slot `number` of `seats`, as layer `layer` there."""
         self.leave()
         self.seats, self._seat, self._base = seats, (layer, number), self.length
         self._sat = self.length
@@ -76,7 +76,7 @@ class Recurrent(LinearAttentionLayer):
         self._copies = [(self._base, state.clone())]
 
     def enter(self, count: int) -> tuple[int, int, int, int]:
-        """A step of `count` rows comes: what `delta_rows` is told."""
+        """Announce a decode step of `count` rows; returns (start, base, upto, slot), the argument `told` of `delta_rows`."""
         start, base, self._base = self.length, self._base, max(self._base, self.length - self._lag)
         if self._base - self._copies[-1][0] > REACH:
             self._copies = [self._copies[-1], (base, self._room()[1].clone())]
@@ -84,14 +84,14 @@ class Recurrent(LinearAttentionLayer):
         return start, base, self._base, self._seat[1]
 
     def broke_off(self, length: int) -> None:
-        """A step after `length` columns failed, and the state may have taken in columns: take the last copy of it."""
+        """Restore the last copy of the recurrent state after a decode step failed that began at `length` tokens."""
         self.length = length
         if self.seats is not None:
             self._base, kept = self._copies[-1]  # made before the step ran
             self._room()[1].copy_(kept)
 
     def leave(self) -> None:
-        """Leave the seat, if it has one: the state takes in all columns."""
+        """Give up the slot, if any, after applying all journal rows to the recurrent state."""
         if self.seats is None:
             return
         journal, state = self._room()
@@ -114,7 +114,7 @@ class Recurrent(LinearAttentionLayer):
         return torch.arange(self.length - count, self.length, device=journal.device) % len(journal)
 
     def note(self, rows: Tensor) -> None:
-        """`rows` [B, n, E] are about to enter the layer."""
+        """Record the input `rows` [B, n, E] of the recurrent layer, for later rollbacks."""
         count = rows.shape[1]
         if self._again:
             return
@@ -135,7 +135,7 @@ class Recurrent(LinearAttentionLayer):
         return self.conv_states[0].clone(), self.recurrent_states[0].clone()  # type: ignore[union-attr]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last columns; raises `ModelError` where no mark is so early."""
+        """Roll the recurrent state back by that many tokens; raises `ModelError` if no checkpoint is old enough."""
         length = self.length - abs(int(tokens_to_remove))
         if length == self.length:
             return
@@ -154,7 +154,7 @@ class Recurrent(LinearAttentionLayer):
         marks = [one for one in self._marks if one.length <= length]
         if not marks or (self.seats is not None and length > self._sat):  # rows since then are in no mark
             raise ModelError(
-                f"a running state goes back at most {REACH} tokens, and not into a prompt; start from a new cache."
+                f"a recurrent state goes back at most {REACH} tokens, and not into a prompt; start from a new cache."
             )
         self.seats, self._marks, mark = None, marks, marks[-1]
         rows = torch.cat(mark.rows, 1)[:, : length - mark.length]
@@ -171,7 +171,7 @@ class Recurrent(LinearAttentionLayer):
                 self._again = False
 
     def mark(self) -> tuple[int, tuple[Tensor, Tensor] | None]:
-        """State for `back` to return to, from any later moment."""
+        """A copy of the recurrent state, to which `back` can return at any later time."""
         return self.length, self._copied()
 
     def back(self, mark: tuple[int, tuple[Tensor, Tensor] | None]) -> None:
@@ -204,9 +204,9 @@ class Recurrent(LinearAttentionLayer):
         return self.length
 
 
-class Seats:
-    """Places for sequences in steps: of each layer the `journals` [S, R, W] and `states` [S, H, K, V] of S sequences; others
-    when there are more."""
+class StateSlots:
+    """Slots of S sequences for decode steps: per layer the `journals` [S, R, W] and `states` [S, H, K, V]. They are
+    reallocated when more sequences come."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._modules = modules
@@ -214,7 +214,7 @@ class Seats:
         self.owners = list[Callable[[], Any]]()  # of each seat the sequence's first layer, or None
 
     def of(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int, int, int]:
-        """What `delta_rows` is told of a sequence with these layers, of which a step of `count` rows comes."""
+        """The row `told` of `delta_rows` for a decode step of `count` rows of one sequence, which gets a slot if needed."""
         held = [one() for one in self.owners]
         number = held.index(layers[0]) if layers[0] in held else None
         if number is None or any(one.seats is not self for one in layers):
@@ -227,7 +227,7 @@ class Seats:
         return told
 
     def each(self) -> list[tuple[Tensor, Tensor]]:
-        """Journals and states of each layer."""
+        """(Journals, recurrent states) of all slots, for each layer."""
         return list(zip(self.journals, self.states, strict=True))
 
     @torch.inference_mode(False)
@@ -248,8 +248,8 @@ class Seats:
 
 
 @contextmanager
-def unharmed(layers: Iterable[Recurrent]) -> Iterator[None]:
-    """A step of sequences with these states: where it fails they are as they were before it."""
+def restored_on_error(layers: Iterable[Recurrent]) -> Iterator[None]:
+    """Context of a decode step that restores the recurrent states of `layers` if the step raises."""
     before = [(one, one.length) for one in layers]
     try:
         yield
@@ -260,13 +260,13 @@ def unharmed(layers: Iterable[Recurrent]) -> Iterator[None]:
 
 
 def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """Of the weights of a Gated DeltaNet those that `delta_rows` takes."""
+    """The weights of a Gated DeltaNet that `delta_rows` takes: convolution, decay, time-step bias, norm weight, eps."""
     own = module.conv1d.weight[:, 0], module.A_log, module.dt_bias, module.norm.weight
     return *own, module.norm.variance_epsilon
 
 
-def noted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A pre-hook of a layer's module: tells its state of the rows that come."""
+def record_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a Gated DeltaNet module: records its input in its `Recurrent` state."""
     cache = kwargs.get("cache_params")
     layer = None if cache is None else cache.layers[module.layer_idx]
     if isinstance(layer, Recurrent):
@@ -274,26 +274,26 @@ def noted(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer.note(args[0] if args else kwargs["hidden_states"])
 
 
-def note_in(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Record in the states of `modules` which rows come."""
+def hook_inputs(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
+    """Install the hook `record_input` on `modules`."""
     for module in modules:
-        hooks.before(module, noted)
+        hooks.before(module, record_input)
 
 
-def dynamic(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
-    """A cache of transformers for the plain `model`, in which the states of these layers can be rolled back."""
+def rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
+    """A transformers `DynamicCache` for the plain `model` whose recurrent layers `states` can be rolled back."""
     cache: Any = DynamicCache(config=model.config)  # type: ignore[arg-type]
     cache.states = {number: Recurrent(module) for number, module in states.items()}
     for number, state in cache.states.items():
         cache.layers[number] = state
     heard = ExitStack()
-    heard.enter_context(shared_hooks(model, "noted", lambda hooks: note_in(hooks, states.values())))
+    heard.enter_context(shared_hooks(model, "noted", lambda hooks: hook_inputs(hooks, states.values())))
     finalize(cache, heard.close).atexit = False
     return cache
 
 
 class StreamStates(RunningStates):
-    """Recurrent states of one stream on the model of `passes`, by the number of the layer."""
+    """The recurrent states of one stream, by layer index, on the model of `passes`."""
 
     def __init__(self, passes: Any, modules: Mapping[int, nn.Module]) -> None:
         self.states = {number: Recurrent(module) for number, module in modules.items()}

@@ -1,4 +1,4 @@
-"""Runs one sequence on one Hugging Face model: prefill, step, roll back, with explicit positions."""
+"""`HFRunner`: prefill, decode step and rollback of one sequence on one Hugging Face model, with explicit positions."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from mmaccel.models.prompt_layout import A_TOKEN, Inputs, of_columns
 
 
 class HFRunner(Runner):
-    """A runner over a transformers cache: ours on an accelerated model, a `DynamicCache` on a plain one. Batch 1.
+    """A `Runner` on a transformers cache: ours on an accelerated model, a `DynamicCache` on a plain one. Batch size 1.
 
-    It keeps no graph for gradients, which would hold every layer's activations as long as its logits or its cache live.
+    It runs without gradients, whose graph would keep all activations alive.
     """
 
     def __init__(self, model: nn.Module, family: Any, cache: Any, rows: Sequence[int] = ()) -> None:
@@ -44,7 +44,7 @@ class HFRunner(Runner):
 
     @staticmethod
     def open(model: nn.Module, family: Any, state: KVState | None = None) -> HFRunner:
-        """A fresh sequence; `state` replaces the recipe's memory and needs an accelerated model."""
+        """A runner for a new sequence; `state` replaces the recipe's KV memory and needs an accelerated model."""
         from mmaccel.models.attention import cache_of
 
         owner = attached(model)
@@ -65,8 +65,8 @@ class HFRunner(Runner):
     def prefill(
         self, inputs: Inputs, keep: Tensor | None = None, compact: bool = False, probes: Sequence[Probe] = ()
     ) -> Tensor:
-        """Run the whole prompt; logits [1, V] of its last token. Arguments as in `Runner.prefill`; `probes` read what the
-        layers of an accelerated model compute of it."""
+        """Run the whole prompt and return the logits [1, V] of its last token. Arguments as in `Runner.prefill`; `probes`
+        read hidden states or attention of an accelerated model's layers."""
         if inputs["input_ids"].shape[0] != 1:
             raise ModelError(
                 f"input_ids: {inputs['input_ids'].shape[0]} sequences; a runner takes one at a time."
@@ -117,7 +117,7 @@ class HFRunner(Runner):
         with in_parts(self.family, self.model):
             entering = self.family.entering(self.model, inputs)
         if self._whole is not None:
-            entering = deepstack.joined(self._whole[0], entering)
+            entering = deepstack.concatenate_prompts(self._whole[0], entering)
             positions = torch.cat([self._whole[1], positions], -1)
             self.truncate(0)
         if self.lasting:
@@ -180,12 +180,12 @@ class HFRunner(Runner):
         self.cache.sequence = Columns(layout, torch.full((1, 1), self.delta, device=positions.device))
 
     def stepped(self, count: int) -> None:
-        """A step of `count` rows was written to its memory, past `step`."""
+        """Account for a step of `count` rows that wrote to this runner's KV memory without calling `step`."""
         self._last = count
         self.memory().wrote(count)
 
     def memory(self) -> KVState:
-        """What captured steps write to: the cache's own memory, or one that takes over the columns of a plain cache."""
+        """The KV memory that CUDA-graph steps write to: the cache's own, or a new one that takes over a `DynamicCache`."""
         if (state := getattr(self.cache, "state", None)) is not None:
             return state  # type: ignore[no-any-return]
         if self._moved is None:
@@ -210,7 +210,7 @@ class HFRunner(Runner):
         layer.keys, layer.values = view.key, view.value
 
     def sync_cache(self) -> None:
-        """Leave the cache as if all columns had gone through the model."""
+        """Bring the transformers cache up to date, as if the model itself had processed all tokens."""
         if self._moved is not None:
             for number, layer in enumerate(self._attended()):
                 self._show(number, layer)
@@ -248,12 +248,12 @@ class HFRunner(Runner):
 
 
 def open_runner(model: nn.Module, family: Any, cache: Any) -> HFRunner:
-    """The runner of `model` after `cache`, with captured steps where `decode.admits` them."""
-    return HFRunner(model, family, cache, decode.ROWS if decode.admits(model, family, cache) else ())
+    """A runner of `model` on `cache`, with CUDA-graph decode steps if `decode.can_capture` them."""
+    return HFRunner(model, family, cache, decode.ROWS if decode.can_capture(model, family, cache) else ())
 
 
 def unpadded(inputs: Inputs) -> dict[str, Any]:
-    """The inputs of one sequence without padding columns and without a mask."""
+    """The inputs of one sequence without padding tokens and attention mask."""
     inputs = dict(inputs)
     mask = inputs.pop("attention_mask", None)
     if mask is None or bool(mask.all()):

@@ -1,4 +1,4 @@
-"""Answers in JSON by a schema: a logits processor of transformers over the matcher of llguidance, which is optional."""
+"""Answers that follow a JSON schema: a logits processor on top of llguidance, an optional package."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 
 
 class SchemaProcessor(LogitsProcessor):
-    """Lets through the tokens after which an answer, of one sequence, can still be JSON of a schema.
+    """Logits processor for one sequence that allows only tokens by which the answer can still become JSON of a schema.
 
-    It goes by the ids that it is given alone, whatever it was asked about before: so a draft's tokens may be taken back. It
-    travels to another process as what it was made of.
+    It depends only on the ids of each call, not on earlier calls, so drafted tokens can be rejected. It is pickled as its
+    arguments, for use in other processes.
 
     tokenizer  the JSON of a fast tokenizer
-    vocabulary  how many ids the model knows
+    vocabulary  size of the model's vocabulary
     ends       ids that end an answer
-    start      tokens before the answer
+    start      number of tokens before the answer
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class SchemaProcessor(LogitsProcessor):
 def by_schema(
     model: nn.Module, tokenizer: Any, schema: Mapping[str, Any] | str | type, ends: Iterable[int], start: int
 ) -> LogitsProcessor:
-    """What makes the answer of `model` after `start` tokens JSON by `schema`: a mapping, its JSON, or a pydantic model.
-    Raises `ModelError` for one that cannot be, and without llguidance."""
+    """Logits processor that makes `model`'s answer, after `start` tokens, JSON by `schema` (a mapping, its JSON text, or a
+    pydantic model class). Raises `ModelError` for an invalid schema, or without llguidance."""
     told = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
     try:
         text = told if isinstance(told, str) else json.dumps(told)
@@ -133,7 +133,7 @@ def _matcher(tokenizer: str, vocabulary: int, ends: tuple[int, ...], schema: str
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end an answer: those of the model's `generation_config`, or else the tokenizer's."""
+    """End-of-text ids: those of the model's `generation_config`, or else the tokenizer's."""
     told: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     told = tokenizer.eos_token_id if told is None else told
     return set(told) if isinstance(told, list | tuple) else {told}

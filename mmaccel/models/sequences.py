@@ -1,7 +1,7 @@
-"""Splits a call of `generate` into its sequences: out of a batch, without padding, and after what a cache holds.
+"""Splits a `generate` call into single sequences: from a batch, without padding, and continuing a given cache.
 
-A cache that a call gave back holds the turns before. `input_ids` of the next call are the whole conversation, pixels those
-of its new images and videos; what the draft read stays with the cache (`DraftTurn`).
+A returned cache holds the earlier turns. In the next call `input_ids` are the whole conversation, and pixels those of new
+images and videos; the draft's state stays with the cache (`DraftTurn`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ draft asks about tokens that are refused, too, and about the same place twice.""
 
 
 class DraftTurn:
-    """State that the draft `choice` left with a cache for the next turn, and the attention that its pruner read. A
-    copy of the cache shares it: each turn goes back to what it has in common with the last one, and one draft
-    serves all."""
+    """A draft's state kept with a cache for the next turn, and the attention that its pruner read. Copies of the cache share
+    it: each turn rolls the draft back to the prefix shared with the last one, so that one draft serves all."""
 
     def __init__(
         self, choice: DraftStrategy | None = None, left: Any = None, heard: Mapping[int, Tensor] | None = None
@@ -51,29 +50,29 @@ class DraftTurn:
 
     @staticmethod
     def of(cache: Any, choice: DraftStrategy) -> DraftTurn:
-        """That of `cache`; an empty one where there is none, or of another draft."""
+        """The `DraftTurn` stored with `cache`, or an empty one if there is none or it belongs to another draft."""
         held = getattr(cache, TURN, None)
         return held if isinstance(held, DraftTurn) and held.choice == choice else DraftTurn(choice)
 
     def take(self) -> Any:
-        """Take the stored state for one call; a call that comes meanwhile finds none."""
+        """Take out the draft's stored state for one call; a concurrent call finds none."""
         left, self.left = self.left, None
         return left
 
     def leave(self, cache: Any, left: Any, heard: Mapping[int, Tensor] | None) -> None:
-        """End a turn of a conversation: store what the draft read, `left`, with `cache` for the next turn."""
+        """Store the draft's state `left` with `cache`, at the end of a turn, for the next one."""
         self.left, self.heard = left, heard or self.heard
         setattr(cache, TURN, self)
 
 
-def filled(cache: Any) -> int:
-    """How many columns `cache` holds; 0 for None."""
+def cache_length(cache: Any) -> int:
+    """Number of tokens in `cache`; 0 for None."""
     return 0 if cache is None else int(cache.get_seq_length())
 
 
-def known(attachment: Attachment, cache: Any) -> Columns | None:
-    """Facts of the columns that `cache` holds of one sequence; None if there are none, or padding is among them."""
-    found, past = attachment.known(cache), filled(cache)
+def cached_columns(attachment: Attachment, cache: Any) -> Columns | None:
+    """Layout of the tokens in `cache`, if it holds one sequence without padding that is known; else None."""
+    found, past = attachment.known(cache), cache_length(cache)
     if found is None or found.layout.batch != 1 or found.layout.length < past:
         return None
     layout = found.layout.take(slice(0, past))
@@ -81,22 +80,22 @@ def known(attachment: Attachment, cache: Any) -> Columns | None:
 
 
 def why_not(attachment: Attachment, kwargs: Mapping[str, Any], count: int) -> str | None:
-    """Why a call of `count` sequences after a filled cache runs without the draft; None: it drafts."""
+    """Why a call of `count` sequences on a filled cache runs without the draft; None if it drafts."""
     cache, ids, mask = kwargs["past_key_values"], kwargs.get("input_ids"), kwargs.get("attention_mask")
     if count > 1:
         return "past_key_values is of several sequences, and it reads one at a time"
-    if known(attachment, cache) is None:
+    if cached_columns(attachment, cache) is None:
         return "past_key_values holds padding, or another model filled it"
     if not isinstance(ids, Tensor) or (mask is not None and mask.shape != ids.shape):
         return "input_ids are not the whole conversation"
-    if (ids.shape[1] if mask is None else int(mask.sum())) <= filled(cache):
+    if (ids.shape[1] if mask is None else int(mask.sum())) <= cache_length(cache):
         return "input_ids do not begin with what past_key_values holds"
     return None
 
 
 def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The inputs of each sequence of a batch, padding included; arguments that hold neither sequences nor pixels stay
-    in each."""
+    """Split the inputs of a batch into those of each sequence, padding included; arguments that are neither per sequence nor
+    pixels are copied to each."""
     if is_given(inputs.get("mm_encoder_outputs")):
         raise ModelError(
             "mm_encoder_outputs: a batch is split by its pixels; give these, or prompts one by one."
@@ -141,8 +140,8 @@ def _tiles(family: Any, inputs: Mapping[str, Any], layout: TokenLayout, count: i
     return [some // each for some in tokens] if each and not any(some % each for some in tokens) else None
 
 
-def allowed_to(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
-    """Allowed next tokens after `ids` of sequence `number` of a batch, which transformers takes for the only one."""
+def allowed_tokens_of(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
+    """Adapter of `prefix_allowed_tokens_fn` for a batch that is decoded one by one: passes the sequence's true `number`."""
     return allowed(number, ids)
 
 
@@ -154,7 +153,7 @@ def without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, An
     kwargs = unpadded(kwargs)
     # A padding token within the prompt is a token like others: without a mask transformers would take it for padding.
     kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
-    if not filled(kwargs.get("past_key_values")):
+    if not cache_length(kwargs.get("past_key_values")):
         attachment.promise(kwargs)
     # Lengths that count the prompt count its padding too: it is taken off those that were given.
     config: Any = kwargs.get("generation_config")
@@ -171,26 +170,26 @@ def without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, An
     return kwargs
 
 
-def of_one(field: str, verdict: Tensor) -> Tensor:
-    """The processors or criteria given as `field`, for one sequence; `DraftError` if they need several."""
+def check_single(field: str, verdict: Tensor) -> Tensor:
+    """Check that the result `verdict` of a processor or criterion given as `field` has one row; else raises `DraftError`."""
     if verdict.shape[0] != 1:
         raise DraftError(
-            f"{field}: one tells of {verdict.shape[0]} sequences, and was asked about one, for here the sequences of a "
-            "batch are decoded each by itself; give prompts one by one, or leave the draft out."
+            f"{field}: it returned results for {verdict.shape[0]} sequences when called with one, as sequences of a batch "
+            "are decoded one by one here; give prompts one by one, or leave the draft out."
         )
     return verdict
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Applies the logits processors to one token: (ids before [S], logits [V]) -> probabilities [V]. It is a class so
-    that it can be sent to another process."""
+    """Maps (ids before [S], logits [V]) of one token to probabilities [V], by logits processors. It is a class, not a
+    closure, so that it can be pickled."""
 
     processors: Any
     sample: bool
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        scores = of_one("logits_processor", self.processors(ids[None], logits[None].float()))[0]
+        scores = check_single("logits_processor", self.processors(ids[None], logits[None].float()))[0]
         if self.sample:
             return torch.softmax(scores, -1)
         return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()

@@ -1,7 +1,7 @@
-"""Named shapes: the published configurations of the supported families, with random weights and any number of layers.
+"""Published configurations of the supported families by name, to build models with random weights and any number of layers.
 
-For benchmarks and memory estimates where no checkpoint is at hand; importing this file does not import transformers.
-Sizes as published in each checkpoint's config.json.
+For benchmarks and memory estimates without a checkpoint. Sizes are those of each checkpoint's config.json. Importing this
+file does not import transformers.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ SHAPES: dict[str, Shape] = {
 
 
 def config(name: str, layers: int | None = None, vision_layers: int | None = None) -> Any:
-    """The transformers configuration of a shape; `layers` and `vision_layers` cut the depth.
+    """The transformers config of a named shape; `layers` and `vision_layers` reduce the depth.
 
-    Raises `UnknownName` for an unknown shape and `ModelError` for a depth it cannot have.
+    Raises `UnknownName` for an unknown shape and `ModelError` for an invalid depth.
     """
     if name not in SHAPES:
         raise UnknownName("shape", name, SHAPES)
@@ -68,8 +68,8 @@ def config(name: str, layers: int | None = None, vision_layers: int | None = Non
     return AutoConfig.for_model(shape.family, text_config=text | tied, vision_config=vision, **others, **tied)
 
 
-def frame(name: str, height: int, width: int) -> tuple[int, int]:
-    """Patches and tokens of a unit of frames of (height, width) in a shape: of a frame, or of two (Qwen, GLM)."""
+def frame_size(name: str, height: int, width: int) -> tuple[int, int]:
+    """Numbers of patches and tokens of one time step (one frame, or two for Qwen and GLM) of (height, width) in a shape."""
     if (family := SHAPES[name].family) == "llava_onevision":  # resized to 384 x 384, pooled two by two
         return 27 * 27, 14 * 14
     if family == "internvl":  # resized to 448 x 448
@@ -88,9 +88,9 @@ def build(
     seed: int = 0,
     devices: Sequence[torch.device | str] | None = None,
 ) -> nn.Module:
-    """A model of a published shape with random weights, made on `device` directly, in evaluation mode.
+    """Build a published shape with random weights, in evaluation mode, directly on `device`.
 
-    With `devices` its layers are spread over these (see `loading.spread_layers`), each made where it lies.
+    With `devices` its layers are spread over these (see `loading.spread_layers`), each built on its device.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -115,7 +115,7 @@ def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch
     from transformers import AutoModelForImageTextToText
 
     from mmaccel.core.attach import adapter_for
-    from mmaccel.models.loading import device_of_layers, hand_over
+    from mmaccel.models.loading import device_of_layers, move_hooks
 
     with torch.device(devices[0]):
         model: Any = AutoModelForImageTextToText.from_config(shallow, dtype=dtype)
@@ -134,7 +134,7 @@ def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch
             layer = type(first)(text.config, number)
         layer.apply(model._init_weights)
         text.layers.append(layer)
-    hand_over(model, chosen, devices[0])
+    move_hooks(model, chosen, devices[0])
     return model  # type: ignore[no-any-return]
 
 

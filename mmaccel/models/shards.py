@@ -1,4 +1,4 @@
-"""Facts from a model's attention weights: their digest, and which of the heads this process has."""
+"""Facts from a model's attention weights: their checksum, and which heads this process holds under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SAMPLED = 1024
 
 
 def digest(model: nn.Module, attentions: Iterable[Any]) -> str | None:
-    """A short digest of the projections of queries and keys; None where one of them is no matrix of floating numbers, or
-    another process has a part of it."""
+    """Checksum of the query and key projections; None if one is not a floating-point matrix (quantized), or if the model is
+    sharded over processes."""
     if shard_count(model) > 1:
         return None
     found = hashlib.sha256()
@@ -36,8 +36,8 @@ def digest(model: nn.Module, attentions: Iterable[Any]) -> str | None:
     return found.hexdigest()[:16]
 
 
-def own(model: nn.Module, heads: int) -> range:
-    """The numbers of the heads, of so many, that this process computes."""
+def local_heads(model: nn.Module, heads: int) -> range:
+    """Indices, among `heads` heads, of those that this process computes."""
     shards = shard_count(model)
     if shards == 1:
         return range(heads)
@@ -51,8 +51,8 @@ def own(model: nn.Module, heads: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
-def signature(model: nn.Module) -> str:
-    """A short mark of all weights."""
+def checksum(model: nn.Module) -> str:
+    """Checksum of all weights, from a sample of each."""
     marks = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = _weight(model, name, tensor).detach().flatten()

@@ -1,4 +1,4 @@
-"""The tiny models that mmaccel-lab ships, and where they are. This is the only file that looks for mmaccel-lab."""
+"""Finds the tiny models that mmaccel-lab ships; the only file that imports mmaccel-lab."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ INSTALL = "`pip install mmaccel-lab`, or `make install` in a checkout"
 """How a user gets mmaccel-lab."""
 
 
-def path(name: str) -> Path:
-    """The folder of a shipped model, in the layout of `from_pretrained`.
+def model_folder(name: str) -> Path:
+    """The folder of a tiny model, in `from_pretrained` layout.
 
-    Raises `ModelError` for an unknown name, where mmaccel-lab is not installed, and where it lacks the weights.
+    Raises `ModelError` for an unknown name, if mmaccel-lab is not installed, or if its weights are missing.
     """
     if name not in NAMES:
         raise ModelError(f"There is no tiny model {name!r}; choose one of {', '.join(NAMES)}.")

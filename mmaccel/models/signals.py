@@ -1,5 +1,5 @@
-"""Signals that pruners read during a prefill: hidden states between layers, attention of the text, attention of the
-vision tower."""
+"""Signals that token pruners read during a prefill: hidden states between layers, the text's attention to visual tokens, and
+attention in the vision tower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.dense_attend import paid
+from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -42,10 +42,10 @@ SCORES = 1 << 24
 
 
 @dataclass(eq=False)
-class Ear(PromptHook):
-    """A hook of a decoder layer: passes its input or output to the probes of the current run.
+class HiddenStateHook(PromptHook):
+    """Forward hook of a decoder layer that passes hidden states to the probes of the current prefill.
 
-    index  what `Probe.entering` is told: the layer, or one more than the last for what leaves that
+    index  the layer whose input it reports; the number of layers for the last layer's output
     """
 
     index: int
@@ -59,30 +59,30 @@ class Ear(PromptHook):
             probe.entering(run, self.index, hidden if isinstance(hidden, Tensor) else hidden[0])
 
 
-def hear(hooks: Hooks, layers: nn.ModuleList, *pruners: TokenPruner) -> None:
-    """Hook an `Ear` at each hidden state that the draft's `pruners` read."""
+def hook_hidden_states(hooks: Hooks, layers: nn.ModuleList, *pruners: TokenPruner) -> None:
+    """Install an `HiddenStateHook` for each hidden state that the draft's `pruners` read."""
     wanted = {index for pruner in pruners for stage in pruner.stages(len(layers)) for index in stage.hidden}
     for index in sorted(wanted):
         if index < len(layers):
-            hooks.before(layers[index], Ear(index))
+            hooks.before(layers[index], HiddenStateHook(index))
         else:
-            hooks.after(layers[-1], Ear(index), with_kwargs=True)
+            hooks.after(layers[-1], HiddenStateHook(index), with_kwargs=True)
 
 
-class Listener(Probe):
-    """Collects from the target's prefill what a draft's pruner reads, and passes on once which columns stay.
+class SignalProbe(Probe):
+    """Collects the signals that a draft's pruner needs from the target's prefill, and reports once which tokens to keep.
 
-    The prompt may come in any number of passes (chunks; the video, then the text). `tell` gets the columns [n] as soon as
-    the last layer that is read has seen the last column, while later layers still run; only indices need to travel.
+    The prompt may come in several passes (chunks; video, then text). `tell` gets the kept columns [n] as soon as the last
+    layer that the pruner reads has seen the last token, while later layers still run; only indices are sent to the draft.
 
-    Where the target's own prompt is pruned on the way, the layers that are read hold fewer columns each. The draft's pruner
-    then chooses among the columns that all of them hold: what the target has dropped by then is dropped from the draft too.
-    Its share is still of all the prompt's video tokens.
+    If the target's own prompt is pruned during the prefill, its layers hold fewer tokens. The draft's pruner then chooses
+    among tokens that all layers it reads hold, so a token dropped by the target is dropped from the draft too. Its share
+    still counts all video tokens of the prompt.
 
-    layout  of the whole prompt, one sequence; in a later turn of a conversation of all of it, whose last columns are `new`
-    heard   what the turn before heard (`states`)
-    lasts   whether a turn may follow, for which `states` are kept
-    fail    called with what went wrong, once, and the target goes on unheard; None: it is raised in the target's pass
+    layout  of the whole prompt, one sequence; in a later turn, of the whole conversation, whose last columns are `new`
+    heard   signals of the previous turn (`states`)
+    lasts   whether another turn may follow, for which `states` are kept
+    fail    called once with an error, after which the prefill goes on without signals; None: the prefill raises it
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class Listener(Probe):
         return [states, hidden.new_zeros(start - len(states), hidden.shape[-1])]
 
     def told(self, attention: Tensor) -> None:
-        """Attention [k, 1, S] that was heard elsewhere, of a prompt whose video went into a memory; of a pruner that reads
-        states its score, [1, 1, S]."""
+        """Receive the attention [k, 1, S] that was measured elsewhere, for a prompt whose video was read as a stream; for a
+        pruner that reads hidden states, its score [1, 1, S]."""
         with self._failing():
             self.attention, self.heard = attention, dict.fromkeys(self.heard, self.layout.length)
             self._scored, self.hidden = bool(self.hidden), {}
@@ -187,7 +187,9 @@ class Listener(Probe):
         at = rows[here].to(query.device)
         column = torch.arange(end, device=at.device) if column is None else column.to(at.device)
         place = torch.searchsorted(column, at)
-        weights = paid(query[0, :, at - start], key[0, :, :end], place, scale).to(self.attention.device)
+        weights = mean_weights(query[0, :, at - start], key[0, :, :end], place, scale).to(
+            self.attention.device
+        )
         seen = column.to(weights.device)
         seen = seen if held is None else held[seen]
         for k, group in enumerate(self.stage.attention):
@@ -226,16 +228,16 @@ class Listener(Probe):
         return states[left if held is None else torch.searchsorted(held, left)]
 
     def close(self) -> None:
-        """Called when the prompt is read. A pruner that still waits raises here: it never received what it reads."""
+        """Called at the end of the prompt: raises `ModelError` if the pruner has not received its signals."""
         if not self.done:
             with self._failing():
                 raise ModelError(f"prune {self.pruner.name!r} received nothing from the target's prefill.")
 
 
 class VisionTower(ABC):
-    """Signals from a family's vision tower: for each visual token the attention it receives, and its key.
+    """Adapter by which pruners read a family's vision tower: attention that each visual token receives, and its key.
 
-    attention  the attention module whose input `look` is given
+    attention  the attention module whose input is given to `look`
     """
 
     attention: nn.Module
@@ -245,19 +247,20 @@ class VisionTower(ABC):
 
     @abstractmethod
     def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """[..., patches, 1 + D] of what enters `attention`: the attention that each patch receives, then its key."""
+        """From the input `hidden` of `attention`: each patch's received attention, then its key, [..., patches, 1 + D]."""
 
     @abstractmethod
     def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
-        """Attention and key, [n, 1 + D], of the visual tokens of one call of the vision tower on images (IMAGE) or videos
-        (VIDEO), computed from the results of `look`; `given` holds the call's arguments."""
+        """Received attention and key, [n, 1 + D], of the visual tokens of one tower call on images (IMAGE) or videos
+        (VIDEO). `caught` holds the results of `look`, `given` the call's arguments."""
 
 
 class VisionProbe:
-    """While `hooks` are there, computes for each visual token the attention it receives in the vision tower, and its key.
+    """Computes, while its hooks are installed, the attention that each visual token receives in the vision tower, and its
+    key.
 
-    The tower keeps its own kernels: the one layer's queries and keys are made once more from what enters it, and scores are
-    held for a few frames at a time. What was caught stays with the thread until `take`.
+    The tower keeps its attention kernels: queries and keys of one layer are recomputed from its input, and scores for a few
+    frames at a time. Results are kept per thread until `take`.
     """
 
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any) -> None:
@@ -293,7 +296,7 @@ class VisionProbe:
             caught.append(self.tower.look(args[0] if args else kwargs["hidden_states"], kwargs))
 
     def take(self, layout: TokenLayout) -> dict[str, Tensor]:
-        """Return `vision_attention` [S] and `vision_key` [S, D] of the last encoded prompt, which has one sequence."""
+        """Return and clear the last prompt's `vision_attention` [S] and `vision_key` [S, D] from the vision tower."""
         tokens: dict[int, Tensor] = self.local.__dict__.pop("tokens", {})
         whole: Tensor | None = None
         for kind, name in PIXELS.items():
@@ -310,9 +313,9 @@ class VisionProbe:
         return {} if whole is None else {"vision_attention": whole[:, 0], "vision_key": whole[:, 1:]}
 
 
-def received(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """[n, P]: the attention each of the P patches of n frames receives, a mean over heads and queries; query and key are
-    [n, H, P, D]. The scores of as many frames as `SCORES` admits are held at a time, and of one at least."""
+def received_attention(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Attention that each of the P patches of n frames receives, [n, P], averaged over heads and queries; query and key are
+    [n, H, P, D]. At most `SCORES` scores are in memory at a time (at least one frame)."""
     each = query.shape[1] * query.shape[2] ** 2
     some = max(1, SCORES // max(each, 1))
     return torch.cat(

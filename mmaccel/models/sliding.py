@@ -1,4 +1,4 @@
-"""The memory of a model some of whose layers see a window alone: the recipe's for the others, windows for these."""
+"""The KV memory of a model that has sliding-window layers: a window for these, the recipe's KV policy for the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ layer lets go as soon as it has been attended to."""
 
 
 class SlidingState(KVState):
-    """Memories of all columns and of the last ones, each for some of the layers of one batch of sequences."""
+    """A `KVState` that combines one for full-attention layers with one for each sliding-window size."""
 
     def __init__(
         self, view: ModelView, own: Sequence[int], windows: Mapping[int, int], state: Callable[[int], KVState]
@@ -69,8 +69,8 @@ class SlidingState(KVState):
                 part.truncate(min(length, part.length()))
             except ModelError as error:
                 raise ModelError(
-                    f"past_key_values: a layer that sees a window alone goes back at most {MARGIN} tokens, and not into a "
-                    "prompt; start from a new cache."
+                    f"past_key_values: a sliding-window layer goes back at most {MARGIN} tokens, and not into a prompt; "
+                    "start from a new cache."
                 ) from error
 
     def length(self) -> int:

@@ -1,4 +1,4 @@
-"""Runs the layers of a question to a stream, and of its answer, as captured steps (`layer_step.py`)."""
+"""Runs a question to a stream, and its answer, by fused layer steps (`layer_step.py`) in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mmaccel.core.adapter import home_of
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
-from mmaccel.models.fingerprint import ModuleFingerprint, known
-from mmaccel.models.layer_step import Carried, LayerStep, Rows, StateStep, layer_steps
+from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse
+from mmaccel.models.layer_step import LayerStep, Rows, StateStep, StepStates, layer_steps
 from mmaccel.models.modules import normed
-from mmaccel.models.recurrent import Recurrent, Seats, unharmed
+from mmaccel.models.recurrent import Recurrent, StateSlots, restored_on_error
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
@@ -40,16 +40,16 @@ def _noted(errors: dict[int, Exception], seat: int) -> Iterator[None]:
 
 
 def steps_of(stream: Any) -> StreamSteps:
-    """Steps of answers on several streams of a model, one for all, as long as a stream holds it: no pass of it stands still
-    within, and what it captures outlasts a stream."""
+    """The `StreamSteps` that several streams of a model share, so that their answers can be decoded in one step and its CUDA
+    graphs outlive a stream."""
     turns = stream.turns
     stream.each = found = turns.steps() or StreamSteps(stream.model, stream.family)
     turns.steps = ref(found)
     return found  # type: ignore[no-any-return]
 
 
-def ready(stream: Any, state: StreamState, running: Any) -> None:
-    """Before the first token: a step of the answer on `state` is computed as often as it takes until it is captured."""
+def warm_up(stream: Any, state: StreamState, running: Any) -> None:
+    """Warm up before the first token: run an answer's step on `state` until it is captured as a CUDA graph."""
     if stream.device.type not in DEVICES:
         return
     steps, word, length = stream._few, stream.words(torch.zeros(1, dtype=torch.long)), state.length()
@@ -67,8 +67,8 @@ def ready(stream: Any, state: StreamState, running: Any) -> None:
 
 
 class StreamSteps:
-    """Questions and answers on a stream: what is between two layers' retrieval is one captured function, and all layers of
-    a pass of an answer, which retrieves nothing."""
+    """Questions and answers of a stream by CUDA graphs: for a question one graph for the layers between two retrievals, for
+    an answer, which retrieves nothing, one graph for all layers."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family = model, family
@@ -77,14 +77,14 @@ class StreamSteps:
         self._choices: Any = None
         self._steps, self._layers = list[LayerStep | StateStep](), list[LayerStep]()
         self._leads: list[list[StateStep]] = [[]]  # before each layer of attention, and behind the last
-        self._seats: Seats | None = None
+        self._seats: StateSlots | None = None
         self._replays = Replays(home_of(model))
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
 
     def serves(self, rows: Tensor, again: bool = False) -> bool:
-        """Whether rows [n, E] are few, and the layers `known`, where the rows are, and without hooks. `again`: the rows are
-        of an answer, in which the layers are looked at once."""
+        """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.can_fuse` accepts, on their device,
+        no hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
         self._sure = self._sure and again
         if len(rows) > WIDTHS[-1] or self._sure:
             return len(rows) <= WIDTHS[-1]
@@ -96,7 +96,7 @@ class StreamSteps:
         choices = activation, windows
         if self._watched is None or choices != self._choices or not self._watched.same(layers):
             self._watched, self._choices = ModuleFingerprint(layers), choices
-            self._known = known(layers, activation, self._family)
+            self._known = can_fuse(layers, activation, self._family)
             self._lay(layers if self._known else [])
         self._sure = (fits := self._known and not self._watched.hooked()) and again
         return fits
@@ -110,10 +110,10 @@ class StreamSteps:
             else:
                 self._leads[-1].append(one)
         states = [one.own for some in self._leads for one in some]
-        self._seats = Seats(states) if states else None
+        self._seats = StateSlots(states) if states else None
 
     def forget(self) -> None:
-        """A pass comes that is of no answer: the next one looks at the layers anew."""
+        """Invalidate the check of the layers, as the next pass is no answer; the next `serves` checks them again."""
         self._sure, self._sides, self._lie = False, [], ()
 
     def run(
@@ -124,11 +124,11 @@ class StreamSteps:
         slots: list[CacheSlot] | None = None,
         running: Any = None,
     ) -> Tensor:
-        """[n, E] final hidden states of columns `embeds` [n, E], as `StreamModel.run`; `slots`: of all layers, if known."""
+        """Final hidden states [n, E] of `embeds` [n, E], as in `StreamModel.run`; `slots`: all layers' slots, if known."""
         # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
         self._replays.under(self._watched)
         states: list[Recurrent] = [] if running is None else [*running.states.values()]
-        with unharmed(states):
+        with restored_on_error(states):
             carried = self._carried(states, len(embeds)) if states else None
             if slots is not None:
                 return self._answer(slots, embeds, carried)
@@ -137,14 +137,14 @@ class StreamSteps:
                 raise error
         return out
 
-    def _carried(self, layers: list[Recurrent], count: int) -> Carried:
+    def _carried(self, layers: list[Recurrent], count: int) -> StepStates:
         assert self._seats is not None
         told = torch.tensor([self._seats.of(layers, count)])
         place = self._replays.room("told", (1, 4), torch.long).copy_(told)
-        return Carried(place, self._seats.each())
+        return StepStates(place, self._seats.each())
 
     def answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
-        """[n, E] final hidden states of answers on several streams, run as one; errors of those that failed, by number."""
+        """Final hidden states [n, E] of answers on several streams, in one step; and the errors of failed ones, by index."""
         errors = dict[int, Exception]()
         for seat, (run, count, _) in enumerate(passes):
             with _noted(errors, seat):
@@ -162,7 +162,7 @@ class StreamSteps:
         passes: Passes,
         embeds: Tensor,
         errors: dict[int, Exception],
-        carried: Carried | None = None,
+        carried: StepStates | None = None,
     ) -> tuple[Tensor, dict[int, Exception]]:
         shape, n, dtype, x = self._shape, len(embeds), embeds.dtype, self._entered(embeds)
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
@@ -212,7 +212,7 @@ class StreamSteps:
         x[:n], x[n:] = embeds, 0.0
         return x
 
-    def _answer(self, slots: list[CacheSlot], embeds: Tensor, carried: Carried | None) -> Tensor:
+    def _answer(self, slots: list[CacheSlot], embeds: Tensor, carried: StepStates | None) -> Tensor:
         """All layers. What they share, angles and the column that rows are written to, is sent once."""
         x = self._entered(embeds)
         layers, count, room = self._layers, len(x), self._replays.room
@@ -259,7 +259,7 @@ class StreamSteps:
         return list(angles.values()), begins, turned, wrote, name
 
     def replays(self, slots: list[CacheSlot] | None) -> bool:
-        """Whether what is captured of a step of one row of an answer is replayed; `slots` as `run` has them."""
+        """Whether an answer's step of one row is already captured as a CUDA graph; `slots` as in `run`."""
         self._replays.under(self._watched)
         if slots is not None:
             return self._replays.ready(self._named(slots, 1)[-1], self._lie)
@@ -271,7 +271,7 @@ class StreamSteps:
             ready((n, 1), lies) or ready((n, 1, "slot"), ...) for n in layers
         )
 
-    def _led(self, number: int, rows: Rows, carried: Carried | None) -> Rows:
+    def _led(self, number: int, rows: Rows, carried: StepStates | None) -> Rows:
         """`rows` through the layers with a running state before layer `number` of attention."""
         for one in self._leads[number]:
             assert carried is not None
@@ -279,12 +279,12 @@ class StreamSteps:
         return rows
 
     def _rest(
-        self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor], carried: Carried | None
+        self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor], carried: StepStates | None
     ) -> tuple[Tensor, ...]:
         return self._leave(number, self._layers[number].finish(Rows(x), attended), x, qkv, carried)
 
     def _whole(
-        self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor], carried: Carried | None
+        self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor], carried: StepStates | None
     ) -> None:
         layer, count = self._layers[number], len(x)
         rope, start, bias, at = self._looking(number, 0, slot, count, x.dtype)
@@ -336,7 +336,7 @@ class StreamSteps:
         return rope, start, bias, (lies, None if bias is None else bias.shape, own)
 
     def _leave(
-        self, number: int, left: Rows, x: Tensor, qkv: list[Tensor], carried: Carried | None
+        self, number: int, left: Rows, x: Tensor, qkv: list[Tensor], carried: StepStates | None
     ) -> tuple[Tensor, ...]:
         """The rows that leave layer `number` go, through what is before the next one, to x, and their projections to where
         the next layer's memory sees them."""

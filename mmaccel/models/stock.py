@@ -1,5 +1,5 @@
-"""transformers' own processor as commands and sessions use one: prompts, videos and limits as `Processor` has them, ids and
-pixels by stock code. Our own makes the same, bit for bit, where torchvision is missing."""
+"""Wraps transformers' own processor: prompts, videos and limits as in `Processor`, ids and pixels by transformers' code.
+Where torchvision is missing, `Processor` makes the same tensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
-from mmaccel.models.chat import Written, ids_of, one_chat
+from mmaccel.models.chat import ChatText, ids_of, one_chat
 from mmaccel.models.loading import config_of, folder_of, read_json, reason_of, resolve
 from mmaccel.models.processor import Processor, styles
 
@@ -27,9 +27,9 @@ TEXT = -1
 
 
 class StockProcessor(Processor):
-    """A processor of transformers (`stock`) with the calls of `Processor`; of a family with no style of ours too.
+    """A transformers processor (`stock`) with the methods of `Processor`, also for families without a `ProcessorStyle`.
 
-    `image`, `video` and `extra` are None where the family has none.
+    `image`, `video` and `extra` are None where the family has no style.
     """
 
     def __init__(self, stock: Any, model_type: str, *, special_tokens: bool = True) -> None:
@@ -64,13 +64,13 @@ class StockProcessor(Processor):
         if self.video_token_id != TEXT:
             return super().template_ids(content)
         text, special = self._written(one_chat(content), {"video", "text"})
-        before, after = (Written(part) for part in text.split(self.video_token or "", 1))
+        before, after = (ChatText(part) for part in text.split(self.video_token or "", 1))
         before.plain = after.plain = text.plain
         ids = ids_of(self.tokenizer, before, add_special_tokens=special)
         return [*ids, TEXT, *ids_of(self.tokenizer, after, add_special_tokens=False)]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write what stock `AutoProcessor` reads."""
+        """Write the files that transformers' `AutoProcessor` reads."""
         self.stock.save_pretrained(folder)
 
     def pixels(
@@ -92,7 +92,7 @@ class StockProcessor(Processor):
     ) -> dict[str, Tensor]:
         stock = self.stock
         plain = {
-            mark: word for text in texts if isinstance(text, Written) for mark, word in text.plain.items()
+            mark: word for text in texts if isinstance(text, ChatText) for mark, word in text.plain.items()
         }
         given: dict[str, Any] = {**_on(where["device"]), "padding": len(texts) > 1, "padding_side": side}
         if pictures:
@@ -147,7 +147,7 @@ class _Marking:
     def __call__(self, text: list[str], **how: Any) -> Any:
         rows = []
         for one in text:
-            whole = Written(one)
+            whole = ChatText(one)
             whole.plain = self._plain
             rows.append(
                 ids_of(self._tokenizer, whole, add_special_tokens=how.get("add_special_tokens", True))
@@ -172,9 +172,9 @@ def _as(value: Tensor, dtype: torch.dtype, device: torch.device | str | None) ->
     return value.to(device, dtype if value.is_floating_point() and value.ndim > 1 else value.dtype)
 
 
-def wrapped(processor: Any, model_type: str | None = None, *, special_tokens: bool = True) -> Processor:
-    """A processor of ours as it is, one of transformers' as a `StockProcessor` of the model type `model_type` (None: of the
-    one that it is made for). Raises `ModelError` for anything else."""
+def wrap(processor: Any, model_type: str | None = None, *, special_tokens: bool = True) -> Processor:
+    """Return a `Processor` unchanged, or wrap a transformers processor as a `StockProcessor` of the model type `model_type`
+    (None: inferred from its class). Raises `ModelError` for anything else."""
     if isinstance(processor, Processor):
         if special_tokens or not processor.special_tokens:
             return processor
@@ -196,13 +196,13 @@ def wrapped(processor: Any, model_type: str | None = None, *, special_tokens: bo
 
 
 def load(source: str | Path, revision: str | None = None, *, special_tokens: bool = True) -> Processor:
-    """The processor of a model's folder or hub name: transformers' own where it can run, else ours."""
+    """Load the processor of a model folder or hub name: transformers' own where torchvision is installed, else ours."""
     place = folder_of(resolve(source), revision)
     stock = _stock(place) if find_spec("torchvision") is not None else None
     if stock is None:
         found = Processor.from_pretrained(place, special_tokens=special_tokens)
     else:
-        found = wrapped(stock, str(config_of(place).get("model_type")), special_tokens=special_tokens)
+        found = wrap(stock, str(config_of(place).get("model_type")), special_tokens=special_tokens)
         whole = read_json(place / "processor_config.json") or {}
         apart = (place / "video_preprocessor_config.json").is_file()
         found.own_video_settings = apart or bool(whole.get("video_processor"))

@@ -1,9 +1,9 @@
 """Streams on transformers: a Hugging Face model and its processor as a `VideoSession` uses them.
 
-A pass goes straight to the text model. For its duration the attention modules hold a copy of their config that names our
-attention, which serves this pass alone, and in its thread the rotary module gives no rotation (cosines 1, sines 0), so that
-keys and queries reach the memory as they leave their projections. Norms and feed-forward blocks are one kernel each
-meanwhile, where there is one, for whoever else calls them too. Nothing stays on the model between two calls.
+A pass calls the text model directly. For its duration the attention modules hold a copy of their config that names our
+attention function, and in its thread the rotary module returns the identity (cosines 1, sines 0), so that queries and keys
+reach the KV memory before RoPE. Norms and MLPs use fused kernels meanwhile, also for other callers. Nothing stays installed
+on the model between passes.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.parts import Choosing, Clip, Question, turns_of
+from mmaccel.core.streams.parts import Clip, Question, TokenChoice, fair_lock_of
 from mmaccel.models import deepstack, dialogue, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
-from mmaccel.models.chat import alike, clips_of
+from mmaccel.models.chat import clips_of, common_prefix
 from mmaccel.models.install import Hooks, gate_of
-from mmaccel.models.modules import in_chunks, in_parts, rotate_by
+from mmaccel.models.modules import chunk_tokens, in_parts, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
-from mmaccel.models.pruning import left_of, thinned
+from mmaccel.models.pruning import kept_tokens, prune_frames
 from mmaccel.models.signals import VisionProbe
-from mmaccel.models.stock import wrapped
+from mmaccel.models.stock import wrap
 
 
 class StreamPasses:
-    """The part of `StreamModel` that needs no processor; prompts and sessions share it.
+    """The part of a stream's model that needs no processor; sessions and `generate` prompts share it.
 
-    attachment  the recipe that is attached, if the stream is its own; any other that is attached refuses a pass
+    attachment  the recipe attached to the model, if this stream belongs to it; a pass under another recipe raises
     """
 
     left_out: int | None = None
-    words_beside: tuple[int, int] = (0, 0)
+    text_around_unit: tuple[int, int] = (0, 0)
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
         self.model, self.family, self._attachment = model, family, attachment
@@ -59,10 +59,10 @@ class StreamPasses:
         if not recipe.sparse.dense:
             self.attention = attachment.owner.attention
         self.text: Any = family.text(model)
-        self._gate, self.turns = gate_of(self.text), turns_of(self.text)
+        self._gate, self.turns = gate_of(self.text), fair_lock_of(self.text)
         self._between = functools.partial(self.turns.between, self.device)
         if self.device.type in step.DEVICES:
-            self.ready: Any = functools.partial(step.ready, self)
+            self.ready: Any = functools.partial(step.warm_up, self)
 
     @functools.cached_property
     def _few(self) -> step.StreamSteps:
@@ -70,8 +70,8 @@ class StreamPasses:
         return step.StreamSteps(self.model, self.family)
 
     def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
-        """Of a video's `inputs`, `units` steps of `unit` tokens: features [n, P, E] of the units of a stream, which are
-        these or what the recipe's pruner leaves of each group of them, and [m, E] of the marks behind them."""
+        """Encode a video's `inputs`, `units` time steps of `unit` tokens: features [n, P, E] of the stream's units (time
+        steps, or what the recipe's pruner keeps of each group of them), and [m, E] of separator tokens at the end."""
         with self.busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
             for block in self._tower:
                 hooks.before(block, self._between)
@@ -79,7 +79,7 @@ class StreamPasses:
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
             rows = self.family.frames(self.model, inputs)
         if self.thins is not None and units:
-            return thinned(self.thins, self.view.geometry, rows, units, unit, vision)
+            return prune_frames(self.thins, self.view.geometry, rows, units, unit, vision)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]
 
@@ -104,7 +104,7 @@ class StreamPasses:
 
     @property
     def thins(self) -> TokenPruner | None:
-        """The pruner that drops tokens of each unit before the language model sees it, or None."""
+        """The recipe's pruner, if it drops tokens of each frame before the language model; else None."""
         prune = self.attention.recipe.prune
         acts = None if prune is None else prune.on_stream()
         return None if acts is None or acts.stage != "frames" or not acts.compact else acts
@@ -113,8 +113,8 @@ class StreamPasses:
         """The places of what the recipe's pruner leaves of units at `made`."""
         if self.thins is None:
             return made
-        tokens = made.tokens - (words := sum(self.words_beside))
-        left = left_of(self.thins, tokens)
+        tokens = made.tokens - (words := sum(self.text_around_unit))
+        left = kept_tokens(self.thins, tokens)
         self.left_out = tokens * self.thins.group - left
         return made.anew(left + words)
 
@@ -153,7 +153,7 @@ class StreamPasses:
                 return steps.run(run, embeds, hidden, slots, running)
         more: dict[str, Any] = {}
         if embeds.shape[1] > (wide := self.view.geometry.hidden):
-            embeds, more = deepstack.parted(embeds, wide)
+            embeds, more = deepstack.split_rows(embeds, wide)
         cache = KVCache(state, depth, None if running is None else running.states)
         if running is not None:
             running.cache = cache
@@ -223,12 +223,12 @@ class StreamPasses:
             if self._attachment is None:  # else all of this is there
                 # Where a module's own code can be told so, it does not even multiply by one.
                 rotate_by(hooks, inside, self.family.rotate_function, left)
-                in_chunks(hooks, self.family.pointwise(self.model), self.family)
+                chunk_tokens(hooks, self.family.pointwise(self.model), self.family)
                 hooks.attention(
                     inside, shared, ATTENTION, **{PLAIN: shared}, **self.family.numbered(self.model)
                 )
                 for module in self.family.states(self.model).values():
-                    hooks.before(module, recurrent.noted)
+                    hooks.before(module, recurrent.record_input)
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.before(layer, functools.partial(entering, functools.partial(state.ahead, number)))
             for number, ear in input_hooks.items():
@@ -240,7 +240,7 @@ class StreamPasses:
 
 
 class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
-    """A model, its family and its processor."""
+    """`StreamAdapter` for transformers: a model, its family and its processor."""
 
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
         if why := family.unable.get("streams"):
@@ -248,7 +248,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         from mmaccel.models.processor import Processor
 
         if not isinstance(processor, Processor):
-            processor = wrapped(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
+            processor = wrap(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
         if processor.model_type not in family.model_types:
             raise ModelError(
                 f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."
@@ -289,7 +289,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
             inputs, _, unit, _ = self._positions(size, None, 1)
             self._units[size] = (
                 self.family.frame_size(self.model, inputs),
-                unit.shape[1] - sum(self.words_beside),
+                unit.shape[1] - sum(self.text_around_unit),
             )
         return self._units[size]
 
@@ -306,7 +306,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         images = [] if isinstance(text, str) else dialogue.question_messages(text)[2]
         return dialogue.with_images(self, asking, images) if images else asking
 
-    def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> Choosing:
+    def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
         from mmaccel.models.choosing import choosing
 
         return choosing(self, ids, most, settings, drafts)
@@ -317,8 +317,8 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         else:
             asked, silent, _ = dialogue.question_messages(question)
             ids, plain = self._chat(asked)[1], self._chat(silent)[1]
-        begin = alike(ids, plain)
-        end = alike(ids[begin:][::-1], plain[begin:][::-1])
+        begin = common_prefix(ids, plain)
+        end = common_prefix(ids[begin:][::-1], plain[begin:][::-1])
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
 
     @functools.cached_property
@@ -354,7 +354,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         def steps(units: int) -> Tensor:
             return self.family.steps(self.model, inputs, units)
 
-        if any(self.words_beside):
+        if any(self.text_around_unit):
             made = PositionIds.evenly(head, unit, text, slope, limit)
         else:
             made = PositionIds(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
@@ -375,13 +375,13 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         positions = self.family.positions(self.model, inputs)
         rows = positions[:, 0] if positions.ndim == 3 else positions
         begin, inside = head.numel(), int((self.family.layout(self.model, inputs).frame[0] >= 0).sum())
-        end = begin + inside + units * sum(self.words_beside)
+        end = begin + inside + units * sum(self.text_around_unit)
         return inputs, rows[:, :begin], rows[:, begin:end], int(rows[0, end])
 
     def prompt(
         self, frames: Tensor, fps: float | None, times: Sequence[float], tail: Sequence[int]
     ) -> dict[str, Any]:
-        """Inputs of the prompt that a stream of `frames`, shown at `times`, stands for, with the ids `tail` behind it."""
+        """The model inputs of the prompt that equals a stream of `frames` shown at `times`, followed by the ids `tail`."""
         inputs = self.processor(
             self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
         )
@@ -397,4 +397,4 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         return inputs["input_ids"]  # type: ignore[no-any-return]
 
     def signature(self) -> str:
-        return shards.signature(self.model)
+        return shards.checksum(self.model)

@@ -1,5 +1,5 @@
-"""How many frames, at what rate and size, to take of a video file: the model's own budget, what is asked for, or all
-that fits."""
+"""Chooses how many frames of a video file to take, at what rate and size: the model's defaults, the user's request, or as
+many as fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATES = 12
 
 
 def budget_of(processor: Any) -> Budget:
-    """The family's budget, with what the settings of the model's own folder say of frames."""
+    """The family's default `Budget`, updated by the video settings in the model's own folder."""
     known = Budget() if processor.style is None else processor.style.budget
     settings = processor.stock.video_processor if processor.video is None else processor.video
     fps, number, least, most = (
@@ -49,7 +49,7 @@ def budget_of(processor: Any) -> Budget:
 
 
 def size_of(processor: Any, frames: int, height: int, width: int) -> tuple[int, int] | None:
-    """(height, width) to which `frames` frames of a file are resized; None if the processor's own settings decide."""
+    """(height, width) to which `frames` frames of a file are scaled; None if the processor's own settings decide."""
     from mmaccel.media import preprocess
 
     wanted = budget_of(processor).size(frames, height, width)
@@ -59,8 +59,8 @@ def size_of(processor: Any, frames: int, height: int, width: int) -> tuple[int, 
     return wanted if own[0] * own[1] > wanted[0] * wanted[1] else None
 
 
-def tell_of_world(processor: Any, path: Any) -> None:
-    """Warn, once for a processor of a tiny model, of a video that its world did not write."""
+def warn_foreign(processor: Any, path: Any) -> None:
+    """Warn, once per processor of a tiny model, that it understands only videos of `mmaccel-lab world`."""
     from mmaccel.media.reader import comment
 
     if processor.tiny is not None and comment(path) != WORLD:
@@ -68,7 +68,7 @@ def tell_of_world(processor: Any, path: Any) -> None:
         warn(f"{name} knows only the world of `mmaccel-lab world`; what it says of {path} means nothing.")
 
 
-def take(
+def sample(
     processor: Any,
     path: str | os.PathLike[str],
     *,
@@ -77,8 +77,8 @@ def take(
     max_frames: int | None = None,
     **how: Any,
 ) -> Video:
-    """The frames of a file: at `fps`, or so many `frames`, evenly spaced, or as the model's own users take them; at most
-    `max_frames`. `how` goes to `media.read`."""
+    """Read a video file: at `fps`, or `frames` evenly spaced ones, or by the model's default budget; at most `max_frames`.
+    `how` goes to `media.read`."""
     from mmaccel import media
     from mmaccel.media import preprocess
 
@@ -88,7 +88,7 @@ def take(
             found = preprocess.size_of(processor.video, count, height, width)
         return found or (height, width)
 
-    tell_of_world(processor, path)
+    warn_foreign(processor, path)
     usual = budget_of(processor)
     if max_frames is not None:
         usual = replace(usual, most=max_frames, multiple=min(usual.multiple, max_frames) or 1)
@@ -108,10 +108,10 @@ def take(
 def most_frames(
     processor: Any, model: nn.Module, path: str | os.PathLike[str], recipe: Recipe | None = None
 ) -> tuple[int, str]:
-    """How many frames of a file there is room for, and a sentence on what bounds them: the positions of `model`, the memory
-    of its device, under `recipe` (None: the one attached), or that there are no more.
+    """How many frames of a file fit under `recipe` (None: the attached one), and a sentence that names the limit: the
+    model's positions, its device's memory, or the file's length.
 
-    Frames have the size that they have without `frames`. Raises `VideoError` for a source that does not tell its length.
+    Frames have the size that they have by default. Raises `VideoError` for a source of unknown length.
     """
     from mmaccel.media.reader import facts
 
@@ -133,7 +133,7 @@ def most_frames(
         return of(more) - of(few)
 
     tokens = slope(lambda inputs: inputs["input_ids"].numel())
-    geometry, each = family.geometry(model), home_bytes(model)
+    geometry, each = family.geometry(model), element_bytes(model)
     held = (
         0
         if getattr(recipe.kv, "window", None)
@@ -180,8 +180,8 @@ def most_frames(
     )
 
 
-def home_bytes(model: nn.Module) -> int:
-    """Bytes of a number of the model's states."""
+def element_bytes(model: nn.Module) -> int:
+    """Bytes per element of the model's dtype."""
     return int(getattr(model, "dtype", torch.float32).itemsize)
 
 

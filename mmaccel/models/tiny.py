@@ -1,7 +1,7 @@
-"""Tiny random models of each family, and prompts for them: what `check_family` and our tests build. No network.
+"""Tiny random models of each family, and prompts for them, as `check_family` and the tests build them; no network.
 
-A family states `tiny`, the settings of a configuration of each of its model types, and `tiny_visual`, tokens and pixels of
-one image or video of a prompt.
+A family states `tiny`, configuration settings for each of its model types, and `tiny_visual`, the tokens and pixels of one
+image or video in a prompt.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Pieces = Iterable[Sequence[Any]]
 
 
 class Sampler:
-    """Makes tiny models of one class of transformers, in float32 with random weights, and prompts for them."""
+    """Makes tiny models of one transformers class, float32 with random weights, and prompts for them."""
 
     def __init__(self, family: Any, kind: Any) -> None:
         """`kind`: the class of the model, or its model type."""
@@ -65,7 +65,7 @@ class Sampler:
         self.family, self.kind = family, kind
 
     def config(self, layers: int | None = None, hidden: int | None = None) -> Any:
-        """Configuration of a model with so many layers of this width."""
+        """Config of a tiny model, optionally with this number of layers and hidden size."""
         form: Any = self.kind.config_class
         if form.model_type not in self.family.tiny:
             raise ModelError(
@@ -93,7 +93,7 @@ class Sampler:
         return made  # type: ignore[no-any-return]
 
     def prompt(self, config: Any, pieces: Pieces, seed: int = 0) -> dict[str, Tensor]:
-        """Inputs of one sequence for a model of `config`."""
+        """Inputs of one sequence of text, image and video `pieces`, for a model of `config`."""
         family, generator = self.family, torch.Generator().manual_seed(seed)
         ids: list[int] = []
         found: dict[str, list[Tensor]] = {}
@@ -114,14 +114,14 @@ class Sampler:
         return family.finished(config, {**made, **{name: torch.cat(some) for name, some in found.items()}})  # type: ignore[no-any-return]
 
     def processor(self, config: Any) -> Any:
-        """A processor of letters for a model of `config`, as sessions take one."""
+        """A test processor for a model of `config`, as sessions need one."""
         from mmaccel.models.letters import Letters
 
         return Letters(self.family, config, WORDS)
 
     @staticmethod
     def batch(prompts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Prompts of unequal length as one left-padded batch."""
+        """Pad prompts of unequal length on the left and stack them into a batch."""
         width = max(one["input_ids"].shape[1] for one in prompts)
         out: dict[str, Tensor] = {}
         for name in dict.fromkeys(name for one in prompts for name in one):

@@ -1,8 +1,8 @@
-"""One decode step of several sequences on one model, each in the buffers of its own memory.
+"""One decode step for several sequences on one model, each with the KV buffers of its own memory.
 
-Projections are one product for all rows; each sequence attends over its own columns. Where its keys lie, how many it has
-and at which position it is are numbers in tensors on the device. So on CUDA a step is captured once for each number of
-sequences and rows, and the same capture serves sequences that come and go.
+Projections run on all rows at once; each sequence attends to its own cache. Buffer addresses, lengths and positions are
+numbers in device tensors. So on CUDA a step is captured once for each number of sequences and rows, and the same graph
+serves sequences that come and go.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import decode, loading
-from mmaccel.models.decode import Buffers, Held, Part
-from mmaccel.models.layer_step import Carried
-from mmaccel.models.recurrent import Recurrent, Seats, unharmed
+from mmaccel.models.decode import Buffers, CachedTokens, DeviceStep
+from mmaccel.models.layer_step import StepStates
+from mmaccel.models.recurrent import Recurrent, StateSlots, restored_on_error
 from mmaccel.models.runner import HFRunner
 
 PLACES = 4096
@@ -33,13 +33,13 @@ PLACES = 4096
 
 
 def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
-    """Why the steps of `model` after `cache` cannot be shared with others, in a few words; None: they can."""
+    """Why decode steps of `model` on `cache` cannot be batched with other sequences, as a phrase; None if they can."""
     state = getattr(cache, "state", None)
     if isinstance(state, PrunedKVState):
         return "its prompt is pruned, and each layer has columns of its own"
     if state is not None and not state.in_place:
         return "its memory is not written in place"
-    if not decode.admits(model, family, cache, also=("cpu",)):
+    if not decode.can_capture(model, family, cache, also=("cpu",)):
         return "its layers are not of a kind that a shared step computes"
     home, dtype = home_of(model), next(model.parameters()).dtype
     even = family.geometry(model).head_dim % ALIGNED == 0
@@ -49,9 +49,9 @@ def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Laid:
-    """Where the memory `state` of a sequence lies: keys and values of each layer in `pairs`, with room for `capacity`
-    columns, and `table` [L, 4] long on the host, as `Caches` has it but counted from address 0."""
+class KVAddress:
+    """Where the KV memory `state` of a sequence lies: keys and values of each layer in `pairs`, `capacity` tokens each, and
+    `table` [L, 4] long on the host, as in `Caches` but with addresses counted from 0."""
 
     state: KVState
     pairs: Buffers
@@ -59,9 +59,11 @@ class Laid:
     table: Tensor
 
     @staticmethod
-    def of(state: KVState, room: int) -> Laid:
+    def of(state: KVState, room: int) -> KVAddress:
         pairs = state.buffers(room)
-        return Laid(state, pairs, min(key.shape[2] for key, _ in pairs), torch.tensor([*map(_places, pairs)]))
+        return KVAddress(
+            state, pairs, min(key.shape[2] for key, _ in pairs), torch.tensor([*map(_places, pairs)])
+        )
 
 
 def _padded(count: int) -> int:
@@ -74,27 +76,27 @@ def _places(pair: tuple[Tensor, Tensor]) -> list[int]:
 
 
 class StepsTogether:
-    """Steps of runners whose models share their weights, as one: see `Runner.together`.
+    """Batched decode steps of runners whose models share their weights; see `Runner.together`.
 
-    Rows of padding, behind those of a sequence and of sequences that are not there, are written where nobody looks.
+    Padding rows, of short sequences or missing ones, write to slots that are never read.
     """
 
     def __init__(self, runner: HFRunner) -> None:
         self.model, self.family = runner.model, runner.family
         self.weights = _addresses(runner.model)
-        self._parts: list[Part] = []
+        self._parts: list[DeviceStep] = []
         self._layers: list[list[int]] = []
         self._replays: dict[torch.device, Replays] = {}
-        self._places, self._shown = 0, list[ref[Laid]]()
+        self._places, self._shown = 0, list[ref[KVAddress]]()
         states = [*runner.family.states(runner.model).values()]
-        self._seats = Seats(states) if states else None
+        self._seats = StateSlots(states) if states else None
         self._nobody = [Recurrent(one) for one in states]
         self.warm = True
         """Whether the last step was of a shape that steps are captured for, and was captured by then."""
 
     @staticmethod
     def of(runner: Any, known: Sequence[StepsTogether] = ()) -> StepsTogether | None:
-        """What runs the steps of `runner`: one of those `known`, if it does already; None: nothing does."""
+        """The batched steps that `runner` can join: one of `known` with the same weights, or new ones; None if it cannot."""
         if not isinstance(runner, HFRunner) or why_not(runner.model, runner.family, runner.cache):
             return None
         weights = _addresses(runner.model)
@@ -122,7 +124,7 @@ class StepsTogether:
         self._show(laid, count)
         out = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in ids])
         self.warm, states = True, self._seats and [one for runner in runners for one in _states(runner)]
-        with unharmed(states or ()):
+        with restored_on_error(states or ()):
             told = self._told(runners, ids, count)
             for part in self._parts:
                 out = self._run(part, out, starts, told, count, width)
@@ -134,11 +136,11 @@ class StepsTogether:
             runner.stepped(own.shape[1])
         return [made[b : b + 1, : own.shape[1]] for b, own in enumerate(ids)]
 
-    def _laid(self, runner: HFRunner, count: int) -> Laid:
+    def _laid(self, runner: HFRunner, count: int) -> KVAddress:
         state, room = runner.memory(), _padded(count)  # padding is written, too
-        laid: Laid | None = runner.laid
+        laid: KVAddress | None = runner.laid
         if laid is None or laid.state is not state or state.length() + room > laid.capacity:
-            laid = runner.laid = Laid.of(state, room)
+            laid = runner.laid = KVAddress.of(state, room)
         return laid
 
     def _lay(self, like: Buffers, places: int) -> None:
@@ -152,19 +154,21 @@ class StepsTogether:
         line = torch.arange(self._places, device=home)
         angles = family.angles(model, line.expand(3, -1) if family.mrope else line, like[0][0].dtype)
         rope = torch.stack([angle[0] for angle in angles])
-        cuts = loading.runs([key.device for key, _ in like], home)
+        cuts = loading.device_runs([key.device for key, _ in like], home)
         for device in {device for device, _ in cuts}:
             self._replays.setdefault(device, Replays(device)).under(self._places)
         self._parts, self._layers, self._shown = [], [numbers for _, numbers in cuts], []
         for number, (device, numbers) in enumerate(cuts):
-            ends = decode.ends_of(model, family) if number == len(cuts) - 1 else None
+            ends = decode.norm_and_head(model, family) if number == len(cuts) - 1 else None
             steps = decode.part_steps(model, family, numbers, ends is not None)
-            held = [Held(0, rope.to(device))] * len(numbers)
+            held = [CachedTokens(0, rope.to(device))] * len(numbers)
             short = torch.arange(WINDOW, device=device)[None]
             first = words if number == 0 else None
-            self._parts.append(Part(number, self._replays[device], short, steps, [], held, first, ends, None))
+            self._parts.append(
+                DeviceStep(number, self._replays[device], short, steps, [], held, first, ends, None)
+            )
 
-    def _show(self, laid: Sequence[Laid], count: int) -> None:
+    def _show(self, laid: Sequence[KVAddress], count: int) -> None:
         """Tell the parts where the memories lie, of `count` sequences with those that are not there."""
         if [id(one()) for one in self._shown] == [id(one) for one in laid]:
             return
@@ -192,7 +196,7 @@ class StepsTogether:
             part.buffers = []
         self._shown = []
 
-    def _told(self, runners: Sequence[HFRunner], ids: Sequence[Tensor], count: int) -> Carried | None:
+    def _told(self, runners: Sequence[HFRunner], ids: Sequence[Tensor], count: int) -> StepStates | None:
         """Where running states are, of `count` sequences with those that are not there; None: there are none."""
         if self._seats is None:
             return None
@@ -202,14 +206,14 @@ class StepsTogether:
         if count > len(some):
             some += [self._seats.of(self._nobody, 0)] * (count - len(some))
         room = self._parts[0].replays.room("told", (MOST, 4), torch.long)[:count]
-        return Carried(room.copy_(torch.tensor(some)), self._seats.each())
+        return StepStates(room.copy_(torch.tensor(some)), self._seats.each())
 
     def _run(
         self,
-        part: Part,
+        part: DeviceStep,
         given: Tensor,
         starts: list[tuple[int, int]],
-        told: Carried | None,
+        told: StepStates | None,
         count: int,
         width: int,
     ) -> Tensor:
@@ -235,8 +239,8 @@ def _states(runner: HFRunner) -> list[Recurrent]:
     return [*runner.cache.states.values()]
 
 
-def sharing(model: nn.Module) -> nn.Module:
-    """A copy of the modules of `model` over the same weights."""
+def share_weights(model: nn.Module) -> nn.Module:
+    """Copy the modules of `model` with shared weights."""
     memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo)
 

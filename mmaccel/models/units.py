@@ -1,4 +1,4 @@
-"""Units of a stream with what a prompt writes beside each frame, such as its time: as many tokens for every unit."""
+"""Units (time steps) of a stream with the text that prompts write beside each frame, such as its time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Around = tuple[list[int], list[int]]
 """Ids before and behind the visual tokens of a unit."""
 
 
-class Written:
-    """Text that a processor writes around each unit (frame, or pair of frames) of a stream, such as its time.
+class FrameText:
+    """The text that a processor writes around each unit (frame, or pair of frames) of a stream, such as its time.
 
-    ids(moment)  token ids before and after a unit. Where a mark stands between units, unit 0 takes the last tokens of the
-                 head, so that all units have the same length
-    head, tail   token ids of the prompt before and after the video, without what the units took
+    ids(moment)  token ids before and after a unit. If a separator stands between units, unit 0 gets the last tokens of the
+                 head instead, so that all units have equal length
+    head, tail   token ids of the prompt before and after the video, without those that units took
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Written:
 
 
 def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
-    """`features` [n, P, E] of units with the embeddings of the words `around` each; see `StreamModel.unit_embeds`."""
+    """Put the embeddings of the text `around` each unit beside its `features` [n, P, E]; see `StreamModel.unit_embeds`."""
     whole, wide = [], features.shape[2]
     for side in zip(*around, strict=True):
         ids = torch.tensor(side, dtype=torch.long, device=features.device)
@@ -75,9 +75,9 @@ def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Seq
     return torch.cat([whole[0], features, whole[1]], 1)
 
 
-def spaced(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
-    """For the video at columns `mine` [S]: the frames of its longest evenly spaced part, the text tokens before each
-    of them, and the columns at which the part begins and ends."""
+def longest_even_part(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
+    """For the video at columns `mine` [S]: the frames of its longest evenly spaced part, the number of text tokens before
+    each frame, and the columns where the part begins and ends."""
     text, frame = (layout.modality[0] == TEXT).tolist(), layout.frame[0].masked_fill(~mine, -1)
     numbers, sizes = frame[frame >= 0].unique_consecutive(return_counts=True)
     starts = [int((frame == number).nonzero()[0, 0]) for number in numbers]
@@ -92,15 +92,15 @@ def spaced(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, in
     return best, words, (starts[best[0]] - words, starts[best[-1]] + int(sizes[0]))
 
 
-class WrittenStream(HFStreamAdapter):
-    """A model of a family that is `stamped`, and its processor."""
+class FrameTextStream(HFStreamAdapter):
+    """`HFStreamAdapter` for families whose prompts write text beside each frame (`Family.stamped`)."""
 
     @cached_property
-    def _written(self) -> Written:
-        return Written(self.family, self.model, self.processor, *super()._chat(""))
+    def _written(self) -> FrameText:
+        return FrameText(self.family, self.model, self.processor, *super()._chat(""))
 
     @property
-    def words_beside(self) -> tuple[int, int]:  # type: ignore[override]
+    def text_around_unit(self) -> tuple[int, int]:  # type: ignore[override]
         return self._written.length
 
     def _chat(self, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
@@ -108,7 +108,7 @@ class WrittenStream(HFStreamAdapter):
         return self._written.head, super()._chat(question)[1][less:]
 
     def _shown(self, inputs: Mapping[str, Any], times: Sequence[float]) -> Tensor:
-        if not any(self.words_beside):
+        if not any(self.text_around_unit):
             return super()._shown(inputs, times)
         ids, pace, shown = inputs["input_ids"], self.frames_a_step, list[int]()
         # Of a frame that repeats the last some processors leave tokens out, of the first none.
@@ -124,7 +124,7 @@ class WrittenStream(HFStreamAdapter):
         if self.family.frame_size(self.model, made) == size:
             return made
         # The processor has a budget for a whole video, which a stream is not: each unit for itself.
-        each = [super(WrittenStream, self)._pixels(unit, size) for unit in frames.split(self.frames_a_step)]
+        each = [super(FrameTextStream, self)._pixels(unit, size) for unit in frames.split(self.frames_a_step)]
         rows = [self.family.by_frame(self.model, one)[0] for one in each]
         return self.family.by_frame(self.model, each[0])[1](torch.cat(rows))  # type: ignore[no-any-return]
 
@@ -132,7 +132,7 @@ class WrittenStream(HFStreamAdapter):
         self, frames: Tensor, fps: float | None, times: Sequence[float], tail: Sequence[int]
     ) -> dict[str, Any]:
         made, pace = super().prompt(frames, fps, times, tail), self.frames_a_step
-        if any(self.words_beside) and len(frames) > pace:
+        if any(self.text_around_unit) and len(frames) > pace:
             one = super().prompt(frames[:pace], fps, times, tail)
             size, whole = (self.family.frame_size(self.model, inputs) for inputs in (one, made))
             made |= {} if size == whole else {**one, **self._pixels(frames, size)}

@@ -1,4 +1,4 @@
-"""One idea, one file, one name: what a recipe chooses from. Importing this registers every policy."""
+"""The policies that a recipe chooses from: sparse patterns, KV memories, drafts, pruners. Importing this registers all."""
 
 from mmaccel.policies import draft, kv, prune, sparse
 

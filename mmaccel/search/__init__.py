@@ -1,5 +1,5 @@
-"""The offline search for the pattern of each head (MMInference, section 3.3), and pictures of what it finds."""
+"""Offline search for the sparse pattern of each attention head (MMInference, section 3.3), and pictures of the result."""
 
-from mmaccel.search.run import Settings, agreement, replayed, search
+from mmaccel.search.run import Settings, agreement, recompute, search
 
-__all__ = ["Settings", "agreement", "replayed", "search"]
+__all__ = ["Settings", "agreement", "recompute", "search"]

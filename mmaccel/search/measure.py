@@ -1,11 +1,11 @@
-"""The measurements of the pattern search (MMInference, Algorithm 4).
+"""Measurements of the pattern search (MMInference, Algorithm 4).
 
-A model reads one sample. For each layer the inputs of its attention are caught; for each candidate pattern its seconds and
-the distance of its output from dense attention's are measured; then each head gets its best candidate.
+A model reads one sample prompt. For each layer the attention inputs are captured, and each candidate pattern's time and
+error against dense attention are measured; then each head gets its best candidate.
 
-For each head of a layer: in each slot of each boundary type the candidate whose output is nearest to dense attention's,
-over the slot's rows and keys (intra-modality slots, then pairs); then, with those in place, the type whose whole output is
-nearest. What is chosen depends on the stored figures alone, so that a table can be made again from itself.
+For each head: in each slot of each boundary type (one modality, or a pair of query and key modality) the candidate whose
+output is nearest to dense attention's over the slot's rows and keys; then the boundary type whose whole output, with these
+candidates, is nearest. The choice depends on the stored figures alone, so that a table can be recomputed from itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.prune import PrefillPass, Probe
 from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse.per_head import LayerHeads
-from mmaccel.search.space import Candidate, Slot, Tick, alone, boundary_slots, built, composed
+from mmaccel.search.space import Candidate, Slot, Tick, boundary_slots, build, compose, one_slot
 
 R = TypeVar("R")
 Space = Mapping[str, Sequence[Candidate]]
@@ -46,8 +46,8 @@ SLACK, NOISE = 0.01, 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class Inside:
-    """The attention of one layer: query [1, H, S, D] and key, value [1, G, S, D] after rotation, and what the tokens are."""
+class LayerInputs:
+    """Attention inputs of one layer: query [1, H, S, D], key and value [1, G, S, D] after RoPE, and the tokens' layout."""
 
     layer: int
     query: Tensor
@@ -64,13 +64,14 @@ class _Enough(Exception):
 def watch(
     model: nn.Module,
     inputs: Mapping[str, Any],
-    visit: Callable[[Inside], None],
+    visit: Callable[[LayerInputs], None],
     layers: set[int] | None = None,
 ) -> None:
-    """Run the prompt through `model` densely and call `visit` at each layer, or at those of `layers`, on the way.
+    """Run the prompt through `model` with dense attention and call `visit` with the attention inputs of each layer (or of
+    `layers`).
 
-    One layer is held at a time, and its tensors only while `visit` runs; nothing is cached and no logits are made. Raises
-    `ModelError` for a batch of several prompts.
+    One layer's tensors are in memory at a time, while `visit` runs; no KV cache and no logits are made. Raises `ModelError`
+    for a batch of several prompts.
     """
     if inputs["input_ids"].shape[0] != 1:
         raise ModelError("input_ids: the search looks at one prompt; give a batch of one.")
@@ -82,7 +83,7 @@ def watch(
             self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
         ) -> None:
             if layers is None or layer in layers:
-                visit(Inside(layer, query, key, value, scale, run.layout))
+                visit(LayerInputs(layer, query, key, value, scale, run.layout))
             if layers is not None and layer == max(layers):
                 raise _Enough
 
@@ -96,17 +97,17 @@ def watch(
 
 
 def frame_tokens(layout: TokenLayout) -> int:
-    """Tokens of the largest frame of a prompt; 0 where there is none."""
+    """Number of tokens of a prompt's largest frame; 0 if it has none."""
     return int((layout.cell.amax() + 1).item())
 
 
 def present(layout: TokenLayout) -> list[int]:
-    """The modalities that a prompt has."""
-    return [m for m in MODALITIES if layout.census[m]]
+    """The modalities that occur in a prompt."""
+    return [m for m in MODALITIES if layout.max_tokens_of[m]]
 
 
-def described(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
-    """Facts of a sample for its table: tokens of each modality, frames, and a digest of all inputs."""
+def sample_facts(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
+    """Facts of a sample prompt for the table: tokens by modality, frames, and a checksum of all inputs."""
     digest = hashlib.sha256()
     for name in sorted(inputs):
         value = inputs[name]
@@ -117,7 +118,7 @@ def described(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
             digest.update(repr(value).encode())
     return {
         "tokens": layout.length,
-        **{f"{MODALITIES[m]}_tokens": layout.census[m] for m in MODALITIES},
+        **{f"{MODALITIES[m]}_tokens": layout.max_tokens_of[m] for m in MODALITIES},
         "frames": int(layout.frame.amax()) + 1,
         "tokens_a_frame": frame_tokens(layout),
         "digest": digest.hexdigest()[:16],
@@ -126,10 +127,10 @@ def described(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Bench:
-    """Measures candidates on one layer. Dense outputs are computed once for each modality of keys, and kept while the
-    layer is."""
+    """Measures candidate patterns on one layer; dense outputs are computed once for each key modality and cached with the
+    layer."""
 
-    inside: Inside
+    inside: LayerInputs
     backend: str
     _dense: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -142,7 +143,7 @@ class Bench:
         return pattern.plan(self.inside.query, self.inside.key, layout, layout)
 
     def attend(self, plan: AttentionPlan | None) -> Tensor:
-        """[1, H, S, D]."""
+        """Attention output [1, H, S, D] of this layer under `plan`; dense attention if None."""
         if plan is None:
             return self.dense(None)
         one = self.inside
@@ -150,7 +151,7 @@ class Bench:
         return attend_plan(plan, one.query, one.key, one.value, one.scale, kernel)[0]
 
     def dense(self, modality: int | None) -> Tensor:
-        """[1, H, S, D]: exact attention over the keys of one modality, or over all."""
+        """Dense attention output [1, H, S, D] of this layer over the keys of one modality; None: over all keys."""
         if modality not in self._dense:
             one, column = self.inside, None
             key, value = one.key, one.value
@@ -161,10 +162,9 @@ class Bench:
         return self._dense[modality]
 
     def errors(self, pattern: Mapping[str, Any], slot: Slot) -> tuple[Tensor, Tensor]:
-        """[H] float64, twice: how far the output over the rows and keys of `slot` is from dense, relative to dense's size,
-        and the share of causal pairs that are listed.
-        """
-        plan = self.plan(built(pattern))
+        """Two tensors [H] float64: relative error of the output against dense attention over the rows and keys of `slot`,
+        and the share of causal pairs in listed blocks."""
+        plan = self.plan(build(pattern))
         out = self.attend(plan)
         rows = None
         if slot.query is not None:
@@ -172,36 +172,36 @@ class Bench:
         return relative_error(out[0], self.dense(slot.key)[0], rows), self.kept(plan)
 
     def cost(self, pattern: Mapping[str, Any], target: Mapping[str, Any], repeats: int = 3) -> dict[str, Any]:
-        """Cost of all heads, and their cost under `target`.
+        """Cost of the candidate `pattern` for all heads of this layer, and of the pattern `target` measured beside it.
 
-        seconds, target_seconds  attention, the least of `repeats` runs that take turns, so that what slows one slows both;
-                                 None for no repeats
-        index_seconds            to make the plan
-        pairs, target_pairs      in listed blocks, the mean over heads
+        seconds, target_seconds  attention, minimum of `repeats` alternating runs, so that disturbances hit both; None for no
+                                 repeats
+        index_seconds            time to make the plan
+        pairs, target_pairs      pairs in listed blocks, mean over heads
         share                    pairs over causal pairs
         """
         device = self.inside.query.device
-        plan, index = timed(partial(self.plan, built(pattern)), device)
-        plans = [plan, self.plan(built(target))]
+        plan, index = timed(partial(self.plan, build(pattern)), device)
+        plans = [plan, self.plan(build(target))]
         if device.type == "cuda" and repeats:
             for each in plans:  # the first run compiles
                 self.attend(each)
         taken = [[timed(partial(self.attend, each), device)[1] for each in plans] for _ in range(repeats)]
-        seconds = [brief(min(column)) for column in zip(*taken, strict=True)] if taken else (None, None)
+        seconds = [rounded(min(column)) for column in zip(*taken, strict=True)] if taken else (None, None)
         whole = self.inside.layout.length * (self.inside.layout.length + 1) / 2
-        pairs = [brief(float(self.kept(each).mean()) * whole) for each in plans]
+        pairs = [rounded(float(self.kept(each).mean()) * whole) for each in plans]
         return {
             "pattern": dict(pattern),
             "seconds": seconds[0],
             "target_seconds": seconds[1],
-            "index_seconds": brief(index),
+            "index_seconds": rounded(index),
             "pairs": pairs[0],
             "target_pairs": pairs[1],
-            "share": brief(pairs[0] / whole),
+            "share": rounded(pairs[0] / whole),
         }
 
     def kept(self, plan: AttentionPlan | None) -> Tensor:
-        """[H] float64: listed over causal pairs."""
+        """Share of causal query-key pairs that the plan lists, [H] float64."""
         length = self.inside.layout.length
         if plan is None:
             return torch.ones(self.heads, dtype=torch.float64)
@@ -209,7 +209,7 @@ class Bench:
 
 
 def relative_error(out: Tensor, exact: Tensor, rows: Tensor | None) -> Tensor:
-    """[H]: the norm of the difference over the norm of `exact` [H, S, D], over `rows`, a few thousand at a time."""
+    """Norm of the difference over the norm of `exact` [H, S, D], per head [H], over `rows`; computed in chunks."""
     wrong = torch.zeros(out.shape[0], dtype=torch.float64, device=out.device)
     size = torch.zeros_like(wrong)
     count = out.shape[1] if rows is None else rows.shape[0]
@@ -222,14 +222,14 @@ def relative_error(out: Tensor, exact: Tensor, rows: Tensor | None) -> Tensor:
     return torch.where(size > 0, (wrong / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt(), 0.0).cpu()
 
 
-def brief(value: float) -> float:
-    """Round to six significant figures. Tables store rounded figures, and candidates are compared by what is stored."""
+def rounded(value: float) -> float:
+    """Round to six significant figures, as stored in tables; candidates are compared by stored values."""
     return float(f"{value:.6g}")
 
 
 def timed(run: Callable[[], R], device: torch.device) -> tuple[R, float]:
-    """Run `run` and return its result and seconds: on CUDA wall-clock time with the device waited for; on a CPU the
-    process's own time, which does not grow when other processes run."""
+    """Run `run` and return its result and seconds: synchronized wall-clock time on CUDA; process CPU time on a CPU, which
+    other processes do not affect."""
     if device.type != "cuda":
         begin = time.process_time()
         return run(), time.process_time() - begin
@@ -247,11 +247,10 @@ def scored(
     tolerance: float,
     tick: Tick = lambda: None,
 ) -> list[dict[str, Any]]:
-    """The measurements of each head of this layer.
+    """Measurements of all candidate patterns for each head of a layer.
 
-    scores, shares  boundary type -> slot -> for each candidate its error, and the share of causal pairs it computes; null
-                    for a candidate that was left out
-    errors, kept    boundary type with its best candidates -> error of the whole output, and the share it computes
+    scores, shares  boundary type -> slot -> each candidate's error, and its share of causal pairs; None if left out
+    errors, kept    boundary type, with its best candidates -> error of the whole output, and share of causal pairs
     """
     heads: list[dict[str, Any]] = [
         {"scores": {}, "shares": {}, "errors": {}, "kept": {}} for _ in range(bench.heads)
@@ -260,35 +259,34 @@ def scored(
         for slot, candidate in product(boundary_slots(kind, modalities), candidates):
             figures: list[list[float | None]] = [[None] * bench.heads] * 2
             if candidate.state != "dear":
-                pattern = alone(kind, slot, candidate.pattern, block)
-                figures = [list(map(brief, t.tolist())) for t in bench.errors(pattern, slot)]
+                pattern = one_slot(kind, slot, candidate.pattern, block)
+                figures = [list(map(rounded, t.tolist())) for t in bench.errors(pattern, slot)]
             for head, *pair in zip(heads, *figures, strict=True):
                 for name, value in zip(("scores", "shares"), pair, strict=True):
                     head[name].setdefault(kind, {}).setdefault(slot.name, []).append(value)
             tick()
     for kind in space:
-        named = {h: built(arranged(kind, space, head, block, tolerance)[0]) for h, head in enumerate(heads)}
+        named = {h: build(arrange(kind, space, head, block, tolerance)[0]) for h, head in enumerate(heads)}
         plan = bench.plan(LayerHeads(block=block, named=named))
         whole = relative_error(bench.attend(plan)[0], bench.dense(None)[0], None)
         for head, error, kept in zip(heads, whole.tolist(), bench.kept(plan).tolist(), strict=True):
-            head["errors"][kind], head["kept"][kind] = brief(error), brief(kept)
+            head["errors"][kind], head["kept"][kind] = rounded(error), rounded(kept)
         tick()
     return heads
 
 
 def ticks(space: Space, modalities: Sequence[int]) -> int:
-    """How often `scored` calls its tick."""
+    """Number of times that `scored` calls `tick`."""
     return sum(len(some) * len(boundary_slots(kind, modalities)) + 1 for kind, some in space.items())
 
 
-def arranged(
-    kind: str, space: Space, head: Row, block: int, tolerance: float
-) -> tuple[dict[str, Any], float]:
-    """The pattern of a type with a candidate in each slot, for one head, and what it costs over the target.
+def arrange(kind: str, space: Space, head: Row, block: int, tolerance: float) -> tuple[dict[str, Any], float]:
+    """Best pattern of boundary type `kind` for one head, and its cost relative to the target.
 
-    Each slot takes its best candidate, of equals the cheapest. Candidates are level in all slots together and on the mean
-    of heads; where those chosen cost this head more than the target, slots give way where an error grows least for what it
-    saves, and then take back what fits. A candidate costs a head what it lists for it, at its own rate.
+    Each slot takes its candidate of least error, of equals the cheapest. Candidates were levelled on the mean of heads, so
+    the choice may cost this head more than the target: then slots switch to cheaper candidates where the error grows least
+    per saving, and switch back where it fits. A candidate's cost for a head is proportional to the pairs that it lists for
+    it.
     """
     candidates = space[kind]
     options = {
@@ -319,28 +317,28 @@ def arranged(
     for slot, some in options.items():
         room = 1 + tolerance - cost() + some[chosen[slot]][1]
         chosen[slot] = _best(some, [n for n in some if some[n][1] <= room] or [chosen[slot]])
-    return composed(kind, {slot: candidates[n].pattern for slot, n in chosen.items()}, block), brief(cost())
+    return compose(kind, {slot: candidates[n].pattern for slot, n in chosen.items()}, block), rounded(cost())
 
 
 def _best(options: Mapping[int, tuple[float, float]], among: Collection[int]) -> int:
     """Of some candidates (error, cost) the one of the least error, of equals the cheapest."""
-    enough = good(options[n][0] for n in among)
+    enough = tie_limit(options[n][0] for n in among)
     return min((n for n in among if options[n][0] <= enough), key=lambda n: (options[n][1], n))
 
 
-def good(errors: Iterable[float]) -> float:
-    """Errors up to this are equal to the least of `errors`."""
+def tie_limit(errors: Iterable[float]) -> float:
+    """The largest error that counts as equal to the least of `errors`."""
     return min(errors) * (1 + SLACK) + NOISE
 
 
-def decided(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
-    """The measurements of a head with what follows from them: boundary type, pattern, score, cost and share.
+def decide_head(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
+    """A head's measurements with the choice that follows: boundary type, pattern, score, cost and share.
 
-    The first of equals wins, and no boundary comes first.
+    Of equal types the first wins, and no boundary comes first.
     """
-    enough = good(head["errors"][k] for k in space)
+    enough = tie_limit(head["errors"][k] for k in space)
     kind = next(k for k in space if head["errors"][k] <= enough)
-    pattern, cost = arranged(kind, space, head, block, tolerance)
+    pattern, cost = arrange(kind, space, head, block, tolerance)
     measured = {name: head[name] for name in ("errors", "kept", "scores", "shares")}
     chosen = {"score": head["errors"][kind], "cost": cost, "share": head["kept"][kind]}
     return {"pattern": pattern, "kind": kind, **chosen, **measured}

@@ -1,9 +1,8 @@
-"""Pictures: the map of patterns by layer and head, heads before and after a permutation, and what a pattern computes.
+"""Pictures: map of patterns by layer and head, a head's attention before and after permutation, and the plan of a pattern.
 
-A head is drawn at a reduced resolution: weights are made for some rows at a time and summed into cells of the picture, so
-that what is held is rows x length, never length x length. A pattern is drawn on a small prompt (text, a video, text, a
-video, text) with random queries and keys, so that what it estimates from them (phases, columns, diagonals) is one of the
-ways it may come out.
+A head is drawn at reduced resolution: weights are computed for some rows at a time and summed into cells, so that memory is
+rows x length, never length x length. A pattern is drawn on a small prompt (text, video, text, video, text) with random
+queries and keys, so patterns that estimate phases, columns or diagonals show one possible result.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.plan import AttentionPlan, element_mask
 from mmaccel.core.registry import policy
 from mmaccel.figure import figure
-from mmaccel.search.measure import Inside, frame_tokens
+from mmaccel.search.measure import LayerInputs, frame_tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +41,7 @@ LETTERS = {"q_boundary": "Q", "k_boundary": "K", "boundary_2d": "2"}
 
 
 def table_map(layers: Sequence[Sequence[str]], title: str) -> Figure:
-    """Layer by head, by the names that a report has: the colour is the pattern, the letter the boundary it runs within."""
+    """Map of layers by heads, with names as in a report: the colour is the pattern, the letter its boundary type."""
     depth, heads = len(layers), max(map(len, layers))
     drawn = figure(2.6 + 0.28 * heads, 1.4 + 0.28 * depth)
     axes = drawn.add_subplot()
@@ -71,9 +70,10 @@ def table_map(layers: Sequence[Sequence[str]], title: str) -> Figure:
 
 
 def orders(layout: TokenLayout) -> dict[str, Tensor]:
-    """Orders of one prompt's tokens: as they stand, by cell of the frame, by modality; [S] each, those that change anything.
+    """Token orders of one prompt, [S] each: unchanged, by cell within the frame, by modality; those that change nothing are
+    omitted.
 
-    A token outside frames counts on from the frame before it, as a grid has it.
+    Tokens outside frames are numbered on from the frame before them, as in a grid pattern.
     """
     place = torch.arange(layout.length, device=layout.device)
     found = {"as it stands": place}
@@ -89,10 +89,10 @@ def orders(layout: TokenLayout) -> dict[str, Tensor]:
     return found
 
 
-def pooled(inside: Inside, head: int, order: Tensor, size: int) -> Tensor:
-    """[size, size] float32 (fewer for a short prompt): the mean weight that a row of a cell gives to each of its columns.
+def pooled(inside: LayerInputs, head: int, order: Tensor, size: int) -> Tensor:
+    """Attention of a head averaged into cells, [size, size] float32 (smaller for a short prompt).
 
-    `order` [S] is the order of rows and columns alike.
+    `order` [S] is the order of both rows and columns.
     """
     length = inside.layout.length
     size, key = min(size, length), _keys(inside, head)
@@ -110,19 +110,19 @@ def pooled(inside: Inside, head: int, order: Tensor, size: int) -> Tensor:
     return (total / (count[:, None] * count[None, :])).cpu()
 
 
-def weights(inside: Inside, head: int, rows: Tensor, key: Tensor) -> Tensor:
-    """[rows, S] float32: the attention of some rows of a head; key [S, D]."""
+def weights(inside: LayerInputs, head: int, rows: Tensor, key: Tensor) -> Tensor:
+    """Attention weights [rows, S] float32 of some rows of a head; key [S, D]."""
     score = (inside.query[0, head, rows].float() * inside.scale) @ key.T
     ahead = torch.arange(key.shape[0], device=key.device) > rows[:, None]
     return score.masked_fill_(ahead, -torch.inf).softmax(-1)
 
 
-def _keys(inside: Inside, head: int) -> Tensor:
+def _keys(inside: LayerInputs, head: int) -> Tensor:
     return inside.key[0, head * inside.key.shape[1] // inside.query.shape[1]].float()
 
 
-def head_picture(inside: Inside, head: int, size: int = 256) -> Figure:
-    """Picture of one head: its last tokens one by one, then all tokens in each order that changes anything."""
+def head_picture(inside: LayerInputs, head: int, size: int = 256) -> Figure:
+    """Picture of one head: its last tokens at full resolution, then all tokens in each of `orders`."""
     length = inside.layout.length
     last = torch.arange(max(0, length - min(size, 192)), length, device=inside.query.device)
     panels = [("the last tokens", weights(inside, head, last, _keys(inside, head))[:, last].cpu())]
@@ -172,7 +172,7 @@ def small_layout() -> TokenLayout:
 
 
 def small_plan(name: str) -> AttentionPlan:
-    """The plan of a registered pattern for the prompt, one head. Raises `RecipeError` where it computes everything."""
+    """The plan of the pattern `name` for the small prompt, one head. Raises `RecipeError` if its attention is dense."""
     pattern = policy("sparse", {**FIELDS.get(name, {}), "name": name, "block": BLOCK})
     layout, rng = small_layout(), torch.Generator().manual_seed(0)
     query, key = (2 * torch.randn(1, 1, layout.length, 16, generator=rng) for _ in range(2))
@@ -182,18 +182,18 @@ def small_plan(name: str) -> AttentionPlan:
     return plan
 
 
-def standing(plan: AttentionPlan) -> Tensor:
-    """[n, n] int64: the part that computes a pair, counted from 1, and 0 for those that none does."""
+def part_numbers(plan: AttentionPlan) -> Tensor:
+    """Which part of the plan computes each pair, [n, n] int64, from 1; 0 for none."""
     numbers = torch.zeros(plan.n_query, plan.n_key, dtype=torch.long)
-    for number, (part, spans) in enumerate(zip(plan.parts, ordered(plan), strict=True), 1):
+    for number, (part, spans) in enumerate(zip(plan.parts, plan_pairs(plan), strict=True), 1):
         for span, (seen, _) in zip(part.spans, spans, strict=True):
             row, column = seen.nonzero(as_tuple=True)
             numbers[part.q_row[0, 0, row].long(), span.k_row[0, 0, column].long()] = number
     return numbers
 
 
-def ordered(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
-    """For each span of each part the pairs that are computed, and those of the listed blocks, [P, N] bool, as ordered."""
+def plan_pairs(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
+    """For each span of each part, in the plan's order: computed pairs, and pairs of listed blocks, [P, N] bool."""
     bq, bk = plan.block_q, plan.block_k
 
     def tiles(part: Any, span: Any) -> tuple[Tensor, Tensor]:
@@ -204,22 +204,21 @@ def ordered(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def plan_picture(name: str) -> Figure:
-    """The plan of the pattern `name` over a small prompt, in two panels: left with queries and keys as the tokens stand,
-    right in the plan's order. Each part of the plan has a colour: full for the pairs that are computed, on the right pale
-    for the other pairs of listed blocks. Lines divide segments on the left, spans and parts on the right. Raises
-    `RecipeError` for a pattern that computes everything."""
+    """Picture of the plan of pattern `name` over a small prompt: left in the tokens' order, right in the plan's order. Each
+    part has a colour: full for computed pairs, pale (right) for other pairs of listed blocks. Lines divide segments on the
+    left, spans and parts on the right. Raises `RecipeError` for a dense pattern."""
     plan = small_plan(name)
     drawn = figure(9.6, 5.2)
     left, right = drawn.subplots(1, 2)
     from matplotlib.colors import to_rgb
 
     colour = torch.tensor([(1.0, 1.0, 1.0), *(to_rgb(f"C{n % 10}") for n in range(len(plan.parts)))])
-    left.imshow(colour[standing(plan)])
+    left.imshow(colour[part_numbers(plan)])
     for edge in list(accumulate(count for _, count in SEGMENTS))[:-1]:
         left.axhline(edge - 0.5, color="black", linewidth=0.4)
         left.axvline(edge - 0.5, color="black", linewidth=0.4)
     left.set_title("as the tokens stand", fontsize=9)
-    parts = ordered(plan)
+    parts = plan_pairs(plan)
     width = max(sum(seen.shape[1] for seen, _ in spans) for spans in parts)
     image, top = torch.ones(sum(spans[0][0].shape[0] for spans in parts), width, 3), 0
     for number, spans in enumerate(parts, 1):

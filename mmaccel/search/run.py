@@ -1,5 +1,5 @@
-"""The search from a model and a prompt to a table of head patterns, and what follows from a table; what is done lies in a
-file, from which a search that was stopped goes on."""
+"""The search from a model and a prompt to a table of head patterns, and functions on such tables. Progress is stored in a
+file, so that an interrupted search continues."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mmaccel.core.registry import check_limits
 from mmaccel.core.report import Rows, environment, peak_bytes, write_whole
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, choices
 from mmaccel.search import measure as figures
-from mmaccel.search.measure import Bench, Inside, Row, Space, brief, decided, scored
-from mmaccel.search.space import KINDS, Candidate, Ledger, Scale, Tick, built, kinds_of, levelled, rows
+from mmaccel.search.measure import Bench, LayerInputs, Row, Space, decide_head, rounded, scored
+from mmaccel.search.space import KINDS, Candidate, CostTable, Scale, Tick, build, kinds_of, level_all, rows
 
 Progress = Callable[[str, int, int | None], None]
 PACKAGES = ("mmaccel", "torch", "transformers", "triton")
@@ -40,14 +40,15 @@ OPTIONS |= {"model": "model", "tolerance": "tolerance", "versions": "version of 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to search.
+    """Settings of the search.
 
-    context    the length the table is for: budgets are Table 3's from 64k on and in proportion below; None: the sample's
-    boundaries which types to consider
+    context    prompt length the table is for: budgets as in MMInference's Table 3 from 64k, in proportion below; None:
+               the sample's
+    boundaries boundary types to consider
     tolerance  how near to the target's cost a row is brought, as a share of it
-    cost       "seconds" that attention takes on the device, measured, or "pairs" in listed blocks, counted
-    repeats    timed runs of each measurement, and of the target's beside it
-    extended   whether rows of ours are candidates beside and instead of Table 3's (`space.py`)
+    cost       "seconds" of attention, measured on the device, or "pairs" in listed blocks, counted
+    repeats    timed runs of each measurement, and of the target beside it
+    extended   whether our own rows are candidates beside and instead of Table 3's (`space.py`)
     backend    the backend whose costs count; "auto": the first that can run on the device
     """
 
@@ -80,12 +81,12 @@ def search(
 ) -> dict[str, Any]:
     """Choose a pattern for each head of `model` by one prompt, write the table to `out`, and return it.
 
-    inputs: keyword arguments of the model, a batch of one prompt; `sample` goes into the table beside what is known of
-    it. One forward pass stops at the layer in the middle, on which costs are measured; a second goes over all layers, one
-    held at a time. Outputs and lists are as long as the prompt; scores of all pairs are never held. What is done lies in
-    the file `out`.parts until the table is whole: a search that was stopped goes on from there.
+    inputs: keyword arguments of the model, a batch of one prompt; `sample` is stored in the table with the prompt's facts.
+    One forward pass stops at the middle layer, on which costs are measured; a second visits all layers, one in memory at a
+    time. Outputs and lists are linear in the prompt's length; full score matrices are never made. Progress is stored in the
+    file `out`.parts until the table is complete; an interrupted search continues from it.
 
-    Raises `RecipeError` or `ModelError` in one sentence.
+    Raises `RecipeError` or `ModelError`.
     """
     settings, out = settings or Settings(), Path(out)
     if not out.parent.is_dir():
@@ -102,7 +103,7 @@ def search(
         missing = set(range(depth)) - parts.layers().keys()
         tick = _ticking(progress, "score", figures.ticks(space, modalities) * len(missing))
 
-        def visit(inside: Inside) -> None:
+        def visit(inside: LayerInputs) -> None:
             begin = time.perf_counter()
             heads = scored(Bench(inside, about["backend"]), space, modalities, block, tolerance, tick)
             row = {"layer": inside.layer, "heads": heads, "seconds": time.perf_counter() - begin}
@@ -111,7 +112,7 @@ def search(
         figures.watch(model, inputs, visit, missing)
         layers = parts.layers()
         seconds = sum(parts.all("spent")) + sum(row["seconds"] for row in layers.values())
-        table = assembled(about, measured, space, [layers[n]["heads"] for n in range(depth)])
+        table = build_table(about, measured, space, [layers[n]["heads"] for n in range(depth)])
         table["seconds"] = round(seconds, 3)
         table["peak_bytes"] = max(row["peak_bytes"] for row in layers.values())
         write_whole(out, json.dumps(table, indent=1, allow_nan=False) + "\n")
@@ -133,9 +134,9 @@ def _levelled(
     device, fingerprint = next(model.parameters()).device, adapter.fingerprint(model)
     backend = select.choose(device) if settings.backend == "auto" else settings.backend
     select.get(backend, device)
-    middle: list[Inside] = []
+    middle: list[LayerInputs] = []
 
-    def keep(one: Inside) -> None:
+    def keep(one: LayerInputs) -> None:
         # Tensors of a layer are gone when the pass goes on.
         middle.append(replace(one, query=one.query.clone(), key=one.key.clone(), value=one.value.clone()))
 
@@ -167,7 +168,7 @@ def _levelled(
         "modalities": [MODALITIES[m] for m in modalities],
         "measured_layer": inside.layer,
         "objective": "norm of (sparse - dense) attention output over the norm of dense, over all rows of the sample",
-        "sample": {**sample, **figures.described(inputs, layout)},
+        "sample": {**sample, **figures.sample_facts(inputs, layout)},
         "device": here["device"],
         "dtype": str(inside.query.dtype).removeprefix("torch."),
         "backend": backend,
@@ -182,9 +183,9 @@ def _levelled(
         parts.add({"measured": row})
         return row
 
-    ledger = Ledger(settings.cost, parts.all("measured"), measure)
+    ledger = CostTable(settings.cost, parts.all("measured"), measure)
     tick = _ticking(progress, "level", len(rows(scale)) * len(kinds))
-    space = levelled(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
+    space = level_all(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
     parts.add({"spent": time.perf_counter() - begin})
     return about, list(ledger.rows.values()), space
 
@@ -200,20 +201,20 @@ def _ticking(progress: Progress | None, what: str, total: int) -> Tick:
 
 
 def parts_of(out: Path) -> Path:
-    """The file in which a search for the table `out` keeps what it has done."""
+    """Path of the progress file of a search for the table `out`."""
     return out.with_name(out.name + ".parts")
 
 
 class SearchProgress(Rows):
-    """Stored progress of a search: a row of its settings, then one for each cost, time and layer."""
+    """Stored progress of a search: a row of its settings, then a row for each cost, time and layer."""
 
     @classmethod
     @contextmanager
     def alone(cls, path: Path) -> Iterator[SearchProgress]:
-        """Keep the file from other searches, of this process or another, and read it; `RecipeError` if one is at work on it,
-        or if it holds no search. It is deleted where it ends without a row.
+        """Context that locks the progress file against other searches and reads it; `RecipeError` if another search holds
+        it, or if it holds no search. The file is deleted if it ends without a row.
 
-        The lock is the system's and ends with the process, however that ends.
+        The lock is the operating system's and ends with the process.
         """
         with ExitStack() as stack:
             try:
@@ -236,7 +237,7 @@ class SearchProgress(Rows):
                     path.unlink(missing_ok=True)
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        """Start, or go on with what is there if it is about the same; `RecipeError` if it is about something else."""
+        """Start a search, or continue the stored one if its settings are equal; `RecipeError` if they differ."""
         now = json.loads(json.dumps(about))
         known = self.all("about")
         if not known:
@@ -250,16 +251,16 @@ class SearchProgress(Rows):
             )
 
     def all(self, key: str) -> list[Any]:
-        """All values under `key` in the rows, in order."""
+        """Values of `key` in all stored rows that have it, in order."""
         return [row[key] for row in self.rows if key in row]
 
     def layers(self) -> dict[int, dict[str, Any]]:
-        """The layers that are done, by number: what was measured for their heads, seconds, the most memory held."""
+        """Layer index -> row, of completed layers: measurements of its heads, seconds, peak memory."""
         return {row["layer"]: row for row in self.rows if "layer" in row}
 
 
 def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Name the options in which two searches differ, videos first, then the cost; the stored value stands in brackets."""
+    """Names of the options in which two searches differ, videos first, then cost; stored values in brackets."""
     old, new = known.get("sample") or {}, now.get("sample") or {}
     names = [
         f"{option} ({', '.join(old.get(name, ()))})"
@@ -281,24 +282,24 @@ def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return names or [next(n for n in {**now, **known} if now.get(n) != known.get(n))]
 
 
-def assembled(
+def build_table(
     about: Row, measured: Sequence[Row], space: Space, layers: Sequence[Sequence[Row]]
 ) -> dict[str, Any]:
-    """The table: what it is about, what was measured, the candidates that followed, the choice for each head."""
-    choose = partial(decided, space, block=about["block"], tolerance=about["tolerance"])
+    """Build the table: its settings, the measured costs, the candidates, and the choice for each head."""
+    choose = partial(decide_head, space, block=about["block"], tolerance=about["tolerance"])
     return {
         **about,
         "measured": [dict(row) for row in measured],
         "space": {
-            kind: [{**vars(one), "rows": list(one.rows), "cost": brief(one.cost)} for one in some]
+            kind: [{**vars(one), "rows": list(one.rows), "cost": rounded(one.cost)} for one in some]
             for kind, some in space.items()
         },
         "layers": [[choose(head) for head in layer] for layer in layers],
     }
 
 
-def replayed(table: Row) -> dict[str, Any]:
-    """The table made again from its own costs and scores; equal to it. Raises `RecipeError` where a cost is missing."""
+def recompute(table: Row) -> dict[str, Any]:
+    """Recompute a table from its own costs and scores; the result equals it. Raises `RecipeError` if a cost is missing."""
 
     def missing(pattern: Row) -> dict[str, Any]:
         raise RecipeError(f"the table holds no cost of {dict(pattern)}; search again.")
@@ -306,24 +307,24 @@ def replayed(table: Row) -> dict[str, Any]:
     # Tables of before have the rows of Table 3 alone, and do not say so.
     extended = table.get("extended", False)
     scale = Scale(table["context"], table["sample"]["tokens_a_frame"], table["block"], extended)
-    ledger = Ledger(table["cost"], table["measured"], missing)
+    ledger = CostTable(table["cost"], table["measured"], missing)
     modalities = [m for name in table["modalities"] for m in MODALITIES if MODALITIES[m] == name]
-    space = levelled(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)
-    return {**assembled(table, table["measured"], space, table["layers"]), "target": scale.target()}
+    space = level_all(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)
+    return {**build_table(table, table["measured"], space, table["layers"]), "target": scale.target()}
 
 
-def narrowed(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
-    """Layer -> head -> pattern: what the table's own figures choose among some of its boundary types alone."""
+def restrict_kinds(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
+    """Layer -> head -> pattern: the choice among only some boundary types `kinds`, from the table's own figures."""
     space = {
         kind: [Candidate(**{**one, "rows": tuple(one["rows"])}) for one in table["space"][kind]]
         for kind in kinds
     }
-    choose = partial(decided, space, block=table["block"], tolerance=table["tolerance"])
+    choose = partial(decide_head, space, block=table["block"], tolerance=table["tolerance"])
     return choices({"layers": [[choose(head) for head in layer] for layer in table["layers"]]})
 
 
 def agreement(one: Row, other: Row) -> float:
-    """The share of heads to which two tables of a model give the same boundary type and the same main pattern, by name."""
+    """Share of heads to which two tables of a model give the same boundary type and the same main pattern name."""
     told = [
         [(head["kind"], main_pattern(head["pattern"])) for layer in table["layers"] for head in layer]
         for table in (one, other)
@@ -332,12 +333,12 @@ def agreement(one: Row, other: Row) -> float:
 
 
 def head_pattern_names(table: Row) -> list[tuple[str, ...]]:
-    """For each layer the names of its heads' patterns, as a report has them."""
-    return [tuple(built(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]]
+    """For each layer the names of its heads' patterns, as in a report."""
+    return [tuple(build(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]]
 
 
 def main_pattern(pattern: Row) -> str:
-    """The intra-modality pattern that most of a head's pairs follow: within a boundary, that of videos, or of text."""
+    """Name of the pattern that covers most of a head's pairs: within a boundary that of video, or else of text."""
     for slot in ("video", "text"):
         inner = pattern.get(slot) or pattern.get("pairs", {}).get(f"{slot}>{slot}")
         if inner:

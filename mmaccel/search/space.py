@@ -1,17 +1,19 @@
-"""The search space of MMInference: boundary types (section 2.3), rows (Table 3), and how these come to one cost (C.5).
+"""The search space of MMInference: boundary types (section 2.3), candidate rows (Table 3), and their levelling to one cost
+(C.5).
 
-Rows are budgets in tokens for contexts of 64k and more. For a shorter context all budgets shrink in proportion to it
-(columns, diagonals and sinks in tokens, windows in whole frames), and so does the target, an A-shape of 1k global and 4k
-local tokens; strides, which are sizes of frames, stay. Levelling then changes those fields of a row that the row does not
-fix, until attention of all heads takes as long as the target's, on the device: the sinks of an A-shape, whose row is its
-window, columns and diagonals of a vertical-slash alike, whose row is their ratio, and the local window of a grid, whose
-row is its lines. The last figure of Table 3's grids, 1024, is that window (microsoft/MInference,
-`minference/ops/grid_attention.py`, `n_local`). Each grid stands without its window too, as Algorithm 1 has it: it costs
-what its lines cost, often less than the target. Rows whose smallest budget costs more than the target are left out.
+Rows are budgets in tokens for contexts of 64k and more. For a shorter context all budgets shrink in proportion (columns,
+diagonals and sinks in tokens, windows in whole frames), and so does the target, an A-shape of 1k global and 4k local tokens;
+strides, which are frame sizes, stay. Levelling then changes the fields that the row does not fix until attention of all
+heads takes as long as the target's on the device: sinks of an A-shape, whose row is its window; columns and diagonals of a
+vertical-slash, whose row is their ratio; the local window of a grid, whose row is its lines. The last number of Table 3's
+grids, 1024, is that window (microsoft/MInference, `minference/ops/grid_attention.py`, `n_local`). Each grid is also a
+candidate without window, as in Algorithm 1; it costs what its lines cost, often less than the target. Rows whose smallest
+budget costs more than the target are left out.
 
-With `Scale.extended`, rows labelled "ours" differ from Table 3 in two things. Each vertical-slash also keeps the `FIRST`
-tokens. And one row more is there, at several shares of the target's cost (`SHARES`): rows are level on the mean of heads,
-and a head for which this row costs more than the mean takes it at the share that fits."""
+With `Scale.extended`, rows labelled "ours" differ from Table 3: each vertical-slash also keeps the `FIRST` tokens, and one
+row is added at several shares of the target's cost (`SHARES`), since rows are levelled on the mean of heads, and a head for
+which this row costs more than the mean can take it at a share that fits.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ _OTHERS = {"image": ("video", "text"), "video": ("image", "text"), "text": ("vid
 
 @dataclass(frozen=True)
 class Slot:
-    """The queries of modality `query` over the keys of modality `key`; None stands for all."""
+    """Queries of modality `query` with keys of modality `key`, which take one pattern; None means all."""
 
     name: str
     query: int | None
@@ -69,13 +71,13 @@ class Slot:
 
 
 def kinds_of(wanted: Sequence[str], modalities: Sequence[int]) -> list[str]:
-    """The boundary types that mean something: one modality has no boundary."""
+    """The wanted boundary types that apply to a prompt with these modalities (with one modality only "no_boundary")."""
     return [k for k in KINDS if k in wanted] if len(modalities) > 1 else ["no_boundary"]
 
 
 def boundary_slots(kind: str, modalities: Sequence[int]) -> list[Slot]:
-    """Where the boundary type `kind` (of `KINDS`) takes a pattern of its own in a prompt with these modalities: once for
-    everything, once for each modality of queries or of keys, or once for each pair of both."""
+    """The slots of boundary type `kind` (of `KINDS`) in a prompt with these modalities: one for everything, one for each
+    modality of queries or of keys, or one for each pair of both."""
     if kind == "no_boundary":
         return [Slot("all", None, None)]
     if kind == "q_boundary":
@@ -85,10 +87,10 @@ def boundary_slots(kind: str, modalities: Sequence[int]) -> list[Slot]:
     return [Slot(f"{MODALITIES[q]}>{MODALITIES[k]}", q, k) for q in modalities for k in modalities]
 
 
-def composed(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
-    """The pattern of a type with a pattern in each slot, as a mapping.
+def compose(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
+    """The recipe mapping of boundary type `kind` with a pattern for each slot.
 
-    Modalities that the sample lacks take the pattern of one that it has: a picture's that of videos, if there are any.
+    Modalities that the sample lacks take the pattern of one that it has: images that of videos, if there are any.
     """
     if kind == "no_boundary":
         return dict(chosen["all"])
@@ -100,8 +102,8 @@ def composed(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> 
     return {"name": kind, "block": block, "pairs": pairs}
 
 
-def alone(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
-    """The pattern of a type with `pattern` in one slot and nothing in the others, as a mapping."""
+def one_slot(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
+    """The recipe mapping of boundary type `kind` with `pattern` in one slot and nothing in the others."""
     if kind == "no_boundary":
         return dict(pattern)
     if kind == "boundary_2d":
@@ -110,11 +112,11 @@ def alone(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> dict
     return {"name": kind, "block": block, **rest, slot.name: dict(pattern)}
 
 
-def everywhere(
+def every_slot(
     kind: str, pattern: Mapping[str, Any], modalities: Sequence[int], block: int
 ) -> dict[str, Any]:
-    """The pattern of a type with `pattern` in every slot, as a mapping."""
-    return composed(kind, {slot.name: pattern for slot in boundary_slots(kind, modalities)}, block)
+    """The recipe mapping of boundary type `kind` with `pattern` in every slot."""
+    return compose(kind, {slot.name: pattern for slot in boundary_slots(kind, modalities)}, block)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ def everywhere(
 
 @dataclass(frozen=True)
 class Scale:
-    """How large budgets are: `context` tokens of which a frame has `frame` (0 where there is none), in blocks of `block`.
+    """The scale of budgets: a context of `context` tokens, frames of `frame` tokens (0: none), blocks of `block` tokens.
 
     extended: vertical-slashes keep first tokens, and a row of ours follows those of Table 3.
     """
@@ -133,18 +135,18 @@ class Scale:
     extended: bool = False
 
     def tokens(self, count: float) -> int:
-        """A budget of Table 3 in tokens of this context."""
+        """A token budget of MMInference's Table 3, scaled to this context length."""
         return max(1, round(count * min(1.0, self.context / LONG)))
 
     def window(self, count: int) -> int:
-        """A window of Table 3 in whole frames; at full size as it is."""
+        """A window of MMInference's Table 3, scaled to this context and rounded to whole frames (unchanged from 64k on)."""
         tokens = self.tokens(count)
         if self.context >= LONG or not self.frame:
             return tokens
         return max(1, round(tokens / self.frame)) * self.frame
 
     def target(self) -> dict[str, Any]:
-        """The A-shape whose cost is the target."""
+        """The A-shape pattern whose cost is the target, as a recipe mapping."""
         return self._a_shape(*TARGET, step=0)
 
     def _a_shape(self, sink: int, window: int, step: int) -> dict[str, Any]:
@@ -177,8 +179,8 @@ class Scale:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of Table 3, or ours: its label, its pattern (a mapping of name and fields) with `step` more powers of budget,
-    and the share of the target's cost to which it is brought."""
+    """One row of Table 3, or ours: its label, its pattern (a recipe mapping) at budget step `step`, and the share of the
+    target's cost to which it is levelled."""
 
     label: str
     make: Callable[[int], dict[str, Any]]
@@ -186,8 +188,8 @@ class Row:
 
 
 def rows(scale: Scale) -> list[Row]:
-    """The 24 rows of Table 3, 12 grids, 3 A-shapes, 9 vertical-slashes; the lines of each grid alone; and ours where the
-    scale has them."""
+    """The 24 rows of Table 3 (12 grids, 3 A-shapes, 9 vertical-slashes), each grid also without window, and ours if
+    `scale.extended`."""
     found = []
     for stride in ("frame", "free"):
         for lines in _GRIDS:
@@ -209,10 +211,10 @@ def rows(scale: Scale) -> list[Row]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pattern at its row's cost, the rows that came to it, what it was measured to take in every slot of its type.
+    """A pattern levelled to its row's cost, the rows that it came from, and its measured cost in every slot of its type.
 
-    cost over the target's, share of the causal pairs that it lists, mean over heads;
-    state: "level" (within the tolerance of its aim), "under" (cheaper, and can cost no more), "dear" (dearer, left out).
+    cost over the target's; share of causal pairs listed, mean over heads;
+    state: "level" (within tolerance of its aim), "under" (cheaper, at its largest budget), "dear" (too costly, left out)
     """
 
     rows: tuple[str, ...]
@@ -231,9 +233,9 @@ Tick = Callable[[], None]
 
 
 def level(row: Row, cost: Cost, tolerance: float, start: int = 0) -> tuple[int, Candidate]:
-    """A row brought to its share of the target's cost, and the steps taken, beginning at `start`.
+    """Find the budget step at which `row` costs its share of the target, starting at `start`; returns it and the candidate.
 
-    What a row ends as depends on the costs alone: the same costs give the same candidates.
+    The result depends on the costs alone: equal costs give equal candidates.
     """
     tried: dict[int, float] = {}
     step: int | None = start
@@ -272,7 +274,7 @@ def _next(tried: Mapping[int, float], row: Row) -> int | None:
 
 
 def merged(candidates: Collection[Candidate]) -> list[Candidate]:
-    """Rows that came to the same pattern, as one candidate."""
+    """Merge candidate patterns that are equal into one that lists all their rows of Table 3."""
     known: dict[str, Candidate] = {}
     for one in candidates:
         first = known.setdefault(key(one.pattern), one)
@@ -281,8 +283,8 @@ def merged(candidates: Collection[Candidate]) -> list[Candidate]:
     return list(known.values())
 
 
-class Ledger:
-    """Costs of patterns, in "seconds" or "pairs", relative to the target; each is measured once."""
+class CostTable:
+    """Costs of patterns relative to the target, in "seconds" or "pairs"; each is measured once."""
 
     def __init__(self, cost: str, measured: Sequence[Mapping[str, Any]], measure: Measure) -> None:
         self.rows = {key(row["pattern"]): dict(row) for row in measured}
@@ -297,12 +299,12 @@ class Ledger:
         return ratio
 
     def share(self, pattern: Mapping[str, Any]) -> float:
-        """The share of causal pairs that a pattern lists; it was measured."""
+        """The share of causal query-key pairs that a measured pattern lists."""
         share: float = self.rows[key(pattern)]["share"]
         return share
 
 
-def levelled(
+def level_all(
     scale: Scale,
     kinds: Sequence[str],
     modalities: Sequence[int],
@@ -311,15 +313,15 @@ def levelled(
     tick: Tick = lambda: None,
     share: Cost = lambda pattern: 1.0,
 ) -> dict[str, list[Candidate]]:
-    """For each type the rows of Table 3 at the cost of the target, each row in every slot of the type.
+    """For each boundary type the candidates of Table 3, levelled to the target's cost with the row in every slot.
 
-    A type whose every row stays dearer is left out (on short prompts its extra parts alone cost too much).
+    A type is left out if all its rows cost too much (on short prompts its extra parts alone do).
     """
     table = rows(scale)
     first = [0] * len(table)
     space = {}
     for kind in kinds:
-        whole = partial(everywhere, kind, modalities=modalities, block=scale.block)
+        whole = partial(every_slot, kind, modalities=modalities, block=scale.block)
 
         def taken(pattern: Mapping[str, Any], whole: Callable[..., dict[str, Any]] = whole) -> float:
             return cost(whole(pattern))
@@ -341,11 +343,11 @@ def levelled(
 
 
 def key(pattern: Mapping[str, Any]) -> str:
-    """Text that identifies a pattern."""
+    """A string that identifies a pattern mapping."""
     return json.dumps(pattern, sort_keys=True)
 
 
-def built(pattern: Mapping[str, Any]) -> SparsePattern:
-    """The pattern of a mapping."""
+def build(pattern: Mapping[str, Any]) -> SparsePattern:
+    """Build a sparse pattern from its recipe mapping."""
     made: SparsePattern = policy("sparse", pattern)
     return made

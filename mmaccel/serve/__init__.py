@@ -1,1 +1,1 @@
-"""`mmaccel serve`: the models over HTTP, as the OpenAI client asks, and streams that are watched and asked about."""
+"""`mmaccel serve`: an HTTP server for OpenAI clients, and for video streams that are watched and asked about."""

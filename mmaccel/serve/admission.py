@@ -1,4 +1,4 @@
-"""Which streams are let in: those whose frames and memory leave the others what they were promised."""
+"""Admission control for streams: a new one is refused if it would take compute time or memory promised to others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Point = tuple[int, int]
 
 @dataclass(eq=False)
 class Promise:
-    """What a stream under `recipe` is promised: `fps` frames a second are taken in, for `seconds`. `first` and `last` are
-    its frames and bytes when it was first and last looked at."""
+    """Resources promised to a stream under `recipe`: `fps` frames per second for `seconds`. `first` and `last` are its
+    (frames, bytes) at the first and the last measurement."""
 
     recipe: str
     fps: float
@@ -35,20 +35,20 @@ class Promise:
 
     @property
     def rate(self) -> float:
-        """Frames a second that it takes: those that were promised, or that came, whichever are more."""
+        """Frames per second to plan for a stream: the promised or the observed rate, whichever is higher."""
         if not self.calls or (span := monotonic() - self.calls[0][0]) < SPAN_S:
             return self.fps
         return max(self.fps, (self.calls[-1][1] - self.calls[0][1]) / span)
 
     def grown(self) -> float:
-        """Bytes a frame, from the first look on: stores grow by slabs of many frames."""
+        """Memory growth of a stream in bytes per frame, since the first measurement (stores grow by slabs of frames)."""
         first, last = self.first or self.last, self.last
         return max(0, last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
 
 
 class Admission:
-    """Predicts what streams take, by what frames under their recipes were measured to take. A recipe of which no frame was
-    measured yet costs nothing, as far as is known."""
+    """Predicts the compute time and memory of streams from what frames under their recipes took so far. A recipe without
+    measurements counts as free."""
 
     def __init__(self, recipes: Mapping[str, Recipe], limits: Limits) -> None:
         self._recipes, self._limits = recipes, limits
@@ -57,8 +57,8 @@ class Admission:
         self._longest = dict[str, Promise]()
 
     def took(self, promise: Promise, seconds: float, before: Point, now: Point, live: bool = True) -> None:
-        """A call took `seconds`, without those in which it waited for its turn; what the stream had before it and has `now`.
-        Frames that are not `live` say nothing of what those that are cost."""
+        """Record a call that took `seconds` (without waiting), and the stream's (frames, bytes) `before` it and `now`.
+        Frames that are not `live` are not counted in the cost of live ones."""
         new, promise.last = now[0] - before[0], now
         promise.first = promise.first or (before if before[0] else now)
         promise.calls.append((monotonic(), now[0]))
@@ -68,12 +68,12 @@ class Admission:
             self._longest[promise.recipe] = promise
 
     def busy(self, promise: Promise) -> float:
-        """Seconds of the model that the frames of a second take."""
+        """Predicted seconds of compute that a stream's frames take per second."""
         costs = self._costs[promise.recipe]
         return promise.rate * sum(seconds for seconds, _ in costs) / max(1, sum(new for _, new in costs))
 
     def bytes(self, promise: Promise) -> float:
-        """Bytes that the stream will come to hold: it grows as it did, or as the longest of its recipe, to what is kept."""
+        """Predicted final memory of a stream in bytes, from its growth, or that of the longest stream of its recipe."""
         model = promise if promise.last[0] else self._longest.get(promise.recipe, promise)
         (seen, held), each = model.last, model.grown()
         kv: Any = self._recipes[promise.recipe].kv
@@ -84,8 +84,8 @@ class Admission:
         return max(promise.last[1], min(whole, most or whole))
 
     def admit(self, recipe: str, fps: float | None, seconds: float) -> Promise:
-        """The promise to a new stream; `end` takes it back. `fps` None: a stream that goes on here, which is not refused.
-        Raises `Refused` where the promises to all others would not be kept."""
+        """Admit a new stream and return its `Promise`, released by `end`. `fps` None: a stream moved here, which is not
+        refused. Raises `Refused` if promises to other streams could not be kept."""
         new, limits = Promise(recipe, fps or 1.0, seconds), self._limits
         busy, own = sum(map(self.busy, self._promises)), self.busy(new)
         if fps is not None and busy + own > limits.busy and own:
@@ -109,5 +109,5 @@ class Admission:
         return new
 
     def end(self, promise: Promise) -> None:
-        """The stream is closed; a second call does nothing."""
+        """Release the promise of a closed stream; a second call does nothing."""
         self._promises = [one for one in self._promises if one is not promise]

@@ -1,4 +1,4 @@
-"""The application: routes, what guards them, and how errors are told."""
+"""The FastAPI application: routes, request guards, and error responses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from starlette.exceptions import HTTPException
 
 from mmaccel.core.decoding.generate import Ended
 from mmaccel.core.errors import MmaccelError
-from mmaccel.core.streams.live import settled
+from mmaccel.core.streams.live import gc_frozen
 from mmaccel.serve import chat, socket, streams
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import Guard, problem, sentence
+from mmaccel.serve.guard import Guard, error_response, sentence
 from mmaccel.serve.settings import Refused, Settings
 
 log = logging.getLogger("mmaccel.serve")
@@ -30,7 +30,7 @@ PAGE = Path(__file__).parent / "page"
 
 
 def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = streams.Streams) -> FastAPI:
-    """The server of `engine`, as ASGI servers run it; `registry` makes what holds its streams."""
+    """The ASGI application for `engine`; `registry` creates the object that holds its streams."""
     began = time.monotonic()
 
     @asynccontextmanager
@@ -71,32 +71,32 @@ def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = s
 def _tell_errors(app: FastAPI, seconds: float) -> None:
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> JSONResponse:
-        return problem(error.status, str(error), error.code)
+        return error_response(error.status, str(error), error.code)
 
     @app.exception_handler(MmaccelError)
     async def wrong(_: Request, error: MmaccelError) -> JSONResponse:
-        return problem(400, str(error))
+        return error_response(400, str(error))
 
     @app.exception_handler(Ended)
     async def ended(_: Request, error: Ended) -> JSONResponse:
-        return problem(408, f"the video was not read within {seconds:g} s; ask for fewer frames.")
+        return error_response(408, f"the video was not read within {seconds:g} s; ask for fewer frames.")
 
     @app.exception_handler(RequestValidationError)
     async def unfit(_: Request, error: RequestValidationError) -> JSONResponse:
         text, field = sentence(error)
-        return problem(400, text, param=field)
+        return error_response(400, text, param=field)
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> JSONResponse:
-        return problem(error.status_code, str(error.detail))
+        return error_response(error.status_code, str(error.detail))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
-        return problem(500, "the server failed; its log says why.")
+        return error_response(500, "the server failed; its log says why.")
 
 
 def connections(settings: Settings) -> dict[str, Any]:
-    """Connection settings for uvicorn. Messages are not compressed: a small one could expand to a large one."""
+    """Connection settings for uvicorn; no message compression, since a small message could expand to a large one."""
     sockets = {
         "ws_max_size": settings.limits.message_bytes,
         "ws_max_queue": 2,
@@ -106,13 +106,13 @@ def connections(settings: Settings) -> dict[str, Any]:
 
 
 def run(engine: Engine) -> None:
-    """Serve until the process is stopped."""
+    """Run the server until the process is stopped."""
     import uvicorn
 
     settings = engine.settings
     logging.captureWarnings(True)
     warnings.simplefilter("default")
-    with settled():
+    with gc_frozen():
         uvicorn.run(
             create_app(engine),
             host=settings.host,

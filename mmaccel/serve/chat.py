@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`, as the OpenAI client sends it, and `GET /v1/models`."""
+"""`POST /v1/chat/completions` and `GET /v1/models`, compatible with the OpenAI client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from mmaccel.serve.engine import Completion, Engine
-from mmaccel.serve.guard import Client, caller, said
+from mmaccel.serve.guard import Client, caller, error_message
 from mmaccel.serve.messages import ChatRequest
 
 router = APIRouter(tags=["OpenAI"])
@@ -29,7 +29,7 @@ TheEngine = Annotated[Engine, Depends(engine_of)]
 
 @router.get("/v1/models")
 async def models(engine: TheEngine) -> dict[str, Any]:
-    """The model, and as NAME@RECIPE the model under each recipe."""
+    """List the model, and as NAME@RECIPE the model under each recipe."""
     ids = [engine.name, *(f"{engine.name}@{recipe}" for recipe in engine.recipes)]
     streams = engine.streams()
     data = [{"id": one, "object": "model", "created": 0, "owned_by": "mmaccel"} for one in ids]
@@ -39,7 +39,7 @@ async def models(engine: TheEngine) -> dict[str, Any]:
 
 @router.post("/v1/chat/completions")
 async def completions(body: ChatRequest, request: Request, engine: TheEngine, asks: Asks) -> Any:
-    """An answer, whole or by server-sent events. Without `temperature` it is greedy."""
+    """A chat completion, whole or by server-sent events; greedy without `temperature`."""
     engine.recipe(body.model, body.mmaccel.recipe)
     made: dict[str, Any] = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -128,6 +128,6 @@ async def _events(
             yield f"data: {json.dumps(told)}\n\n"
         yield "data: [DONE]\n\n"
     except Exception as error:
-        yield f"data: {json.dumps({'error': {'message': said(error), 'type': 'server_error'}})}\n\n"
+        yield f"data: {json.dumps({'error': {'message': error_message(error), 'type': 'server_error'}})}\n\n"
     finally:
         task.cancel()

@@ -1,4 +1,4 @@
-"""Copies of one model, each under a recipe, for calls at once."""
+"""A pool of copies of one model, which share its weights, each under a recipe, for concurrent calls."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import Accelerated, accelerate, adapter_for
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.recipe import Recipe
-from mmaccel.models.together import sharing
+from mmaccel.models.together import share_weights
 
 CHECK_S = 0.1
 """Seconds between two looks of a thread that waits at whether its request goes on."""
 
 
 class Copies:
-    """Copies over the weights of `model`, and of one draft model for each recipe. Of a recipe there are at most `most`; one
-    where its draft has a process of its own."""
+    """Copies that share the weights of `model`, and of one draft model per recipe: at most `most` of each recipe, or one if
+    its draft runs in a process."""
 
     def __init__(self, model: nn.Module, most: int) -> None:
         # Of one that is never called: a pass of a stream lends the model's modules other functions while it runs.
-        self._still, self._most = sharing(model), most
+        self._still, self._most = share_weights(model), most
         self._view = ModelView(self._still, adapter_for(model), adapter_for)
         self._idle: dict[str, queue.LifoQueue[Accelerated]] = defaultdict(queue.LifoQueue)
         self._made: dict[str, int] = defaultdict(int)
@@ -36,7 +36,7 @@ class Copies:
 
     @contextmanager
     def under(self, name: str, recipe: Recipe, deadline: Deadline) -> Iterator[Accelerated]:
-        """A copy under the recipe of this name, for one call. Raises `Ended` where none is free by the deadline."""
+        """Borrow a model copy under the recipe `name` for one call. Raises `Ended` if none is free by the deadline."""
         idle, draft = self._idle[name], recipe.draft
         most = 1 if getattr(draft, "process", False) else self._most
         fast = None
@@ -67,11 +67,11 @@ class Copies:
                 peer = draft.peer(self._view).model
             finally:
                 self._loading.release()
-            recipe = replace(recipe, draft=replace(draft, model=sharing(peer)))
-        return accelerate(sharing(self._still), recipe)
+            recipe = replace(recipe, draft=replace(draft, model=share_weights(peer)))
+        return accelerate(share_weights(self._still), recipe)
 
     def close(self) -> None:
-        """Take the recipes off the copies that are at rest."""
+        """Detach the recipes from all idle copies of the model."""
         for idle in self._idle.values():
             while not idle.empty():
                 idle.get().detach()

@@ -1,4 +1,4 @@
-"""The model at work for all callers: completions under each recipe, and videos kept for the next question."""
+"""Runs the model for all requests: chat completions under each recipe, and videos cached for the next question."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from mmaccel.core.attach import Accelerated
-from mmaccel.core.decoding.batch import Batch, Seat
+from mmaccel.core.decoding.batch import Batch, BatchSlot
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Deadline, Ended
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.memory.kv import StreamPolicy
@@ -30,11 +30,11 @@ from mmaccel.models import load_processor
 from mmaccel.models.schema import by_schema, end_tokens
 from mmaccel.serve import sources
 from mmaccel.serve.copies import CHECK_S, Copies
-from mmaccel.serve.kept import Kept, KeptVideos, keeps_all
+from mmaccel.serve.kept import StreamEntry, VideoCache, without_age_limit
 from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits, Refused, Settings
-from mmaccel.serve.speech import Cutter, Speech, tokens_to_stop
+from mmaccel.serve.speech import StopTextFilter, TextStreamer, tokens_to_stop
 from mmaccel.serve.turns import Turns
 
 log = logging.getLogger("mmaccel.serve")
@@ -44,8 +44,8 @@ OUT_OF_MEMORY = "out_of_memory"
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer, and what it took; `finish_reason` is ours, as `core.decoding.generate.Answer` has it. `ttft_s` counts from
-    the request on: waiting, and reading its video, too. `alone`: why no step of it served other answers too."""
+    """An answer and its statistics; `finish_reason` as in `core.decoding.generate.Answer`. `ttft_s` counts from the request,
+    including waiting and reading its video. `alone`: why its decode steps were not shared with other answers."""
 
     text: str
     finish_reason: str
@@ -59,9 +59,9 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request under way: its recipe, its sources, the tokens of an answer at most, and what gets the pieces of text;
-    `joined` is to be called when its prompt is read, and others may have theirs read."""
+class ActiveRequest:
+    """A request being served: its recipe, its fetched images and videos, the answer's token limit, and the callback `put`
+    for text. `joined` is to be called when its prompt has been read, so that the next prompt may start."""
 
     request: ChatRequest
     recipe: str
@@ -75,8 +75,8 @@ class Asked:
 class Engine:
     """One model, its processor, and the recipes that requests may name; the first is the default.
 
-    Each recipe runs on a copy of the model that shares its weights, so that none waits for another to be detached. Streams
-    run on the model itself.
+    Each recipe runs on its own copy of the model with shared weights, so that no request waits for another recipe to be
+    detached. Streams run on the model itself.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Engine:
         self.turns = Turns(settings.limits.at_once, settings.limits.waiting, settings.limits.together)
         self.metrics.waiting.set_function(self.turns.__len__)
         self.batch = Batch(self.metrics.together.observe)
-        self.kept = KeptVideos(settings.limits, self.metrics)
+        self.kept = VideoCache(settings.limits, self.metrics)
         self._fetching: dict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, settings.limits.fetching)
         )
         self.copies, self._drawing = Copies(model, self.turns.most), threading.Lock()
 
     def recipe(self, model: str | None, asked: str | None) -> str:
-        """The name of the recipe that a request means by its `model` (NAME, or NAME@RECIPE) and by `asked`."""
+        """Resolve a request's recipe name from its `model` (NAME or NAME@RECIPE) and its field `asked`; raises `Refused`."""
         name, _, inside = (model or self.name).partition("@")
         if name != self.name:
             raise Refused(404, f"model: this server has {self.name!r} alone; name that.", "model_not_found")
@@ -113,7 +113,7 @@ class Engine:
         return chosen
 
     def streams(self) -> list[str]:
-        """Names of the recipes that serve streams."""
+        """Names of the server's recipes that support video streams."""
         found = []
         for name, recipe in self.recipes.items():
             try:
@@ -124,7 +124,7 @@ class Engine:
         return found
 
     async def complete(self, request: ChatRequest, caller: str, put: Put) -> Completion:
-        """The answer to `request`; `put` gets its text as it comes, in any thread."""
+        """Answer a chat request; `put` is called with its text piece by piece, from any thread."""
         deadline, first = Deadline(self.settings.limits.seconds), list[float]()
 
         def told(piece: str) -> None:
@@ -138,7 +138,7 @@ class Engine:
             loop = asyncio.get_running_loop()
             async with self.turns.turn(caller) as leave:
                 joined = partial(loop.call_soon_threadsafe, leave)
-                asked = Asked(request, name, fetched, most, told, deadline, joined)
+                asked = ActiveRequest(request, name, fetched, most, told, deadline, joined)
                 try:
                     done = await self._done(asked, caller)
                 except Refused as error:
@@ -192,7 +192,7 @@ class Engine:
         deadline: Deadline,
         settings: Settings | None = None,
     ) -> sources.Fetched:
-        """Fetch `url`. A caller has few fetches at a time, and a caller that leaves ends its own first."""
+        """Download or open `url`. The number of concurrent fetches per caller is limited."""
         work = partial(sources.fetch, url, kind, folder, settings or self.settings, deadline)
         async with self._fetching[caller]:
             return await ended_with(threaded(work), deadline)
@@ -205,16 +205,16 @@ class Engine:
         deadline: Deadline,
         limits: Limits | None = None,
     ) -> Video:
-        """The frames of a video. Raises `Ended` when the deadline comes before they are decoded."""
+        """Decode the sampled frames of a video. Raises `Ended` if the deadline passes meanwhile."""
         deadline.check()
         limits = limits or self.settings.limits
         return sources.video(source, self.processor, limits, fps, frames, lambda done, of: deadline.check())
 
-    async def _done(self, asked: Asked, caller: str) -> Completion:
+    async def _done(self, asked: ActiveRequest, caller: str) -> Completion:
         question, request = self._alone(asked), asked.request
         with self.out_of_memory():
             if question is None:
-                speech = Speech(self.processor.decode, request.stops, asked.put, asked.deadline)
+                speech = TextStreamer(self.processor.decode, request.stops, asked.put, asked.deadline)
                 # The model is left before the turn goes on to the next one.
                 return await ended_with(threaded(partial(self._generate, asked, speech)), asked.deadline)
             key = caller, asked.recipe, asked.fetched[0].digest, request.fps, request.frames
@@ -224,7 +224,7 @@ class Engine:
 
     # Videos whose memory is kept.
 
-    def _alone(self, asked: Asked) -> str | None:
+    def _alone(self, asked: ActiveRequest) -> str | None:
         """The question of a request that is one on a single video, greedily, under a memory of streams."""
         first, *more = asked.request.messages
         parts = first.parts()
@@ -234,12 +234,12 @@ class Engine:
         video, text = parts
         return text.text if isinstance(video, VideoPart) and isinstance(text, Text) else None
 
-    async def _keep(self, asked: Asked) -> Kept:
+    async def _keep(self, asked: ActiveRequest) -> StreamEntry:
         request, deadline = asked.request, asked.deadline
         reading = partial(self.read, asked.fetched[0], request.fps, request.frames, deadline)
         video = await ended_with(threaded(reading), deadline)
-        parts = self.processor, keeps_all(self.recipes[asked.recipe]), self.settings.limits
-        kept = Kept(self.model, *parts)
+        parts = self.processor, without_age_limit(self.recipes[asked.recipe]), self.settings.limits
+        kept = StreamEntry(self.model, *parts)
         try:
             stored = isinstance(kv := kept.recipe.kv, StreamPolicy) and kv.ingests
             call = kept.session.ingest if stored else kept.session.watch
@@ -252,8 +252,8 @@ class Engine:
             raise
         return kept
 
-    async def _answered(self, kept: Kept, asked: Asked, question: str) -> Completion:
-        wanted, cutter, text = asked.request.mmaccel, Cutter(asked.request.stops), ""
+    async def _answered(self, kept: StreamEntry, asked: ActiveRequest, question: str) -> Completion:
+        wanted, cutter, text = asked.request.mmaccel, StopTextFilter(asked.request.stops), ""
         async with kept.asking:  # a session reports on its last answer alone
             left = max(0.01, asked.deadline.left() or 0.0)
             reply = kept.session.ask(
@@ -281,7 +281,7 @@ class Engine:
 
     # All others.
 
-    def _generate(self, asked: Asked, speech: Speech) -> Completion:
+    def _generate(self, asked: ActiveRequest, speech: TextStreamer) -> Completion:
         request, deadline, place = asked.request, asked.deadline, next(self.model.parameters())
         inputs = self.processor.chat(self._content(asked), device=place.device, dtype=place.dtype)
         deadline.check()
@@ -300,7 +300,7 @@ class Engine:
                 drawing.close()
                 asked.joined()
 
-            fast.seat = seat = Seat(self.batch, joined=joined)
+            fast.seat = seat = BatchSlot(self.batch, joined=joined)
             if not request.greedy:
                 # An answer decoded alone draws the process's own random numbers, one answer at a time.
                 drawing.enter_context(self._draws(deadline))
@@ -318,7 +318,7 @@ class Engine:
         what = speech.cutter.said, reason, rows, len(speech.ids), asked.recipe, report
         return Completion(*what, alone=seat.alone)
 
-    def _content(self, asked: Asked) -> list[dict[str, Any]]:
+    def _content(self, asked: ActiveRequest) -> list[dict[str, Any]]:
         """The messages as `Processor.chat` takes them."""
         left, request, limits = iter(asked.fetched), asked.request, self.settings.limits
 
@@ -353,7 +353,7 @@ class Engine:
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:
-        """Turn the device's having no memory left into a refusal of this request alone."""
+        """Context that turns an out-of-memory error into a 503 response of this request only."""
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -370,6 +370,6 @@ class Engine:
         raise Refused(503, "the device has no memory for this request; ask for fewer frames.", OUT_OF_MEMORY)
 
     async def close(self) -> None:
-        """Give back all that is kept."""
+        """Release cached videos and model copies."""
         await self.kept.close()
         self.copies.close()

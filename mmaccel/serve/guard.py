@@ -1,4 +1,4 @@
-"""Checks of every request before anything is read of it: the page it comes from, its key, and its size."""
+"""Checks of each request before its body is read: origin, API key, size."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SECURITY = {
 }
 
 
-def problem(status: int, text: str, code: str | None = None, param: str | None = None) -> JSONResponse:
-    """An error in OpenAI's form."""
+def error_response(status: int, text: str, code: str | None = None, param: str | None = None) -> JSONResponse:
+    """An error response in OpenAI's format."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": text, "type": kind, "param": param, "code": code}
     # Of what is too much or too slow nothing more is read.
@@ -51,19 +51,19 @@ def problem(status: int, text: str, code: str | None = None, param: str | None =
 
 
 def bearer(headers: Mapping[str, str]) -> str | None:
-    """The key that a request shows."""
+    """The API key in a request's Authorization header, or None."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else None
 
 
 class Client:
-    """Who waits for an answer, and may go before it is there."""
+    """The client of a request, who may disconnect before the answer is ready."""
 
     def __init__(self, request: Request) -> None:
         self._request, self._checked = request, time.monotonic()
 
     async def wait(self, work: Awaitable[Done]) -> Done:
-        """Result of `work`. When the client has gone, cancels it and raises `Refused`."""
+        """Await `work` and return its result; if the HTTP client disconnects, cancels it and raises `Refused`."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -78,12 +78,12 @@ class Client:
 
 
 def caller(request: Request) -> str:
-    """Who asks."""
+    """FastAPI dependency: the caller's identity, as the guard determined it."""
     return str(request.state.caller)
 
 
 class Guard:
-    """ASGI middleware in front of all routes."""
+    """ASGI middleware that checks every request before the routes."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -107,7 +107,7 @@ class Guard:
                 await receive()
                 return await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})
             self._metrics.requests.labels("refused", str(error.status)).inc()
-            return await problem(error.status, str(error), error.code)(scope, receive, send)
+            return await error_response(error.status, str(error), error.code)(scope, receive, send)
         scope.setdefault("state", {})["caller"] = asks
 
         async def with_headers(message: Message) -> None:
@@ -173,14 +173,14 @@ class Guard:
 
 
 def sentence(error: Any) -> tuple[str, str]:
-    """The first error of a request that does not fit its schema, as one sentence, and the field that it is in."""
+    """The first schema error of a request as (one sentence, field name)."""
     first = error.errors()[0]
     field = ".".join(str(one) for one in first["loc"] if one != "body") or "the body"
     return f"{field[:100]}: {str(first['msg'])[:200].rstrip('.').lower()}.", field[:100]
 
 
-def said(error: BaseException) -> str:
-    """The error message for a client; errors of the server itself go to the log."""
+def error_message(error: BaseException) -> str:
+    """The error message to send to a client; internal errors are only logged."""
     if isinstance(error, ValidationError):
         return sentence(error)[0]
     if isinstance(error, MmaccelError):

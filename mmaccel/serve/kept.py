@@ -1,4 +1,4 @@
-"""Streams with their small pictures, and the videos whose streams are kept for the next question."""
+"""Streams with thumbnails of their frames, and a cache of ingested videos for follow-up questions."""
 
 from __future__ import annotations
 
@@ -27,51 +27,51 @@ EVIDENCE = 16
 """Moments of an answer that are told, those that weigh most."""
 
 
-class Pictures:
-    """Small JPEGs of the frames of a stream, by number; of more than `most` every second one goes."""
+class Thumbnails:
+    """JPEG thumbnails of a stream's frames, by frame number; beyond `most`, every second one is dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._files: list[tuple[int, bytes]] = []  # read while another thread adds
 
     def add(self, first: int, frames: Tensor) -> None:
-        """Frames [T, 3, H, W], numbered from `first` on."""
+        """Add thumbnails of frames [T, 3, H, W], numbered from `first`."""
         for number, frame in enumerate(frames, first):
             self._files.append((number, write_jpeg(frame, SIDE)))
             if len(self._files) > self._most:
                 self._files = self._files[::2]
 
     def at(self, number: int) -> bytes | None:
-        """The picture of a frame, or of the last one before it that is kept."""
+        """The thumbnail of a frame, or of the last kept one before it; None if there is none."""
         files = self._files
         place = bisect.bisect_right(files, number, key=itemgetter(0))
         return files[place - 1][1] if place else None
 
 
-def keeps_all(recipe: Recipe) -> Recipe:
-    """`recipe` for a stored video, of which a memory lets nothing go by age."""
+def without_age_limit(recipe: Recipe) -> Recipe:
+    """`recipe` for a stored video: its KV policy drops no frames by age."""
     if getattr(recipe.kv, "keep_seconds", None) is None:
         return recipe
     return replace(recipe, kv=replace(recipe.kv, keep_seconds=None))  # type: ignore[call-arg]
 
 
-class Kept:
-    """A stream and its pictures."""
+class StreamEntry:
+    """A stream's session and its thumbnails."""
 
     def __init__(self, model: nn.Module, processor: Any, recipe: Recipe, limits: Limits) -> None:
-        self.recipe, self.pictures = recipe, Pictures(limits.thumbnails)
+        self.recipe, self.pictures = recipe, Thumbnails(limits.thumbnails)
         self.session = AsyncVideoSession(model, processor, recipe)
         self.users = 0
         self.asking = asyncio.Lock()
         self.counters: dict[str, float] = {}
 
     async def count(self) -> dict[str, float]:
-        """Read `counters` anew; in a thread, for that is done between two passes of the model."""
+        """Read the stream's `counters` anew and return them; in a thread, since it waits for a running forward pass."""
         self.counters = await threaded(self.session.counters)
         return self.counters
 
     def told(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
-        """JSON-ready evidence, what weighs most first, with a picture of each as a data: address."""
+        """Evidence frames, JSON-ready, highest attention first; each with a thumbnail as data URL if `pictures`."""
         order = sorted(found, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))[:EVIDENCE]
         told = [asdict(one) for one in order]
         for one in told if pictures else ():
@@ -80,24 +80,26 @@ class Kept:
         return told
 
     def point(self) -> tuple[int, int]:
-        """Frames that it has taken in, and `bytes`."""
+        """Number of frames that the stream has taken in, and `bytes()`."""
         return self.session.frames, self.bytes()
 
     def bytes(self) -> int:
-        """What its memory holds on the device, the host and the disk, as last counted."""
+        """Bytes that the stream holds on the device, the host and the disk, as last counted."""
         return int(sum(self.counters.get(name, 0) for name in ("bytes", "host_bytes", "host_disk_bytes")))
 
 
-class KeptVideos:
-    """Videos that were taken in whole, by caller, content, recipe and sampling; the one not asked for longest goes first."""
+class VideoCache:
+    """LRU cache of ingested videos, keyed by caller, content, recipe and sampling."""
 
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self._limits, self._metrics = limits, metrics
-        self._videos: OrderedDict[Hashable, asyncio.Future[Kept]] = OrderedDict()
+        self._videos: OrderedDict[Hashable, asyncio.Future[StreamEntry]] = OrderedDict()
 
     @asynccontextmanager
-    async def open(self, key: Hashable, make: Callable[[], Awaitable[Kept]]) -> AsyncIterator[Kept]:
-        """The stream of `key`, made where none is kept; others that ask for it meanwhile wait for it."""
+    async def open(
+        self, key: Hashable, make: Callable[[], Awaitable[StreamEntry]]
+    ) -> AsyncIterator[StreamEntry]:
+        """The cached video stream of `key`, created by `make` if missing; concurrent requests wait for the same one."""
         kept = await self._kept(key, make)
         kept.users += 1
         try:
@@ -106,7 +108,7 @@ class KeptVideos:
             kept.users -= 1
             await self.shrink(self._limits.kept)
 
-    async def _kept(self, key: Hashable, make: Callable[[], Awaitable[Kept]]) -> Kept:
+    async def _kept(self, key: Hashable, make: Callable[[], Awaitable[StreamEntry]]) -> StreamEntry:
         while (found := self._videos.get(key)) is not None:
             self._videos.move_to_end(key)
             try:
@@ -128,17 +130,17 @@ class KeptVideos:
         mine.set_result(kept)
         return kept
 
-    def _whole(self) -> dict[Hashable, Kept]:
+    def _whole(self) -> dict[Hashable, StreamEntry]:
         """Those that are made."""
         return {key: one.result() for key, one in self._videos.items() if one.done() and not one.cancelled()}
 
     def bytes(self) -> int:
-        """What their memories hold."""
+        """Bytes that all cached videos hold in memory and on disk."""
         return sum(one.bytes() for one in self._whole().values())
 
     async def shrink(self, most: int) -> int:
-        """Close what is over `most` or the cap in bytes, and not in use; gives how many."""
-        whole, closed = self._whole(), list[Kept]()
+        """Close unused videos beyond `most` or the cap in bytes, least recently used first; returns how many."""
+        whole, closed = self._whole(), list[StreamEntry]()
         held = self.bytes()
         for key, one in whole.items():
             if len(whole) - len(closed) <= most and held <= self._limits.kept_bytes:
@@ -152,7 +154,7 @@ class KeptVideos:
         return len(closed)
 
     async def close(self) -> None:
-        """Close all."""
+        """Close all cached videos."""
         while self._videos:
             _, one = self._videos.popitem()
             if one.done() and not one.cancelled():

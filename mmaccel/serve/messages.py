@@ -1,4 +1,4 @@
-"""The fields of `POST /v1/chat/completions` and of the calls on streams, and their checks."""
+"""Request schemas of `POST /v1/chat/completions` and of the stream routes, with their checks."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, le=240, allow_inf_nan=False)]
 
 
-class Strict(BaseModel):
-    """Fields that are not known are refused: what would not act is not taken in silence."""
+class StrictModel(BaseModel):
+    """Base model that rejects unknown fields, so that no unsupported option is silently ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Address(Strict):
+class Address(StrictModel):
     url: str
     detail: str | None = None
 
 
-class Text(Strict):
+class Text(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class ImagePart(Strict):
+class ImagePart(StrictModel):
     type: Literal["image_url"]
     image_url: Address
 
 
-class VideoPart(Strict):
+class VideoPart(StrictModel):
     type: Literal["video_url"]
     video_url: Address
 
@@ -40,23 +40,23 @@ class VideoPart(Strict):
 Part = Annotated[Text | ImagePart | VideoPart, Field(discriminator="type")]
 
 
-class Message(Strict):
+class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[Part], Field(max_length=256)]
     name: str | None = None
 
     def parts(self) -> list[Text | ImagePart | VideoPart]:
-        """The content as parts, in order."""
+        """The message's content as a list of parts, in order."""
         return [Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
-class Ours(Strict):
-    """Fields beyond OpenAI's.
+class MmaccelOptions(StrictModel):
+    """Request fields beyond OpenAI's.
 
-    recipe      one of the server's recipes, by name
-    fps         frames a second of videos, or `frames` evenly spaced; else what the model's own users take
-    evidence    tell the frames that the answer is based on, where the recipe's memory is one of streams
-    thumbnails  with a small picture of each
+    recipe      name of one of the server's recipes
+    fps         frames per second of videos, or `frames` evenly spaced ones; default: as the model's own processor
+    evidence    return the frames that the answer is based on, if the recipe has a KV policy for streams
+    thumbnails  with a thumbnail of each
     """
 
     recipe: str | None = None
@@ -66,22 +66,22 @@ class Ours(Strict):
     thumbnails: bool = False
 
 
-class VideoIO(Strict):
+class VideoIO(StrictModel):
     fps: Rate | None = None
     num_frames: Annotated[int, Field(ge=1)] | None = None
 
 
-class MediaIO(Strict):
+class MediaIO(StrictModel):
     video: VideoIO = VideoIO()
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Named(Strict):
-    """A JSON schema; an answer is always held to it, `strict` or not."""
+class SchemaFormat(StrictModel):
+    """A JSON schema; answers always follow it, whatever `strict` is."""
 
     name: str | None = None
     description: str | None = None
@@ -89,11 +89,11 @@ class Named(Strict):
     strict: bool | None = None
 
 
-class Format(Strict):
-    """Text, any JSON object, or JSON by a schema."""
+class Format(StrictModel):
+    """Answer format: text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Named | None = None
+    json_schema: SchemaFormat | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Format:
@@ -102,8 +102,8 @@ class Format(Strict):
         return self
 
 
-class Sampling(Strict):
-    """How an answer is drawn: greedily without a `temperature`."""
+class Sampling(StrictModel):
+    """Sampling options of an answer; greedy without a `temperature`."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -114,7 +114,7 @@ class Sampling(Strict):
 
     @property
     def form(self) -> dict[str, Any]:
-        """The schema that the answer is held to, as a setting of an answer; none for text."""
+        """The JSON schema that the answer must follow, as an argument of `generate`; {} for text."""
         asked = self.response_format
         if asked is None or asked.type == "text":
             return {}
@@ -125,7 +125,7 @@ class Sampling(Strict):
         return not self.temperature
 
     def options(self) -> dict[str, Any]:
-        """The options in the form that `generate` takes."""
+        """The sampling options as arguments of `generate`."""
         if self.greedy:
             return {"do_sample": False}
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p or 1.0, "top_k": 0}
@@ -140,7 +140,7 @@ class ChatRequest(Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream_options: StreamOptions | None = None
-    mmaccel: Ours = Ours()
+    mmaccel: MmaccelOptions = MmaccelOptions()
     media_io_kwargs: MediaIO = MediaIO()
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
@@ -174,8 +174,8 @@ class ChatRequest(Sampling):
         return self.mmaccel.frames or self.media_io_kwargs.video.num_frames
 
 
-class SessionRequest(Strict):
-    """A stream, new or as `save` wrote it under the name `resume`; `fps` frames a second will come, for `seconds`."""
+class SessionRequest(StrictModel):
+    """Open a stream, or resume the one saved as `resume`; `fps` frames per second will be sent, for `seconds`."""
 
     model: str | None = None
     recipe: str | None = None
@@ -184,9 +184,9 @@ class SessionRequest(Strict):
     seconds: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 900.0
 
 
-class FramesRequest(Strict):
-    """Frames of a stream, each a data: address or base64, with the seconds at which they were shown or their rate; or a
-    video, of which `fps` frames a second are watched, or with `stored` taken in as a whole."""
+class FramesRequest(StrictModel):
+    """Frames for a stream, each a data URL or base64, with their times in seconds or their rate; or a video, watched at
+    `fps` frames per second, or with `stored` ingested as a whole."""
 
     frames: list[str] = []
     times: list[Seconds] | None = None
@@ -196,8 +196,8 @@ class FramesRequest(Strict):
 
 
 class AskRequest(Sampling):
-    """A question on a stream: of all of it, or of what was shown `between` two seconds; with `chat` it goes on with the
-    conversation so far."""
+    """A question on a stream: about all of it, or about the seconds `between` two times; with `chat` it continues the
+    conversation."""
 
     question: str
     chat: bool = False
@@ -207,5 +207,5 @@ class AskRequest(Sampling):
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
-class SaveRequest(Strict):
+class SaveRequest(StrictModel):
     name: Name

@@ -1,4 +1,4 @@
-"""The metrics of `/metrics`, in Prometheus' format."""
+"""Metrics of the server at `/metrics`, in Prometheus format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACES = (1, 5, 10, 25, 50, 100, 200, 400, 800)
 
 
 class Metrics:
-    """Counters of one server, in a registry of its own."""
+    """Prometheus metrics of one server, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -50,7 +50,7 @@ class Metrics:
     def answered(
         self, ttft_s: float | None, pace: float | None, tokens: int, draft: Mapping[str, Any]
     ) -> None:
-        """An answer of so many tokens; `draft` as a report has it."""
+        """Count an answer of `tokens` tokens; `draft` as in a `Report`."""
         self.tokens.inc(tokens)
         if ttft_s is not None:
             self.first.observe(ttft_s)

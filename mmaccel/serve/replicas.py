@@ -1,9 +1,8 @@
-"""`mmaccel serve --ray`: the server on Ray Serve, a replica a GPU, and streams that outlive their replica.
+"""`mmaccel serve --ray`: replicas on Ray Serve, one per GPU, with streams that survive the loss of a replica.
 
-The id of a stream names the replica that opened it, and its requests go there. Each change of a stream is saved in a folder
-that all machines share, before the request that made it is answered. Where a replica has gone (crash, drain, scale-in),
-the requests of its streams go to others, which resume what was saved. A replica that finds another state in the folder than
-its own reads it anew.
+A stream's id names the replica that opened it, and its requests are routed there. Each change of a stream is saved to a
+folder shared by all machines before the request is answered. If a replica is gone (crash, drain, scale-in), requests of its
+streams go to others, which resume the saved state. A replica that finds a newer state in the folder than its own reloads it.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ TELLS_S = 5.0
 Make = Callable[[], "Engine"]
 
 
-class ByStream(RequestRouter):
-    """Sends requests on a stream to the replica that holds it, and others to the less busy of two."""
+class StreamRouter(RequestRouter):
+    """Ray Serve router: a stream's requests go to the replica that holds it, others to the less busy of two replicas."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -65,13 +64,13 @@ class ByStream(RequestRouter):
             # What the proxy sends to the replica, which reads it the same way.
             scope = pickle.loads(pending_request.args[0]).asgi_scope
             if found := NUMBER.match(scope["path"]):
-                return [[home(found[1], candidate_replicas, lambda one: one.replica_id.unique_id)]]
+                return [[replica_of(found[1], candidate_replicas, lambda one: one.replica_id.unique_id)]]
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
 
-def home(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:
-    """The replica that its id names, or if that is gone, one by rendezvous hashing: when replicas come or go, only some of
-    these streams move again."""
+def replica_of(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:
+    """The replica that the stream id `number` names, or if it is gone, one by rendezvous hashing, so that few streams move
+    when replicas come or go."""
 
     def weight(one: Any) -> tuple[bool, bytes]:
         return name(one) == number.rpartition(".")[2], hashlib.sha256(
@@ -82,7 +81,7 @@ def home(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str)
 
 
 class SharedStreams(Streams):
-    """The streams of one replica. The shared folder has the state of each; a stream here is a copy of it."""
+    """The open streams of one replica, each a copy of the state in the shared folder."""
 
     def __init__(self, engine: Engine, replica: str) -> None:
         super().__init__(engine)
@@ -122,7 +121,7 @@ class SharedStreams(Streams):
         return self._live / name / SESSION if "." in name else super().folder(name, caller)
 
     async def bring(self, number: str, caller: str | None) -> None:
-        """Open the stream from the folder, unless the copy here has the same state."""
+        """Load a stream from the shared folder, unless the copy on this replica is up to date."""
         if not NUMBER.fullmatch(f"{router.prefix}/{number}") or await self._is_here(number):
             return
         async with self._lock(number):  # a save of ours ends first
@@ -217,8 +216,8 @@ async def _tell(registry: Any) -> None:
 def deploy(
     make: Make, settings: Settings, replicas: str = "1", gpus: float = 1, blocking: bool = True
 ) -> None:
-    """Serve on Ray until stopped. Each replica calls `make` and has `gpus` GPUs; `replicas` is their number, or a range that
-    Ray scales in by load ("1-8"). Raises `RecipeError`."""
+    """Serve on Ray until stopped. Each replica calls `make` and has `gpus` GPUs; `replicas` is their number, or a range for
+    autoscaling ("1-8"). Raises `RecipeError`."""
     if settings.saves is None:
         raise RecipeError("--ray: streams move by a folder that all machines see; give it by --saves.")
     if not (told := re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", replicas)):
@@ -242,7 +241,7 @@ def deploy(
         ray_actor_options={"num_gpus": gpus},
         max_ongoing_requests=settings.limits.waiting,
         health_check_period_s=2,
-        request_router_config=RequestRouterConfig(request_router_class=ByStream),
+        request_router_config=RequestRouterConfig(request_router_class=StreamRouter),
         **scale,
     )
     how: dict[str, Any] = {"blocking": blocking, "external_scaler_enabled": most == least}

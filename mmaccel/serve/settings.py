@@ -1,4 +1,4 @@
-"""Settings of a server: where it listens, whom it answers, what it reads, and its limits."""
+"""Server settings: address, API keys, allowed sources, and limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOCAL = "local"
 
 
 class Refused(MmaccelError):
-    """A request that is not served: the HTTP status, the sentence, and a code by which programs know it."""
+    """A request that is refused: HTTP status, message, and an error code for programs."""
 
     def __init__(self, status: int, text: str, code: str | None = None) -> None:
         super().__init__(text)
@@ -24,23 +24,23 @@ class Refused(MmaccelError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Caps on what one request, one caller and all of them take.
+    """Limits of one request, of one caller, and of all callers.
 
-    body_bytes      of a request; `bodies_bytes` of all that are under way; `body_seconds` in which one must come
-    source_bytes    of the videos and images of a request; `image_bytes` of an image; `source_seconds` in which an address
-                    must give one, after `redirects` at most
-    frames          of a video, or in one call of a stream; `visuals` videos and images of a request
-    pixels          of a frame; `video_seconds` of a video; `decoded_bytes` of the frames of a request together
+    body_bytes      of a request body; `bodies_bytes` of all in progress; `body_seconds` to receive one
+    source_bytes    of the videos and images of a request; `image_bytes` of an image; `source_seconds` to download one,
+                    with at most `redirects`
+    frames          of a video, or in one call of a stream; `visuals`: videos and images of a request
+    pixels          of a frame; `video_seconds` of a video; `decoded_bytes` of all frames of a request
     text            characters of all messages; `new_tokens` of an answer; `seconds` that a request may take
-    at_once         requests that the model works on, beside at most `together` whose prompts are read and whose answers are
-                    decoded in steps that they share; `waiting` for their turn; `fetching` sources of one caller
-    sessions        streams of all callers; `own_sessions` of one; they close after `idle_seconds` without a request
-    busy            seconds of the model that the frames of all streams may take in each second; the rest is for answers
-    memory_bytes    of the memories of all streams, on all devices and disks; `saves` of one caller, of `saved_bytes`
-    sockets         of one caller; a message, and the frames that wait, have at most `message_bytes`
-    calls           questions, and calls with frames, of one caller's streams at work; more wait
-    kept            videos whose memory is kept for the next question, of `kept_bytes` in all
-    thumbnails      small pictures kept of one stream
+    at_once         requests that run at a time, beside at most `together` whose prompts are read and which are decoded in
+                    shared steps; `waiting` requests in the queue; `fetching` concurrent downloads of one caller
+    sessions        open streams of all callers; `own_sessions` of one; closed after `idle_seconds` without a request
+    busy            share of the time that frames of all streams may take; the rest is for answers
+    memory_bytes    of all streams, on all devices and disks; `saves`: saved streams of one caller, of `saved_bytes`
+    sockets         of one caller; `message_bytes` of a message, and of waiting frames
+    calls           concurrent questions and calls with frames on one caller's streams; more wait
+    kept            videos cached for the next question, of `kept_bytes` in all
+    thumbnails      kept of one stream
     """
 
     body_bytes: int = 256 << 20
@@ -79,12 +79,13 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """host, port   where the server listens
-    keys           any of which a caller must show; none are needed on this machine alone
-    folder         below which `file:` addresses may lie (None: none may)
-    saves          where streams are saved (None: nowhere)
-    private        whether http addresses may lead to private networks and this machine
-    origins        web pages elsewhere that may call
+    """Settings of a server: `host` and `port` to listen on, and its `limits`.
+
+    keys           API keys, one of which a caller must send; not needed on the local machine
+    folder         below which `file:` URLs must lie (None: not allowed)
+    saves          folder where streams are saved (None: not allowed)
+    private        whether http URLs may lead to private networks and this machine
+    origins        other web origins that may call (CORS)
     """
 
     host: str = "127.0.0.1"
@@ -105,7 +106,7 @@ class Settings:
             raise RecipeError("--keys: a key has at least 8 printable ASCII characters and no space.")
 
     def caller(self, key: str | None) -> str | None:
-        """Who shows `key`; None for a wrong one, or none where one is needed."""
+        """Identity of the caller with API key `key`; None for a wrong or missing key."""
         if not self.keys:
             return LOCAL
         given = (key or "").encode(errors="replace")
@@ -114,7 +115,7 @@ class Settings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or a name is of this machine alone."""
+    """Whether a host name or address is of the local machine only."""
     if host == "localhost":
         return True
     try:

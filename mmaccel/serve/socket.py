@@ -1,4 +1,4 @@
-"""The WebSocket of a stream: frames go in while answers come out."""
+"""The WebSocket of a stream: frames are sent in while answers come out."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fastapi import WebSocket
 from pydantic import Field, TypeAdapter
 from starlette.websockets import WebSocketDisconnect
 
-from mmaccel.core.streams.standing import Change, Standing
+from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.media.video import image_size
 from mmaccel.serve import sources
-from mmaccel.serve.guard import said
-from mmaccel.serve.messages import AskRequest, Seconds, Strict
+from mmaccel.serve.guard import error_message
+from mmaccel.serve.messages import AskRequest, Seconds, StrictModel
 from mmaccel.serve.settings import Refused
 from mmaccel.serve.streams import Stream, Streams, facts, router
 
 
-class KeyMessage(Strict):
+class KeyMessage(StrictModel):
     type: Literal["key"]
     key: str
 
 
-class FrameMessage(Strict):
+class FrameMessage(StrictModel):
     type: Literal["frame"]
     data: str
     time: Seconds | None = None
@@ -36,8 +36,8 @@ class AskMessage(AskRequest):
     id: str = ""
 
 
-class OnMessage(Strict):
-    """A question that is asked again and again; `VideoSession.on` has the fields."""
+class OnMessage(StrictModel):
+    """A standing question that is asked repeatedly; fields as in `VideoSession.on`."""
 
     type: Literal["on"]
     id: str = ""
@@ -48,12 +48,12 @@ class OnMessage(Strict):
     max_tokens: Annotated[int, Field(ge=1, le=64)] = 16
 
 
-class CancelMessage(Strict):
+class CancelMessage(StrictModel):
     type: Literal["cancel"]
     id: str = ""
 
 
-class LookMessage(Strict):
+class LookMessage(StrictModel):
     type: Literal["look"]
 
 
@@ -73,11 +73,11 @@ ANSWERS = 8
 
 @router.websocket("/{number}/socket")
 async def socket(websocket: WebSocket, number: str) -> None:
-    """Messages as JSON with a `type`; a binary message is a frame.
+    """WebSocket of a stream: JSON messages with a `type`; a binary message is a frame.
 
-    In: `key` (first, where a key is needed and no header has it), `frame` (data, time), `ask` (id, question, ...), `on`
-    (id, question, every, ...), `cancel` (id), `look`. Out: `event` (name: ready, taken, dropped, stream, change, error),
-    `delta` (id, text), `evidence` (id, the moments), `answer` (id, the whole).
+    In: `key` (first, if a key is needed and no header has it), `frame` (data, time), `ask` (id, question, ...), `on` (id,
+    question, every, ...), `cancel` (id), `look`. Out: `event` (name: ready, taken, dropped, stream, change, error), `delta`
+    (id, text), `evidence` (id, moments), `answer` (id, the whole answer).
     """
     streams: Streams = websocket.app.state.streams
     asks = websocket.state.caller
@@ -93,7 +93,7 @@ async def socket(websocket: WebSocket, number: str) -> None:
             await streams.bring(number, asks)
         stream = streams.get(number, asks)
         with streams.socket(asks):
-            talk = Talk(websocket, streams, stream)
+            talk = StreamConnection(websocket, streams, stream)
             try:
                 async with stream.in_use():
                     await talk.listen()
@@ -103,10 +103,10 @@ async def socket(websocket: WebSocket, number: str) -> None:
         return
     except Exception as error:
         with suppress(RuntimeError):
-            await websocket.close(1008, said(error)[:120])
+            await websocket.close(1008, error_message(error)[:120])
 
 
-class Talk:
+class StreamConnection:
     """A WebSocket connection to one stream."""
 
     def __init__(self, websocket: WebSocket, streams: Streams, stream: Stream) -> None:
@@ -114,11 +114,11 @@ class Talk:
         self._frames = deque[tuple[bytes, float | None]]()
         self._came = asyncio.Event()
         self._answers: dict[str, asyncio.Task[None]] = {}
-        self._standing: dict[str, Standing] = {}
+        self._standing: dict[str, StandingQuestion] = {}
         self._writing, self._dropped = asyncio.Lock(), 0
 
     async def listen(self) -> None:
-        """Read messages until the client goes."""
+        """Handle the client's WebSocket messages until it disconnects."""
         await self._send("event", name="ready", **_brief(self._stream))
         watching = asyncio.create_task(self._watch())
         self._answers[""] = watching  # under a name that no question has
@@ -129,7 +129,7 @@ class Talk:
             try:
                 await self._hear(message)
             except Exception as error:
-                await self._send("event", name="error", message=said(error))
+                await self._send("event", name="error", message=error_message(error))
 
     async def _hear(self, message: Any) -> None:
         if (data := message.get("bytes")) is not None:
@@ -194,7 +194,7 @@ class Talk:
                         self._stream, [data for data, _ in some], times or None, None
                     )
                 except Exception as error:
-                    await self._send("event", name="error", message=said(error), frames=len(some))
+                    await self._send("event", name="error", message=error_message(error), frames=len(some))
                 else:
                     await self._send("event", name="taken", taken=taken, **_brief(self._stream))
 
@@ -213,7 +213,7 @@ class Talk:
             await self._send("answer", id=asked.id, text=text, finish_reason="cancelled")
             raise
         except Exception as error:
-            await self._send("event", name="error", id=asked.id, message=said(error))
+            await self._send("event", name="error", id=asked.id, message=error_message(error))
 
     async def _send(self, kind: str, **fields: Any) -> None:
         async with self._writing:
@@ -221,7 +221,7 @@ class Talk:
                 await self._socket.send_json({"type": kind, **fields})
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel running answers and standing questions of this connection."""
         for standing in self._standing.values():
             standing.cancel()
         tasks = list(self._answers.values())

@@ -1,4 +1,4 @@
-"""From the addresses in a request to frames: `http`, `data:` and `file:`, none of which can reach what it should not."""
+"""From the URLs in a request (`http`, `data:`, `file:`) to frames; forbidden hosts and files cannot be reached."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import MmaccelError, VideoError, shown
 from mmaccel.media.container import Source
 from mmaccel.media.video import Video, image_size, read_image
-from mmaccel.models.taking import take
+from mmaccel.models.taking import sample
 from mmaccel.serve.settings import Limits, Refused, Settings
 
 Kind = Literal["video", "image"]
@@ -41,7 +41,7 @@ MAPPED = [ipaddress.ip_network(net) for net in ("64:ff9b::/96", "64:ff9b:1::/48"
 
 @dataclass(frozen=True)
 class Fetched:
-    """A source that is here: a file, or the bytes of an image, or of each frame of a video; `digest` names its content."""
+    """A fetched source: a local file, or the bytes of an image or a video's frames; `digest` identifies its content."""
 
     kind: Kind
     digest: str
@@ -51,7 +51,7 @@ class Fetched:
 
 
 def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> Fetched:
-    """Fetch `url` into a file of `folder`, unless it is one already. Raises `Refused`, `VideoError` or `Ended`."""
+    """Fetch `url` to a file in `folder`, unless it is a local file. Raises `Refused`, `VideoError` or `Ended`."""
     scheme, limits = url[:16].partition(":")[0].lower(), settings.limits
     if kind == "image":
         limits = replace(limits, source_bytes=min(limits.source_bytes, limits.image_bytes))
@@ -92,7 +92,7 @@ def _data(url: str, kind: Kind, folder: Path, limits: Limits, deadline: Deadline
 
 
 def decoded(text: str) -> bytes:
-    """The bytes of base64, or of a data: address of it. Raises `VideoError`."""
+    """Decode base64, or a base64 data URL, to bytes. Raises `VideoError`."""
     try:
         return base64.b64decode(text.partition(",")[2] if text[:5] == "data:" else text, validate=True)
     except (binascii.Error, ValueError):
@@ -133,7 +133,7 @@ def _local(url: str, settings: Settings) -> Path:
 
 
 class GuardedBackend(httpcore2.SyncBackend):
-    """Connects to addresses that `is_public` admits. A name is looked up here, once: what was checked is what is reached."""
+    """HTTP connections to `is_public` addresses only. A name is resolved once: the checked address is the one used."""
 
     def __init__(self, private: bool, deadline: float) -> None:
         self._private, self._deadline = private, deadline
@@ -155,7 +155,7 @@ class GuardedBackend(httpcore2.SyncBackend):
 
 
 class TimedStream(httpcore2.NetworkStream):
-    """A connection of which all reads together end at a deadline, however slowly the other side sends."""
+    """A network connection with one deadline for all reads together, however slowly the peer sends."""
 
     def __init__(self, inner: httpcore2.NetworkStream, deadline: float) -> None:
         self._inner, self._deadline = inner, deadline
@@ -184,7 +184,7 @@ class TimedStream(httpcore2.NetworkStream):
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is of the public internet, also one that stands for another."""
+    """Whether an IP address is on the public internet; addresses mapped into IPv6 are unwrapped first."""
     one = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(one, ipaddress.IPv6Address):
         if one.ipv4_mapped is not None:
@@ -195,7 +195,7 @@ def is_public(address: str) -> bool:
 
 
 def download(url: str, settings: Settings) -> Generator[bytes, None, None]:
-    """The blocks of a file at an http address. Raises `Refused` or `VideoError`."""
+    """Yield the blocks of a file at an http URL. Raises `Refused` or `VideoError`."""
     limits = settings.limits
     end = time.monotonic() + limits.source_seconds
     wait = {name: min(10.0, limits.source_seconds) for name in ("connect", "read", "write", "pool")}
@@ -230,18 +230,18 @@ _HEADERS = [("User-Agent", "mmaccel"), ("Accept", "*/*"), ("Accept-Encoding", "i
 
 
 def check_room(size: int, limits: Limits) -> None:
-    """Raise `Refused` for frames of more bytes than a request may have."""
+    """Raise `Refused` if decoded frames would exceed the limit of a request in bytes."""
     if size > limits.decoded_bytes:
         raise Refused(413, f"the frames have more than {limits.decoded_bytes} bytes decoded; give fewer.")
 
 
 def image(source: Fetched, limits: Limits) -> Tensor:
-    """uint8 [3, H, W] of an image."""
+    """Decode an image source to uint8 [3, H, W]."""
     return frames_of(source.data, limits)[0]
 
 
 def frames_of(data: Sequence[bytes], limits: Limits) -> Tensor:
-    """uint8 [T, 3, H, W] of encoded frames, all of one size. Raises `Refused` before any is decoded."""
+    """Decode encoded frames of equal size to uint8 [T, 3, H, W]. Raises `Refused` before decoding if they are too large."""
     check_room(sum(3 * width * height for width, height in map(image_size, data)), limits)
     pictures = [read_image(one, limits.pixels) for one in data]
     sizes = {tuple(one.shape) for one in pictures}
@@ -258,8 +258,8 @@ def video(
     frames: int | None = None,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Video:
-    """The frames that a model is to see of a video: `frames` evenly spaced, or `fps` a second, or as its own users take
-    them. Raises `Refused` for one that is longer or larger than `limits`, before it is decoded."""
+    """Sampled frames of a video source: `frames` evenly spaced, `fps` per second, or as the model's own processor samples.
+    Raises `Refused` before decoding for one that exceeds `limits`."""
     if frames is not None and frames > limits.frames:
         raise Refused(413, f"frames: {frames} is more than the {limits.frames} that this server takes.")
     if source.data:
@@ -277,7 +277,7 @@ def video(
                 raise Refused(413, f"the video lasts {seconds:.0f} s, more than {limits.video_seconds:g}.")
         many = None if fps is None else limits.frames
         how: dict[str, Any] = {"options": options, "progress": progress, "max_side": 4096}
-        taken = take(processor, path, fps=fps, frames=frames, max_frames=many, faster=fps is None, **how)
+        taken = sample(processor, path, fps=fps, frames=frames, max_frames=many, faster=fps is None, **how)
     except VideoError as error:
         raise VideoError(str(error).replace(path, "the video")) from error
     check_room(taken.frames.nbytes, limits)

@@ -1,4 +1,4 @@
-"""An answer as it is spoken: tokens in, pieces of text out, up to a stop text, a deadline, or until nobody listens."""
+"""Streams an answer: tokens in, pieces of text out, up to a stop text, a deadline, or a disconnect."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from mmaccel.core.decoding.generate import Deadline
 
 
-class Cutter:
-    """Text that grows, said piece by piece: none of a stop text, and no part of a character."""
+class StopTextFilter:
+    """Splits growing text into pieces to send, without stop texts and without incomplete characters."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self.said, self.stopped = stops, "", False
 
     def grown(self, text: str, whole: bool = False) -> str:
-        """The next text to send, given all text so far (`text`); `whole`: it is complete."""
+        """The next piece of text to send, given all text so far; `whole`: the text is complete."""
         if self.stopped:
             return ""
         cut = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
@@ -38,7 +38,7 @@ class Cutter:
 
 
 def tokens_to_stop(decode: Callable[[list[int]], str], ids: Sequence[int], stops: Sequence[str]) -> int:
-    """How many of `ids`, whose text has one of `stops`, it takes for that: a step may have verified more of them."""
+    """How many of `ids`, whose text contains one of `stops`, are needed to complete it (a step may have verified more)."""
 
     def stopped(count: int) -> bool:
         text = decode([*ids[:count]])
@@ -47,10 +47,10 @@ def tokens_to_stop(decode: Callable[[list[int]], str], ids: Sequence[int], stops
     return bisect.bisect_left(range(len(ids)), True, key=stopped)
 
 
-class Speech:
-    """A streamer for transformers' `generate` that turns tokens into text; its `ended` is the stopping criterion.
+class TextStreamer:
+    """A streamer for transformers' `generate` that turns tokens into text; its method `ended` is the stopping criterion.
 
-    put  gets pieces of text, in the thread of the call
+    put  called with pieces of text, in the thread of `generate`
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Speech:
         deadline: Deadline,
     ) -> None:
         self.ids: list[int] = []
-        self.cutter, self._stops = Cutter(stops), stops
+        self.cutter, self._stops = StopTextFilter(stops), stops
         self._decode, self._put, self._deadline, self._prompt = decode, put, deadline, True
 
     def put(self, value: Tensor) -> None:
-        """The prompt, then [1] or [1, n] new tokens."""
+        """Receive token ids from `generate`: first the prompt's, then new ones [1] or [1, n]."""
         if not self._prompt:
             self.ids += value.flatten().tolist()
             self._say(False)
@@ -81,6 +81,6 @@ class Speech:
             self._put(piece)
 
     def ended(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """[B] whether each sequence has ended."""
+        """Whether each sequence has ended, bool [B]: at a stop text or the deadline."""
         over = self.cutter.stopped or self._deadline.over() is not None
         return torch.full((ids.shape[0],), over, dtype=torch.bool, device=ids.device)

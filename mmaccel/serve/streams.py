@@ -1,4 +1,4 @@
-"""`/v1/streaming/sessions`: streams that are opened, given frames, asked, saved and closed."""
+"""`/v1/streaming/sessions`: routes to open, feed, ask, save and close video streams."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from mmaccel.serve import sources
 from mmaccel.serve.admission import Admission, Promise
 from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import Client, said
-from mmaccel.serve.kept import Kept
+from mmaccel.serve.guard import Client, error_message
+from mmaccel.serve.kept import StreamEntry
 from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest
 from mmaccel.serve.settings import Refused
 from mmaccel.serve.turns import Turns
@@ -41,12 +41,12 @@ router = APIRouter(prefix="/v1/streaming/sessions", tags=["streams"])
 
 @dataclass(eq=False)
 class Stream:
-    """A stream of one caller."""
+    """An open stream of one caller."""
 
     id: str
     owner: str
     recipe: str
-    kept: Kept
+    kept: StreamEntry
     promise: Promise
     used: float = field(default_factory=time.monotonic)
     busy: int = 0
@@ -58,7 +58,7 @@ class Stream:
 
     @asynccontextmanager
     async def in_use(self) -> AsyncIterator[None]:
-        """Context in which the stream does not close for being idle."""
+        """Context in which a stream is not closed for being idle."""
         self.busy += 1
         try:
             yield
@@ -68,7 +68,7 @@ class Stream:
 
 
 class Streams:
-    """The open streams of a server."""
+    """All open streams of a server."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.limits = engine, engine.settings.limits
@@ -90,14 +90,14 @@ class Streams:
 
     @asynccontextmanager
     async def working(self, stream: Stream) -> AsyncIterator[None]:
-        """Wait until few calls of the stream's owner are at work. Raises `Refused` where too many wait."""
+        """Context of one call on a stream, whose owner may have few at a time. Raises `Refused` if too many wait."""
         async with stream.in_use(), self._calls[stream.owner].turn(stream.owner):
             yield
 
     @contextmanager
     def socket(self, owner: str | None) -> Iterator[None]:
-        """Open another socket of `owner` (None: of a client that shows its key later). Raises `Refused` if there are
-        too many."""
+        """Count an open socket of `owner` (None: a client that sends its key later). Raises `Refused` if there are too
+        many."""
         if self._sockets[owner] >= self.limits.sockets:
             raise Refused(429, "too many sockets are open; close one.", "too_many_sockets")
         self._sockets[owner] += 1
@@ -126,14 +126,14 @@ class Streams:
                         log.exception("closing a stream failed")
 
     def get(self, number: str, caller: str | None) -> Stream:
-        """The stream of an id; of another caller's nobody learns that it is there."""
+        """The caller's stream with this id; raises `Refused` (404) if there is none or it is another caller's."""
         found = self._open.get(number)
         if found is None or caller is None or found.owner != caller:
             raise Refused(404, "there is no stream of this id; open one.", "stream_not_found")
         return found
 
     async def open(self, asked: SessionRequest, caller: str) -> Stream:
-        """Open a new stream, or continue a saved one. Raises `Refused` if there are too many."""
+        """Open a new stream or resume a saved one. Raises `Refused` if there are too many."""
         engine, kept = self.engine, None
         if not (names := engine.streams()):
             raise Refused(400, "recipe: this server has none with a memory of streams; give --recipe mosaic.")
@@ -151,11 +151,11 @@ class Streams:
             folder = None if asked.resume is None else self.folder(asked.resume, caller)
             if folder is not None and not folder.is_dir():
                 raise Refused(404, f"resume: no stream is saved as {asked.resume!r}.", "stream_not_found")
-            make = partial(Kept, engine.model, engine.processor, engine.recipes[name], self.limits)
+            make = partial(StreamEntry, engine.model, engine.processor, engine.recipes[name], self.limits)
             with engine.out_of_memory():
                 kept = await threaded(make)
                 if folder is not None:
-                    with named(folder):
+                    with hide_server_path(folder):
                         await kept.session.load(folder)
                     await kept.count()
                     promise.last = promise.first = kept.point()
@@ -171,25 +171,25 @@ class Streams:
         return made
 
     async def close(self, stream: Stream, forget: bool = False) -> None:
-        """End its calls, and give back what it holds; with `forget`, delete it."""
+        """Cancel the stream's calls and release its memory. `forget`: replicas also delete the state that they share."""
         if self._open.pop(stream.id, None) is not None:
             self.admission.end(stream.promise)
             await stream.session.close()
 
     async def bring(self, number: str, caller: str | None) -> None:
-        """Open the stream here if another server holds it. A server alone has nothing to do."""
+        """Load the stream if another replica holds it; a single server does nothing."""
 
     async def changed(self, stream: Stream) -> None:
-        """Called after a stream has taken in frames or a turn of a conversation."""
+        """Hook, called after a stream took in frames or a turn of a conversation."""
 
     def folder(self, name: str, caller: str) -> Path:
-        """Where a caller's stream of this name is saved."""
+        """Folder in which a caller's stream is saved under `name`; raises `Refused` if saving is disabled."""
         if self.engine.settings.saves is None:
             raise Refused(403, "this server saves no streams; start it with --saves FOLDER.")
         return self.engine.settings.saves / caller / name
 
     async def take(self, stream: Stream, asked: FramesRequest) -> int:
-        """Take in frames or a video; gives how many frames."""
+        """Take frames or a video into a stream; returns the number of frames."""
         if bool(asked.frames) == (asked.video_url is not None):
             raise ModelError("frames: give frames or a video_url, one of the two.")
         if asked.times is not None and len(asked.times) != len(asked.frames):
@@ -214,7 +214,7 @@ class Streams:
     async def watch(
         self, stream: Stream, pieces: Sequence[str | bytes], times: list[float] | None, fps: float | None
     ) -> int:
-        """Take in encoded frames, bytes or base64 of them."""
+        """Take encoded frames (bytes or base64) into a stream; returns their number."""
         session, deadline = stream.session, Deadline(self.limits.seconds)
 
         def read() -> Tensor:
@@ -247,7 +247,7 @@ class Streams:
 
     @asynccontextmanager
     async def asking(self, stream: Stream, asked: AskRequest) -> AsyncIterator[AsyncReply]:
-        """The reply to a question; leaving it ends the answer."""
+        """Context that asks a stream a question and yields the reply; leaving it cancels the answer."""
         limits = self.limits
         if len(asked.question) > limits.text:
             raise Refused(413, f"question: it has more than {limits.text} characters; write less.")
@@ -270,7 +270,7 @@ class Streams:
                 await self.changed(stream)
 
     def told(self, stream: Stream, asked: AskRequest, answer: Answer) -> dict[str, Any]:
-        """An answer as JSON."""
+        """An answer as a JSON-ready mapping; also updates the metrics."""
         metrics, counted = self.engine.metrics, answer.counters
         draft = {"proposed": counted.get("drafted", 0), "accepted": counted.get("accepted", 0)}
         metrics.answered(answer.ttft_s or None, answer.tokens_per_s, len(answer.ids), draft)
@@ -296,7 +296,7 @@ TheStreams = Annotated[Streams, Depends(streams_of)]
 
 
 async def facts(stream: Stream) -> dict[str, Any]:
-    """A stream as JSON: what it holds, and the cluster of each step of time, for its first layer that has one."""
+    """A stream as a JSON-ready mapping: its contents, and the cluster of each time step in the first layer with clusters."""
     session = stream.session
     clusters = await threaded(session.clusters)
     return {
@@ -313,13 +313,13 @@ async def facts(stream: Stream) -> dict[str, Any]:
 
 @router.post("", status_code=201)
 async def open_stream(body: SessionRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """Open a stream, or go on with a saved one (`resume`)."""
+    """Open a stream, or resume a saved one (`resume`)."""
     return await facts(await streams.open(body, asks))
 
 
 @router.get("/{number}")
 async def look(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """State of the stream, and its clusters over time."""
+    """State of a stream, and the cluster of each time step."""
     return await facts(streams.get(number, asks))
 
 
@@ -327,7 +327,7 @@ async def look(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
 async def take(
     number: str, body: FramesRequest, request: Request, streams: TheStreams, asks: Asks
 ) -> dict[str, Any]:
-    """Give the stream frames, or a video."""
+    """Send frames, or a video, to the stream."""
     stream = streams.get(number, asks)
     taken = await Client(request).wait(streams.take(stream, body))
     return {"taken": taken, "frames": stream.session.frames, "seconds": stream.session.seconds}
@@ -335,7 +335,7 @@ async def take(
 
 @router.get("/{number}/frames/{frame}", response_class=Response)
 async def picture(number: str, frame: int, streams: TheStreams, asks: Asks) -> Response:
-    """A small picture of a frame, or of the last one before it that is kept."""
+    """Thumbnail of a frame, or of the last kept one before it, as JPEG."""
     file = streams.get(number, asks).kept.pictures.at(frame)
     if file is None:
         raise Refused(404, f"frames: there is no picture of frame {frame}.")
@@ -365,35 +365,35 @@ async def ask(number: str, body: AskRequest, request: Request, streams: TheStrea
                 whole = json.dumps(streams.told(stream, body, reply.answer))
             yield f"event: answer\ndata: {whole}\n\n"
         except Exception as error:
-            yield f"event: error\ndata: {json.dumps({'message': said(error)})}\n\n"
+            yield f"event: error\ndata: {json.dumps({'message': error_message(error)})}\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 @router.post("/{number}/save")
 async def save(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """Save the stream under a name of its owner's; `resume` goes on from it."""
+    """Save the stream under a name; `resume` opens it again."""
     stream, folder = streams.get(number, asks), streams.folder(body.name, asks)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     limits, held = streams.limits, sum(one.stat().st_size for one in folder.parent.rglob("*"))
     if not folder.exists() and (len(os.listdir(folder.parent)) >= limits.saves or held >= limits.saved_bytes):
         raise Refused(429, "too much is saved; save under a name that there is.", "no_room")
     async with streams.working(stream), stream.taking:
-        with named(folder):
+        with hide_server_path(folder):
             await stream.session.save(folder)
     return {"saved": body.name, "frames": stream.session.frames}
 
 
 @router.delete("/{number}")
 async def close(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """Close the stream."""
+    """Close a stream and forget it; what was saved under a name stays."""
     await streams.close(streams.get(number, asks), forget=True)
     return {"id": number, "deleted": True}
 
 
 @contextmanager
-def named(folder: Path) -> Iterator[None]:
-    """Errors tell the name of a saved stream, and not where the server keeps it."""
+def hide_server_path(folder: Path) -> Iterator[None]:
+    """Context that replaces the server's path in error messages by the saved stream's name."""
     try:
         yield
     except MmaccelError as error:

@@ -1,4 +1,4 @@
-"""Whose turn it is: callers in rotation, so that one with many requests does not keep the others waiting."""
+"""Round-robin scheduling of callers, so that one with many requests does not block the others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mmaccel.serve.settings import Refused
 
 
 class Turns:
-    """At most `first` at once, and `beside` these that have left their turn and go on, `most` in all; of those that wait, at
-    most `waiting`, each caller's first in rotation."""
+    """Fair queue: at most `first` calls hold a turn, up to `beside` more continue after leaving theirs (`most` in all), and
+    at most `waiting` wait, served caller by caller."""
 
     def __init__(self, first: int, waiting: int, beside: int = 0) -> None:
         self._free, self._room, self._beside, self.most = first, waiting, beside, first + beside
@@ -24,8 +24,8 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, caller: str) -> AsyncIterator[Callable[[], None]]:
-        """Wait for a turn of `caller`, and hold it; what it gives leaves it to the next one, if there is room beside. Raises
-        `Refused` where too many wait."""
+        """Context that waits for and holds a turn of `caller`. It yields a function that passes the turn on early, if there
+        is room beside. Raises `Refused` if too many wait."""
         if self._free:
             self._free -= 1
         elif len(self) >= self._room:

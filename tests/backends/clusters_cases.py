@@ -1,4 +1,4 @@
-"""What a question retrieves, by the Triton kernels, interpreted or compiled; `test_kernel_cases.py` runs them."""
+"""What a question retrieves and gathers from the host, by the Triton kernels; `test_triton.py` runs them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from mmaccel.backends.ops import clusters as plain
 from mmaccel.backends.ops.clusters import Late, Lists, Own, Words, preceding
 from mmaccel.backends.triton import stream
 
-from .triton_cases import DEVICE, INTERPRETED, some
+from .triton_cases import DEVICE, DTYPES, INTERPRETED, some
 
-TYPES = [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
 LAYERS, WIDTH = 4, 24
 
 
@@ -40,15 +39,15 @@ def on_device(lists: Lists) -> Lists:
     return Lists(owner, within, flat, first, size, lists.largest)
 
 
-@pytest.mark.parametrize(("dtype", "cosine"), some(TYPES, [False, True]), ids=str)
+@pytest.mark.parametrize(("dtype", "cosine"), some(DTYPES, [False, True]), ids=str)
 def test_scores(dtype: torch.dtype, cosine: bool) -> None:
     """Of a slice of layers; a score is the same whatever is scored beside it."""
     torch.manual_seed(0)
     key, query = torch.randn(LAYERS, 21, WIDTH).to(dtype), torch.randn(2, WIDTH)
-    found = stream.scored(there(key)[1:3], there(query), cosine)
-    torch.testing.assert_close(found.cpu(), plain.scored.plain(key[1:3], query, cosine), atol=1e-5, rtol=1e-5)
-    assert torch.equal(stream.scored(there(key)[1:2], there(query)[:1], cosine), found[:1])
-    assert stream.scored(there(key)[1:3, :0], there(query), cosine).shape == (2, 0)
+    found = stream.score(there(key)[1:3], there(query), cosine)
+    torch.testing.assert_close(found.cpu(), plain.score.plain(key[1:3], query, cosine), atol=1e-5, rtol=1e-5)
+    assert torch.equal(stream.score(there(key)[1:2], there(query)[:1], cosine), found[:1])
+    assert stream.score(there(key)[1:3, :0], there(query), cosine).shape == (2, 0)
 
 
 @pytest.mark.parametrize(("count", "cosine"), some([1, 5, 8], [False, True]))
@@ -72,8 +71,8 @@ def test_scores_by_words(count: int, cosine: bool) -> None:
 @pytest.mark.parametrize(("limit", "count"), some([1, 7, 200, 10**6], [1, 9, 600]))
 def test_the_first_stage(count: int, limit: int) -> None:
     score, size = few((2, count), count), few((count,), 1 + count, 4).long().clamp_min(0)
-    found = stream.outside(there(score), there(size), limit, 2)
-    assert torch.equal(found.cpu(), plain.outside.plain(score, size, limit, 2))
+    found = stream.beyond_budget(there(score), there(size), limit, 2)
+    assert torch.equal(found.cpu(), plain.beyond_budget.plain(score, size, limit, 2))
 
 
 @pytest.mark.parametrize(("rows", "count"), some([1, 2], [5, 700]))
@@ -113,10 +112,10 @@ def test_entries_up_to_a_budget(
     query, units = few((WIDTH,), 7), torch.tensor([entries])
     for late in (None, Late(units, 2, 6)):
         own = Own(keys, 2, lambda at: keys[at, 2], query, cosine)
-        wanted = plain.selected.plain(before, lists, budget, ahead, own, late)
+        wanted = plain.select.plain(before, lists, budget, ahead, own, late)
         told = None if late is None else Late(there(units), 2, 6)
         device = Own(held, 2, lambda at: keys[at, 2], there(query), cosine)
-        found = stream.selected(there(before), on_device(lists), budget, ahead, device, told)
+        found = stream.select(there(before), on_device(lists), budget, ahead, device, told)
         assert torch.equal(found[0].cpu(), wanted[0])
         assert (wanted[0][1:budget] > wanted[0][: budget - 1]).all()
         if rows == 1:
@@ -127,7 +126,7 @@ def test_entries_up_to_a_budget(
 
 @pytest.mark.parametrize(
     ("dtype", "left_tokens", "count_room"),
-    some(TYPES, [(None, 0), (4, 0), (0, 5), (99, 5)], [(11, 11), (11, 3), (530, 300)]),
+    some(DTYPES, [(None, 0), (4, 0), (0, 5), (99, 5)], [(11, 11), (11, 3), (530, 300)]),
     ids=str,
 )
 def test_what_stands_for_clusters(
@@ -143,9 +142,9 @@ def test_what_stands_for_clusters(
     told = None if left is None else torch.tensor([left])
     mine = there(whole.clone())
     given = score, picked, size, (rows[0, 1], rows[1, 1]), time
-    wanted = plain.stand_ins.plain(*given, whole[:, :, 2 : 2 + room], 4, told, tokens)
+    wanted = plain.summary_tokens.plain(*given, whole[:, :, 2 : 2 + room], 4, told, tokens)
     sides = there(rows)
-    found = stream.stand_ins(
+    found = stream.summary_tokens(
         *map(there, given[:3]),
         (sides[0, 1], sides[1, 1]),
         there(time),
@@ -158,7 +157,7 @@ def test_what_stands_for_clusters(
     torch.testing.assert_close(found[1].cpu(), wanted[1], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("heads", "rows", "words_", "size"), [(6, 24, 17, 40), (1, 8, 1, 200), (4, 1, None, 16)]
 )
@@ -169,11 +168,13 @@ def test_means_of_words(dtype: torch.dtype, heads: int, rows: int, words_: int |
     count = None if words_ is None else torch.tensor([words_])
     x[:, words_ or rows :] = torch.nan
     for groups in {1, heads // 2 or 1}:
-        found = stream.folded(there(x), None if count is None else there(count), groups)
-        torch.testing.assert_close(found.cpu(), plain.folded.plain(x, count, groups), atol=1e-5, rtol=1e-5)
+        found = stream.mean_query(there(x), None if count is None else there(count), groups)
+        torch.testing.assert_close(
+            found.cpu(), plain.mean_query.plain(x, count, groups), atol=1e-5, rtol=1e-5
+        )
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shown", [False, True])
 def test_words_are_moved(dtype: torch.dtype, shown: bool) -> None:
     torch.manual_seed(0)
@@ -195,6 +196,60 @@ def test_what_comes_ahead(count: int) -> None:
     entries = torch.randperm(999, generator=rng)[:count]
     entries[count // 2 :][::3] = -1
     mine, limits = there(table.clone()), (torch.tensor([400]), torch.tensor([5000]))
-    wanted = plain.foretold.plain(table, entries, *limits)
-    found = stream.foretold(mine, there(entries), *map(there, limits))
+    wanted = plain.host_slots.plain(table, entries, *limits)
+    found = stream.host_slots(mine, there(entries), *map(there, limits))
     assert torch.equal(found.cpu(), wanted) and torch.equal(mine.cpu()[:-1], table[:-1])
+
+
+SLOT = [3, 0, -1, 9, 6, 3, -1, 5]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "programs"),
+    some(
+        [torch.bfloat16, torch.float32, torch.uint8],
+        [(5, 4, 2048), (49, 16, 64), (3, 1, 2048), (7, 3, 4), *[(196, 128, 2048)] * (not INTERPRETED)],
+        [3, 1000],
+    ),
+    ids=str,
+)
+def test_as_the_plain_way(dtype: torch.dtype, sizes: tuple[int, int, int], programs: int) -> None:
+    """Heads of any number of bytes, more pieces than programs, slabs wherever they lie, a window of a larger tensor."""
+    tokens, size, words = sizes
+    torch.manual_seed(0)
+    raw = [torch.randint(0, 255, (4 * 4 * tokens * size * 8,), dtype=torch.uint8) for _ in range(3)]
+    if not INTERPRETED:
+        raw = [one.pin_memory() for one in raw]
+    count = 4 * 4 * tokens * size
+    slabs = [
+        one[: count * dtype.itemsize].view(dtype).view(4, 2, 2, tokens, size).nan_to_num_() for one in raw
+    ]
+    rows = len(SLOT) * tokens
+    base = torch.tensor([s.data_ptr() - slabs[0].data_ptr() for s in slabs])
+    expected = torch.full((2, 2, rows + 6, size), 9, dtype=dtype)
+    plain.gather_units.plain(expected[:, :, 2 : 2 + rows], slabs, base, torch.tensor(SLOT))
+    assert (expected[:, :, :2] == 9).all() and (expected[:, :, 2 + rows :] == 9).all()
+    assert (expected[:, :, 2 + 2 * tokens : 2 + 3 * tokens] == 0).all()
+    assert torch.equal(expected[1, 1, 2 : 2 + tokens], slabs[0][3, 1, 1])
+    assert torch.equal(expected[0, 1, 2 + 3 * tokens : 2 + 4 * tokens], slabs[2][1, 0, 1])
+    out = torch.full((2, 2, rows + 6, size), 9, dtype=dtype, device=DEVICE)
+    window = out[:, :, 2 : 2 + rows]
+    slot = torch.tensor(SLOT, device=DEVICE)
+    stream.gather_units(window, slabs, base.to(DEVICE), slot, programs=programs, words=words)
+    assert torch.equal(out.cpu(), expected)
+    stream.gather_units(window[:, :, :0], slabs, base.to(DEVICE), slot[:0])
+
+
+def test_units_that_lie_apart_where_they_are_written() -> None:
+    """As the slots of a slab lie: a unit's heads together, keys before values."""
+    torch.manual_seed(1)
+    slab = torch.randn(10, 2, 3, 4, 8)
+    slab = slab if INTERPRETED else slab.pin_memory()
+    base, slot = torch.zeros(1, dtype=torch.long, device=DEVICE), torch.tensor(SLOT, device=DEVICE)
+    place = torch.full((len(SLOT), 2, 3, 4, 8), 9.0, device=DEVICE)
+    stream.gather_units(place[:-1].permute(1, 2, 0, 3, 4), [slab], base, slot[:-1], words=8)
+    held = torch.tensor(SLOT) >= 0
+    expected = torch.where(held[:, None, None, None, None], slab[torch.tensor(SLOT)], 0.0)
+    assert torch.equal(place[:-1].cpu(), expected[:-1]) and (place[-1] == 9).all()
+    plain.gather_units.plain(place.permute(1, 2, 0, 3, 4), [slab], base, slot)
+    assert torch.equal(place.cpu(), expected)

@@ -255,8 +255,8 @@ def indexed() -> None:
     Work.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
     lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
     lists.reach(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
-    lists.paired(told)
-    lists.unsure(few[None].to(torch.int8))
+    lists.join_pairs(told)
+    lists.count_masked(few[None].to(torch.int8))
     kept, nine = zeros(1, 28, N + 1, dtype=torch.bool)[..., :-1], zeros(1, 9, dtype=INT)
     line_kernels.slash_runs(
         kept, (zeros(3, 3, dtype=INT), few, few, zeros(3, 1, 64, dtype=INT), nine, zeros(1, 9, 2, 2, dtype=INT), nine), 64
@@ -279,16 +279,16 @@ def clustered() -> None:
     long = zeros(layers, entries)
     size, score, one = long[:, :count], blank(layers, count, dtype=torch.float32), long[0, :1]
     own = Own(key.transpose(0, 1), 1, lambda at: query, query[0], False)
-    stream.scored(key, query, False)
+    stream.score(key, query, False)
     stream.scored_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
-    stream.outside(score, size[0], 256, 2)
+    stream.beyond_budget(score, size[0], 256, 2)
     stream.scores_and_preceding(score, size, size, score > 0)
-    stream.selected(size, Lists(long, long, long, size, size, 32), 64, 80, own, Late(one, 1, 8))
+    stream.select(size, Lists(long, long, long, size, size, 32), 64, 80, own, Late(one, 1, 8))
     out = blank(2, 4, 512, 128)
-    stream.stand_ins(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
-    stream.folded(blank(28, 16, 128), one, 4)
+    stream.summary_tokens(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
+    stream.mean_query(blank(28, 16, 128), one, 4)
     stream.moved(blank(16, E), one, *blank(3, E, dtype=torch.float32))
-    stream.foretold(long[0], long[0, :80], one, one)
+    stream.host_slots(long[0], long[0, :80], one, one)
 
 
 def gathered(tokens: int, size: int, apart: bool) -> None:

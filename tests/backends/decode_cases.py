@@ -1,4 +1,4 @@
-"""The kernels of a decode step against their plain forms, interpreted or compiled; `test_kernel_cases.py` runs them."""
+"""The kernels of a decode step against their plain forms, interpreted or compiled; `test_triton.py` runs them."""
 
 from __future__ import annotations
 

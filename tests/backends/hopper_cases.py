@@ -10,7 +10,14 @@ from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan
 from mmaccel.backends.triton.prefill.hopper import FIELDS
-from mmaccel.backends.triton.prefill.hopper_launch import BOX, FAR, Homes, fields, numbered, viewed
+from mmaccel.backends.triton.prefill.hopper_launch import (
+    BOX,
+    FAR,
+    KeyLocations,
+    as_matrix,
+    device_integers,
+    table_row,
+)
 
 from .triton_cases import DEVICE
 
@@ -34,12 +41,12 @@ def span(k_row: Tensor, k_pos: Tensor, ordered: int | None = None) -> KeySpan:
     return KeySpan(k_row, k_pos, k_pos, 0, FAR, lists, ordered)
 
 
-def made(most: int) -> tuple[Tensor, Tensor, list[Tensor], Homes]:
+def made(most: int) -> tuple[Tensor, Tensor, list[Tensor], KeyLocations]:
     rng = torch.Generator().manual_seed(1)
     key, value = (torch.randn(B, G, S, D, generator=rng).to(DEVICE) for _ in range(2))
     k_row = [t.to(DEVICE) for t in orders()]
     k_pos = torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320)
-    return key, value, k_row, Homes.of(key, value, [span(row, k_pos) for row in k_row], HEADS, most)
+    return key, value, k_row, KeyLocations.of(key, value, [span(row, k_pos) for row in k_row], HEADS, most)
 
 
 def test_every_key_is_where_its_home_says() -> None:
@@ -75,7 +82,7 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
     known = torch.where(pos < min(n, S), pos, -1)[..., :n].repeat(B, 1, 1)
     for beside in ([], [span(orders()[1].to(DEVICE), pos)]):
         told, found = (
-            Homes.of(key, value, [span(known, pos[..., :n], of), *beside], HEADS, 1 << 30)
+            KeyLocations.of(key, value, [span(known, pos[..., :n], of), *beside], HEADS, 1 << 30)
             for of in (min(n, S), None)
         )
         for a, b in zip(told.home, found.home, strict=True):
@@ -86,7 +93,7 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
         assert torch.equal(told.keys[:copied], found.keys[:copied])
     if n < S:
         monkeypatch.setattr("mmaccel.backends.triton.prefill.hopper_launch.home_kernel", None)
-        assert len(Homes.of(key, value, [span(known, pos[..., :n], n)], HEADS, 1 << 30).keys) == 0
+        assert len(KeyLocations.of(key, value, [span(known, pos[..., :n], n)], HEADS, 1 << 30).keys) == 0
 
 
 def test_nothing_beyond_the_keys_is_read() -> None:
@@ -96,14 +103,14 @@ def test_nothing_beyond_the_keys_is_read() -> None:
         whole = torch.full((B, G, S + 100, D), torch.nan)
         whole[:, :, :keys] = torch.randn(B, G, keys, D, generator=rng)
         key = whole.to(DEVICE)[:, :, :keys]
-        view = viewed(key)
+        view = as_matrix(key)
         assert view is not None
         seen = key.as_strided(view.shape, (view.stride, 1))
         k_row = [t.masked_fill(t >= keys, -1).to(DEVICE) for t in orders()]
         k_row.append(torch.full_like(k_row[0], -1))
         k_row.append(k_row[0].roll(10, -1))
         place = torch.zeros(1, 1, 320, dtype=torch.int32, device=DEVICE)
-        homes = Homes.of(key, key, [span(row, place) for row in k_row], HEADS, 1 << 30)
+        homes = KeyLocations.of(key, key, [span(row, place) for row in k_row], HEADS, 1 << 30)
         assert homes.short is None
         for row, home in zip(k_row, homes.home, strict=True):
             for b, x, n in torch.cartesian_prod(*(torch.arange(size) for size in home.shape)).tolist():
@@ -139,14 +146,14 @@ def test_a_device_that_is_nearly_full_has_room_for_fewer(monkeypatch: pytest.Mon
 def test_lists_of_other_types_are_told_as_the_kernel_reads_them() -> None:
     """It casts addresses: the portable kernel goes by the types of tensors, and takes any."""
     place = torch.zeros(1, 1, 128, dtype=torch.int32, device=DEVICE)
-    told = fields(span(place, place), place, torch.zeros(1, 2, 2, dtype=torch.int32))
+    told = table_row(span(place, place), place, torch.zeros(1, 2, 2, dtype=torch.int32))
     assert told["list"].dtype == torch.int64 and told["index"].dtype == torch.int32
     assert set(told) == set(FIELDS)
 
 
 def test_numbers_arrive_whole() -> None:
     numbers = [0, 1, -1, 16, 2**31 - 1, -(2**31), 140_000_000_000_000, *range(70)]
-    assert numbered(numbers, torch.device(DEVICE))[: len(numbers)].tolist() == numbers
+    assert device_integers(numbers, torch.device(DEVICE))[: len(numbers)].tolist() == numbers
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -155,7 +162,7 @@ def test_views_find_every_row(batch: int) -> None:
     whole = torch.arange(batch * 4 * 40 * 64).view(batch, 4, 40, 64)
     mixed = whole.view(batch, 40, 4, 64).transpose(1, 2)
     for t in (whole, whole[:, :, :30], mixed, mixed[:, 1:3], whole[:, 2:3, :9]):
-        view = viewed(t)
+        view = as_matrix(t)
         assert view is not None
         rows, columns = view.shape
         seen = t.as_strided((rows, columns), (view.stride, 1))
@@ -164,4 +171,4 @@ def test_views_find_every_row(batch: int) -> None:
                 first = b * view.batch + g * view.group
                 block = seen[first : first + t.shape[2], g * view.column : g * view.column + 64]
                 assert torch.equal(block, t[b, g])
-    assert viewed(whole.transpose(2, 3)) is None and viewed(whole[..., 1:]) is None
+    assert as_matrix(whole.transpose(2, 3)) is None and as_matrix(whole[..., 1:]) is None

@@ -1,4 +1,4 @@
-"""Indices made by the Triton kernels against the plain way, interpreted or compiled; `test_kernel_cases.py` runs them."""
+"""Indices made by the Triton kernels against the plain way, interpreted or compiled; `test_triton.py` runs them."""
 
 from __future__ import annotations
 
@@ -142,14 +142,9 @@ PATTERNS: dict[str, SparsePattern] = {
 def test_plans(name: str, start: int) -> None:
     """The same pairs as of an index made without kernels; one prompt twice gives one answer."""
     scene = replace(SCENE, start=start)
-    query, key, _ = scene.tensors(torch.float32)
-    layout = scene.layout()
-    want = PATTERNS[name].plan(query, key, layout.take(slice(start, None)), layout)
-    assert want is not None
-    query, key, layout = query.to(DEVICE), key.to(DEVICE), layout.to(DEVICE)
+    want, _ = scene.planned(PATTERNS[name], torch.float32)
     with launched():
-        got = PATTERNS[name].plan(query, key, layout.take(slice(start, None)), layout)
-    assert got is not None
+        got, _ = scene.planned(PATTERNS[name], torch.float32, DEVICE)
     assert torch.equal(got.count_mask().cpu(), want.count_mask())
 
 

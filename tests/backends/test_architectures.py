@@ -45,17 +45,10 @@ def kernels() -> set[str]:
 
 def judge(row: dict[str, Any]) -> None:
     """It fits shared memory. On NVIDIA products run on the matrix units, and what is hot spills nothing to memory."""
-    name, way, kernel = row["architecture"], row["way"], row["kernel"].split(".")[1]
+    name, way, kernel = row["architecture"], row["way"], row["kernel"].split(".")[1].removesuffix("_kernel")
     assert row["shared"] <= operators.row_named(name).shared, row
-    product = kernel in (
-        "attend_kernel",
-        "piece_kernel",
-        "project_kernel",
-        "enter_kernel",
-        "hopper_kernel",
-        "joint_kernel",
-    )
-    product |= kernel in ("totals_kernel", "lines_kernel", "classes_kernel")
+    product = kernel in ("attend", "piece", "project", "enter", "hopper", "joint")
+    product |= kernel in ("totals", "lines", "classes")
     if "fp32" not in way:
         assert (row["products"] > 0) == product, row
     if way.startswith("large"):
@@ -67,11 +60,11 @@ def judge(row: dict[str, Any]) -> None:
     if name not in ("sm_80", "sm_90") or (name == "sm_80" and ("placed" in way or "runs" in way)):
         spills = max(spills, 96)
     assert row["stack"] <= spills or "fp32" in way, row
-    if product and kernel != "lines_kernel":
+    if product and kernel != "lines":
         assert row["copies"] > 0, row
-    if name == "sm_90" and kernel == "piece_kernel":
+    if name == "sm_90" and kernel == "piece":
         assert 2 * row["shared"] <= 231424, f"two programs share a multiprocessor: {row}"
-    if kernel == "gather_kernel":
+    if kernel == "gather":
         # Heads that begin at 16 bytes are read in pieces of 16, so that no sector crosses the wire twice; others are not.
         wide = row["stores"] if "196" in way else 0
         assert row["wide"] == [wide, wide] and row["stores"] > 0, row

@@ -1,6 +1,8 @@
-"""Every backend against dense attention under the plan's own mask, in float64; its error against the plain way's error."""
+"""Every backend against dense attention under the plan's own mask, in float64, without a tensor of every pair."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends import reference, select
-from mmaccel.core.prefill.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part
+from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part
+from mmaccel.backends.ops.dense_attend import dense_attend
+from mmaccel.backends.reference import block_attend
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan
+from mmaccel.policies.sparse import AShape, Grid
 from tests.products import product
+from tests.spies import Largest
 
 from .oracle import budget, check, log_sum_exp, masked
 from .plans import PATTERNS, pattern_plan, random_plan, with_extras
@@ -135,3 +143,55 @@ def test_compiled_flex_walks_the_lists(name: str) -> None:
     served = (part.q_row >= 0)[..., None] & plan.to_mask().any(-1, keepdim=True).gather(2, rows_of[..., :1])
     error = (out.double() - exact.gather(2, rows_of)).masked_fill(~served, 0.0)
     assert float(error.abs().max()) <= allowed
+
+
+S = 4096
+
+
+def tensors(n_query: int = S) -> tuple[torch.Tensor, ...]:
+    rng = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(1, h, n, 16, generator=rng) for h, n in ((2, n_query), (1, S), (1, S)))
+
+
+def test_the_measure_sees_what_it_is_for() -> None:
+    query, key, _ = tensors()
+    with Largest() as seen:
+        query @ key.transpose(2, 3)
+    assert seen.entries >= S * S
+
+
+@pytest.mark.parametrize(
+    "pattern", [AShape(window=3000), Grid(stride="free", max_stride=32)], ids=lambda p: p.name
+)
+def test_reference(pattern) -> None:
+    query, key, value = tensors()
+    layout = TokenLayout.text(1, S)
+    with Largest() as seen:
+        plan = pattern.plan(query, key, layout, layout)
+        attend_plan(plan, query, key, value, 0.25, block_attend)
+    assert seen.entries < S * S
+
+
+LEFT, MIDDLE = torch.ones(1, S, dtype=torch.bool), torch.ones(1, S, dtype=torch.bool)
+LEFT[:, :100] = False
+MIDDLE[:, 2000:2010] = False
+
+
+@pytest.mark.parametrize(
+    ("n_query", "named"),
+    [
+        (S, {}),
+        (S - 500, dict(start=500)),
+        (S, dict(window=700, sinks=9)),
+        (S, dict(window=S + 1)),
+        (S, dict(valid=LEFT)),
+        (S, dict(valid=MIDDLE, window=900)),
+        (S, dict(column=torch.arange(S).flip(0))),
+    ],
+    ids=["square", "late", "window", "wide window", "left padding", "holes", "columns"],
+)
+def test_dense(n_query: int, named: dict[str, Any]) -> None:
+    query, key, value = tensors(n_query)
+    with Largest() as seen:
+        dense_attend.plain(query, key, value, 0.25, **named)
+    assert seen.entries < n_query * S

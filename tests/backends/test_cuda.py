@@ -23,10 +23,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_plans_are_those_of_the_cpu(name: str, start: int) -> None:
     plan, scene = pattern_plan(name, start)
-    query, key, _ = (t.cuda() for t in scene.tensors())
-    layout = scene.layout().to("cuda")
-    found = PATTERNS[name].plan(query, key, layout.take(slice(start, None)), layout)
-    assert found is not None
+    found, _ = scene.planned(PATTERNS[name], device="cuda")
     assert torch.equal(found.to_mask().cpu(), plan.to_mask())
     assert torch.equal(found.count_listed_pairs().cpu(), plan.count_listed_pairs())
 
@@ -97,10 +94,8 @@ def test_auto_is_one_that_runs() -> None:
 
 def test_flex_serves_the_usual_block_and_size() -> None:
     scene = replace(SCENE, size=128)
-    query, key, value = (t.cuda() for t in scene.tensors(torch.bfloat16))
-    layout = scene.layout().to("cuda")
-    plan = replace(PATTERNS["a_shape"], block=64).plan(query, key, layout, layout)
-    assert plan is not None
+    pattern = replace(PATTERNS["a_shape"], block=64)
+    plan, (query, key, value) = scene.planned(pattern, torch.bfloat16, "cuda")
     exact, allowed = budget(query, key, value, plan.to_mask(), 0.1)
     out, _ = attend_plan(plan, query, key, value, 0.1, select.get("flex", "cuda"))
     assert float((out.double() - exact).abs().max()) <= allowed

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import dense_attend as dense
 from tests.products import product
+from tests.spies import heard
 
 from .oracle import budget, masked
 
@@ -154,9 +155,7 @@ def test_columns_of_each_sequence() -> None:
 
 
 def test_padding_reads_the_host_once_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
-    real = dense._extent
-    monkeypatch.setattr(dense, "_extent", lambda valid: reads.append(1) or real(valid))
+    reads = heard(monkeypatch, dense, "_extent", lambda valid: 1)
     query, key, value = draw(2, (4, 2), 20, 20, 6)
     dense.dense_attend(query, key, value, 0.3)
     assert reads == []

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.backends import flash, measure, select
 from mmaccel.backends.flash import attend
@@ -25,12 +24,16 @@ from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import AShape, BlockTopK, TriShape
 from mmaccel.policies.sparse.orders import IntraPattern
 from tests.policies.sparse.scenes import Scene
-from tests.policies.sparse.test_no_reads import NoReads
+from tests.policies.sparse.test_plans import NoReads
 from tests.products import product
+from tests.spies import Ops
 
 from .flash_cases import check, recorded, written_out
 from .oracle import flat
 from .plans import PATTERNS, SCENE, random_plan, with_extras
+
+ALONE = Scene(SCENE.sequences[:1], 0, 4, 2, 16)
+"""One sequence, of its own length."""
 
 
 @pytest.fixture
@@ -41,12 +44,7 @@ def calls() -> Iterator[list[tuple[Any, ...]]]:
 
 
 def planned(name: str, block: int, start: int) -> tuple[AttentionPlan, tuple[Tensor, ...]]:
-    scene = Scene(SCENE.sequences, start, SCENE.heads, SCENE.groups, SCENE.size, SCENE.seed)
-    tensors = tuple(t.half() for t in scene.tensors(torch.float32))
-    layout = scene.layout()
-    plan = replace(PATTERNS[name], block=block).plan(*tensors[:2], layout.take(slice(start, None)), layout)
-    assert plan is not None
-    return plan, tensors
+    return replace(SCENE, start=start).planned(replace(PATTERNS[name], block=block), torch.float16)
 
 
 @pytest.mark.parametrize(("name", "block", "start"), product(PATTERNS, [64, 128, 256], [0, 70], together=2))
@@ -103,17 +101,13 @@ def test_the_part_has_an_order_of_its_own(calls: list[tuple[Any, ...]]) -> None:
 
 def test_rows_in_their_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -> None:
     """Queries are read where they lie, and keys too where there is one span; a permuted order is gathered."""
-    scene = Scene(SCENE.sequences[:1], 0, 4, 2, 16)
-    tensors = tuple(t.half() for t in scene.tensors(torch.float32))
-    layout = scene.layout()
     for pattern, queries, keys in (
         (AShape(sink=0, window=40, block=64), True, True),
         (AShape(sink=9, window=40, block=64), True, True),
         (BlockTopK(block=64, stride=16, sink=9), True, True),
         (PATTERNS["grid"], False, False),
     ):
-        plan = pattern.plan(*tensors[:2], layout, layout)
-        assert plan is not None
+        plan, tensors = ALONE.planned(pattern, torch.float16)
         calls.clear()
         check(plan, tensors)
         assert [args[0].data_ptr() == tensors[0].data_ptr() for args in calls] == [queries] * len(calls)
@@ -136,11 +130,8 @@ def test_keys_in_their_order_are_told_as_runs(
     pattern: IntraPattern, block: int, start: int, calls: list[tuple[Any, ...]]
 ) -> None:
     """A query then reads the keys that it sees as runs, and nothing of a key."""
-    scene = Scene(SCENE.sequences[:1], start, 4, 2, 16)
-    tensors = tuple(t.half() for t in scene.tensors(torch.float32))
-    layout = scene.layout()
-    plan = replace(pattern, block=block).plan(*tensors[:2], layout.take(slice(start, None)), layout)
-    assert plan is not None
+    scene, pattern = replace(ALONE, start=start), replace(pattern, block=block)
+    plan, tensors = scene.planned(pattern, torch.float16)
     check(plan, tensors)
     # Of a tri-shape two parts are joined into one.
     by_key = type(pattern) is AShape
@@ -150,8 +141,9 @@ def test_keys_in_their_order_are_told_as_runs(
         assert len(args[8]) == 3 * len(plan.parts[0].spans)
     calls.clear()
     # Of a layout of its own it is not known that the queries are the last keys.
+    layout = scene.layout()
     apart = replace(layout, position=layout.position.clone()).take(slice(start, None))
-    plan = replace(pattern, block=block).plan(*tensors[:2], apart, layout)
+    plan = pattern.plan(*tensors[:2], apart, layout)
     assert plan is not None
     check(plan, tensors)
     assert calls and {args[6] for args in calls} == {by_key}
@@ -162,25 +154,11 @@ def test_keys_in_their_order_are_told_as_runs(
 
 def test_the_first_rows_of_an_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -> None:
     """As where the last rows of a prompt are dense: they are zero, and nothing is gathered."""
-    scene = Scene(SCENE.sequences[:1], 0, 4, 2, 16)
-    tensors = tuple(t.half() for t in scene.tensors(torch.float32))
-    layout = scene.layout()
     for pattern, own in ((AShape(sink=9, window=40, block=64), True), (PATTERNS["grid"], False)):
-        plan = pattern.plan(*tensors[:2], layout, layout)
-        assert plan is not None
+        plan, tensors = ALONE.planned(pattern, torch.float16)
         calls.clear()
         check(plan.first(90), tensors)
         assert [args[0].data_ptr() == tensors[0].data_ptr() for args in calls] == [own] * len(calls)
-
-
-class Ops(TorchDispatchMode):
-    """Counts what is launched."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -190,11 +168,9 @@ def test_what_follows_from_a_plan_is_made_once(
 ) -> None:
     """For all layers whose plans follow from the layouts alone, also where their last rows are cut off. A copy starts
     anew."""
-    scene = Scene(SCENE.sequences[:1], 0, 4, 2, 16)
     pattern = AShape(sink=9, window=40, block=64)
     with torch.inference_mode(inference):
-        tensors = tuple(t.half() for t in scene.tensors(torch.float32))
-        layout = scene.layout()
+        tensors, layout = ALONE.tensors(torch.float16), ALONE.layout()
         # Of a layout of its own it is not known that the queries are the last keys: more is made.
         queries = replace(layout, position=layout.position.clone())
         counts = []

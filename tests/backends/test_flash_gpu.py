@@ -28,11 +28,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY is not None, reason=WHY or
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_patterns(name: str, block: int, start: int) -> None:
-    scene = Scene(SCENE.sequences, start, SCENE.heads, SCENE.groups, 128, SCENE.seed)
-    tensors = tuple(t.to("cuda", torch.bfloat16) for t in scene.tensors(torch.float32))
-    layout = scene.layout().to("cuda")
-    plan = replace(PATTERNS[name], block=block).plan(*tensors[:2], layout.take(slice(start, None)), layout)
-    assert plan is not None
+    scene = replace(SCENE, start=start, size=128)
+    plan, tensors = scene.planned(replace(PATTERNS[name], block=block), torch.bfloat16, "cuda")
     check(plan, tensors, 128**-0.5, select.get("flash", "cuda"))
 
 
@@ -41,12 +38,8 @@ def test_patterns(name: str, block: int, start: int) -> None:
 @pytest.mark.parametrize("sink", [0, 9])
 def test_keys_in_their_order(sink: int, block: int, start: int) -> None:
     """One sequence of its own length, the keys of both spans where they lie."""
-    scene = Scene(SCENE.sequences[:1], start, SCENE.heads, SCENE.groups, 128, SCENE.seed)
-    tensors = tuple(t.to("cuda", torch.bfloat16) for t in scene.tensors(torch.float32))
-    layout = scene.layout().to("cuda")
-    pattern = AShape(sink=sink, window=30, block=block)
-    plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
-    assert plan is not None
+    scene = replace(SCENE, sequences=SCENE.sequences[:1], start=start, size=128)
+    plan, tensors = scene.planned(AShape(sink=sink, window=30, block=block), torch.bfloat16, "cuda")
     assert all(span.ranks for span in plan.parts[0].spans)
     check(plan, tensors, 128**-0.5, select.get("flash", "cuda"))
 
@@ -94,10 +87,7 @@ def test_random_plans(lead: str, size: int, dtype: torch.dtype) -> None:
 
 def test_many_heads_of_a_group() -> None:
     scene = Scene(SCENE.sequences, 0, 14, 2, 128, 3)
-    tensors = tuple(t.to("cuda", torch.bfloat16) for t in scene.tensors(torch.float32))
-    layout = scene.layout().to("cuda")
-    plan = AShape(sink=9, window=30, block=64).plan(*tensors[:2], layout, layout)
-    assert plan is not None
+    plan, tensors = scene.planned(AShape(sink=9, window=30, block=64), torch.bfloat16, "cuda")
     check(plan, tensors, 0.1, block_attend)
 
 

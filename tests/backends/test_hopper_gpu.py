@@ -18,8 +18,7 @@ from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse import AShape, BlockTopK, Boundary2D, Grid, QBoundary, VerticalSlash
 from tests.policies.sparse.scenes import Scene, sequence
 
-from .joint_plans import TABLES, joint_plan
-from .plans import random_plan
+from .plans import TABLES, joint_plan, random_plan
 from .triton_cases import block_attend, check, draw
 
 HOPPER = operators.why_not("hopper", torch.device("cuda")) is None
@@ -138,23 +137,18 @@ SCENE = Scene(
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_patterns(pattern: SparsePattern, interleaved: bool) -> None:
     """Tensors as caches hold them, and as projections leave them."""
-    query, key, value = SCENE.tensors(torch.float32)
-    layout = SCENE.layout()
-    plan = pattern.plan(query, key, layout, layout)
-    assert plan is not None
+    plan, tensors = SCENE.planned(pattern, torch.float32)
     if interleaved:
-        query, key, value = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
-    check(plan, [query, key, value], torch.bfloat16, scale=128**-0.5)
+        tensors = tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors)
+    check(plan, list(tensors), torch.bfloat16, scale=128**-0.5)
 
 
 @pytest.mark.parametrize("keys", [1343, 1290, 40])
 def test_what_lies_behind_the_last_key_is_anything(keys: int) -> None:
     """Keys in their order, as a memory with room shows them: the engine reads whole blocks where they are."""
     scene = Scene((sequence([(TEXT, [keys])]),), 0, 8, 2, 128)
-    query, key, value = (t.to("cuda", torch.bfloat16) for t in scene.tensors(torch.float32))
-    layout = scene.layout().to("cuda")
-    plan = AShape(sink=70, window=300, block=64).plan(query, key, layout, layout)
-    assert plan is not None
+    pattern = AShape(sink=70, window=300, block=64)
+    plan, (query, key, value) = scene.planned(pattern, torch.bfloat16, "cuda")
     wanted, sums = attend_plan(plan, query, key, value, 128**-0.5, block_attend)
     assert bool(wanted.isfinite().all())
     key, value = (

@@ -1,4 +1,4 @@
-"""The Triton backend without a device: `test_kernel_cases.py` has it interpreted, `test_architectures.py` compiled.
+"""The Triton backend without a device: files of cases interpreted, or compiled on one; `test_architectures.py` compiles all.
 
 Whether Triton interprets is settled when it is imported, and PyTorch may have imported it long ago, so each of these runs
 in a process of its own.
@@ -7,31 +7,19 @@ in a process of its own.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from mmaccel.backends import select, triton
+from tests import python
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=600,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    return done.stdout
+    """What a module prints in a process that sees no device."""
+    return python("-m", *arguments, **{"CUDA_VISIBLE_DEVICES": "", **environment}).stdout
 
 
 def test_tells_why_it_cannot_run() -> None:
@@ -39,3 +27,54 @@ def test_tells_why_it_cannot_run() -> None:
     reason = triton.usable(torch.device("cpu"))
     assert reason is not None and "cuda" in reason
     assert select.usable("cpu")["triton"] == reason
+
+
+QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
+PRODUCTS = pytest.mark.numeric(by="numpy")
+INTERPRETED = [
+    pytest.param("triton", marks=PRODUCTS),
+    pytest.param("clusters decode hopper index lists pointwise", marks=PRODUCTS),
+]
+
+
+def ran(names: str, **environment: str) -> None:
+    files = [f"tests/backends/{name}_cases.py" for name in names.split()]
+    files += ["tests/core/test_masked.py::test_a_planned_layer"] * (names == "triton")
+    out = run("pytest", *files, *QUIET, PYTEST_ADDOPTS="", **environment)
+    assert " passed" in out and "failed" not in out and "skipped" not in out
+
+
+@pytest.mark.parametrize("names", INTERPRETED)
+def test_interpreted(names: str) -> None:
+    ran(names, TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["clusters", "index", "lists", "pointwise"])
+def test_compiled(name: str) -> None:
+    """Those of the other files run in `test_triton_gpu`, `test_decode_gpu` and `test_hopper_gpu`."""
+    ran(name, CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+
+
+FIRST = "2000,4001,12001"
+"""Lengths at which nothing is split, some parts are, and all are and have many rows: what is compiled for them differs."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernel", "others"),
+    [
+        pytest.param("sm_80", "kernel.attend_kernel", 3, marks=pytest.mark.slow),
+        pytest.param("sm_90", "hopper.hopper_kernel", 9, marks=pytest.mark.slow),
+        ("sm_90", "hopper.hopper_kernel", 1),
+    ],
+)
+def test_a_new_length_compiles_nothing(architecture: str, kernel: str, others: int) -> None:
+    """Whatever it is a multiple of, whatever frames its video has: what is compiled hangs on the pattern."""
+    rows = run(
+        "tests.backends.launch_keys", architecture, FIRST, str(others), TRITON_INTERPRET="0"
+    ).splitlines()
+    new = {name: int(again) for name, _, again, _ in (row.split("; ", 3) for row in rows)}
+    seen = {kernel, "kernel.work_kernel", "lines.gaps_kernel", "lists.pieces_kernel", "decode.piece_kernel"}
+    assert seen <= set(new) and len(new) > 25
+    assert {name for name, again in new.items() if again} == set()

@@ -31,10 +31,8 @@ TYPES = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("heads", [(28, 4), (7, 7)], ids=str)
 def test_the_usual_shape(heads: tuple[int, int], block: int, dtype: torch.dtype) -> None:
     scene = Scene((sequence([(TEXT, [50]), (VIDEO, [96] * 9), (TEXT, [40])]),), 0, *heads, 128)
-    query, key, value = scene.tensors(torch.float32)
-    layout = scene.layout()
-    plan = AShape(sink=70, window=300, block=block).plan(query, key, layout, layout)
-    check(plan, [query, key, value], dtype, scale=128**-0.5)
+    plan, tensors = scene.planned(AShape(sink=70, window=300, block=block), torch.float32)
+    check(plan, list(tensors), dtype, scale=128**-0.5)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -44,11 +42,9 @@ def test_patterns_in_the_types_of_models(name: str, dtype: torch.dtype) -> None:
 
     from .triton_cases import SCENE
 
-    plan = SCENE.plan(small(name))
-    assert plan is not None
+    plan, tensors = SCENE.planned(small(name), torch.float32)
     for chunk in (None, 1):
-        kernel = partial(block_attend, chunk=chunk)
-        check(plan, list(SCENE.tensors(torch.float32)), dtype, kernel=kernel)
+        check(plan, list(tensors), dtype, kernel=partial(block_attend, chunk=chunk))
 
 
 def test_a_captured_graph_follows_its_tensors() -> None:

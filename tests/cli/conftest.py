@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mmaccel.cli import console, main
-from mmaccel_lab.cli import main as lab
+from mmaccel.cli import console
 from mmaccel_lab.world import World, write_mp4
-
-LAB = {"demo", "eval", "world"}
-"""Commands of `mmaccel-lab`; all others are of `mmaccel`."""
+from tests.cli import Call
 
 
 @pytest.fixture(scope="session")
@@ -35,16 +32,5 @@ def slow_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command of `mmaccel` or `mmaccel-lab` in this process: exit status, standard output, standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        words = [str(one) for one in arguments]
-        command = words[2:3] if words[:1] == ["--import"] else words[:1]
-        with pytest.raises(SystemExit) as done:
-            (lab if LAB.intersection(command) else main)(words)
-        out, err = capsys.readouterr()
-        return int(done.value.code or 0), out, err
-
-    return run
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    return Call(capsys)

@@ -1,7 +1,8 @@
-"""`mmaccel ask`: what it prints, for people and for programs."""
+"""`mmaccel ask`: what it prints, for people and for programs; also of what a pruner left, and of an answer cut off."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import time
@@ -11,29 +12,29 @@ from typing import Any
 
 import pytest
 
+import mmaccel
 from mmaccel import media
 from mmaccel.cli import console
-from mmaccel.cli.console import columns
+from mmaccel.cli.ask import ask
+from mmaccel.cli.console import columns, cut_short
+from mmaccel.cli.watch import watch
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
+from mmaccel.policies.draft._draft_model import PeerState
 from mmaccel_lab.world import World
+from tests.cli import Call
+from tests.spies import heard
 
-Call = Callable[..., tuple[int, str, str]]
 FIGURES = {"answer", "ttft_s", "tokens_per_s", "kept", "peak_bytes"}
 
 
 def test_ask_gives_one_object(call: Call, clip: str, ov: str) -> None:
-    status, out, err = call(
+    told = call.object(
         "ask", clip, "How many cards were shown?", "--model", ov, "--json", "--max-new-tokens", 4
     )
-    told = json.loads(out)
-    assert status == 0 and err == ""
     assert set(told) >= FIGURES | {"recipe", "model", "frames", "prompt_tokens", "heads", "question", "video"}
     assert told["frames"] == 64 and 64 * 16 < told["prompt_tokens"] < 64 * 16 + 40
-    assert (
-        told["recipe"] == "dense"
-        and told["kept"] == 1.0
-        and told["ttft_s"] > 0
-        and told["peak_bytes"] > 1 << 20
-    )
+    assert told["recipe"] == "dense" and told["kept"] == 1.0 and told["ttft_s"] > 0
+    assert told["peak_bytes"] > 1 << 20
     assert 1 <= told["new_tokens"] <= 4 and "dense" not in told and "runs" not in told
     assert told["video_tokens"] == {"prompt": 64 * 16} and told["draft"] is None
     seen = told["prompt_tokens"] + told["new_tokens"] - 1
@@ -42,28 +43,16 @@ def test_ask_gives_one_object(call: Call, clip: str, ov: str) -> None:
 
 
 def test_compare_puts_dense_beside_the_recipe(call: Call, clip: str, ov: str) -> None:
-    arguments = (
-        "ask",
-        clip,
-        "what colour was the star ?",
-        *f"--model {ov} --recipe a_shape-short --compare".split(),
-    )
-    status, out, _ = call(*arguments, "--json", "--max-new-tokens", 2)
-    told = json.loads(out)
-    assert status == 0 and told["recipe"] == "a_shape-short" and set(told["dense"]) >= FIGURES
+    how = f"--model {ov} --recipe a_shape-short --compare".split()
+    arguments = ("ask", clip, "what colour was the star ?", *how)
+    told = call.object(*arguments, "--json", "--max-new-tokens", 2)
+    assert told["recipe"] == "a_shape-short" and set(told["dense"]) >= FIGURES
     assert told["kept"] < 1 == told["dense"]["kept"]
     assert set(told["heads"]) == {"a_shape"} and set(told["dense"]["heads"]) == {"dense"}
     status, out, _ = call(*arguments, "--max-new-tokens", 2)
     assert status == 0 and out.index("dense") < out.index("a_shape-short")
-    for label in (
-        "answer",
-        "first token",
-        "attention kept",
-        "heads",
-        "peak memory",
-        "what colour was the star ?",
-        "64 frames",
-    ):
+    assert "what colour was the star ?" in out and "64 frames" in out
+    for label in ("answer", "first token", "attention kept", "heads", "peak memory"):
         assert label in out
 
 
@@ -77,19 +66,17 @@ def test_a_share_above_all_pairs_says_why(call: Call, clip: str, ov: str) -> Non
 
 def test_several_recipes_stand_side_by_side(call: Call, clip: str, ov: str) -> None:
     recipes = ("--recipe", "a_shape-short", "--recipe", "grid", "--recipe", "window")
-    status, out, _ = call(
+    told = call.object(
         "ask", clip, "hi", "--model", ov, *recipes, "--json", "--max-new-tokens", 2, "--compare"
     )
-    told = json.loads(out)
-    assert status == 0 and [run["recipe"] for run in told["runs"]] == ["a_shape-short", "grid", "window"]
+    assert [run["recipe"] for run in told["runs"]] == ["a_shape-short", "grid", "window"]
     assert told["dense"]["recipe"] == "dense" and told["recipe"] == "a_shape-short"
 
 
 def test_a_memory_of_streams_reads_the_file_as_a_stream(call: Call, clip: str, ov: str) -> None:
     asked = f"ask {clip} hi --model {ov} --recipe mosaic --json --max-new-tokens 2 --compare".split()
-    status, out, err = call(*asked)
-    told = json.loads(out)
-    assert (status, err) == (0, "") and told["answer"] == told["dense"]["answer"]
+    told = call.object(*asked)
+    assert told["answer"] == told["dense"]["answer"]
     assert told["prompt_tokens"] == told["dense"]["prompt_tokens"] and told["cache"]["seen"] > 1000
 
 
@@ -116,24 +103,18 @@ def test_columns_are_shared_out_evenly(count: int, room: int, groups: list[int])
 def test_a_yaml_file_is_a_recipe(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("sparse: {name: a_shape, sink: 16, window: 128}\nchunk: 256\ndense_layers: [0]\n")
-    status, out, _ = call("ask", clip, "hi", "--model", ov, "--recipe", path, "--json", "--max-new-tokens", 2)
-    told = json.loads(out)
-    assert status == 0 and told["recipe"] == "mine"
+    told = call.object("ask", clip, "hi", "--model", ov, "--recipe", path, "--json", "--max-new-tokens", 2)
+    assert told["recipe"] == "mine"
     # The nine columns of the last piece are too few to run sparse.
     assert told["heads"]["dense"] == told["heads"]["a_shape+dense"] / 2 and told["kept"] < 1
 
 
 def test_a_draft_of_the_same_weights_is_always_right(call: Call, clip: str, ov: str) -> None:
-    arguments = (
-        "ask",
-        clip,
-        "describe the video .",
-        *f"--model {ov} --draft {ov} --json --max-new-tokens 24".split(),
-    )
+    how = f"--model {ov} --draft {ov} --json --max-new-tokens 24".split()
+    arguments = ("ask", clip, "describe the video .", *how)
     for extra in ((), ("--recipe", "sequential"), ("--recipe", "a_shape-short", "--compare")):
-        status, out, _ = call(*arguments, *extra)
-        told = json.loads(out)
-        assert status == 0 and told["draft"]["proposed"] > 0
+        told = call.object(*arguments, *extra)
+        assert told["draft"]["proposed"] > 0
         if "a_shape-short" not in extra:
             assert told["draft"]["accepted"] == told["draft"]["proposed"]
         assert told["draft"]["accepted_length"] * told["draft"]["rounds"] == told["draft"]["accepted"]
@@ -148,14 +129,14 @@ def test_a_draft_of_the_same_weights_is_always_right(call: Call, clip: str, ov: 
 
 @pytest.mark.parametrize(("option", "frames"), [("--frames", 5), ("--max-frames", 7)])
 def test_fewer_frames(call: Call, clip: str, ov: str, option: str, frames: int) -> None:
-    status, out, _ = call("ask", clip, "hi", "--model", ov, "--json", option, frames, "--max-new-tokens", 1)
-    assert status == 0 and json.loads(out)["frames"] == frames
+    told = call.object("ask", clip, "hi", "--model", ov, "--json", option, frames, "--max-new-tokens", 1)
+    assert told["frames"] == frames
 
 
 def test_fps(call: Call, clip: str, ov: str) -> None:
     slow = World.generate(3, 64).fps / 4
-    status, out, _ = call("ask", clip, "hi", "--model", ov, "--json", "--fps", slow, "--max-new-tokens", 1)
-    assert status == 0 and json.loads(out)["frames"] == 16
+    told = call.object("ask", clip, "hi", "--model", ov, "--json", "--fps", slow, "--max-new-tokens", 1)
+    assert told["frames"] == 16
 
 
 def test_a_damaged_video_is_answered_with_a_warning(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
@@ -231,3 +212,104 @@ def test_progress_tells_that_a_draft_is_started(
     folder = random_folder("tiny-ov-draft")
     status, _, err = call("ask", clip, "hi", "--model", folder, "--draft", folder, "--max-new-tokens", 2)
     assert status == 0 and "draft 0/1 started; " in err
+
+
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        ("prune: {name: fastv, retention: 0.25, layer: 1}", "256 from layer 1"),
+        ("prune: {name: visionzip, retention: 0.5}\nsparse: a_shape", "512 from layer 0"),
+        ("prune: {name: dycoke, drop: 0.5, forget: 0.5, layer: 2}", "640 from layer 0"),
+    ],
+)
+def test_ask_names_what_was_pruned(
+    call: Call, clip: str, ov: str, tmp_path: Path, fields: str, told: str
+) -> None:
+    recipe = tmp_path / "pruned.yaml"
+    recipe.write_text(fields)
+    status, out, _ = call(
+        "ask", clip, "What colour was the star?", "--model", ov, "--recipe", recipe, "--max-new-tokens", 2
+    )
+    assert status == 0 and "1024 tokens" in out and told in " ".join(out.split())
+    mean = "held, the mean of the layers" in " ".join(out.replace("│", " ").split())
+    assert mean == ("layer 0" not in told), "after a cut before the first layer all hold as many"
+
+
+def test_ask_gives_programs_the_tokens_left(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "pruned.yaml"
+    recipe.write_text("prune: {name: fastv, retention: 0.25, layer: 1}")
+    arguments = ("ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 2, "--json")
+    told = call.object(*arguments)
+    assert told["video_tokens"] == {"prompt": 1024, "from layer 1": 256} and told["cache"]["bytes"] > 0
+    layers = len(told["patterns"])
+    assert told["cache"]["held"] - told["cache"]["held_mean"] == 768 * (layers - 1) // layers
+
+
+@pytest.mark.parametrize("pruner", ["uv", "attention", "uniform", "random"])
+def test_ask_names_what_the_draft_read(
+    call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pruner: str
+) -> None:
+    read: list[int] = heard(monkeypatch, PeerState, "keep", lambda state, columns: columns.numel())
+    recipe = tmp_path / "pruned.yaml"
+    fields = f"prune: {{name: {pruner}, retention: 0.07}}"
+    recipe.write_text(f"draft: {{name: sequential, model: {ov}, {fields}}}")
+    how = f"--model {ov} --recipe {recipe} --max-new-tokens 6".split()
+    arguments = ("ask", clip, "describe the video .", *how)
+    told = call.object(*arguments, "--json")
+    # All that is not a video stays.
+    assert told["video_tokens"] == {"prompt": 1024, "in the draft": read[0] - told["prompt_tokens"] + 1024}
+    assert told["video_tokens"]["in the draft"] == 71
+    assert "1024 tokens, 71 in the draft" in call(*arguments)[1]
+
+
+def test_a_draft_s_pruner_is_no_recipe(call: Call, clip: str, ov: str) -> None:
+    assert "give it to the draft" in call.error("ask", clip, "Which?", "--model", ov, "--recipe", "uv")
+
+
+MARK = "cut off at 2 tokens (--max-new-tokens)"
+
+
+def test_one_default_serves_everywhere() -> None:
+    for call in (ask, watch, mmaccel.VideoSession.ask):
+        assert inspect.signature(call).parameters["max_new_tokens"].default == MAX_NEW_TOKENS
+
+
+def test_a_cut_is_told_of() -> None:
+    assert cut_short("stop", 3) == ""
+    told = [cut_short(reason, 1) for reason in ("length", "positions", "timeout", "cancelled")]
+    assert len(set(told)) == 4 and all("1 token" in one and "1 tokens" not in one for one in told)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("watch", "{clip}", "--recipe", "recent", "--fps", 0.25, "--question", "what was it ?"),
+        ("ask", "{clip}", "what was it ?", "--frames", 2),
+        ("caption", "{clip}", "--recipe", "prompt_lookup", "--no-compare", "--frames", 2),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_marks_an_answer_that_is_cut_off(call: Call, clip: str, ov: str, words: tuple) -> None:
+    line = [str(word).format(clip=clip) for word in words]
+    assert MARK in call.text(*line, "--model", ov, "--max-new-tokens", 2)
+    told = call.object(*line, "--model", ov, "--max-new-tokens", 2, "--json")
+    assert told.get("answers", [told])[0]["finish_reason"] == "length"
+
+
+def test_a_whole_answer_has_no_mark(
+    call: Call, clip: str, shipped: Callable[[str], str], tmp_path: Path
+) -> None:
+    name = shipped("tiny-ov")
+    question = "what colour was the star ?"
+    out = call.text("watch", clip, "--model", name, "--fps", 0.25, "--question", question)
+    assert "cut off" not in out
+    told = call.object("ask", clip, question, "--model", name, "--frames", 4, "--json")
+    assert told["finish_reason"] == "stop"
+
+
+def test_evidence_may_be_left_out(call: Call, clip: str, ov: str) -> None:
+    base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--question", "what was it ?")
+    status, out, _ = call(*base, "--max-new-tokens", 2, "--evidence", 0)
+    assert status == 0 and "based on" not in out and "first token" in out
+    (told,) = call.object(*base, "--max-new-tokens", 2, "--evidence", 0, "--json")["answers"]
+    assert (told["evidence"], told["moments"]) == ([], 0)

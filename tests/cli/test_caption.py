@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ import torch
 from mmaccel.cli import answer
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.recipe import Recipe
-from mmaccel.serve.speech import Speech
-
-Call = Callable[..., tuple[int, str, str]]
+from mmaccel.serve.speech import TextStreamer
+from tests.cli import Call
+from tests.spies import heard
 
 
 @pytest.fixture(scope="module")
@@ -35,42 +34,30 @@ LONG = ("--max-new-tokens", 120)
 
 @pytest.mark.parametrize("recipe", ["specvlm", "vanilla-sd", "std"])
 def test_caption_gives_one_object(call: Call, clip: str, pair: str, recipe: str) -> None:
-    status, out, err = call("caption", clip, "--model", pair, "--recipe", recipe, "--json", *SHORT)
-    told = json.loads(out)
-    assert status == 0 and err == ""
+    told = call.object("caption", clip, "--model", pair, "--recipe", recipe, "--json", *SHORT)
     assert told["same"] and told["certificate"] is None and told["failed"] is None
     assert told["steps"] > 0 and told["rounds"] > 0 and told["tokens"] == 20
     # The draft has the target's weights: at the least its guesses are not all refused.
-    assert (
-        "kept" not in told and told["accepted_length"] > 0 and told["a_step"] > 1 and 0 < told["share"] <= 1
-    )
+    assert "kept" not in told and told["accepted_length"] > 0 and told["a_step"] > 1
+    assert 0 < told["share"] <= 1
     assert told["speedup"] > 0 and told["floor_tokens_per_s"] > 0 and told["text"]
 
 
 def test_a_pairing_s_preset_takes_another_draft(call: Call, clip: str, pair: str) -> None:
     words = ("--recipe", "parallelvlm-qwen-7b-32b", "--draft", f"{pair}-draft", "--json", *SHORT)
-    status, out, _ = call("caption", clip, "--model", pair, *words, *LONG)
-    told = json.loads(out)
-    assert status == 0 and told["same"] and told["failed"] is None and told["rounds"] > 0
+    told = call.object("caption", clip, "--model", pair, *words, *LONG)
+    assert told["same"] and told["failed"] is None and told["rounds"] > 0
     assert told["counters"]["window"] == 5
 
 
 def test_a_lossy_prefill_is_held_against_itself_without_the_draft(
     call: Call, clip: str, pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    met: list[Recipe] = []
-    generate = answer.generate
-
-    def noted(model: Any, *rest: Any, **more: Any) -> answer.Generation:
-        met.append(model.recipe)
-        return generate(model, *rest, **more)
-
-    monkeypatch.setattr(answer, "generate", noted)
+    met: list[Recipe] = heard(monkeypatch, answer, "generate", lambda model, *_, **__: model.recipe)
     recipe = tmp_path / "short.yaml"
     recipe.write_text("sparse: {name: a_shape, sink: 16, window: 16}\ndense_tail: 0\ndraft: prompt_lookup\n")
-    status, out, err = call("caption", clip, "--model", pair, "--recipe", recipe, "--json", *SHORT)
-    told = json.loads(out)
-    assert (status, err) == (0, "") and told["same"] and told["certificate"] is None
+    told = call.object("caption", clip, "--model", pair, "--recipe", recipe, "--json", *SHORT)
+    assert told["same"] and told["certificate"] is None
     assert [(one.sparse.name, one.draft.name) for one in met] == [
         ("a_shape", one) for one in ("prompt_lookup", "off")
     ]
@@ -89,7 +76,7 @@ def test_people_read_the_text_and_the_figures(call: Call, clip: str, pair: str) 
 def test_a_piece_of_text_is_shown_once_it_is_whole_and_the_last_in_any_case() -> None:
     """Token n is byte n: a character of two bytes waits for its second, unless nothing follows."""
     shown: list[str] = []
-    words = Speech(lambda ids: bytes(ids).decode(errors="replace"), (), shown.append, Deadline())
+    words = TextStreamer(lambda ids: bytes(ids).decode(errors="replace"), (), shown.append, Deadline())
     words.put(torch.tensor([[65, 66]]))
     for byte in "a\u00e9b".encode() + b"\xc3":
         words.put(torch.tensor([byte]))
@@ -99,21 +86,18 @@ def test_a_piece_of_text_is_shown_once_it_is_whole_and_the_last_in_any_case() ->
 
 
 def test_the_pipeline_runs_in_its_own_process(call: Call, clip: str, pair: str) -> None:
-    status, out, _ = call("caption", clip, "--model", pair, "--json", "--no-compare", *SHORT, *LONG)
-    told = json.loads(out)
-    assert status == 0 and told["recipe"] == "parallelvlm" and told["failed"] is None
-    assert (
-        told["speedup"] is None and told["counters"]["draft_step_s"] > 0 and told["counters"]["drafted"] > 0
-    )
+    told = call.object("caption", clip, "--model", pair, "--json", "--no-compare", *SHORT, *LONG)
+    assert told["recipe"] == "parallelvlm" and told["failed"] is None
+    assert told["speedup"] is None and told["counters"]["draft_step_s"] > 0
+    assert told["counters"]["drafted"] > 0
 
 
 def test_a_recipe_that_drafts_nothing_is_refused(call: Call, clip: str, pair: str) -> None:
-    status, out, err = call("caption", clip, "--model", pair, "--recipe", "dense")
-    assert status == 2 and out == "" and "drafts nothing" in err
+    assert "drafts nothing" in call.error("caption", clip, "--model", pair, "--recipe", "dense")
 
 
 def test_a_model_without_a_draft_beside_it_is_told(
     call: Call, clip: str, random_folder: Callable[[str], Path]
 ) -> None:
-    status, _, err = call("caption", clip, "--model", random_folder("tiny-ov-draft"), "--frames", 2)
-    assert status == 2 and "give the draft model's folder" in err and err.count("\n") == 1
+    err = call.error("caption", clip, "--model", random_folder("tiny-ov-draft"), "--frames", 2)
+    assert "give the draft model's folder" in err

@@ -1,12 +1,11 @@
-"""`mmaccel doctor` on machines that have everything, nothing, or something broken."""
+"""`mmaccel doctor` on machines that have everything, nothing or something broken; `mmaccel recommend` of one."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -19,20 +18,14 @@ import torch
 from mmaccel.backends import flash, select, triton
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import KERNELS
-from tests import SOURCES
-
-Call = Callable[..., tuple[int, str, str]]
+from mmaccel.cli.choices import size
+from tests import SOURCES, python
+from tests.cli import Call
 
 
 @pytest.fixture
 def examined(call: Call) -> Callable[[], dict[str, Any]]:
-    def run() -> dict[str, Any]:
-        status, told, err = call("doctor", "--json")
-        assert status == 0 and err == ""
-        found: dict[str, Any] = json.loads(told)
-        return found
-
-    return run
+    return functools.partial(call.object, "doctor", "--json")
 
 
 @pytest.fixture
@@ -137,18 +130,34 @@ def test_what_is_broken_is_said(tmp_path: Path) -> None:
         "raise ImportError('undefined symbol: x')", encoding="utf-8"
     )
     paths = os.pathsep.join([str(tmp_path), SOURCES])
-    done = subprocess.run(
-        [sys.executable, "-m", "mmaccel", "doctor", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"PYTHONPATH": paths},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(python("-m", "mmaccel", "doctor", "--json", PYTHONPATH=paths).stdout)
     assert (
         f"triton {metadata.version('triton')} cannot be imported: ImportError: undefined symbol: x"
         in found["problems"]
     )
     assert not found["backends"]["triton"]["auto"] and found["backends"]["reference"]["why"]
+
+
+FILM = ("recommend", "--minutes", "60", "--questions", "5", "--device", "h200", "--host-memory", "64GB")
+
+
+def test_it_names_one_preset_and_says_what_does_not_fit(call: Call) -> None:
+    status, out, err = call(*FILM, "--memory", "24GB", "--model", "llava-onevision-7b")
+    assert (status, err) == (0, "")
+    assert "take film-many-questions: film-many-questions alone fits: " in out and out.count("lacks") == 2
+    assert "captions: no, for it takes a draft model" in out
+
+
+def test_json_has_each_preset(call: Call) -> None:
+    told = call.object(*FILM, "--memory", "80GiB", "--draft", "qwen2.5-vl-3b", "--json")
+    assert set(told["presets"]) == {"exact", "long-video", "film-many-questions", "captions", "everything"}
+    assert told["frames"] == 1800 and told["take"] in told["presets"]
+    assert told["presets"][told["take"]]["fits"]
+    live = call.object(*FILM, "--live", "--frames", "40", "--json")
+    assert live["take"] == "stream" and live["frames"] == 40
+    only = call.object(*FILM, "--lossless", "--json")
+    assert set(only["presets"]) == {"exact"}
+
+
+def test_sizes_are_decimal_or_binary() -> None:
+    assert [size(text, "") for text in ("24GB", "1.5 gib", "7")] == [24 * 10**9, 3 << 29, 7]

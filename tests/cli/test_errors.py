@@ -1,4 +1,4 @@
-"""The one sentence of every user's error, and the program as a process."""
+"""Faults that a user of the command meets are one sentence, those of choices before the model is loaded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import errno
 import json
 import os
 import shlex
+import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,17 +15,16 @@ import pytest
 from mmaccel.cli import app, main
 from mmaccel.cli.console import sentence
 from mmaccel_lab.cli import app as lab
-from tests.cli.conftest import LAB
+from tests.cli import LAB, Call
 
-Call = Callable[..., tuple[int, str, str]]
-
-
+WHOLE = "watch CLIP --recipe full"
+HAYSTACK = "eval haystack --model OV"
+RECOMMEND = "recommend --minutes 60 --questions 5 --device h200 --host-memory 64GB"
 ERRORS: dict[str, tuple[str, str]] = {
     "no video": ("ask none.mp4 hi --model OV", "there is no file none.mp4"),
     "a folder": ("ask FOLDER hi --model OV", "is a folder, not a video"),
     "no question": ("ask CLIP", "Missing argument"),
     "empty question": ("ask CLIP ' ' --model OV", "the question is empty; ask something."),
-    "unknown recipe": ("ask CLIP hi --model OV --recipe gird", "did you mean 'grid'?"),
     "no recipe file": ("ask CLIP hi --model OV --recipe no.yaml", "there is no file 'no.yaml'"),
     "same recipe": ("ask CLIP hi --recipe grid --recipe grid", "recipe 'grid' is given twice"),
     "no draft": (
@@ -102,6 +101,37 @@ ERRORS: dict[str, tuple[str, str]] = {
     "a recipe that is a folder": ("ask CLIP 'what ?' --recipe FOLDER/a.yaml", "is a folder, not a file"),
     "a recipe in UTF-16": ("ask CLIP 'what ?' --recipe FOLDER/16.yaml", "is not UTF-8 text: line 1 has"),
     "words": ("eval caption --model OV --words 2", "max_words must be 17 or more"),
+    "near memory": ("watch CLIP --model OV --recipe rekw", "rekv"),
+    "no saved session": ("watch CLIP --model OV --load nowhere", "nowhere is not a saved session"),
+    "two recipes": ("watch CLIP --model OV --load nowhere --recipe rekv", "leave --recipe or --load out"),
+    "fps of watch": ("watch CLIP --model OV --fps 0", "must be a positive number"),
+    "a time alone": ("watch CLIP --model OV --question @3", "has no question"),
+    "two videos of watch": ("watch CLIP --model OV other.mp4", "give one video, not two"),
+    "keeping all for a time": (f"{WHOLE} --keep-seconds 3", "--keep-seconds: kv 'full' lets nothing go"),
+    "keeping all in bytes": (f"{WHOLE} --host-bytes 3GB", "--host-bytes: kv 'full' lets nothing go"),
+    "host bytes": ("watch CLIP --host-bytes much", "--host-bytes: 'much' is not a size"),
+    "no seconds": ("watch CLIP --keep-seconds 0", "keep_seconds is 0"),
+    "a server's seconds": (
+        "serve --recipe dense --keep-seconds 3",
+        "--keep-seconds: kv 'full' lets nothing go",
+    ),
+    "rival": (f"{HAYSTACK} --rival a_shap", "unknown rival 'a_shap'"),
+    "a rival of itself": (f"{HAYSTACK} --recipe a_shape --rival a_shape", "is a --recipe too"),
+    "level": (f"{HAYSTACK} --level grid", "unknown recipe of --level 'grid'"),
+    "compress": (f"{HAYSTACK} --compress a_shape", "unknown method of --compress 'a_shape'"),
+    "a pruner as a rival": (f"{HAYSTACK} --compress visionzip --rival fastv", "unknown rival 'fastv'"),
+    "less": (f"{HAYSTACK} --recipe a_shape --rival without_tail", "unknown rival 'without_tail'"),
+    "no rows": (f"{HAYSTACK} --rows no/where.jsonl", "--rows: there is no file no/where.jsonl"),
+    "segments of a haystack": (f"{HAYSTACK} --documents --frames 33", "33 does not divide into 4 segments"),
+    "no place for rows": (
+        f"{HAYSTACK} --out no/where.jsonl",
+        "--out: no/where.jsonl is not a place for a file",
+    ),
+    "memory": (f"{RECOMMEND} --memory much", "--memory: 'much' is not a size; give one such as 24GB"),
+    "host memory": (f"{RECOMMEND} --host-memory 0GB", "--host-memory: '0GB' is not a size"),
+    "frame size": (f"{RECOMMEND} --frame-size big", "--frame-size: 'big' is not HEIGHTxWIDTH"),
+    "a device by no name": (f"{RECOMMEND} --device h900", "Devices known by name are h200, h100"),
+    "a shape by no name": (f"{RECOMMEND} --model nothing", "model 'nothing'"),
 }
 
 
@@ -116,10 +146,8 @@ def test_a_users_error_is_one_sentence(
     (tmp_path / "16.yaml").write_text("sparse: a_shape", encoding="utf-16")
     stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
     given = (stand.get(one, one) for one in shlex.split(arguments))
-    status, out, err = call(*(one.replace("FOLDER/", f"{tmp_path}/") for one in given))
-    assert (status, out) == (2, "")
-    assert err.startswith("error: ") and words in err and err.count("\n") == 1, err
-    assert err.rstrip().endswith((".", "?", ")")) and "Traceback" not in err
+    err = call.error(*(one.replace("FOLDER/", f"{tmp_path}/") for one in given))
+    assert words in err and err.rstrip().endswith((".", "?", ")")) and "Traceback" not in err
 
 
 @pytest.mark.parametrize("command", [("ask", "ADDRESS", "what ?"), ("caption", "ADDRESS")], ids=str)
@@ -128,11 +156,9 @@ def test_a_silent_server_is_told_in_time(command: tuple[str, ...], call: Call, o
         address = f"http://127.0.0.1:{server.getsockname()[1]}/x.mp4"
         given = (address if one == "ADDRESS" else one for one in command)
         draft = ("--draft", ov) if command[0] == "caption" else ()
-        status, out, err = call(*given, "--model", ov, "--timeout", "0.3", *draft)
-    assert (status, out) == (2, "")
-    assert (
-        err == f"error: {address} sent nothing in the time allowed: check the address, or raise --timeout.\n"
-    )
+        err = call.error(*given, "--model", ov, "--timeout", "0.3", *draft)
+    told = f"{address} sent nothing in the time allowed: check the address, or raise --timeout."
+    assert err == f"error: {told}\n"
 
 
 def test_a_pipe_that_is_silent_from_the_start_names_the_option(call: Call, ov: str, tmp_path: Path) -> None:
@@ -140,22 +166,17 @@ def test_a_pipe_that_is_silent_from_the_start_names_the_option(call: Call, ov: s
     os.mkfifo(pipe)
     keep_open = os.open(pipe, os.O_RDWR)
     try:
-        status, out, err = call("watch", pipe, "--model", ov, "--timeout", "0.5", "--question", "what ?")
+        err = call.error("watch", pipe, "--model", ov, "--timeout", "0.5", "--question", "what ?")
     finally:
         os.close(keep_open)
-    assert (
-        (status, out) == (2, "")
-        and err.startswith("error: ")
-        and "--timeout" in err
-        and "media.clips" not in err
-    )
+    assert "--timeout" in err and "media.clips" not in err
 
 
 @pytest.mark.parametrize("question", ["What is written on the sign? " * 20, "What is shown after intro.mp4"])
 def test_a_question_is_no_second_video(question: str, call: Call, clip: str, ov: str) -> None:
     """One longer than a file's name can be, and one whose last word ends as the video's name does."""
-    status, out, err = call("ask", clip, question, "--model", ov, "--max-new-tokens", 1, "--json")
-    assert (status, err) == (0, "") and json.loads(out)["question"] == question
+    told = call.object("ask", clip, question, "--model", ov, "--max-new-tokens", 1, "--json")
+    assert told["question"] == question
 
 
 def test_a_near_name_of_a_model_asks_no_hub(
@@ -171,11 +192,8 @@ def test_a_near_name_of_a_model_asks_no_hub(
     status, out, err = call("ask", clip, "hi", "--model", "tiny-qwe")
     assert (status, out, asked) == (2, "", []) and "did you mean 'tiny-qwen'?" in err
     # What has an owner may be there, and a folder of any name is one.
-    assert (
-        "cannot be fetched from the hub (division by zero)"
-        in call("ask", clip, "hi", "--model", "tiny/qwe")[2]
-        and asked
-    )
+    err = call.error("ask", clip, "hi", "--model", "tiny/qwe")
+    assert "cannot be fetched from the hub (division by zero)" in err and asked
     (tmp_path / "tiny-qwe").mkdir()
     assert "tiny-qwe has no config.json" in call("ask", clip, "hi", "--model", "tiny-qwe")[2]
 
@@ -183,8 +201,7 @@ def test_a_near_name_of_a_model_asks_no_hub(
 def test_a_text_file_is_no_video(call: Call, ov: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.mp4"
     path.write_text("not a film\n" * 50)
-    status, out, err = call("ask", path, "hi", "--model", ov)
-    assert (status, out) == (2, "") and "notes.mp4" in err and err.count("\n") == 1
+    assert "notes.mp4" in call.error("ask", path, "hi", "--model", ov)
 
 
 def test_a_cut_file_of_weights(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
@@ -194,8 +211,7 @@ def test_a_cut_file_of_weights(call: Call, clip: str, ov: str, tmp_path: Path) -
     shutil.copytree(ov, folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    status, out, err = call("ask", clip, "hi", "--model", folder)
-    assert (status, out) == (2, "") and "cannot be loaded" in err and err.count("\n") == 1
+    assert "cannot be loaded" in call.error("ask", clip, "hi", "--model", folder)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -248,3 +264,109 @@ def test_a_command_that_moved_says_where(
     out, err = capsys.readouterr()
     assert (done.value.code, out) == (2, "") and err.count("\n") == 1
     assert f"`mmaccel {name}` is now `mmaccel-lab {name}`" in err and "pip install mmaccel-lab" in err
+
+
+ASK = "ask CLIP hi --model OV --recipe"
+EVALS = ("needle", "caption", "table", "haystack")
+UNLOADED: dict[str, tuple[str, str]] = {
+    "a name": (f"{ASK} gird", "did you mean 'grid'?"),
+    "a field": (f"{ASK} FIELD", "did you mean 'window'?"),
+    "a pair": (f"{ASK} PAIR", "prune 'fastv' has compact = True"),
+    "a backend": (f"{ASK} BACKEND", "backend 'flash' cannot run on cpu"),
+    "a table that is not shipped": (f"{ASK} searched", "no table is shipped with this model"),
+    "a layer that is not there": (f"{ASK} LAYER", "there is no layer 40; the model has layers 0 to 2"),
+    "a pruner's layer": (f"{ASK} PRUNE", "fastv: layer 9 of a model of 3"),
+    "the layer of a draft's pruner": (f"{ASK} DRAFT", "uv: layer 30 and base 1 on a target of 3 layers"),
+    "a layer of a table": (f"{ASK} TABLE", "table has layer 8; the model has layers 0 to 2"),
+    "a layer to draw": ("draw heads --video CLIP --model OV --out x --layer 9", "--layer: there is no 9"),
+    "of captions": ("caption CLIP --model OV --recipe PAIR --draft OV", "prune 'fastv' has compact = True"),
+    "of the demo": ("demo --model OV --recipe PAIR", "prune 'fastv' has compact = True"),
+    **{
+        f"of eval {name}": (f"eval {name} --model OV --recipe PAIR", "and kv 'rekv' decides where")
+        for name in EVALS
+    },
+    "of a stream": ("watch CLIP --model OV --recipe PAIR", "prune 'fastv' has compact = True"),
+    "a memory by no name": (
+        "watch CLIP --model OV --recipe gird",
+        "unknown memory of streams 'gird': there are full, livevlm, mosaic, no_cache, offload, recent, rekv,",
+    ),
+    "of a saved stream": ("draw FOLDER --out pictures", "is not a saved session"),
+    "a memory compared": ("eval stream --model OV --memory rekw", "did you mean 'rekv'?"),
+    "a memory's field": ("eval stream --model OV --memory 'rekv frame=3'", "did you mean 'frames'?"),
+    "a search without a sample": ("search OV --out t.json", "--video: name at least one"),
+    "a search by no backend": (
+        "search OV --video CLIP --out t.json --backend flash",
+        "backend 'flash' cannot run on cpu",
+    ),
+    "a search in odd blocks": (
+        "search OV --video CLIP --out t.json --block 48",
+        "block is 48; give a power of two",
+    ),
+    "a search into a folder": ("search OV --video CLIP --out FOLDER", "is a folder"),
+    "heads without a sample": ("draw heads --model OV --out x", "--video: name at least one"),
+}
+
+
+@pytest.mark.parametrize("name", UNLOADED)
+def test_it_is_told_unloaded(
+    name: str, call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmaccel.cli import choices
+    from mmaccel.models import loading
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something is loaded")
+
+    monkeypatch.setattr(loading, "load_model", refuse)
+    monkeypatch.setattr(choices, "load_processor", refuse)
+    monkeypatch.chdir(tmp_path)
+    stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
+    for file, text in (
+        ("FIELD", "sparse: {name: a_shape, windw: 3}"),
+        ("PAIR", "prune: {name: fastv, compact: true}\nkv: rekv"),
+        ("BACKEND", "backend: flash"),
+        ("LAYER", "dense_layers: [0, 40]"),
+        ("PRUNE", "prune: {name: fastv, layer: 9}"),
+        ("DRAFT", f"draft: {{name: parallel, model: {ov}, prune: {{name: uv, layer: 30}}}}"),
+        ("TABLE", "sparse: {name: per_head, table: {8: {0: grid}}}"),
+    ):
+        stand[file] = str(tmp_path / f"{file}.yaml")
+        Path(stand[file]).write_text(text + "\n")
+    line, words = UNLOADED[name]
+    assert words in call.error(*(stand.get(one, one) for one in shlex.split(line)), "--device", "cpu")
+
+
+def test_a_hub_that_is_not_reached_is_no_wrong_name(
+    call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    monkeypatch.chdir(tmp_path)
+    told = []
+    for kind in (errors.LocalEntryNotFoundError, errors.HFValidationError):
+
+        def fail(*_: object, kind: type[Exception] = kind, **__: object) -> str:
+            raise kind("no")
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        err = call.error("ask", clip, "hi", "--model", "owner/name")
+        told.append(err)
+    assert "is not on this machine, and the hub, which may have it, cannot be reached" in told[0]
+    assert "is neither a folder here nor a model that the hub gives; check the name" in told[1]
+
+
+@pytest.mark.parametrize("kind", ["bert", "clip"])
+def test_a_family_that_is_not_supported_is_told_unloaded(
+    kind: str, call: Call, clip: str, ov: str, tmp_path: Path
+) -> None:
+    """Of a model of text alone too, whose folder has no settings of a video's pixels."""
+    folder = tmp_path / "model"
+    shutil.copytree(ov, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+    if kind == "bert":
+        for path in folder.glob("*processor_config.json"):
+            path.unlink()
+    (folder / "model.safetensors").unlink()
+    assert f"model type '{kind}' is not supported" in call.error("ask", clip, "hi", "--model", folder)

@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import re
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from PIL import Image
 from mmaccel import media
 from mmaccel.core.report_page import page
 from mmaccel.media.thumbnail import SIDE, jpeg
+from tests.cli import Call
 from tests.models.streams import QUESTION, film, open_session
 
-Call = Callable[..., tuple[int, str, str]]
 IMAGE = re.compile(r'src="data:image/jpeg;base64,([^"]+)"')
 REKV = "kv: {name: rekv, frames: 4, window: 4, local: 2}\n"
 
@@ -169,8 +168,7 @@ def test_watch_shows_the_frames_an_answer_rests_on(
 def test_what_is_no_run_is_said(call: Call, tmp_path: Path, text: str) -> None:
     run = tmp_path / "run.json"
     run.write_text(text)
-    status, out, err = call("report", run)
-    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+    call.error("report", run)
     assert not run.with_suffix(".html").exists()
 
 
@@ -179,8 +177,8 @@ def test_a_page_that_cannot_be_written_is_said_before_the_run(
     call: Call, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     for path, said in ((tmp_path / "no" / "page.html", "does not exist"), (tmp_path, "is a folder")):
-        status, _, err = call(*words, "--report", path)
-        assert status == 2 and err.startswith("error: --report: ") and said in err
+        err = call.error(*words, "--report", path)
+        assert err.startswith("error: --report: ") and said in err
 
 
 def test_a_map_has_a_cell_for_each_head() -> None:

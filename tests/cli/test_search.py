@@ -1,4 +1,4 @@
-"""`mmaccel search` and `mmaccel draw`: what they write, print and refuse."""
+"""`mmaccel search` and `mmaccel draw`: what they write, print, draw and refuse."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import mmaccel
 from mmaccel.cli import draw
-from mmaccel.search import replayed
+from mmaccel.cli.draw import LANES, Truth, retrieved, runs, timeline
+from mmaccel.core.decoding.generate import Evidence
+from mmaccel.search import recompute
 from mmaccel.search.run import SearchProgress, head_pattern_names, main_pattern
-
-Call = Callable[..., tuple[int, str, str]]
+from mmaccel_lab.world import World, render
+from tests.cli import Call
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,7 @@ def table(random_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 def test_search_writes_a_table(table: Path) -> None:
     found = json.loads(table.read_text())
-    assert replayed(found) == found
+    assert recompute(found) == found
     assert found["sample"]["videos"] == ["3.mp4", "4.mp4"] and found["sample"]["frames"] == 32
     assert found["sample"]["text_tokens"] > 60 and found["boundaries"] == ["no_boundary", "q_boundary"]
     assert [p.name for p in table.parent.iterdir() if "parts" in p.name or p.name.startswith(".")] == []
@@ -51,11 +55,8 @@ def test_search_writes_a_table(table: Path) -> None:
 def test_ask_runs_it_and_names_each_head(table: Path, call: Call, ov: str, tmp_path: Path, clip: str) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
-    status, out, err = call(
-        "ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 1, "--json"
-    )
-    assert status == 0, err
-    told = json.loads(out)
+    asked = ("ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 1, "--json")
+    told = json.loads(call.text(*asked))
     found = json.loads(table.read_text())
     names = [name for layer in told["patterns"] for name in layer]
     assert told["heads"] == {name: names.count(name) for name in set(names)} and told["kept"] < 1
@@ -78,8 +79,7 @@ def test_what_ask_ran_is_drawn_as_a_table_is(
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
     asked = ("ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 1)
-    status, out, _ = call(*asked)
-    assert status == 0 and "mmaccel draw FILE --out heads.svg" in out
+    assert "mmaccel draw FILE --out heads.svg" in call.text(*asked)
     (tmp_path / "run.json").write_text(call(*asked, "--json")[1])
     for what, name in ((table, "table"), (tmp_path / "run.json", "run")):
         assert call("draw", what, "--out", tmp_path / f"{name}.svg")[0] == 0
@@ -87,8 +87,8 @@ def test_what_ask_ran_is_drawn_as_a_table_is(
     cells = [[one for one in text.split("<path")[1:] if "fill: #" in one] for text in drawn]
     assert len(cells[0]) == len(cells[1]) > 8 and drawn[1].count("q_boundary") == 1
     (tmp_path / "run.json").write_text('{"patterns": {"grid": 3}}')
-    status, out, err = call("draw", tmp_path / "run.json", "--out", tmp_path / "run.svg")
-    assert (status, out) == (2, "") and "holds no head patterns" in err
+    err = call.error("draw", tmp_path / "run.json", "--out", tmp_path / "run.svg")
+    assert "holds no head patterns" in err
 
 
 def test_search_names_heads_as_a_report_does(
@@ -106,11 +106,10 @@ def test_search_names_heads_as_a_report_does(
 def test_a_sample_is_cut_to_its_bound(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     arguments = ("--boundaries", "no_boundary", "--cost", "pairs", "--block", 16, "--device", "cpu")
-    status, out, _ = call(
+    told = call.object(
         "search", ov, "--video", clip, "--max-tokens", 300, "--out", path, *arguments, "--json"
     )
-    told = json.loads(out)
-    assert status == 0 and 250 < told["tokens"] <= 300 and told["heads"] == sum(told["boundaries"].values())
+    assert 250 < told["tokens"] <= 300 and told["heads"] == sum(told["boundaries"].values())
     assert json.loads(path.read_text())["sample"]["frames"] < 20
 
 
@@ -157,27 +156,24 @@ def test_a_missing_matplotlib_is_told(
         return plain(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    status, out, err = call("draw", table, "--out", tmp_path / "map.svg")
-    assert (status, out) == (2, "")
+    err = call.error("draw", table, "--out", tmp_path / "map.svg")
     assert err == "error: pictures need matplotlib; pip install matplotlib.\n"
 
 
 def test_a_picture_is_written_whole_and_where_it_is_said(
     call: Call, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, out, err = call("draw", table, "--out", tmp_path / "map")
-    assert (status, out) == (2, "") and "end the name in .svg, .png or .pdf" in err
-    status, out, err = call("draw", table, "--out", tmp_path / "map.svg")
-    assert status == 0 and (tmp_path / "map.svg").stat().st_size > 1000
+    assert "end the name in .svg, .png or .pdf" in call.error("draw", table, "--out", tmp_path / "map")
+    call.text("draw", table, "--out", tmp_path / "map.svg")
     before = (tmp_path / "map.svg").read_bytes()
+    assert len(before) > 1000
 
     def full(self: Any, path: Path, **more: Any) -> None:
         Path(path).write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-    status, out, err = call("draw", table, "--out", tmp_path / "map.svg")
-    assert (status, out) == (2, "") and "no space is left" in err
+    assert "no space is left" in call.error("draw", table, "--out", tmp_path / "map.svg")
     assert (tmp_path / "map.svg").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [
         "map.svg"
     ]
@@ -186,7 +182,6 @@ def test_a_picture_is_written_whole_and_where_it_is_said(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("search OV --out TMP/t.json", "--video: name at least one video file"),
         ("search OV --video none.mp4 --out TMP/t.json", "there is no file none.mp4"),
         ("search OV --video CLIP --out TMP/no/t.json", "does not exist; create it first."),
         ("search OV --video CLIP --out TMP/t.json --boundaries q", "unknown boundary type"),
@@ -197,18 +192,14 @@ def test_a_picture_is_written_whole_and_where_it_is_said(
         ("draw TABLE --out TMP/m.xyz", "end the name in .svg, .png or .pdf."),
         ("draw TABLE --out TMP/no/m.svg", "does not exist; create it first."),
         ("draw heads --model OV --video CLIP --out TMP/h --format gif", "unknown format 'gif'"),
-        ("draw heads --model OV --out TMP/h", "--video: name at least one"),
         ("draw heads --model OV --video CLIP --out TABLE", "is a file; give a folder"),
-        ("draw heads --model OV --video CLIP --out TMP/h --layer 99", "there is no 99"),
     ],
 )
 def test_errors_are_one_sentence(
     arguments: str, words: str, call: Call, ov: str, clip: str, table: Path, tmp_path: Path
 ) -> None:
     given = {"OV": ov, "CLIP": clip, "TABLE": str(table), "TMP": str(tmp_path)}
-    status, out, err = call(*(given.get(a, a.replace("TMP", str(tmp_path))) for a in arguments.split()))
-    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
-    assert words in err
+    assert words in call.error(*(given.get(a, a.replace("TMP", str(tmp_path))) for a in arguments.split()))
 
 
 def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
@@ -216,8 +207,8 @@ def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: 
     how = f"--out {path} --boundaries no_boundary --cost pairs --block 16 --device cpu --max-tokens 300"
     arguments = ("search", ov, "--video", clip, *how.split())
     with SearchProgress.alone(tmp_path / "t.json.parts"):
-        status, out, err = call(*arguments)
-        assert (status, out) == (2, "") and not path.exists()
+        err = call.error(*arguments)
+        assert not path.exists()
         told = (
             f"another search is at work in {tmp_path}/t.json.parts; wait for its end, or give another --out."
         )
@@ -233,8 +224,8 @@ def test_a_table_of_another_model_is_refused(
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
     other = random_folder("tiny-qwen-draft")
-    status, out, err = call("ask", clip, "hi", "--model", other, "--recipe", recipe)
-    assert (status, out) == (2, "") and "was searched on another model" in err
+    err = call.error("ask", clip, "hi", "--model", other, "--recipe", recipe)
+    assert "was searched on another model" in err
 
 
 @pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
@@ -244,7 +235,81 @@ def test_shipped_models_have_their_table(name: str, shipped: Callable[[str], str
     from mmaccel.models.loading import load_model
     from mmaccel.policies.sparse.per_head import difference, read_table
 
-    found = read_table(tiny.path(shipped(name)) / "heads.json")
-    assert replayed(found) == found
+    found = read_table(tiny.model_folder(shipped(name)) / "heads.json")
+    assert recompute(found) == found
     model = load_model(name)
     assert difference(found, adapter_for(model).fingerprint(model)) is None
+
+
+def saved(ov: str, folder: Path, kv: dict[str, object]) -> Path:
+    model, processor = mmaccel.load_model(ov, dtype=torch.float32), mmaccel.load_processor(ov)
+    world = World.generate(3, 40)
+    with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
+        assert session.clusters() == {} and session.shown == []
+        session.watch(render(world.table(0.3), 168, 280), fps=1.0)
+        session.save(folder)
+    return folder
+
+
+def test_a_session_is_drawn(call: Call, ov: str, tmp_path: Path) -> None:
+    session = saved(
+        ov, tmp_path / "session", {"name": "mosaic", "window": 8, "index": {"name": "clusters", "init": 12}}
+    )
+    truth, out = tmp_path / "truth.json", tmp_path / "pictures"
+    truth.write_text(json.dumps(World.generate(3, 40).truth()))
+    command = ("draw", session, "--model", ov, "--format", "svg")
+    asked = ("--question", "what colour was the star ?", "--truth", truth, "--layer", 1, "--layer", 0)
+    status, told, err = call(*command, *asked, "--out", out)
+    assert status == 0, err
+    names = ["retrieved.svg", "timeline-layer00.svg", "timeline-layer01.svg"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert all(name in told and "<svg" in (out / name).read_text() for name in names)
+    for wrong, match in (
+        (("--layer", 99), "there is no 99"),
+        (("--truth", session / "session.json"), "holds no truth"),
+        (("--truth", tmp_path / "none.json"), "holds no truth"),
+    ):
+        assert match in call.error(*command, *wrong, "--out", out)
+    assert "is a file" in call.error(*command, "--out", truth)
+
+
+def test_a_memory_without_clusters_wants_a_question(call: Call, ov: str, tmp_path: Path) -> None:
+    session = saved(ov, tmp_path / "session", {"name": "rekv", "window": 8, "frames": 4})
+    command = ("draw", session, "--model", ov, "--out", tmp_path / "pictures")
+    assert "give --question" in call.error(*command)
+    status, told, _ = call(*command, "--question", "what colour was the star ?")
+    assert status == 0 and "retrieved.png" in told and "timeline" not in told
+
+
+def test_runs_are_in_order_of_time() -> None:
+    assert runs([5, 5, 2, 5, 2, 2]) == {5: [(0, 2), (3, 4)], 2: [(2, 3), (4, 6)]}
+    assert list(runs([5, 5, 2])) == [5, 2] and runs([]) == {}
+
+
+def test_a_lane_for_each_cluster_and_one_for_many_small_ones() -> None:
+    world = World.generate(3, 60)
+    visual = torch.arange(60)[None] // 10
+    semantic = torch.stack([torch.zeros(120, dtype=torch.long), torch.arange(120) // 2])
+    shown = [2.0 * n for n in range(60)]
+    truth = Truth(world.truth())
+    drawn = timeline({"visual": visual, "semantic": semantic}, shown, 1, truth)
+    scenes, above, below = drawn.axes
+    assert len(scenes.texts) == len(world.segments) and len(above.collections) == 6
+    assert len(below.collections) == LANES and below.get_ylabel().startswith("60 semantic")
+    assert "layer 1" in below.get_ylabel() and "layer" not in above.get_ylabel()
+    (first, *_), (x0, x1) = above.collections, above.get_xlim()
+    assert (x0, x1) == (0, 120) and first.get_paths()[0].get_extents().x1 == 20
+    assert len(timeline({"visual": visual}, shown, 0).axes) == 1
+
+
+def test_what_a_question_rests_on_is_marked() -> None:
+    world = World.generate(3, 60)
+    (question, *_) = world.questions(["order"])
+    evidence = [Evidence((n, n), float(n), 0.5, 4, 0.3) for n in (3, 9)]
+    told = Truth(world.truth())
+    assert told.moments(question.text) == tuple(float(n) for n in question.frames)
+    asked = question.text.capitalize().replace(" ?", "?").replace(" ,", ",")
+    assert asked != question.text and told.moments("what else ?") == ()
+    drawn = retrieved([(asked, "star", evidence), ("what else ?", "no", evidence)], 60.0, told)
+    assert [len(axes.lines) for axes in drawn.axes] == [2, 0]
+    assert [len(axes.collections[0].get_segments()) for axes in drawn.axes] == [2, 2]

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests import SOURCES
+from tests.cli import Call
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx2")
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,7 @@ Call = Callable[..., tuple[int, str, str]]
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments: list[str], told: str, call: Call) -> None:
-    status, _, err = call("serve", *arguments)
-    assert status == 2 and told in err and err.count("\n") == 1
+    assert told in call.error("serve", *arguments)
 
 
 @pytest.mark.parametrize(("name", "extra", "option"), [("fastapi", "serve", ()), ("ray", "ray", ("--ray",))])
@@ -42,8 +41,8 @@ def test_without_an_extra_it_says_what_to_install(
     for module in ("mmaccel.serve.app", "mmaccel.serve.replicas"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, name, None)
-    status, _, err = call("serve", *option)
-    assert status == 2 and f"serve needs {name}: install it with pip install 'mmaccel[{extra}]'" in err
+    err = call.error("serve", *option)
+    assert f"serve needs {name}: install it with pip install 'mmaccel[{extra}]'" in err
 
 
 def test_a_process_serves_and_stops(shipped: Callable[[str], str], tmp_path: Path) -> None:

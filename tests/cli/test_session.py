@@ -7,10 +7,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +20,8 @@ from mmaccel.cli.questions import Typed, below, evidence_table, parsed
 from mmaccel.core.decoding.generate import Answer, Evidence
 from mmaccel.core.errors import MmaccelError, ModelError, VideoError
 from mmaccel.media import Video
-
-Call = Callable[..., tuple[int, str, str]]
+from tests import python
+from tests.cli import Call
 
 
 @pytest.mark.parametrize(
@@ -63,12 +60,10 @@ def test_questions_are_due_after_the_last_frame_before_them() -> None:
 
 def test_it_watches_asks_saves_and_goes_on(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
     base = ("watch", clip, "--model", ov, "--json", "--max-new-tokens", 3, "--fps", 0.25)
-    status, out, err = call(
+    told = call.object(
         *base, "--recipe", "rekv", "--question", "what colour was the star ?@20", "--question", "how many ?", "--save",
         tmp_path / "s",
     )  # fmt: skip
-    assert (status, err) == (0, "")
-    told = json.loads(out)
     assert told["frames"] == 16 and told["seconds"] == 60.0 and told["complete"] and told["began"] is None
     assert [(a["asked_at"], a["frames"]) for a in told["answers"]] == [(20.0, 6), (60.0, 16)]
     best = told["answers"][0]["evidence"]
@@ -77,11 +72,9 @@ def test_it_watches_asks_saves_and_goes_on(call: Call, clip: str, ov: str, tmp_p
     assert all(first == last and first in range(6) for first, last in (one["frames"] for one in best))
     assert told["answers"][1]["ttft_s"] > 0 and told["recipe"]["kv"]["name"] == "rekv"
     another = shutil.copy(clip, tmp_path / "another.mp4")
-    status, out, err = call(
-        "watch", another, *base[2:], "--load", tmp_path / "s", "--question", "what was first ?@72"
-    )
-    told = json.loads(out)
-    assert (status, err, told["began"], told["frames"]) == (0, "", 60.0, 32)
+    again = ("watch", another, *base[2:], "--load", tmp_path / "s")
+    told = call.object(*again, "--question", "what was first ?@72")
+    assert (told["began"], told["frames"]) == (60.0, 32)
     assert [(a["asked_at"], a["frames"]) for a in told["answers"]] == [(72.0, 19)]
 
 
@@ -125,17 +118,10 @@ def test_what_a_memory_does_not_tell_is_left_blank() -> None:
 def test_questions_are_piped(clip: str, ov: str) -> None:
     """To a real process: JSON alone on standard output, and nothing but what it says of the questions beside it."""
     words = f"-m mmaccel watch {clip} --model {ov} --recipe recent --fps 0.25 --max-new-tokens 1 --json"
-    done = subprocess.run(
-        [sys.executable, *words.split()],
-        input="how many ?\n\nwhat was first ?@20\r\nwhat was last ?@500\n",
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent.parent.parent,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
+    piped = "how many ?\n\nwhat was first ?@20\r\nwhat was last ?@500\n"
+    done = python(*words.split(), said=piped, HF_HUB_OFFLINE="1")
     told = json.loads(done.stdout)
-    assert done.returncode == 0 and [(a["question"], a["at"], a["asked_at"]) for a in told["answers"]] == [
+    assert [(a["question"], a["at"], a["asked_at"]) for a in told["answers"]] == [
         ("what was first ?", 20.0, 20.0), ("what was last ?", 500.0, 60.0), ("how many ?", None, 60.0)
     ]  # fmt: skip
     assert done.stderr.splitlines() == [
@@ -172,8 +158,7 @@ def test_a_file_of_questions(
         # As where the locale is C: such bytes go through.
         with path.open(encoding="utf-8", errors="surrogateescape") as file:
             monkeypatch.setattr("sys.stdin", file)
-            status, out, err = call(*base)
-        assert (status, out) == (2, "") and match in err and err.count("\n") == 1
+            assert match in call.error(*base)
 
 
 def test_a_time_before_a_saved_session_s_end_is_told(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
@@ -191,19 +176,16 @@ def test_a_time_before_a_saved_session_s_end_is_told(call: Call, clip: str, ov: 
 def test_a_saved_session_is_asked_without_a_video(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
     model = ("--model", ov, "--max-new-tokens", 3, "--json")
     base = ("watch", clip, *model, "--recipe", "rekv", "--fps", 0.25, "--question", "how many ?")
-    status, out, _ = call(*base, "--save", tmp_path / "s")
-    (before,) = json.loads(out)["answers"]
-    status, out, err = call("watch", "--load", tmp_path / "s", *model, "--question", "how many ?")
-    told = json.loads(out)
-    assert (status, err, told["video"], told["frames"], told["began"]) == (0, "", None, 16, 60.0)
+    (before,) = call.object(*base, "--save", tmp_path / "s")["answers"]
+    told = call.object("watch", "--load", tmp_path / "s", *model, "--question", "how many ?")
+    assert (told["video"], told["frames"], told["began"]) == (None, 16, 60.0)
     (after,) = told["answers"]
     assert (after["answer"], after["evidence"]) == (before["answer"], before["evidence"])
     for words, sentence in (
         (("watch", *model), "there is no video; name one, or a saved session with --load"),
         (("watch", "--load", tmp_path / "s", *model), "there is no question; give one with --question"),
     ):
-        status, out, err = call(*words)
-        assert (status, out) == (2, "") and sentence in err and err.count("\n") == 1
+        assert sentence in call.error(*words)
 
 
 def test_a_rate_is_told_for_what_it_is() -> None:
@@ -226,24 +208,6 @@ def test_typed_questions_are_answered(
     )
     assert status == 0 and "type a question" in err
     assert "first one ?" in out and "second one ?" in out and out.count("based on") == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (("--recipe", "rekw"), "rekv"),
-        (("--load", "nowhere"), "nowhere is not a saved session"),
-        (("--load", "nowhere", "--recipe", "rekv"), "leave --recipe or --load out"),
-        (("--fps", "0"), "must be a positive number"),
-        (("--question", "@3"), "has no question"),
-        (("other.mp4",), "give one video, not two"),
-    ],
-)
-def test_errors_are_one_sentence(
-    call: Call, clip: str, ov: str, options: tuple[str, ...], match: str
-) -> None:
-    status, out, err = call("watch", clip, "--model", ov, *options)
-    assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and match in err
 
 
 @pytest.mark.parametrize("live", [(), ("--live",)], ids=["stored", "live"])

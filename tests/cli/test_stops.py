@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from mmaccel.cli import console
+from mmaccel.core.errors import StoreError
 from tests import SOURCES
-
-Call = Callable[..., tuple[int, str, str]]
+from tests.cli import Call
 
 COMMANDS = {
     "needle": ("mmaccel_lab.eval.needle", "judge"),
@@ -60,9 +60,14 @@ def after(
     return stopped
 
 
-@pytest.mark.parametrize(("stop", "code"), STOPS)
+def full() -> None:
+    """An error that a user can make."""
+    raise StoreError("the host's memory is full.")
+
+
+@pytest.mark.parametrize(("stop", "code"), [*STOPS, pytest.param(full, 2, id="error")])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_stop_before_the_first_answer_is_told(
+def test_an_end_before_the_first_answer_is_told_alone(
     name: str, stop: Stop, code: int, call: Call, ov: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, function = COMMANDS[name]
@@ -72,12 +77,14 @@ def test_a_stop_before_the_first_answer_is_told(
         "caption": ("--frames", 8),
         "haystack": ("--recipe", "dense", "--frames", 16),
         "stream": ("--frames", 20),
-        "demo": ("--worlds", 1, "--recipe", "grid", "--json"),
+        "demo": ("--worlds", 1, "--recipe", "grid"),
     }
     words = ("demo",) if name == "demo" else ("eval", name)
-    status, out, err = call(*words, "--model", ov, *how.get(name, ()))
-    assert (status, err) == (code, "stopped: nothing was answered.\n")
-    assert name == "demo" or out == ""
+    said = "error: the host's memory is full.\n" if stop is full else "stopped: nothing was answered.\n"
+    for form in ((), ("--json",)) if stop is full else (("--json",) * (name == "demo"),):
+        status, out, err = call(*words, "--model", ov, *how.get(name, ()), *form)
+        assert (status, err) == (code, said)
+        assert name == "demo" or out == ""
 
 
 @pytest.mark.parametrize(("stop", "code"), STOPS)
@@ -127,16 +134,6 @@ def test_a_stopped_search_says_what_is_kept(
         )
         assert call(*words) == (code, "", told)
     assert call(*words)[0] == 0 and out.is_file() and not Path(f"{out}.parts").exists()
-
-
-def test_a_stop_at_any_other_time_is_told(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmaccel.cli import catalog
-
-    def stopped(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(catalog, "presets", stopped)
-    assert call("list") == (130, "", "stopped.\n")
 
 
 def test_off_a_terminal_progress_is_a_line_now_and_then(
@@ -209,10 +206,11 @@ def test_a_stop_while_the_package_is_imported_as_a_command_is_told(
     stopped_while_importing(["-m", program, "--version"], {"PYTHONPATH": paths})
 
 
-@pytest.mark.parametrize("place", ["typer.main.get_command", "typer.core.TyperGroup.make_context"])
-def test_a_stop_before_the_command_runs_is_told(
-    place: str, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "place",
+    ["typer.main.get_command", "typer.core.TyperGroup.make_context", "mmaccel.cli.catalog.presets"],
+)
+def test_a_stop_at_any_other_time_is_told(place: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -317,7 +315,7 @@ def test_a_watch_whose_last_save_is_stopped_says_what_is_saved(
         inner(*given)
 
     monkeypatch.setattr(session_io, "save", save)
-    monkeypatch.setattr("mmaccel.cli.journal.Keeper.now_and_then", lambda keeper: keeper.save(False))
+    monkeypatch.setattr("mmaccel.cli.journal.PeriodicSaver.now_and_then", lambda keeper: keeper.save(False))
     base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--clip", 4, "--live")
     status, _, err = call(*base, "--save", tmp_path / "s")
     told = f"the first 4 frames are saved to {tmp_path / 's'}, the rest is not"

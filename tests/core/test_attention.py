@@ -1,4 +1,7 @@
-"""One attention layer, against attention written out: which rows follow the pattern, which are dense, what is counted."""
+"""One attention layer, against attention written out: which rows follow the pattern, which are dense, what is counted.
+
+And a window as a plan: the pairs that the dense operator computes, and no pair twice.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import select
+from mmaccel.backends import reference, select
 from mmaccel.core.adapter import Branches
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView
+from mmaccel.core.prefill import attention
 from mmaccel.core.prefill.attention import MIN_ROWS, AttentionConfig, ForwardPass
+from mmaccel.core.prefill.sparse import kernel_for, window_plan
 from mmaccel.core.recipe import Recipe
 from tests.backends.oracle import masked
 
@@ -71,6 +76,11 @@ class Layer:
 def layer(**choices: Any) -> Layer:
     recipe = Recipe.load(**{"sparse": PATTERN, "dense_tail": 0, **choices})
     return Layer(AttentionConfig(recipe, "reference", select.get("reference", torch.device("cpu"))))
+
+
+def shown(view: KVView) -> Any:
+    """A memory that shows this."""
+    return SimpleNamespace(view=lambda *_: view)
 
 
 def close(found: Tensor, want: Tensor) -> None:
@@ -164,11 +174,7 @@ def test_rows_of_a_tree_see_a_window_from_their_depth() -> None:
     view = KVView(key, value, column=column, sinks=4, window=48)
     depth = torch.tensor([0, 1, 1, 2])
     at = layer()
-    run = {
-        "prefill": False,
-        "branches": Branches(TREE, depth),
-        "state": SimpleNamespace(view=lambda *_: view),
-    }
+    run = {"prefill": False, "branches": Branches(TREE, depth), "state": shown(view)}
     before = column[:-4]
     near = (N - 4 + depth)[:, None] - before < 48
     sees = torch.cat([near | (before < 4), TREE], 1)
@@ -188,14 +194,13 @@ def test_a_pattern_runs_within_the_window_of_a_memory(gone: int, tail: int) -> N
     query, key, value = tensors(rows, N)
     view = KVView(key[:, :, column], value[:, :, column], column=column if gone else None, sinks=8, window=41)
     at = layer(dense_tail=tail, dense_layers=[1])
-    more = {"state": SimpleNamespace(view=lambda *_: view)}
-    found = [at.attend(TokenLayout.text(1, N), (query, key, value), number, **more) for number in (0, 1)]
+    given = TokenLayout.text(1, N), (query, key, value)
+    found = [at.attend(*given, number, state=shown(view)) for number in (0, 1)]
     distance = torch.arange(N - rows, N)[:, None] - column
     window = (distance >= 0) & ((distance < 41) | (column < 8))
     sees = a_shape(held)[-rows:] | (torch.arange(rows) >= rows - tail)[:, None]
-    shown = view.key, view.value
-    close(found[0], written_out(query, *shown, (sees & window)[None]))
-    close(found[1], written_out(query, *shown, window[None]))
+    close(found[0], written_out(query, view.key, view.value, (sees & window)[None]))
+    close(found[1], written_out(query, view.key, view.value, window[None]))
     report = at.counted()
     assert report.patterns == (("a_shape",) * HEADS, ("dense",) * HEADS)
     causal_pairs = sum(range(N - rows + 1, N + 1))
@@ -211,9 +216,7 @@ def test_what_a_memory_leaves_out_of_a_window_is_dense_over_its_view() -> None:
     query, key, value = tensors(100, N)
     view = KVView(key[:, :, column], value[:, :, column], column=column, sinks=8, window=48)
     at = layer()
-    found = at.attend(
-        TokenLayout.text(1, N), (query, key, value), state=SimpleNamespace(view=lambda *_: view)
-    )
+    found = at.attend(TokenLayout.text(1, N), (query, key, value), state=shown(view))
     distance = torch.arange(N - 100, N)[:, None] - column
     sees = (distance >= 0) & ((distance < 48) | (column < 8))
     close(found, written_out(query, key[:, :, column], value[:, :, column], sees[None]))
@@ -254,7 +257,7 @@ def stream_pass(state: Any, kernel: Any = None, **run: Any) -> ForwardPass:
 
 
 def stream(view: KVView, inputs: tuple[Tensor, Tensor, Tensor], **run: Any) -> Tensor:
-    return stream_pass(SimpleNamespace(view=lambda *_: view), **run).attend(0, *inputs, SIZE**-0.5)
+    return stream_pass(shown(view), **run).attend(0, *inputs, SIZE**-0.5)
 
 
 def test_a_stream_s_rows_are_the_last_of_its_view() -> None:
@@ -279,3 +282,71 @@ def test_a_stream_s_check_breaks_off_before_the_memory_is_asked() -> None:
     state = SimpleNamespace(view=lambda *_: pytest.fail("the memory was asked"))
     with pytest.raises(TimeoutError):
         stream_pass(state, check=over).attend(0, *tensors(3, 50), SIZE**-0.5)
+
+
+CPU = torch.device("cpu")
+SHAPES = [
+    # rows, keys, sinks, window: a full window, one that has yet to fill, sinks in reach, none, one block and less.
+    (300, 900, 14, 500),
+    (300, 300, 14, 200),
+    (130, 700, 40, 690),
+    (128, 512, 0, 256),
+    (64, 70, 3, 5),
+    (257, 1030, 129, 1),
+]
+
+
+@pytest.mark.parametrize(("rows", "keys", "sinks", "window"), SHAPES, ids=str)
+def test_its_pairs_are_those_of_the_window(rows: int, keys: int, sinks: int, window: int) -> None:
+    plan = window_plan(rows, keys, sinks, window, 2, CPU)
+    gap = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
+    seen = (gap >= 0) & ((gap < window) | (torch.arange(keys) < sinks))
+    count = plan.count_mask()
+    assert count.max() == 1
+    assert torch.equal(count[0, 0] > 0, seen) and torch.equal(count[0, 1] > 0, seen)
+    # Blocks, of which two at either end of a window are not whole, are all that is computed beside it.
+    assert plan.count_listed_pairs()[0, 0] <= seen.sum() + rows * 4 * 128
+
+
+@pytest.mark.parametrize(("rows", "keys", "sinks", "window"), SHAPES, ids=str)
+def test_a_kernel_gives_what_the_dense_operator_gives(rows: int, keys: int, sinks: int, window: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, n, 16, generator=g, dtype=torch.float64)
+        for heads, n in ((4, rows), (2, keys), (2, keys))
+    )
+    state = shown(KVView(key, value, sinks=sinks, window=window))
+    expected = stream_pass(state).attend(0, query, key, value, 0.25)
+    calls: list[int] = []
+
+    def kernel(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(args[0].shape[2])
+        return reference.op(*args)
+
+    found = stream_pass(state, kernel).attend(0, query, key, value, 0.25)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    assert calls == [rows]
+    # Few rows, and no window, are the dense operator's.
+    calls.clear()
+    stream_pass(state, kernel).attend(0, query[:, :, -30:], key, value, 0.25)
+    stream_pass(shown(KVView(key, value)), kernel).attend(0, query, key, value, 0.25)
+    assert not calls and attention.MIN_ROWS > 30
+
+
+@pytest.mark.gpu
+def test_on_a_device_it_is_as_exact_as_masks() -> None:
+    """A clip of 16 frames of 196 tokens under a window of 76, 7 heads a group: nearest to float64 as masks are."""
+    g = torch.Generator("cuda").manual_seed(0)
+    rows, keys, sinks, window = 16 * 196, 14 + 92 * 196, 14, 76 * 196
+    query, key, value = (
+        torch.randn(1, heads, n, 128, generator=g, device="cuda", dtype=torch.bfloat16)
+        for heads, n in ((14, rows), (2, keys), (2, keys))
+    )
+    state = shown(KVView(key, value, sinks=sinks, window=window))
+    kernel = kernel_for(query.device, query.dtype)
+    assert kernel is not None
+    found, masks = (stream_pass(state, how).attend(0, query, key, value, 128**-0.5) for how in (kernel, None))
+    one = KVView(key[:, :1].double(), value[:, :1].double(), sinks=sinks, window=window)
+    exact = stream_pass(shown(one)).attend(0, query[:, :7].double(), key[:, :1], value[:, :1], 128**-0.5)
+    errors = [(out[:, :7].double() - exact).norm() for out in (found, masks)]
+    assert errors[0] <= 1.5 * errors[1]

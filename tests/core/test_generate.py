@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -38,18 +39,18 @@ def run(
     draft: DraftState,
     stop: Callable[[Tensor], bool],
     said: Prompt | None = None,
-    meter: Meter | None = None,
+    warns: str | None = None,
     **choices: Any,
 ) -> tuple[list[int], ToyRunner, Meter]:
-    """All ids, the target's runner and the meter of one generation; a warning is an error here."""
-    said = said or prompt(START)
-    meter = meter or Meter()
-    target = ToyRunner(rule)
+    """All ids, the target's runner and the meter of one generation, which warns once of `warns`, or of nothing."""
+    said, target, meter = said or prompt(START), ToyRunner(rule), Meter()
     draft.begin(said)
     first = target.prefill(said.inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("error", MmaccelWarning)
-        ids = speculate(target, draft, said, first, stop=stop, meter=meter, **choices)
+        with pytest.warns(MmaccelWarning, match=warns) if warns else nullcontext() as told:
+            ids = speculate(target, draft, said, first, stop=stop, meter=meter, **choices)
+    assert told is None or len(told) == 1
     assert ids.shape[0] == 1 and ids.dtype == torch.long
     return ids[0].tolist(), target, meter
 
@@ -182,24 +183,16 @@ def dying(method: str, after: int, error: Exception) -> Scripted:
 def test_a_draft_that_dies_loses_no_token(method: str, after: int) -> None:
     table = torch.eye(5).roll(1, 1)
     table[3] = torch.tensor([0, 0, 1.0, 0, 0])  # now and then the draft is wrong
-    rule, draft, meter = bigram(table), dying(method, after, Dying("out of cheese")), Meter()
-    with pytest.warns(MmaccelWarning, match="out of cheese") as told:
-        target = ToyRunner(rule)
-        said = prompt(START)
-        draft.begin(said)
-        first = target.prefill(said.inputs)
-        ids = speculate(target, draft, said, first, stop=limit(30), meter=meter)
-    assert ids[0].tolist() == alone(rule, START, limit(30))
-    assert len(told) == 1 and meter.failures == ["Dying: out of cheese"]
-    assert draft.closed == 1
-    assert meter.rounds[-1] == (0, 0) and target.tokens == ids[0, :-1].tolist()
+    rule, draft = bigram(table), dying(method, after, Dying("out of cheese"))
+    ids, target, meter = run(rule, draft, limit(30), warns="out of cheese")
+    assert ids == alone(rule, START, limit(30)) and meter.failures == ["Dying: out of cheese"]
+    assert draft.closed == 1 and meter.rounds[-1] == (0, 0) and target.tokens == ids[:-1]
 
 
 def test_a_draft_that_cannot_close_loses_no_token() -> None:
-    meter = Meter()
-    with pytest.raises(MmaccelWarning, match="cannot"):
-        run(bigram(torch.eye(5).roll(1, 1)), dying("close", 0, Dying("cannot")), limit(12), meter=meter)
-    assert meter.failures == ["Dying: cannot"]
+    rule = bigram(torch.eye(5).roll(1, 1))
+    ids, _, meter = run(rule, dying("close", 0, Dying("cannot")), limit(12), warns="cannot")
+    assert ids == alone(rule, START, limit(12)) and meter.failures == ["Dying: cannot"]
 
 
 WRONG = {
@@ -218,14 +211,12 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_draft_that_proposes_nonsense_is_dropped(what: str) -> None:
     proposal, tail, told = WRONG[what]
-    rule, meter = bigram(5 * torch.eye(5).roll(1, 1)), Meter()
+    rule = bigram(5 * torch.eye(5).roll(1, 1))
     draft = Scripted(lambda tokens: proposal, lambda tokens: tail)
     said = prompt(START, warp=lambda ids, logits: (logits == logits.max()).float())
-    target = ToyRunner(rule)
-    with pytest.warns(MmaccelWarning, match=told):
-        ids = speculate(target, draft, said, target.prefill(said.inputs), stop=limit(12), meter=meter)
-    assert ids[0].tolist() == alone(rule, START, limit(12))
-    assert len(meter.failures) == 1 and draft.closed == 1 and target.tokens == ids[0, :-1].tolist()
+    ids, target, meter = run(rule, draft, limit(12), said, warns=told)
+    assert ids == alone(rule, START, limit(12))
+    assert len(meter.failures) == 1 and draft.closed == 1 and target.tokens == ids[:-1]
 
 
 def test_the_first_token_is_shown_before_its_draft_hears_of_it() -> None:

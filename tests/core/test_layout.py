@@ -25,7 +25,7 @@ def test_positions_segments_and_cells(scene: Scene) -> None:
     assert layout.padded == any(scene.pad(b) for b in range(scene.batch))
     for modality in (TEXT, IMAGE, VIDEO):
         counts = [sum(t.modality == modality for t in s) for s in scene.sequences]
-        assert layout.census[modality] == max(counts)
+        assert layout.max_tokens_of[modality] == max(counts)
 
 
 def test_marks_between_rows_do_not_restart_a_frame() -> None:

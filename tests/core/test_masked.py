@@ -62,7 +62,7 @@ def test_a_dense_layer(pad: int, sinks: int, window: int | None) -> None:
     assert (out - want).abs().max() < 1e-5
 
 
-# Interpreted, this test runs among the cases of Triton's kernels (`tests/backends/test_kernel_cases.py`).
+# Interpreted, this test runs among the cases of Triton's kernels (`tests/backends/test_triton.py`).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

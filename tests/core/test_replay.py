@@ -311,12 +311,10 @@ class Heavier(SparsePattern):
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("asked", [None, False])
 def test_a_third_party_s_pattern_is_compiled_unless_it_says_no(
-    asked: bool | None, backend: str, compiles: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    asked: bool | None, backend: str, compiles: Callable[..., None], forgotten: None
 ) -> None:
     """One graph for all layers and prompts of a length, and the plans of the pattern itself."""
     kind = type("Heavier", (Heavier,), {})
-    patterns = registry("sparse")
-    monkeypatch.setattr(patterns, "_classes", dict(patterns._classes))
     kind = register("sparse", "heavier", compile=asked)(dataclass(frozen=True, kw_only=True)(kind))
     config = AttentionConfig(Recipe.load(sparse={"name": "heavier", "block": 16}), "reference", None)
     compiles(counter := CompileCounterWithBackend(backend))

@@ -9,10 +9,10 @@ import pytest
 
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.streams import parts
-from mmaccel.core.streams.parts import Turns
+from mmaccel.core.streams.parts import FairLock
 
 
-def until(turns: Turns, waiting: int) -> None:
+def until(turns: FairLock, waiting: int) -> None:
     end = time.monotonic() + 10
     while len(turns._waiting) < waiting:
         assert time.monotonic() < end
@@ -28,7 +28,7 @@ def beside(*works: object) -> list[threading.Thread]:
 
 def test_turns_come_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PATIENCE_S", 60.0)
-    turns, order = Turns(), list[str]()
+    turns, order = FairLock(), list[str]()
 
     def work(name: str) -> None:
         with turns.holding():
@@ -39,7 +39,7 @@ def test_turns_come_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> N
         for number, name in enumerate("abc"):
             threads += beside(lambda name=name: work(name))
             until(turns, number + 1)
-        turns.give_way()
+        turns.yield_lock()
         order.append("first")
         assert order == ["a", "b", "c", "first"]
         threads += beside(lambda: work("d"))
@@ -50,23 +50,23 @@ def test_turns_come_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_who_holds_nothing_gives_no_way() -> None:
-    turns = Turns()
-    turns.give_way()
+    turns = FairLock()
+    turns.yield_lock()
     with turns.holding():
-        turns.give_way()
+        turns.yield_lock()
         assert turns._holder == threading.get_ident()
     assert turns._holder is None
 
 
 def test_one_pass_at_a_time_stands_still() -> None:
     """The pass that stands still is gone on with before another one would stand still."""
-    turns, order = Turns(), list[str]()
+    turns, order = FairLock(), list[str]()
 
     def inner() -> None:
         with turns.holding():
             beside(third)
             until(turns, 2)
-            turns.give_way(inside=True)
+            turns.yield_lock(inside=True)
             order.append("inner")
 
     def third() -> None:
@@ -76,15 +76,15 @@ def test_one_pass_at_a_time_stands_still() -> None:
     with turns.holding():
         threads = beside(inner)
         until(turns, 1)
-        turns.give_way(inside=True)
+        turns.yield_lock(inside=True)
         order.append("outer")
-        turns.give_way(inside=True)
+        turns.yield_lock(inside=True)
     threads[0].join(10)
     assert order == ["inner", "outer", "third"]
 
 
 def test_a_deadline_ends_the_wait_and_leaves_the_queue() -> None:
-    turns, ended = Turns(), list[str]()
+    turns, ended = FairLock(), list[str]()
 
     def late() -> None:
         try:
@@ -107,13 +107,13 @@ def test_a_deadline_ends_the_wait_and_leaves_the_queue() -> None:
 
 
 def test_many_threads_lose_no_turn() -> None:
-    turns, counts = Turns(), [0]
+    turns, counts = FairLock(), [0]
 
     def work() -> None:
         for _ in range(200):
             with turns.holding(Deadline(30)):
                 seen = counts[0]
-                turns.give_way()
+                turns.yield_lock()
                 counts[0] = counts[0] + 1
                 assert counts[0] > seen
 
@@ -126,7 +126,7 @@ def test_many_threads_lose_no_turn() -> None:
 def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for something else waits for the pass's end, whoever asked first."""
     monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
-    turns, order = Turns(), list[str]()
+    turns, order = FairLock(), list[str]()
 
     def other() -> None:
         with turns.holding():
@@ -135,9 +135,9 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
     def tokens() -> None:
         with turns.holding(token=True):
             order.append("token")
-            turns.give_way()
+            turns.yield_lock()
             order.append("token")
-            turns.finish_passes()
+            turns.wait_for_paused()
             order.append("answered")
 
     with turns.holding():
@@ -146,7 +146,7 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
         threads += beside(tokens)
         until(turns, 2)
         for _ in range(3):  # to the first token, to the second, and to nobody
-            turns.let_tokens()
+            turns.yield_to_answers()
             order.append("layer")
     for thread in threads:
         thread.join(10)
@@ -157,13 +157,13 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
 def test_a_pass_above_one_that_stands_still_lets_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """What passes put on a model is taken back in order: the lower one waits for the end of the upper one."""
     monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
-    turns, order = Turns(), list[str]()
+    turns, order = FairLock(), list[str]()
 
     def upper() -> None:
         with turns.holding():
             threads.extend(beside(token))
             until(turns, 2)
-            turns.give_way(inside=True)
+            turns.yield_lock(inside=True)
             order.append("upper")
 
     def token() -> None:
@@ -174,7 +174,7 @@ def test_a_pass_above_one_that_stands_still_lets_tokens_come(monkeypatch: pytest
     with turns.holding():
         threads += beside(upper)
         until(turns, 1)
-        turns.give_way(inside=True)
+        turns.yield_lock(inside=True)
         order.append("lower")
     for thread in threads:
         thread.join(10)
@@ -184,7 +184,7 @@ def test_a_pass_above_one_that_stands_still_lets_tokens_come(monkeypatch: pytest
 def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits for too long is next, and then whoever asked first: neither has to wait for ever."""
     monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
-    turns, order = Turns(), list[str]()
+    turns, order = FairLock(), list[str]()
 
     def work(name: str) -> None:
         with turns.holding(token=name == "token"):
@@ -205,7 +205,7 @@ def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.Monk
         until(turns, 1)
         threads += beside(lambda: work("token"))
         until(turns, 2)
-        turns.let_tokens()  # none has waited for long
+        turns.yield_to_answers()  # none has waited for long
         order.append("pass")
     for thread in threads:
         thread.join(10)

@@ -29,7 +29,7 @@ def test_both_conventions_of_a_perfect_draft(family):
     }
     plain = answer.generate(model, inputs, max_new_tokens=21)
     rows = {
-        name: answer.drafted(answer.generate(model, inputs, recipe, max_new_tokens=21), plain)
+        name: answer.draft_figures(answer.generate(model, inputs, recipe, max_new_tokens=21), plain)
         for name, recipe in recipes.items()
     }
     turns, once = rows["in turns"], rows["at once"]
@@ -54,7 +54,7 @@ def test_a_draft_that_fails_is_told(family):
     broken.model.forward = None
     with pytest.warns(UserWarning, match="dropped"):
         run = answer.generate(model, inputs, Recipe(draft=Sequential(model=broken)), max_new_tokens=6)
-    told = answer.drafted(run, plain)
+    told = answer.draft_figures(run, plain)
     assert told["failed"] and told["same"] and told["kept"] == 0 and told["a_step"] <= 1.25
 
 
@@ -70,7 +70,7 @@ def low(family):
 
 def test_equal_texts_need_no_proof(low):
     model, inputs, ids = low
-    assert answer.certify(model, inputs, ids, ids, 4) == answer.RoundingCheck(None)
+    assert answer.check_rounding(model, inputs, ids, ids, 4) == answer.RoundingCheck(None)
 
 
 def test_a_wrong_token_is_not_certified(low):
@@ -79,7 +79,7 @@ def test_a_wrong_token_is_not_certified(low):
     logits = answer._logits(model, inputs, ids[:9], [1])
     wrong = ids.clone()
     wrong[9] = logits.argmin()
-    told = answer.certify(model, inputs, wrong, ids, 4)
+    told = answer.check_rounding(model, inputs, wrong, ids, 4)
     assert told.first == 9 and told.gap > told.slack and not told.holds
 
 
@@ -87,7 +87,7 @@ def test_a_text_that_ends_early_is_not_certified(low):
     """Both say the same tokens, so that the same token ended one of them and not the other."""
     model, inputs, ids = low
     for ours, plain in ((ids[:9], ids), (ids, ids[:9])):
-        told = answer.certify(model, inputs, ours, plain, 4)
+        told = answer.check_rounding(model, inputs, ours, plain, 4)
         assert told.first == 9 and not told.holds
 
 
@@ -100,7 +100,7 @@ def test_a_near_tie_is_certified(low):
     head[other] = head[ids[9]]
     ours = ids.clone()
     ours[9] = other
-    told = answer.certify(tied, inputs, ours, ids, 4)
+    told = answer.check_rounding(tied, inputs, ours, ids, 4)
     assert told.first == 9 and told.gap < 1e-5 and told.holds
 
 
@@ -116,9 +116,9 @@ def test_the_slack_is_what_a_wide_pass_changes(low, monkeypatch):
         out[7] += 0.25 * (len(sizes) == 1)
         return out
 
-    before = answer.certify(model, inputs, other, ids, 8)
+    before = answer.check_rounding(model, inputs, other, ids, 8)
     monkeypatch.setattr(answer, "_logits", rounding)
-    after = answer.certify(model, inputs, other, ids, 8)
+    after = answer.check_rounding(model, inputs, other, ids, 8)
     assert asked == [[1] * 8, [8], [1] * 8]
     assert after.gap == before.gap and 0.2 < after.slack <= before.slack + 0.25
 
@@ -129,7 +129,7 @@ def test_fp32_leaves_no_room(family):
     ids = answer.generate(model, inputs, max_new_tokens=12)[0][0]
     other = ids.clone()
     other[10] = (ids[10] + 1) % 150
-    told = answer.certify(model, inputs, other, ids, 8, exact=model)
+    told = answer.check_rounding(model, inputs, other, ids, 8, exact=model)
     assert told.slack < 1e-5 and not told.holds
 
 
@@ -140,5 +140,5 @@ def test_the_floor_is_weights_and_cache_over_the_rate(family):
     head = model.get_output_embeddings().weight.numel()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     want = 4 * (text if tied else text - embedding + head) + 1000
-    assert answer.floor_s(model, 1000, 1e6) == pytest.approx(want / 1e6)
-    assert answer.read_rate(size=1 << 22) > 1e8
+    assert answer.min_step_s(model, 1000, 1e6) == pytest.approx(want / 1e6)
+    assert answer.memory_bandwidth(size=1 << 22) > 1e8

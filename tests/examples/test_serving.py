@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import av
 import pytest
 
 from mmaccel_lab.world import World, render
+from tests.examples import example
 from tests.serve.conftest import KEY, Served, keyed, served, text, video
 
 openai = pytest.importorskip("openai")
-__all__ = ["keyed", "served"]
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+__all__ = ["example", "keyed", "served"]
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
+import os
 import struct
-from collections.abc import Callable, Sequence
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,17 @@ def numbers(frames: torch.Tensor) -> list[int]:
     middle = torch.tensor([(edges[bit] + edges[bit + 1]) // 2 for bit in range(BITS)])
     bits = frames[:, 1, frames.shape[2] // 2].index_select(1, middle) > 127
     return [int(value) for value in (bits.long() * 2 ** torch.arange(BITS)).sum(1)]
+
+
+def png(width: int, height: int) -> bytes:
+    """A PNG whose header tells so many pixels."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(1 << 20), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 def write_film(
@@ -68,6 +84,53 @@ def write_film(
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return path
+
+
+@contextmanager
+def answering(answer: Callable[[Any], None]) -> Iterator[str]:
+    """The address of a server that gives the handler of each request to `answer`."""
+
+    class Quiet(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer(self)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+def send(request: Any, data: bytes, share: int = 1) -> None:
+    """Answer a request by `data`, or break off after its first part of so many."""
+    request.send_response(200)
+    request.send_header("Content-Length", str(len(data)))
+    request.end_headers()
+    request.wfile.write(data[: len(data) // share])
+
+
+@contextmanager
+def silent_pipe(path: Path, data: bytes) -> Iterator[None]:
+    """A pipe that has `data` and stays open."""
+    os.mkfifo(path)
+    over = threading.Event()
+
+    def feed() -> None:
+        with path.open("wb", buffering=0) as file:
+            file.write(data)
+            over.wait(20)
+
+    writer = threading.Thread(target=feed)
+    writer.start()
+    try:
+        yield
+    finally:
+        over.set()
+        writer.join()
 
 
 def set_matrix(path: Path, a: int, b: int, c: int, d: int) -> Path:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import av
-import numpy as np
 import pytest
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media import container
-from tests.media.films import Film, numbers
+from tests.media.films import Film, numbers, write_film
 
 
 def sentence(path: Path | str, **how: Any) -> str:
@@ -29,6 +28,12 @@ def sentence(path: Path | str, **how: Any) -> str:
     with pytest.raises(VideoError):
         next(iter(media.clips(path, fps=1, frames_per_clip=2)))
     return told.replace(str(path), "FILE")
+
+
+def halved(path: Path) -> Path:
+    """The file, of which the second half is gone."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return path
 
 
 @contextmanager
@@ -44,18 +49,33 @@ def as_nobody() -> Iterator[None]:
             os.seteuid(0)
 
 
-def test_no_file(tmp_path: Path) -> None:
-    assert sentence(tmp_path / "none.mp4") == "there is no file FILE: check the path."
+def words(path: Path) -> None:
+    path.write_text("what colour was the star?\n" * 200)
 
 
-def test_a_folder(tmp_path: Path) -> None:
-    assert sentence(tmp_path) == "FILE is a folder, not a video: name a file in it."
+def unfinished(path: Path) -> None:
+    """Cut before its index."""
+    path.write_bytes(write_film(path).read_bytes()[:-1500])
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
-    path = tmp_path / "empty.mp4"
-    path.touch()
-    assert sentence(path) == "FILE is empty: it has 0 bytes."
+UNREADABLE = "FILE is not a video that can be read: it is another kind of file, or was cut short."
+TOLD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "none.mp4": (lambda path: None, "there is no file FILE: check the path."),
+    "folder.mp4": (Path.mkdir, "FILE is a folder, not a video: name a file in it."),
+    "empty.mp4": (Path.touch, "FILE is empty: it has 0 bytes."),
+    "notes.mp4": (words, UNREADABLE),
+    "notes.mkv": (words, UNREADABLE),
+    # Which FFmpeg would draw.
+    "notes.txt": (words, "FILE is text, not a video: name a video file."),
+    "unfinished.mp4": (unfinished, UNREADABLE),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_no_whole_video_is_told(tmp_path: Path, name: str) -> None:
+    make, told = TOLD[name]
+    make(tmp_path / name)
+    assert sentence(tmp_path / name) == told
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are those of POSIX")
@@ -64,31 +84,6 @@ def test_permission_denied(film: Film) -> None:
     path.chmod(0)
     with as_nobody():
         assert sentence(path) == "FILE may not be read: permission denied."
-
-
-@pytest.mark.parametrize("name", ["notes.mp4", "notes.mkv"])
-def test_text_with_the_name_of_a_video(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.write_text("what colour was the star?\n" * 200)
-    assert (
-        sentence(path)
-        == "FILE is not a video that can be read: it is another kind of file, or was cut short."
-    )
-
-
-def test_text_that_ffmpeg_would_draw(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("what colour was the star?\n" * 200)
-    assert sentence(path) == "FILE is text, not a video: name a video file."
-
-
-def test_an_mp4_cut_before_its_index(film: Film) -> None:
-    path = film()
-    path.write_bytes(path.read_bytes()[:-1500])
-    assert (
-        sentence(path)
-        == "FILE is not a video that can be read: it is another kind of file, or was cut short."
-    )
 
 
 @pytest.mark.parametrize("name", ["zero.mkv", "zero.mp4"])
@@ -100,19 +95,6 @@ def test_no_frames(film: Film, name: str) -> None:
     )
 
 
-def test_sound_alone(tmp_path: Path) -> None:
-    path = tmp_path / "sound.mp4"
-    with av.open(str(path), "w") as written:
-        stream: Any = written.add_stream("aac", rate=16000, layout="mono")
-        for number in range(4):
-            samples = np.zeros((1, 1024), np.float32)
-            frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
-            frame.sample_rate, frame.pts = 16000, number * 1024
-            written.mux(stream.encode(frame))
-        written.mux(stream.encode(None))
-    assert sentence(path) == "FILE has no video: it holds only audio."
-
-
 def test_nobody_at_the_address() -> None:
     told = sentence("http://127.0.0.1:9/film.mp4", timeout=2.0)
     assert told == "FILE cannot be opened: connection refused."
@@ -121,8 +103,7 @@ def test_nobody_at_the_address() -> None:
 @pytest.mark.parametrize("how", [{}, {"fps": 5}, {"frames": 2}, {"size": (28, 28)}])
 def test_frames_of_one_pixel_are_read(film: Film, how: dict[str, Any]) -> None:
     path = film("dot.mkv", 4, height=1, width=1, codec="ffv1", pixels="bgr0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         video = media.read(path, **how)
     assert video.frames.shape[1:] == (3, *how.get("size", (1, 1)))
 
@@ -134,15 +115,13 @@ def test_frames_of_8k_are_shrunk_and_told(film: Film) -> None:
     ):
         video = media.read(path)
     assert video.frames.shape == (1, 3, 2304, 4096) and numbers(video.frames) == [0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert media.read(path, size=(84, 140)).frames.shape == (1, 3, 84, 140)
 
 
 @pytest.mark.parametrize("how", [{}, {"fps": 5}, {"frames": 6}, {"max_frames": 6}])
 def test_a_truncated_file_gives_its_beginning_and_counts_the_rest(film: Film, how: dict[str, Any]) -> None:
-    path = film(muxer={"movflags": "faststart"})
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    path = halved(film(muxer={"movflags": "faststart"}))
     with pytest.warns(VideoWarning) as caught:
         video = media.read(path, **how)
     # Some releases of FFmpeg call the place of the cut damaged, others do not.
@@ -160,8 +139,7 @@ def test_a_truncated_file_gives_its_beginning_and_counts_the_rest(film: Film, ho
 
 
 def test_a_truncated_file_without_an_index_is_told_by_its_duration(film: Film) -> None:
-    path = film("film.mkv")
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    path = halved(film("film.mkv"))
     with pytest.warns(VideoWarning) as caught:
         video = media.read(path)
     told = re.search(
@@ -196,10 +174,8 @@ def test_a_truncated_file_that_ends_after_the_span_asked_for(
         source._stream.codec_context.thread_count = threads
 
     monkeypatch.setattr(container.Source, "_open", open_with_threads)
-    path = film(muxer={"movflags": "faststart"})
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    path = halved(film(muxer={"movflags": "faststart"}))
+    with warnings.catch_warnings(action="error"):
         assert numbers(media.read(path, fps=5, stop=1.0).frames) == [0, 2, 4, 6, 8]
 
 
@@ -218,8 +194,7 @@ def test_damage_in_the_middle_leaves_the_rest(film: Film, how: dict[str, Any]) -
 
 
 def test_clips_tell_of_a_truncated_file_too(film: Film) -> None:
-    path = film(muxer={"movflags": "faststart"})
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    path = halved(film(muxer={"movflags": "faststart"}))
     with pytest.warns(VideoWarning, match=r"\d+ of 60 frames could be read, \d+ were lost"):
         assert sum(map(len, media.clips(path, fps=10, frames_per_clip=8))) < 60
 

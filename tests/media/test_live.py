@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import http.server
 import os
 import signal
 import subprocess
@@ -12,6 +11,8 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import torch
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media.preprocess import as_frames
-from tests.media.films import Film, numbers
+from tests.media.films import Film, answering, numbers, send, silent_pipe
 from tests.media.test_stream import halting
 
 
@@ -113,12 +114,9 @@ def test_a_forked_process_is_told_that_its_parent_reads(film: Film) -> None:
 def test_a_thread_that_cannot_be_started_is_told_and_tried_again(
     film: Film, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise RuntimeError("can't start new thread")
-
     stream = media.clips(film(), fps=10, frames_per_clip=60)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", full)
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         for _ in range(2):
             with pytest.raises(RuntimeError, match="can't start"):
                 next(stream)
@@ -139,20 +137,16 @@ def test_check_may_wait_for_a_thread_that_closes(film: Film, tmp_path: Path) -> 
         assert sum(map(len, stream)) < 30
 
 
-class Late(Exception):
-    pass
-
-
 def test_what_check_raises_ends_the_wait_and_loses_no_frame(film: Film, tmp_path: Path) -> None:
     path, until = tmp_path / "halt.ts", [time.monotonic() + 0.5]
 
     def check() -> None:
         if time.monotonic() > until[0]:
-            raise Late
+            raise InterruptedError
 
     with halting(film("whole.ts").read_bytes(), path) as go:
         stream = media.clips(path, fps=5, frames_per_clip=50, follow=True, timeout=2, check=check)
-        with pytest.raises(Late):
+        with pytest.raises(InterruptedError):
             next(stream)
         until[0] += 60
         go.set()
@@ -164,26 +158,11 @@ def test_an_address_waits_for_a_slow_consumer(film: Film) -> None:
     path = film("film.mkv", height=128, width=256, gop=6, options={"preset": "ultrafast", "qp": "1"})
     data = path.read_bytes()
 
-    class Whole(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Whole) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            url = f"http://127.0.0.1:{server.server_address[1]}/film.mkv"
-            parts = []
-            for clip in media.clips(url, fps=10, frames_per_clip=20, timeout=1.5):
-                parts.append(clip)
-                time.sleep(2.0 if len(parts) == 1 else 0)
-        finally:
-            server.shutdown()
+    parts = []
+    with answering(lambda request: send(request, data)) as url:
+        for clip in media.clips(f"{url}/film.mkv", fps=10, frames_per_clip=20, timeout=1.5):
+            parts.append(clip)
+            time.sleep(2.0 if len(parts) == 1 else 0)
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(60))
 
 
@@ -193,28 +172,19 @@ def test_a_read_tells_a_stall_and_a_fault_from_damage(film: Film, how: str, shar
     path = film("film.ts", height=128, width=256, gop=6, options={"preset": "ultrafast", "qp": "5"})
     data, over = path.read_bytes(), threading.Event()
 
-    class Part(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data[: len(data) // share])
-            if how == "stall":
-                over.wait(20)
+    def part(request: Any) -> None:
+        send(request, data, share)
+        if how == "stall":
+            over.wait(20)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Part) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/film.ts"
+    with answering(part) as url:
         try:
             if share == 2:
                 told = (
                     r"it stalled: nothing came for 1\.5 s" if how == "stall" else "it broke off: input/output"
                 )
                 with pytest.warns(VideoWarning, match=told) as caught:
-                    video = media.read(url, timeout=1.5)
+                    video = media.read(f"{url}/film.ts", timeout=1.5)
                 assert 20 < len(video) < 40 and "damaged" not in str(caught[0].message)
                 assert numbers(video.frames)[:-1] == list(range(len(video) - 1)), "the last was cut"
             else:
@@ -222,27 +192,18 @@ def test_a_read_tells_a_stall_and_a_fault_from_damage(film: Film, how: str, shar
                     "sent nothing in the time allowed" if how == "stall" else "cannot be opened: input/output"
                 )
                 with pytest.raises(VideoError, match=told):
-                    media.read(url, timeout=1.5)
+                    media.read(f"{url}/film.ts", timeout=1.5)
         finally:
             over.set()
-            server.shutdown()
 
 
 def test_a_read_of_a_pipe_that_falls_silent_tells_a_stall(film: Film, tmp_path: Path) -> None:
-    data, over = film("whole.ts").read_bytes(), threading.Event()
-    os.mkfifo(tmp_path / "pipe.ts")
-
-    def feed() -> None:
-        with (tmp_path / "pipe.ts").open("wb", buffering=0) as file:
-            file.write(data[: len(data) // 2])
-            over.wait(20)
-
-    writer = threading.Thread(target=feed)
-    writer.start()
-    with pytest.warns(VideoWarning, match=r"could be read; it stalled: nothing came for 1\.5 s") as caught:
+    data, told = film("whole.ts").read_bytes(), r"could be read; it stalled: nothing came for 1\.5 s"
+    with (
+        silent_pipe(tmp_path / "pipe.ts", data[: len(data) // 2]),
+        pytest.warns(VideoWarning, match=told) as caught,
+    ):
         video = media.read(tmp_path / "pipe.ts", fps=5, timeout=1.5)
-    over.set()
-    writer.join()
     assert 10 < len(video) < 30 and "damaged" not in str(caught[0].message)
 
 

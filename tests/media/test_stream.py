@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import functools
-import http.server
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,27 +17,31 @@ import torch
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.stream import GrowingFile
-from tests.media.films import Film, numbers
+from tests.media.films import Film, answering, numbers, send
 
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
 
 
 @contextmanager
-def growing(data: bytes, path: Path, pieces: int, pause: float) -> Iterator[threading.Thread]:
-    """Write `data` to `path` bit by bit, beside the test."""
+def halting(data: bytes, path: Path, pieces: int = 2, pause: float = 20.0) -> Iterator[threading.Event]:
+    """Write `data` to `path` in pieces, with a pause after each until the event is set, which the end sets too; the file is
+    open all the while."""
+    go = threading.Event()
 
     def write() -> None:
         with path.open("wb", buffering=0) as file:
             for piece in range(pieces):
                 file.write(data[len(data) * piece // pieces : len(data) * (piece + 1) // pieces])
-                time.sleep(pause)
+                go.wait(pause)
+        go.set()
 
     path.touch()
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        yield writer
+        yield go
     finally:
+        go.set()
         writer.join()
 
 
@@ -70,10 +73,10 @@ def test_size_and_progress(film: Film) -> None:
 def test_a_growing_file_is_followed_to_its_end(film: Film, tmp_path: Path, name: str) -> None:
     data = film("whole-" + name, muxer=FRAGMENTED if name.endswith("mp4") else None).read_bytes()
     path = tmp_path / name
-    with growing(data, path, 12, 0.03) as writer:
+    with halting(data, path, 12, 0.03) as go:
         stream = media.clips(path, fps=5, frames_per_clip=5, follow=True, timeout=0.6)
         first = next(stream)
-        early = writer.is_alive()
+        early = not go.is_set()
         rest = list(stream)
     assert early, "the first clip came only when the file was complete"
     frames = torch.cat([first.frames, *(part.frames for part in rest)])
@@ -85,27 +88,6 @@ def test_a_file_that_stops_growing_ends_after_the_timeout(film: Film) -> None:
     begun = time.monotonic()
     assert sum(map(len, media.clips(path, fps=10, frames_per_clip=8, follow=True, timeout=0.5))) == 20
     assert 0.5 <= time.monotonic() - begun < 10
-
-
-@contextmanager
-def halting(data: bytes, path: Path) -> Iterator[threading.Event]:
-    """Write half of `data` to `path`, and the rest once the event is set; the file is open all the while."""
-    go = threading.Event()
-
-    def write() -> None:
-        with path.open("wb", buffering=0) as file:
-            file.write(data[: len(data) // 2])
-            go.wait(20)
-            file.write(data[len(data) // 2 :])
-
-    path.touch()
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        yield go
-    finally:
-        go.set()
-        writer.join()
 
 
 @pytest.mark.parametrize("name", ["halt.ts", "halt.mkv", "halt.mp4"])
@@ -202,39 +184,13 @@ def test_a_plain_mp4_in_the_making_cannot_be_followed(film: Film) -> None:
         next(media.clips(path, fps=1, frames_per_clip=1, follow=True, timeout=0.1))
 
 
-def test_a_clock_that_begins_anew_runs_on(film: Film, tmp_path: Path) -> None:
-    path = tmp_path / "joined.ts"
-    path.write_bytes(film("a.ts", 20).read_bytes() + film("b.ts", 30).read_bytes())
-    video = media.read(path)
-    assert numbers(video.frames) == [*range(20), *range(30)]
-    assert (video.times.diff() > 0.09).all() and (video.times.diff() < 0.11).all()
-
-
-def test_a_stream_may_be_left_early(film: Film) -> None:
-    path = film()
-    stream = media.clips(path, fps=10, frames_per_clip=2)
-    assert numbers(next(stream).frames) == [0, 1]
-    stream.close()
-    path.unlink()
-
-
 def test_an_address(film: Film) -> None:
     path = film("film.mp4", 20, muxer={"movflags": "faststart"})
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    handler = functools.partial(Quiet, directory=str(path.parent))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/{path.name}"
-        try:
-            parts = list(media.clips(url, fps=5, frames_per_clip=4, timeout=5.0))
-            assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 20, 2))
-            assert numbers(media.read(url, frames=4, timeout=5.0).frames) == [0, 5, 10, 15]
-        finally:
-            server.shutdown()
+    with answering(lambda request: send(request, path.read_bytes())) as url:
+        parts = list(media.clips(f"{url}/film.mp4", fps=5, frames_per_clip=4, timeout=5.0))
+        assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 20, 2))
+        assert numbers(media.read(f"{url}/film.mp4", frames=4, timeout=5.0).frames) == [0, 5, 10, 15]
 
 
 @pytest.mark.parametrize(("name", "how"), [("film.mkv", "stall"), ("film.ts", "stall"), ("film.mkv", "cut")])
@@ -242,22 +198,14 @@ def test_an_address_that_stalls_or_breaks_off(film: Film, name: str, how: str) -
     path = film(name, height=128, width=256, gop=6, options={"preset": "ultrafast", "qp": "5"})
     data, served = path.read_bytes(), threading.Event()
 
-    class Halting(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            whole = served.is_set()
-            self.wfile.write(data if whole else data[: len(data) // 2])
-            if how == "stall" and not whole:
-                served.wait(20)
+    def halting(request: Any) -> None:
+        whole = served.is_set()
+        send(request, data, 1 if whole else 2)
+        if how == "stall" and not whole:
+            served.wait(20)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Halting) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url, parts = f"http://127.0.0.1:{server.server_address[1]}/{name}", []
+    with answering(halting) as site:
+        url, parts = f"{site}/{name}", []
         try:
             stream = media.clips(url, fps=5, frames_per_clip=5, timeout=0.7, gaps="mark")
             with pytest.raises(VideoError) as caught:
@@ -272,7 +220,6 @@ def test_an_address_that_stalls_or_breaks_off(film: Film, name: str, how: str) -
             rest = list(stream)
         finally:
             served.set()
-            server.shutdown()
     clock = torch.cat([part.clock for part in parts + rest])
     assert clock.tolist() == [k / 5 for k in range(len(clock))]
     kinds = {one.kind for part in rest for one in part.events}

@@ -24,6 +24,7 @@ from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToD
 from mmaccel_lab.world import World, render
 from tests.models.streams import FPS, QUESTION, every_stream, pair
 from tests.models.test_recipes import SMALL
+from tests.models.tiny_random import often_right
 
 FRAMES, TOKENS = 48, 5
 
@@ -176,11 +177,7 @@ def models(family: str, layers: int = 6) -> tuple[Any, Any, Any]:
     for name, weight in target.named_parameters():
         if "language_model.layers." in name and weight.ndim == 2:
             weight.data *= 5
-    draft = copy.deepcopy(target)
-    torch.manual_seed(1)
-    weight = draft.get_output_embeddings().weight
-    weight.data += 0.002 * torch.randn_like(weight)
-    return target, draft, processor
+    return target, often_right(target, 0.002, seed=1), processor
 
 
 Said = tuple[tuple[int, ...], ...]
@@ -191,8 +188,7 @@ def run(cell: Cell, rows: tuple[int, ...]) -> tuple[Said, mmaccel.Report]:
     """The ids of a cell's answers to the prompts numbered `rows`, and its report. What warns is no cell that runs."""
     target, draft, processor = models(cell.family)
     recipe = Recipe(**parts_of(cell, draft_of(cell, draft)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MmaccelWarning)
+    with warnings.catch_warnings(action="error", category=MmaccelWarning):
         if cell.use == "session":
             with mmaccel.VideoSession(target, processor, recipe) as session:
                 take = session.watch if recipe.sparse.dense else session.ingest

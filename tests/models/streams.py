@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,18 +71,44 @@ def film(frames: int, seed: int = 3) -> Tensor:
     return render({k: v[:frames] for k, v in World.generate(seed, 25).table().items()}, 42, 70)
 
 
-def open_session(name: str, kv: Any, **choices: Any) -> mmaccel.VideoSession:
-    model, processor = pair(name)
-    return mmaccel.VideoSession(model, processor, None, kv=kv, **choices)
+def asked_of_film(count: int, question: str = QUESTION, seed: int = 3) -> list[dict[str, Any]]:
+    """A prompt: the first frames of a film, and a question on them."""
+    return [{"type": "video", "video": film(count, seed)}, {"type": "text", "text": question}]
 
 
-def every_stream(frames: int = 1 << 20, window: int = 1 << 20) -> dict[str, dict[str, Any]]:
-    """Each registered memory of streams, by name, with budgets and windows of so many frames."""
+def inputs_of(
+    name: str, count: int, question: str = QUESTION, fps: float = FPS, **how: Any
+) -> dict[str, Any]:
+    """That prompt, as a model takes it."""
+    return pair(name)[1].chat(asked_of_film(count, question), fps=fps, **how)
+
+
+def processor_like(stock: Processor, kind: str | None = None, **changes: Any) -> Processor:
+    """The same processor but for some of its settings, or for another type of model."""
+    given = {name: getattr(stock, name).to_dict() for name in ("image", "video")}
+    given |= {"extra": stock.extra, "chat_template": stock.chat_template}
+    return Processor(kind or stock.model_type, stock.tokenizer, **{**given, **changes})
+
+
+def open_session(
+    name: str, kv: Any, count: int = 0, fps: float = FPS, **choices: Any
+) -> mmaccel.VideoSession:
+    """A session, which has watched so many of the first frames of a film."""
+    session = mmaccel.VideoSession(*pair(name), None, kv=kv, **choices)
+    if count:
+        session.watch(film(count), fps=fps)
+    return session
+
+
+def every_stream(frames: int = 1 << 20, window: int = 1 << 20, **more: Any) -> dict[str, dict[str, Any]]:
+    """Each registered memory of streams, by name, with budgets and windows of so many frames, and `more` where it has such
+    fields."""
     made = {}
     for name, cls in registry("kv").items():
         if issubclass(cls, mmaccel.core.memory.kv.StreamPolicy):
             fields: dict[str, Any] = {"name": name}
-            for field, value in {"frames": frames, "window": window, "local": min(frames, window)}.items():
+            sizes = {"frames": frames, "window": window, "local": min(frames, window)}
+            for field, value in {**sizes, **more}.items():
                 if field in cls.__dataclass_fields__:
                     fields[field] = value
             if "similar" in cls.__dataclass_fields__:
@@ -100,23 +129,29 @@ def every_stream(frames: int = 1 << 20, window: int = 1 << 20) -> dict[str, dict
 def plain(name: str, count: int, fps: float = FPS, seed: int = 3) -> Tensor:
     """[V] the plain model's logits for the first token of the answer, to the same prompt with `count` frames."""
     model, processor = pair(name)
-    content = [{"type": "video", "video": film(count, seed)}, {"type": "text", "text": QUESTION}]
-    return model(**processor.chat(content, fps=fps)).logits[0, -1]
+    return model(**processor.chat(asked_of_film(count, seed=seed), fps=fps)).logits[0, -1]
 
 
 @functools.cache
 def said(name: str, count: int, tokens: int = 6) -> str:
     """The plain model's greedy answer."""
     model, processor = pair(name)
-    content = [{"type": "video", "video": film(count)}, {"type": "text", "text": QUESTION}]
-    inputs = processor.chat(content, fps=FPS)
+    inputs = inputs_of(name, count)
     out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
     return processor.decode(out[0, inputs["input_ids"].shape[1] :]).strip()
 
 
-def logits(session: mmaccel.VideoSession, question: str = QUESTION) -> Tensor:
+def logits(session: mmaccel.VideoSession, question: Any = QUESTION, **how: Any) -> Tensor:
     """[V] a session's logits for the first token of its answer."""
-    live = session._live
-    assert live is not None
-    with asked_of(live, question, 4) as asked:
+    with asked_of(session._live, question, 4, **how) as asked:
         return asked.logits[0].clone()
+
+
+@contextmanager
+def resumed(session: mmaccel.VideoSession, folder: Path) -> Iterator[mmaccel.VideoSession]:
+    """Another session with the same stream, saved and read anew: it says the same."""
+    session.save(folder)
+    model, processor = session._stream_adapter.view.model, session._processor
+    with mmaccel.VideoSession.resume(model, processor, folder) as other:
+        assert torch.equal(logits(other), logits(session))
+        yield other

@@ -1,11 +1,12 @@
 """Several prompts under a draft: each sequence is what it is alone, whatever the others are, however far they have come."""
 
-import copy
 import itertools
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
+from transformers import DynamicCache
 
 import mmaccel
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError
@@ -14,7 +15,7 @@ from mmaccel.models.drafting import split_batch
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import g_test
-from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
+from tests.models.tiny_random import BUILD, PROMPTS, batch, often_right, prompt
 from tests.products import product
 from tests.spies import heard
 
@@ -27,15 +28,11 @@ ALWAYS = {"in_batches": "always"}
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request):
-    """A target, a draft that is often right, three prompts of unequal length, and tokens that end each at another time."""
+    """A target, a draft that is often right, three prompts of unequal length, and how each ends at another time."""
     name = request.param
     model = BUILD[name](layers=3)
-    model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    other = copy.deepcopy(model)
-    torch.manual_seed(0)
-    head = other.get_output_embeddings().weight
-    head.data += 0.01 * torch.randn_like(head)
+    other = often_right(model, 0.01)
     prompts = [prompt(name, PROMPTS[kind], seed=n) for n, kind in enumerate(KINDS)]
     free = [new(model.generate(**one, max_new_tokens=TOKENS, do_sample=False), one) for one in prompts]
     # Each answer ends at another time, none at once, the last one at the limit or before.
@@ -44,7 +41,13 @@ def family(request):
         for pair in itertools.combinations(sorted({*free[0], *free[1], *free[2]}), 2)
         if len(counts := {length(said, pair) for said in free}) == 3 and min(counts) >= 6
     )
-    return name, model, other, prompts, list(ends)
+    return (
+        name,
+        model,
+        other,
+        prompts,
+        {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": [*ends]},
+    )
 
 
 def length(said: list[int], ends: tuple[int, ...]) -> int:
@@ -79,8 +82,7 @@ STRATEGIES = list(strategies(object.__new__(torch.nn.Module)))
 @pytest.mark.parametrize(("strategy", "family"), product(STRATEGIES, sorted(BUILD)), indirect=["family"])
 def test_each_sequence_is_what_it_is_alone(family, strategy):
     """Tokens, and the rounds in which they came: nothing of one sequence gets into another."""
-    name, model, other, prompts, ends = family
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    name, model, other, prompts, options = family
     plain = [model.generate(**one, **options) for one in prompts]
     draft = strategies(other)[strategy]
     with mmaccel.accelerate(model, draft=draft) as fast:
@@ -114,8 +116,7 @@ def test_each_sequence_is_what_it_is_alone(family, strategy):
 
 def test_a_measured_window_of_each_sequence(family):
     """Windows follow each sequence's own measure of time; the tokens do not depend on them."""
-    name, model, other, prompts, ends = family
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    name, model, other, prompts, options = family
     plain = model.generate(**batch(name, prompts), **options)
     with mmaccel.accelerate(model, draft=Parallel(**ALWAYS, model=other, process=False)) as fast:
         assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
@@ -140,8 +141,7 @@ def test_a_measured_window_of_each_sequence(family):
 )
 def test_each_sequence_is_what_it_is_alone_under_other_recipes(family, recipe, drafts):
     """A memory that counts columns takes a padded batch too, and a pruner any: no sequence has padding in its own turn."""
-    name, model, other, prompts, ends = family
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    name, model, other, prompts, options = family
     with mmaccel.accelerate(model, **recipe):
         plain = [new(model.generate(**one, **options), one) for one in prompts]
     draft = Sequential(**ALWAYS, model=other, window=3) if drafts else "off"
@@ -158,8 +158,7 @@ def test_each_sequence_is_what_it_is_alone_under_other_recipes(family, recipe, d
 
 def test_each_sequence_is_what_it_is_alone_in_static_steps(family, monkeypatch):
     """As on a GPU: each sequence has buffers of its own, and so has its draft."""
-    name, model, other, prompts, ends = family
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    name, model, other, prompts, options = family
     plain = model.generate(**batch(name, prompts), **options)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     steps = heard(monkeypatch, decode.SequenceSteps, "lay", lambda one, *_: one)
@@ -191,8 +190,7 @@ def test_lengths_and_outputs_of_a_batch(family, how):
 
 
 def test_a_draft_that_fails_on_one_sequence_goes_on_for_the_others(family, monkeypatch):
-    name, model, other, prompts, ends = family
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    name, model, other, prompts, options = family
     plain = model.generate(**batch(name, prompts), **options)
     states, drafting = [], Drafter.drafting
 
@@ -233,12 +231,8 @@ def test_what_is_drawn_does_not_depend_on_the_neighbours(family, strategy):
 def test_what_is_drawn_has_the_target_s_distribution():
     """Joint of the first two tokens over a batch of the same prompt many times, against the model's own probabilities."""
     model = BUILD["llava"](layers=2)
-    model.generation_config.eos_token_id = None
     model.get_output_embeddings().weight.data *= 3
-    other = copy.deepcopy(model)
-    torch.manual_seed(0)
-    head = other.get_output_embeddings().weight
-    head.data += 0.03 * torch.randn_like(head)
+    other = often_right(model, 0.03)
     one = prompt("llava", [("text", 6)])
     ids, top = one["input_ids"], 3
 
@@ -269,18 +263,11 @@ def test_what_a_batch_cannot_have_is_told(family):
     together = batch(name, prompts)
     options = {"max_new_tokens": 4, "do_sample": False}
 
-    class Listener:
-        def put(self, value):
-            raise AssertionError("nothing may be shown")
-
-        def end(self):
-            pass
-
-    from transformers import DynamicCache
-
+    streamer = Mock()
     with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)):
         with pytest.raises(DraftError, match="streamer"):
-            model.generate(**together, **options, streamer=Listener())
+            model.generate(**together, **options, streamer=streamer)
+        streamer.put.assert_not_called()
         with pytest.raises(DraftError, match="past_key_values"):
             model.generate(**together, **options, past_key_values=DynamicCache())
         with pytest.raises(DraftError, match="num_beams"):

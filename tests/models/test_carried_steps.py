@@ -16,18 +16,18 @@ from mmaccel.core.decoding import replay
 from mmaccel.core.errors import ModelError
 from mmaccel.models import decode, recurrent, step
 from mmaccel.models.attention import cache_of
-from mmaccel.models.recurrent import Recurrent, Seats
+from mmaccel.models.recurrent import Recurrent, StateSlots
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.together import StepsTogether
 from mmaccel.policies.draft import Sequential
 from mmaccel_lab import world
 from mmaccel_lab.train import pixels
-from tests.core.test_replay import Repeated
 from tests.models.streams import logits
 from tests.models.test_hybrid import PIECES, Echo
 from tests.models.test_stream_families import CLOSE, FPS, QUESTION, TIGHT, film, session
 from tests.models.test_stream_families import pair as stream_pair
 from tests.models.tiny_random import prompt, sampler
+from tests.spies import heard
 
 KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe"]
 pytestmark = pytest.mark.numeric(by="torch")
@@ -47,18 +47,10 @@ def model_of(kind: str, seed: int = 0) -> Any:
 
 
 @pytest.fixture(params=[False, True], ids=["written", "replayed"])
-def replays(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU, where no step is captured; or as on a device, where what the host gave the first time is what is read."""
+def replays(request: Any) -> None:
+    """As on a CPU, where no step is captured; or as on a device."""
     if request.param:
-        made = replay.Replays.__init__
-
-        def works(one: Any, device: torch.device) -> None:
-            made(one, device)
-            one.works = True
-
-        monkeypatch.setattr(replay, "_Replay", Repeated)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        monkeypatch.setattr(replay.Replays, "__init__", works)
+        request.getfixturevalue("repeated")
 
 
 def pair(kind: str, rows: tuple[int, ...] = (1, 4, 8)) -> tuple[HFRunner, HFRunner]:
@@ -78,10 +70,8 @@ def test_steps_are_the_model_s_own(kind: str, replays: None, monkeypatch: pytest
     monkeypatch.setattr(recurrent, "REACH", 12)
     monkeypatch.setattr(recurrent, "LAG", 3)
     plain, steps = pair(kind)
-    draw, seen, part = torch.Generator().manual_seed(1), [], decode.Part.__call__
-    monkeypatch.setattr(
-        decode.Part, "__call__", lambda one, ids, *rest: seen.append(ids) or part(one, ids, *rest)
-    )
+    draw = torch.Generator().manual_seed(1)
+    seen = heard(monkeypatch, decode.DeviceStep, "__call__", lambda *_: 1)
     for back, counts in (
         *((0, (1, 1, 3, 1, 4)), (2, (2, 1)), (1, (1, 1, 1, 1, 1, 1, 1)), (5, (1, 7, 1)), (9, (5, 1))),
         *((12, (2, 8, 8, 6)), (3, (1, 1)), (0, (11, 1, 2)), (1, (9, 3)), (2, (1,))),
@@ -149,7 +139,7 @@ def test_the_trained_hybrid_says_what_it_said(draft: str, monkeypatch: pytest.Mo
 @torch.no_grad()
 def test_a_seat_is_given_to_the_next_sequence() -> None:
     modules = [*adapter_for(model_of("qwen3_5")).states(model_of("qwen3_5")).values()]  # type: ignore[attr-defined]
-    seats = Seats(modules)
+    seats = StateSlots(modules)
     one, other = ([Recurrent(module) for module in modules] for _ in range(2))
     assert [seats.of(some, 2) for some in (one, other, one)] == [(0, 0, 0, 0), (0, 0, 0, 1), (2, 0, 2, 0)]
     assert len(seats.owners) == 2
@@ -167,13 +157,8 @@ def test_a_seat_is_given_to_the_next_sequence() -> None:
 def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""
     model, _ = stream_pair(kind)
-    before, run, seen = {}, step.StreamSteps.run, []
-
-    def noted(steps: Any, given: Any, embeds: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(len(embeds))
-        return run(steps, given, embeds, *rest)
-
-    monkeypatch.setattr(step.StreamSteps, "run", noted)
+    before = {}
+    seen = heard(monkeypatch, step.StreamSteps, "run", lambda steps, given, embeds, *_: len(embeds))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name and weight.ndim == 1:
@@ -236,7 +221,7 @@ def test_a_step_that_fails_leaves_running_states_as_they_were(
 
     for _ in range(3):
         assert torch.allclose(go(), plain.step(ids), atol=2e-5)
-    owner, name = (StepsTogether, "_run") if shared else (decode.Part, "run")
+    owner, name = (StepsTogether, "_run") if shared else (decode.DeviceStep, "run")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, Mock(side_effect=torch.OutOfMemoryError("once")))
         with pytest.raises(torch.OutOfMemoryError):
@@ -297,8 +282,8 @@ def test_captured_they_give_the_plain_tokens(kind: str, draft: str, monkeypatch:
     model, peer = model_of(kind).cuda(), model_of(kind, seed=1).cuda()
     inputs = {name: x.cuda() for name, x in prompt(kind, PIECES).items()}
     told = {"max_new_tokens": 40, "do_sample": False}
-    want, graphs, capture = model.generate(**inputs, **told), [], replay.captured
-    monkeypatch.setattr(replay, "captured", lambda *given: graphs.append(capture(*given)) or graphs[-1])
+    want = model.generate(**inputs, **told)
+    graphs = heard(monkeypatch, replay, "captured", lambda *_: 1)
     drafts = {"echo": Echo(), "model": Sequential(model=peer, window=3)}
     with mmaccel.accelerate(model, **({} if draft == "off" else {"draft": drafts[draft]})) as fast:
         assert torch.equal(fast.generate(**inputs, **told), want)

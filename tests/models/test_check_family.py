@@ -1,4 +1,5 @@
-"""Every family keeps its promises on tiny models of transformers' own classes; one that breaks them is found."""
+"""Every family keeps its promises on tiny models of transformers' own classes, and one that breaks them is found; so does
+Qwen2-VL in a session, whose places are evenly spaced."""
 
 from __future__ import annotations
 
@@ -15,26 +16,31 @@ from packaging.version import Version
 import mmaccel
 from mmaccel.contract import family
 from mmaccel.core.adapter import ConfigOnlyModel
-from mmaccel.core.attach import family_of
+from mmaccel.core.attach import adapter_for, family_of
 from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, generic, step, tiny
 from mmaccel.models.generic import Generic, Other
-from mmaccel.models.prompt_layout import in_seconds
+from mmaccel.models.processor import Processor
+from mmaccel.models.prompt_layout import format_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
+from mmaccel.models.runner import HFRunner
 from mmaccel.policies.sparse import a_shape, grid
 from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.k_boundary import KBoundary
 from mmaccel.policies.sparse.q_boundary import QBoundary
 from mmaccel.policies.sparse.tri_shape import TriShape
 from mmaccel.policies.sparse.vertical_slash import VerticalSlash
-from tests.models.tiny_random import sampler
+from tests.models.streams import FPS, asked_of_film, film, logits, pair, processor_like
+from tests.models.tiny_random import EVERY, PROMPTS, prompt, sampler
+
+pytestmark = pytest.mark.numeric(by="torch")
+
 
 KINDS = sorted(kind for family in registry("model").values() for kind in family.model_types if kind != "*")
-pytestmark = pytest.mark.numeric(by="torch")
 
 
 def try_only(monkeypatch: pytest.MonkeyPatch, checks: str, *patterns: str) -> None:
@@ -186,14 +192,14 @@ def test_windows_that_a_family_does_not_compute_are_refused(kind: str, text: str
     with pytest.raises(ModelError, match="sliding_window: layers of this model see its last 8 tokens alone"):
         mmaccel.accelerate(model)
     layers = model.get_decoder().layers
-    assert not step.known(layers, "silu", family_of(kind))
+    assert not step.can_fuse(layers, "silu", family_of(kind))
     for one in {
         id(x): x for x in (config.text_config, *(layer.self_attn.config for layer in layers))
     }.values():
         one.sliding_window, one.layer_types = None, None
     for layer in layers:
         layer.self_attn.sliding_window = None
-    assert step.known(layers, "silu", family_of(kind))
+    assert step.can_fuse(layers, "silu", family_of(kind))
 
 
 def like_smolvlm(config: Any) -> Any:
@@ -217,5 +223,54 @@ def test_a_time_has_five_characters() -> None:
         1234.5: "1234.",
         86400.0: "86400",
     }
-    assert {time: in_seconds(time) for time in times} == times
-    assert all(len(in_seconds(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))
+    assert {time: format_seconds(time) for time in times} == times
+    assert all(len(format_seconds(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))
+
+
+@pytest.fixture(scope="module")
+def model_and_processor() -> tuple[Any, Processor]:
+    like, stock = pair("random-qwen")
+    text, vision = like.config.text_config.to_dict(), like.config.vision_config
+    given = {
+        "text_config": {**text, "model_type": "qwen2_vl_text"},
+        "vision_config": {
+            "depth": 1,
+            "embed_dim": 32,
+            "num_heads": 2,
+            "hidden_size": text["hidden_size"],
+            "patch_size": vision.patch_size,
+            "spatial_merge_size": vision.spatial_merge_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+        },
+    }
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = transformers.Qwen2VLConfig(**given, **{name: getattr(like.config, name) for name in ids})
+    torch.manual_seed(5)
+    model = transformers.Qwen2VLForConditionalGeneration(config).float().eval()
+    model.generation_config = copy.deepcopy(like.generation_config)
+    return model, processor_like(stock, "qwen2_vl", config=config.to_dict())
+
+
+@pytest.mark.parametrize("kv", ["full", "offload", "mosaic"])
+def test_a_session_says_what_the_plain_model_says(
+    model_and_processor: tuple[Any, Processor], kv: str
+) -> None:
+    model, processor = model_and_processor
+    inputs = processor.chat(asked_of_film(12), fps=FPS)
+    with torch.no_grad():
+        plain = model(**inputs).logits[0, -1]
+    with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
+        session.ingest(film(12), fps=FPS) if kv in ("full", "offload") else session.watch(film(12), fps=FPS)
+        assert (logits(session) - plain).abs().max() <= 1e-4
+
+
+def test_its_steps_are_those_that_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = EVERY["qwen2_vl"]()
+    inputs = prompt("qwen2_vl", PROMPTS["interleaved"])
+    plain = made.generate(**inputs, max_new_tokens=10, do_sample=False)
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    with mmaccel.accelerate(made, draft="prompt_lookup") as fast:
+        runner = HFRunner.open(made, adapter_for(made))
+        assert runner.steps is not None
+        assert torch.equal(made.generate(**inputs, max_new_tokens=10, do_sample=False), plain)
+        assert fast.report().new_tokens == 10

@@ -12,28 +12,24 @@ from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding import replay
 from mmaccel.core.decoding.draft import Proposal
-from mmaccel.core.decoding.generate import speculate
 from mmaccel.core.errors import ModelError
 from mmaccel.models import decode, step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential, Tree
 from mmaccel.policies.kv import Window
-from tests.core.toy import Meter
-from tests.core.toy import prompt as told
-from tests.models.tiny_random import BUILD as COMMON
+from tests.models.test_arguments import Record
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 from tests.products import product
 from tests.spies import heard
 
-BUILD = {**COMMON, **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl")}}
+BUILD = {name: partial(tiny, name) for name in ("qwen", "llava", "glm4v", "internvl", "qwen3_vl")}
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request):
     model = BUILD[request.param](layers=3)
-    model.generation_config.eos_token_id = None
     return request.param, model
 
 
@@ -43,7 +39,7 @@ def runner(model, rows=(1,)):
 
 def counted(monkeypatch):
     """The shapes of the steps that went through `Part`."""
-    return heard(monkeypatch, decode.Part, "__call__", lambda part, ids, *_: tuple(ids.shape))
+    return heard(monkeypatch, decode.DeviceStep, "__call__", lambda part, ids, *_: tuple(ids.shape))
 
 
 @pytest.mark.parametrize(
@@ -161,23 +157,6 @@ def test_room_grows(family, monkeypatch):
     assert len(set(laid)) > 1 and laid == sorted(laid)
 
 
-@pytest.mark.parametrize(("family", "drafted"), product(sorted(BUILD), [False, True]), indirect=["family"])
-def test_the_loop_over_it_gives_the_plain_tokens(family, drafted):
-    name, model = family
-    inputs = prompt(name, PROMPTS["video"])
-    want = model.generate(**inputs, max_new_tokens=20, do_sample=False)
-    view = mmaccel.accelerate(model)
-    draft = (Sequential(model=BUILD[name](seed=1), window=3) if drafted else Off()).open(view.view)
-    view.detach()
-    target, length = runner(model, rows=(1, 4)), want.shape[1]
-    said = told(inputs["input_ids"][0].tolist(), inputs={k: v for k, v in inputs.items() if k != "input_ids"})
-    draft.begin(said)
-    ids = speculate(
-        target, draft, said, target.prefill(inputs), stop=lambda ids: ids.shape[1] >= length, meter=Meter()
-    )
-    assert torch.equal(ids, want)
-
-
 @pytest.mark.parametrize(
     ("family", "strategy"), product(sorted(BUILD), ["off", "sequential", "tree"]), indirect=["family"]
 )
@@ -216,30 +195,20 @@ def test_without_a_draft_all_is_as_it_was(family, monkeypatch):
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
 
-    class Streamer:
-        def __init__(self):
-            self.heard, self.ended = [], False
-
-        def put(self, value):
-            self.heard += value.reshape(-1).tolist()
-
-        def end(self):
-            self.ended = True
-
     def sampled(one, streamer):
         torch.manual_seed(5)
         choice = {"do_sample": True, "temperature": 1.3, "top_k": 30, "repetition_penalty": 1.2}
         return one.generate(**inputs, max_new_tokens=12, streamer=streamer, **choice)
 
-    want = sampled(model, first := Streamer())
+    want = sampled(model, first := Record())
     # Beams of a video are cut from its pixels by transformers, which fails for GLM.
     more = inputs if adapter_for(model).mixes else prompt(name, PROMPTS["text"])
     beams = model.generate(**more, max_new_tokens=5, num_beams=2, do_sample=False)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     seen = counted(monkeypatch)
     with mmaccel.accelerate(model) as fast:
-        assert torch.equal(sampled(fast, second := Streamer()), want)
-        assert first.heard == second.heard and second.ended
+        assert torch.equal(sampled(fast, second := Record()), want)
+        assert first.shown == second.shown and second.shown[-1] == -1
         assert len(seen) == 11 and fast.report().new_tokens == 12
         assert torch.equal(fast.generate(**more, max_new_tokens=5, num_beams=2, do_sample=False), beams)
         told = fast.generate(**inputs, max_new_tokens=5, output_scores=True, return_dict_in_generate=True)
@@ -247,21 +216,19 @@ def test_without_a_draft_all_is_as_it_was(family, monkeypatch):
 
 
 @torch.no_grad()
-def test_one_graph_serves_all_lengths(monkeypatch):
+def test_one_graph_serves_all_lengths(monkeypatch, dynamo):
     """Inductor compiles a step of all layers without a break, and no length compiles it anew."""
-    torch._dynamo.reset()
     model, inputs = BUILD["qwen"](layers=2), prompt("qwen", PROMPTS["video"])
     static, plain = runner(model, rows=(4,)), adapter_for(model).runner(model)
     static.prefill(inputs)
     plain.prefill(inputs)
     counter = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(decode.Part.__call__, fullgraph=True, dynamic=False, backend=counter)
-    monkeypatch.setattr(decode.Part, "__call__", compiled)
+    compiled = torch.compile(decode.DeviceStep.__call__, fullgraph=True, dynamic=False, backend=counter)
+    monkeypatch.setattr(decode.DeviceStep, "__call__", compiled)
     for ids in ([[7]], [[9, 3]], [[1, 2, 3]], [[8, 2, 1, 6]]):
         ids = torch.tensor(ids)
         assert torch.allclose(static.step(ids), plain.step(ids), atol=1e-4)
     assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 class Adapted(torch.nn.Module):
@@ -342,13 +309,7 @@ def test_what_does_not_fit_is_told(family):
 def test_captured_steps_give_the_plain_tokens(family, strategy, monkeypatch):
     """fp32: the same tokens, and steps were captured on the way."""
     name, model = family
-    graphs, capture = [], replay.captured
-
-    def noted(*given):
-        graphs.append(capture(*given))
-        return graphs[-1]
-
-    monkeypatch.setattr(replay, "captured", noted)
+    graphs = heard(monkeypatch, replay, "captured", lambda *_: 1)
     model = model.cuda()
     inputs = {k: v.cuda() for k, v in prompt(name, PROMPTS["video"]).items()}
     want = model.generate(**inputs, max_new_tokens=40, do_sample=False)

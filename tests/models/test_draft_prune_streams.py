@@ -13,17 +13,17 @@ import torch
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.decoding.watching import Heard
+from mmaccel.core.decoding.watching import QuestionAttention
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.prefill.prune import Signals, Stage
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
-from mmaccel.core.streams.listening import Listening
-from mmaccel.models.signals import Listener
+from mmaccel.core.streams.listening import AttentionRecording
+from mmaccel.models.signals import SignalProbe
 from mmaccel.policies.draft import Parallel, Sequential, Tree
 from mmaccel.policies.kv.no_cache import _Frames
-from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.products import product
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -35,8 +35,7 @@ PRUNERS = ("attention", "uniform", "random", "uv")
 
 
 def asked(kv: Any, draft: Any, frames: int = 18, name: str = "random-qwen", **choices: Any) -> Any:
-    with open_session(name, kv, draft=draft, **choices) as session:
-        session.watch(film(frames), fps=FPS)
+    with open_session(name, kv, frames, draft=draft, **choices) as session:
         answer = session.ask(QUESTION, TOKENS)
         stream = session._live.beside.stream
         assert answer.counters.get("failed") is None and not session._live.beside.failed
@@ -71,13 +70,12 @@ def test_a_pruner_that_keeps_everything_changes_nothing_of_the_draft(kv: str) ->
     assert found[0].counters["accepted"] == found[1].counters["accepted"] > 0
 
 
-def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> Heard:
+def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> QuestionAttention:
     """What a draft's pruner is told of the question to a session."""
     draft = Sequential(model=pair("random-ov")[0], prune=prune)
-    with open_session("random-ov", kv, draft=draft, **choices) as session:
-        session.watch(film(18), fps=FPS)
+    with open_session("random-ov", kv, 18, draft=draft, **choices) as session:
         around = session._live.around
-        assert isinstance(around, Listening)
+        assert isinstance(around, AttentionRecording)
         with asked_of(session._live, QUESTION, 4):
             heard = around.heard()
         assert heard is not None and around.heard() is None
@@ -86,10 +84,7 @@ def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> Heard:
 
 def test_what_is_heard_is_what_the_plain_model_attends_to() -> None:
     """With everything in view: attention of the question's rows to the video, from the eager model's own probabilities."""
-    model, processor = pair("random-ov")
-    heard = heard_of(ALL["mosaic"])
-    content = [{"type": "video", "video": film(18)}, {"type": "text", "text": QUESTION}]
-    inputs = processor.chat(content, fps=FPS)
+    model, heard, inputs = pair("random-ov")[0], heard_of(ALL["mosaic"]), inputs_of("random-ov", 18)
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
@@ -112,8 +107,7 @@ def test_scores_by_states_are_those_of_the_plain_model(kv: str) -> None:
     """With everything in view: what the pruner makes of the states of a plain prompt, up to a number."""
     model, processor = pair("random-ov")
     heard = heard_of(ALL[kv], UV)
-    content = [{"type": "video", "video": film(18)}, {"type": "text", "text": QUESTION}]
-    inputs, states = processor.chat(content, fps=FPS), []
+    inputs, states = inputs_of("random-ov", 18), []
     layers = model.model.language_model.layers
     hooks = [layers[0].register_forward_pre_hook(lambda module, args: states.append(args[0][0]))]
     hooks += [layers[1].register_forward_hook(lambda module, args, out: states.append(out[0]))]
@@ -137,21 +131,16 @@ def test_states_go_back_with_a_clip_and_are_saved(kv: str, tmp_path: Path) -> No
     draft = Sequential(model=pair("random-ov")[0], prune=UV)  # type: ignore[arg-type]
 
     def scores(session: mmaccel.VideoSession) -> torch.Tensor:
-        assert session._live is not None and isinstance(session._live.around, Listening)
         with asked_of(session._live, QUESTION, 4):
-            heard = session._live.around.heard()
-        assert heard is not None
-        return heard.paid
+            return session._live.around.heard().paid
 
-    with open_session("random-ov", TIGHT[kv], draft=draft) as session:
-        session.watch(film(10), fps=FPS)
+    with open_session("random-ov", TIGHT[kv], 10, draft=draft) as session:
         with pytest.raises(ModelError):
             session.watch(film(10), times=[float(n) for n in range(20, 31)])
         session.watch(film(18)[10:], fps=FPS)
         found = scores(session)
         session.save(tmp_path / "saved")
-    with open_session("random-ov", TIGHT[kv], draft=draft) as session:
-        session.watch(film(10), fps=FPS)
+    with open_session("random-ov", TIGHT[kv], 10, draft=draft) as session:
         session.watch(film(18)[10:], fps=FPS)
         assert torch.equal(scores(session), found)
         session.load(tmp_path / "saved")
@@ -160,8 +149,7 @@ def test_states_go_back_with_a_clip_and_are_saved(kv: str, tmp_path: Path) -> No
 
 def test_frames_that_were_not_heard_are_told_of(tmp_path: Path) -> None:
     model = pair("random-ov")[0]
-    with open_session("random-ov", ALL["mosaic"], draft=Sequential(model=model)) as session:
-        session.watch(film(10), fps=FPS)
+    with open_session("random-ov", ALL["mosaic"], 10, draft=Sequential(model=model)) as session:
         session.save(tmp_path / "saved")
     with open_session("random-ov", ALL["mosaic"], draft=Sequential(model=model, prune=UV)) as session:  # type: ignore[arg-type]
         session.load(tmp_path / "saved")
@@ -178,25 +166,22 @@ def test_what_is_heard_is_of_units_that_were_seen(kv: str) -> None:
 
 
 def test_what_is_heard_goes_to_the_same_tokens_of_other_units() -> None:
-    heard = Heard(Stage(0), 4, torch.tensor([4, 7, 12]), torch.tensor([[1.0, 2.0, 3.0]]))
+    heard = QuestionAttention(Stage(0), 4, torch.tensor([4, 7, 12]), torch.tensor([[1.0, 2.0, 3.0]]))
     assert heard.to(torch.tensor([1, 1, 3, 0]), torch.tensor([0, 3, 0, 0]), 4).tolist() == [[1, 2, 3, 0]]
     # Units of half as many tokens: each stands where two stood.
     assert heard.to(torch.tensor([1, 1, 3]), torch.tensor([0, 1, 0]), 2).tolist() == [[1, 0, 3]]
-    none = Heard(Stage(0), 4, torch.zeros(0, dtype=torch.long), torch.zeros(1, 0))
+    none = QuestionAttention(Stage(0), 4, torch.zeros(0, dtype=torch.long), torch.zeros(1, 0))
     assert none.to(torch.tensor([1]), torch.tensor([0]), 4).tolist() == [[0]]
 
 
 @pytest.mark.parametrize(("kv", "prune"), product(["mosaic", "streammem", "no_cache", "offload"], PRUNERS))
 def test_a_call_prunes_what_its_draft_reads(kv: str, prune: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, processor = pair("random-qwen")
-    inputs = processor.chat(
-        [{"type": "video", "video": film(18)}, {"type": "text", "text": QUESTION}], fps=FPS
-    )
-    found, told = [], Listener._tell_when_ready
-    monkeypatch.setattr(Listener, "_tell_when_ready", lambda self: (told(self), kept.append(self))[0])
+    model, inputs = pair("random-qwen")[0], inputs_of("random-qwen", 18)
+    found, told = [], SignalProbe._tell_when_ready
+    monkeypatch.setattr(SignalProbe, "_tell_when_ready", lambda self: (told(self), kept.append(self))[0])
     other = copy.deepcopy(model)
     for draft in ("off", Sequential(model=other, window=3, prune={"name": prune, "retention": 0.25})):  # type: ignore[arg-type]
-        kept: list[Listener] = []
+        kept: list[SignalProbe] = []
         with mmaccel.accelerate(model, kv=TIGHT[kv], draft=draft) as fast:
             found.append(model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False))
             report = fast.report()
@@ -234,8 +219,7 @@ def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
 
     monkeypatch.setattr(_Frames, "pick", seen)
     pace, want = (1 if name == "random-ov" else 2), asked(TIGHT[kv], "off", name=name)[0]
-    with open_session(name, TIGHT[kv], draft=cheap(name, frames=4)) as session:
-        session.watch(film(18), fps=FPS)
+    with open_session(name, TIGHT[kv], 18, draft=cheap(name, frames=4)) as session:
         answer = session.ask(QUESTION, TOKENS)
         session.save(tmp_path / "saved")
         counters = session._live.beside.stream._live.counters()

@@ -1,6 +1,7 @@
-"""`generate` with a sequential draft: the model's own tokens, and a same-weights draft is accepted whole, video and all."""
+"""Every draft on both families: the plain model's tokens, whatever the draft sees; and what it sees is what it should."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,33 +10,26 @@ import transformers
 import mmaccel
 from mmaccel.core.errors import DraftError
 from mmaccel.core.report import Report
-from mmaccel.policies.draft.sequential import Sequential
+from mmaccel.policies.draft import Parallel, Sequential, SparseToDense, Tree
+from mmaccel.policies.draft.sequential import Drafter
+from mmaccel.policies.draft.sparse_to_dense import _Sparse
+from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import product
 
 pytestmark = pytest.mark.in_turn("family", 1)
+LAYERS = 3
+
 
 # A video of more frames than a frame has rows or columns: rotary positions of text then lie below the video's last.
 PIECES = {**PROMPTS, "many frames": [("text", 4), ("video", 30), ("text", 5)]}
-
-
-@pytest.fixture(scope="module", params=sorted(BUILD))
-def family(request):
-    model = BUILD[request.param]()
-    model.generation_config.eos_token_id = None
-    return request.param, model
-
-
-def drafted(model, inputs, draft, **options) -> tuple[torch.Tensor, Report]:
-    with mmaccel.accelerate(model, draft=draft) as fast:
-        return model.generate(**inputs, max_new_tokens=24, **options), fast.report()
 
 
 @pytest.mark.parametrize(("kind", "family"), product(PIECES, sorted(BUILD)), indirect=["family"])
 def test_a_same_weights_draft_is_accepted_whole(family, kind):
     name, model = family
     inputs = prompt(name, PIECES[kind])
-    ids, report = drafted(model, inputs, Sequential(model=copy.deepcopy(model), window=4), do_sample=False)
+    ids, report = drafted(model, inputs, Sequential(model=copy.deepcopy(model), window=4))
     assert report.draft["accepted"] == report.draft["proposed"] > 0
     assert report.draft["target_steps"] <= 24 // 5 + 1
     assert report.new_tokens == 24 == ids.shape[1] - inputs["input_ids"].shape[1]
@@ -72,8 +66,8 @@ def test_stop_strings_are_the_plain_ones(family):
     plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     start = inputs["input_ids"].shape[1]
     word = Letters().decode(plain[0, start + 4 : start + 6])
-    options = {"do_sample": False, "stop_strings": [word], "tokenizer": Letters()}
-    want = model.generate(**inputs, max_new_tokens=24, **options)
+    options = {"stop_strings": [word], "tokenizer": Letters()}
+    want = model.generate(**inputs, max_new_tokens=24, do_sample=False, **options)
     ids, _ = drafted(model, inputs, Sequential(model=copy.deepcopy(model), window=5), **options)
     assert torch.equal(ids, want) and ids.shape[1] < plain.shape[1]
     with pytest.raises(ValueError, match="tokenizer"):
@@ -93,7 +87,7 @@ def test_a_draft_of_another_family_is_refused_when_attached(family, tmp_path):
 def test_the_report_is_of_the_target_s_memory_when_it_drafts_for_itself(family):
     name, model = family
     inputs = prompt(name, PIECES["video"])
-    _, report = drafted(model, inputs, Sequential(model=model, window=4), do_sample=False)
+    _, report = drafted(model, inputs, Sequential(model=model, window=4))
     assert report.draft["accepted"] == report.draft["proposed"] > 0
     assert report.kv["seen"] == inputs["input_ids"].shape[1] + 24 - 1
     assert report.prompt_tokens == inputs["input_ids"].shape[1]
@@ -150,3 +144,150 @@ def test_a_processor_that_counts_its_calls_is_refused(family, given):
     if given == "watermarking_config":
         with mmaccel.accelerate(model):
             assert model.generate(**inputs, **options).shape[1] == inputs["input_ids"].shape[1] + 4
+
+
+def strategies(model) -> dict:
+    return {
+        "parallel": Parallel(model=model, window=3, process=False),
+        "tree": Tree(model=model),
+        "sequential": Sequential(model=model, window=3),
+    }
+
+
+def drafted(model, inputs, draft, **options) -> tuple[torch.Tensor, Report]:
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        return model.generate(**inputs, max_new_tokens=24, do_sample=False, **options), fast.report()
+
+
+@pytest.mark.parametrize("strategy", ["parallel", "tree"])
+def test_sampling_runs_under_every_warper(family, strategy):
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.2}
+    with mmaccel.accelerate(model, draft=strategies(copy.deepcopy(model))[strategy]) as fast:
+        torch.manual_seed(0)
+        one = model.generate(**inputs, max_new_tokens=20, **options)
+        report = fast.report()
+        torch.manual_seed(0)
+        assert torch.equal(one, model.generate(**inputs, max_new_tokens=20, **options))
+    assert report.new_tokens == 20 and report.draft["accepted"] > 0 and report.draft["failed"] is None
+
+
+@pytest.mark.parametrize("strategy", ["parallel", "tree"])
+def test_a_same_weights_draft_is_always_right(family, strategy):
+    name, model = family
+    inputs = prompt(name, PIECES["many frames"])
+    _, report = drafted(model, inputs, strategies(copy.deepcopy(model))[strategy])
+    if strategy == "parallel":
+        assert report.draft["accepted"] == report.draft["proposed"] > 0
+        assert (
+            report.draft["counters"]["streak_max"] >= 15 and report.draft["counters"]["ready_at_start"] == 3
+        )
+    else:
+        # Each tree holds the target's path down to its deepest level.
+        assert all(length == 5 for length in report.draft["lengths"][:-1])
+
+
+@pytest.mark.parametrize("strategy", ["tree", "parallel", "sequential"])
+def test_the_target_may_be_its_own_draft(family, strategy):
+    name, model = family
+    inputs = prompt(name, PIECES["video"])
+    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    ids, report = drafted(model, inputs, strategies(model)[strategy])
+    assert torch.equal(ids, plain) and report.draft["failed"] is None
+    assert max(report.draft["lengths"]) >= 3
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_what_a_pruned_draft_sees(family, compact):
+    """A kept token stands at its own rotary place, or where it now is; nothing kept away is seen."""
+    name, model = family
+    inputs = prompt(name, PIECES["many frames"])
+    with mmaccel.accelerate(model) as fast:
+        view = fast.view
+    keep = torch.cat([torch.arange(4), torch.arange(7, inputs["input_ids"].shape[1] - 20, 3),
+                      torch.arange(inputs["input_ids"].shape[1] - 20, inputs["input_ids"].shape[1])])  # fmt: skip
+    seen = {}
+
+    def note(module, args, kwargs):
+        seen["positions"] = kwargs["position_ids"]
+
+    hook = view.adapter.text(model).register_forward_pre_hook(note, with_kwargs=True)
+    runner = view.runner()
+    with torch.no_grad():
+        plain = {k: v for k, v in inputs.items() if k != "attention_mask"}
+        runner.prefill(inputs, keep, compact)
+        first = seen.pop("positions")
+        runner.step(torch.tensor([[5]]))
+        after = seen.pop("positions")
+    hook.remove()
+    assert runner.length() == keep.numel() + 1
+    if compact:
+        want = torch.arange(keep.numel()).expand_as(first)
+    else:
+        want = view.adapter.positions(model, plain)[..., keep].expand_as(first)
+    assert torch.equal(first, want)
+    assert bool((after == want.flatten(0, -2)[-1, -1] + 1).all())
+
+
+def test_a_sparse_draft_that_leaves_nothing_out_is_always_right(family):
+    name, model = family
+    inputs = prompt(name, PIECES["many frames"])
+    _, report = drafted(model, inputs, SparseToDense(window=4, retention=1.0))
+    assert report.draft["accepted"] == report.draft["proposed"] > 0
+    whole = report.draft["counters"]["draft_held"]
+    assert whole > inputs["input_ids"].shape[1] + 12, "what was said is remembered too"
+    _, report = drafted(model, inputs, SparseToDense(window=4, retention=0.1))
+    assert 0 < report.draft["counters"]["draft_held"] < whole / 2
+
+
+@pytest.mark.parametrize("broken", [{"backend": "triton"}, {"prune": {"name": "fastv", "layer": 9}}])
+def test_a_recipe_that_is_refused_keeps_nothing_of_its_draft(family, monkeypatch, broken):
+    """A draft's process is started when the draft is checked; what is refused after that must not leave it running."""
+    _, model = family
+    start = Mock()
+    monkeypatch.setattr(Sequential, "check", lambda self, target: target.hold("process", start))
+    with pytest.raises(mmaccel.core.errors.RecipeError):
+        mmaccel.accelerate(model, draft=Sequential(model=copy.deepcopy(model)), **broken)
+    assert start.return_value.close.call_count == start.call_count and mmaccel.attached(model) is None
+
+
+def test_uv_is_told_while_later_layers_still_run(family):
+    name, model = family
+    inputs = prompt(name, PIECES["many frames"])
+    order = []
+    draft = Sequential(model=copy.deepcopy(model), prune=UVPrune(retention=0.5, layer=1))
+    keep = Drafter.keep
+    with mmaccel.accelerate(model, draft=draft), pytest.MonkeyPatch.context() as patch:
+        for index, layer in enumerate(mmaccel.core.attach.adapter_for(model).layers(model)):
+            layer.register_forward_pre_hook(lambda *_, index=index: order.append(index))
+        patch.setattr(Drafter, "keep", lambda self, columns: (order.append("told"), keep(self, columns))[1])
+        model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    for layer in mmaccel.core.attach.adapter_for(model).layers(model):
+        layer._forward_pre_hooks.clear()
+    # What enters layer 1 is all that is read.
+    assert order[order.index("told") + 1] == 1 and order.count("told") == 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "fails", "told"),
+    [
+        (Sequential, "open", "RuntimeError: out of cheese"),
+        (
+            _Sparse,
+            "_score",
+            "DraftError: sparse_to_dense: the prompt's columns were not scored: out of cheese",
+        ),
+    ],
+)
+def test_a_draft_that_fails_before_it_drafts_leaves_the_plain_tokens(family, monkeypatch, owner, fails, told):
+    """It cannot even be opened; or scores fail, which are made within the target's own pass, that must not end with them."""
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    draft = SparseToDense(window=4) if owner is _Sparse else Sequential(model=copy.deepcopy(model))
+    with mmaccel.accelerate(model, draft=draft) as fast, monkeypatch.context() as patch:
+        patch.setattr(owner, fails, Mock(side_effect=RuntimeError("out of cheese")))
+        with pytest.warns(mmaccel.core.errors.MmaccelWarning, match="out of cheese"):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
+        assert fast.report().draft["failed"] == told and "cheese" in str(fast.report())

@@ -6,16 +6,17 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.decoding.batch import Batch, Seat
+from mmaccel.core.decoding.batch import Batch, BatchSlot
 from mmaccel.core.decoding.draft import DraftStep
-from mmaccel.core.decoding.load import Load
-from mmaccel.models.together import StepsTogether, sharing
+from mmaccel.core.decoding.load import DraftLength
+from mmaccel.models.together import StepsTogether, share_weights
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 from tests.products import product
@@ -36,7 +37,6 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 def models() -> tuple[Any, Any]:
     """A target, and a draft that is right now and then."""
     target, draft = tiny(KIND, layers=3), tiny(KIND, layers=3)
-    target.generation_config.eos_token_id = None
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for one in draft.parameters():
@@ -56,7 +56,7 @@ def drafts(draft: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-class Tried(Load):
+class Tried(DraftLength):
     """Draws windows, so that drafts rest and catch up whatever the clock says."""
 
     def __init__(self) -> None:
@@ -71,35 +71,28 @@ def answers(
     model: Any, recipes: list[Any], batch: Batch | None, tokens: Callable[[int], int] = lambda n: 30 + 5 * n
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """What each of `CALLS` generates with a draft of its own, in threads of their own; None: one at a time."""
-    found, reports, errors = [torch.empty(0)] * len(CALLS), [None] * len(CALLS), []
     ready = threading.Barrier(len(CALLS))
 
-    def call(number: int) -> None:
+    def call(number: int) -> tuple[torch.Tensor, Any]:
         kind, how = CALLS[number]
         try:
-            with mmaccel.accelerate(sharing(model), draft=recipes[number % len(recipes)]) as fast:
+            with mmaccel.accelerate(share_weights(model), draft=recipes[number % len(recipes)]) as fast:
                 if batch is not None:
                     generator = torch.Generator().manual_seed(number)
-                    fast.seat = Seat(batch, generator, lambda: ready.wait(60) and None)
+                    fast.seat = BatchSlot(batch, generator, lambda: ready.wait(60) and None)
                 torch.manual_seed(number)
-                found[number] = fast.generate(
+                found = fast.generate(
                     **prompt(KIND, PROMPTS[kind], number), max_new_tokens=tokens(number), **how
                 )
                 assert batch is None or not fast.seat.alone
-                reports[number] = fast.report()
-        except BaseException as error:
-            errors.append(error)
+                return found, fast.report()
+        except BaseException:
             ready.abort()
+            raise
 
-    threads = [threading.Thread(target=call, args=(n,)) for n in range(len(CALLS))]
-    for one in threads:
-        one.start()
-        if batch is None:
-            one.join()
-    for one in threads:
-        one.join()
-    assert not errors, errors
-    return found, reports
+    with ThreadPoolExecutor(1 if batch is None else len(CALLS)) as pool:
+        said, reports = zip(*pool.map(call, range(len(CALLS))), strict=True)
+    return list(said), list(reports)
 
 
 @pytest.fixture
@@ -149,7 +142,7 @@ def test_drafts_of_one_model_take_their_steps_together(
     assert len(whole) > 2 * sum(count == len(CALLS) for count in judged) > 0
 
 
-class Fixed(Load):
+class Fixed(DraftLength):
     def __init__(self, window: int) -> None:
         super().__init__()
         self.window = window
@@ -256,11 +249,9 @@ def test_one_draft_a_round_reads_its_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     batch.load = Fixed(3)
     monkeypatch.setattr(batch.load, "took", lambda count, window, *rest: took.append(window))
     offers = batch._offers
-
-    def noted(works: Any) -> Any:
-        return offers(works), seen.append([one.asked for one in works])
-
-    monkeypatch.setattr(batch, "_offers", lambda works: noted(works)[0])
+    monkeypatch.setattr(
+        batch, "_offers", lambda works: (offers(works), seen.append([one.asked for one in works]))[0]
+    )
     batch.run(some)
     assert seen == [[3, 0, 0, 0], [3, 3, 0, 0], [3, 3, 3, 0], *[[3, 3, 3, 3]] * 3]
     assert took == [3, 3]
@@ -313,7 +304,7 @@ def test_a_round_that_compiles_or_captures_is_not_timed() -> None:
     assert counted.rounds == 4
 
 
-class Noted(Load):
+class Noted(DraftLength):
     rounds = 0
 
     def took(self, *given: Any) -> None:
@@ -354,7 +345,9 @@ def test_a_call_ends_with_its_answer_though_another_comes_in_its_place() -> None
         one.join()
 
 
-def rounds(load: Load, seconds: Callable[[int, int], float], count: int, keep: float, number: int) -> float:
+def rounds(
+    load: DraftLength, seconds: Callable[[int, int], float], count: int, keep: float, number: int
+) -> float:
     """Tokens a second of `number` rounds whose drafted tokens are kept with chance `keep`."""
     draw, said, taken = torch.Generator().manual_seed(count), 0, 0.0
     for _ in range(number):
@@ -378,7 +371,7 @@ def test_the_load_decides_what_is_drafted(count: int, keep: float, row_s: float)
         window: count * sum(keep**n for n in range(window + 1)) / seconds(count, window)
         for window in (0, 1, 3, 7, 15)
     }
-    load = Load()
+    load = DraftLength()
     rounds(load, seconds, count, keep, 64)
     found = rounds(load, seconds, count, keep, 1500)
     assert found >= 0.98 * worth[0]
@@ -386,7 +379,7 @@ def test_the_load_decides_what_is_drafted(count: int, keep: float, row_s: float)
 
 
 def test_a_load_that_changes_is_noticed() -> None:
-    load, slow = Load(), [0.0]
+    load, slow = DraftLength(), [0.0]
     price = lambda count, window: 6e-3 + slow[0] * count * (window + 1) + window * 1e-3  # noqa: E731
     rounds(load, price, 8, 0.8, 600)
     assert load.most(8, 8) > 1

@@ -1,18 +1,31 @@
-"""An accelerated model with the dense recipe is the plain model; detached, it is bit for bit what it was."""
+"""An accelerated model with the dense recipe is the plain model, also compiled; detached, it is bit for bit what it was.
+In a long prompt no tensor is larger than the hidden states."""
+
+from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import mmaccel
+from mmaccel.backends import reference
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
-from tests.models.tiny_random import EVERY, PROMPTS, batch, prompt
+from mmaccel.core.recipe import Recipe
+from mmaccel.models import attention, modules
+from mmaccel.models.install import Hooks
+from tests.models.tiny_random import BUILD, EVERY, PROMPTS, batch, prompt
 from tests.products import product
+from tests.spies import Largest
+
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
+
 
 FAMILIES = sorted(EVERY)
 TOLERANCE = 1e-5
-pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -153,3 +166,139 @@ def test_bad_calls_are_told(family):
         pytest.raises((ModelError, ValueError, RuntimeError, IndexError)),
     ):
         model(**short)
+
+
+PIECES = [("text", 6), ("video", 36), ("text", 9)]
+LONGER = [("text", 8), ("video", 44), ("text", 11)]
+RECIPE = Recipe.load(
+    sparse={"name": "a_shape", "block": 16, "sink": 5, "window": 11}, backend="reference", dense_tail=0
+)
+
+
+def traced(model: Any, prompts: list[Any], **how: Any) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """The logits of each prompt by the compiled model, and how often each reason broke a graph."""
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            compiled = torch.compile(model, backend="eager", **how)
+            return [compiled(**inputs).logits for inputs in prompts], dict(counters["graph_break"])
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "family", ["llava", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen", "qwen3_vl", "qwen3_5"))]
+)
+def test_compiled_it_says_what_it_said(family: str) -> None:
+    model, inputs = EVERY[family](), prompt(family, PIECES)
+    with torch.no_grad(), mmaccel.accelerate(model, RECIPE) as fast:
+        plain = model(**inputs).logits
+        said, breaks = traced(model, [inputs, inputs])  # once traced, once more by what was traced
+        assert all(torch.equal(one, plain) for one in said)
+        assert fast.report().kept < 1
+    # Ours are the two wrappers, of the multimodal and of the text model: their layers are within one graph.
+    ours = [reason for reason in breaks if "disable" in reason]
+    assert len(ours) == 1 and "Attaching._call" in ours[0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["llava", "qwen"])
+def test_a_recipe_breaks_no_more_graphs(family: str) -> None:
+    """Than the plain model has, at a second length too, where no limit of recompilations is met however many the layers."""
+    model, prompts = BUILD[family](layers=10), [prompt(family, pieces) for pieces in (PIECES, LONGER)]
+    _, plain = traced(model, prompts)
+    with torch.no_grad(), mmaccel.accelerate(model, RECIPE):
+        want = [model(**inputs).logits for inputs in prompts]
+        said, breaks = traced(model, prompts)
+    assert all(map(torch.equal, said, want))
+    assert sum(breaks.values()) <= sum(plain.values())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_by_inductor_a_prompt_and_a_step_go_to_the_memory(dynamo: None) -> None:
+    """What is appended and attended is not left out, nor put in another order."""
+    model, inputs = BUILD["llava"](), prompt("llava", PIECES)
+    step = torch.tensor([[5]])
+    with torch.no_grad(), mmaccel.accelerate(model, RECIPE):
+        plain = model(**inputs)
+        want = plain.logits, model(input_ids=step, past_key_values=plain.past_key_values).logits
+        compiled = torch.compile(model)
+        out = compiled(**inputs)
+        got = out.logits, compiled(input_ids=step, past_key_values=out.past_key_values).logits
+        assert out.past_key_values.get_seq_length() == inputs["input_ids"].shape[1] + 1
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_with_gradients_on_layers_that_break_a_graph_are_found_again(dynamo: None) -> None:
+    """What is compiled of a layer's forward is kept by its code, which our copy of it has too, with other names."""
+    model, inputs = BUILD["qwen"](), prompt("qwen", PIECES)
+    with mmaccel.accelerate(model):
+        plain = model(**inputs).logits
+        compiled = torch.compile(model, backend="eager")
+        assert all(torch.equal(compiled(**inputs).logits, plain) for _ in range(2))
+
+
+def test_cuda_graphs_leave_out_what_decides_on_the_host() -> None:
+    for op in (attention.layer_attend, attention.layer_append, modules.window_attend):
+        assert torch.Tag.cudagraph_unsafe in op._opoverload.tags
+
+
+N = 2048
+SPARSE = {
+    "a_shape": dict(name="a_shape", sink=16, window=64),
+    "vertical_slash": dict(name="vertical_slash", vertical=16, slash=8, last_q=16),
+    "grid": dict(name="grid", min_stride=8, max_stride=16, last_q=16),
+}
+
+
+@pytest.fixture(params=list(BUILD))
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    return BUILD[request.param](layers=1)
+
+
+def text() -> dict[str, torch.Tensor]:
+    return prompt("llava", [("text", N)])
+
+
+@pytest.mark.parametrize("sparse", list(SPARSE))
+def test_nothing_is_larger_than_the_hidden_states(
+    model: torch.nn.Module, sparse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the feed-forward's inner rows, not the logits of the prompt, not an entry for every pair of tokens."""
+    inputs = text()
+    monkeypatch.setattr(reference, "BUDGET", 1 << 14)
+    hidden = N * 64
+    seen = {}
+    for rows in (1 << 15, 256):
+        monkeypatch.setattr(modules, "ROWS", rows)
+        with torch.no_grad(), mmaccel.accelerate(model, sparse=SPARSE[sparse]) as fast, Largest() as largest:
+            out = model(**inputs, logits_to_keep=1)
+            assert fast.report().kept < 0.6
+        seen[rows] = largest.entries, out.logits
+    assert seen[1 << 15][0] >= 2 * hidden
+    assert seen[256][0] < 1.3 * hidden
+    torch.testing.assert_close(seen[256][1], seen[1 << 15][1], rtol=0, atol=1e-5)
+
+
+def test_pieces_of_a_batch_and_with_gradients(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = model.model.language_model.norm
+    hidden = torch.randn(3, 100, 64, generator=torch.Generator().manual_seed(0))
+    whole = norm(hidden)
+    monkeypatch.setattr(modules, "ROWS", 33)
+    hooks = Hooks()
+    modules.chunk_tokens(hooks, [norm], adapter_for(model))  # type: ignore[arg-type]
+    with torch.no_grad():
+        torch.testing.assert_close(norm(hidden), whole, rtol=0, atol=1e-6)
+    norm(hidden.requires_grad_()).sum().backward()
+    assert hidden.grad is not None and "forward" in norm.__dict__
+    hooks.close()
+    assert "forward" not in norm.__dict__

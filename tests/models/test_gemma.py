@@ -42,7 +42,7 @@ def tokens_of(model: Any, inputs: Any, count: int = 12, **more: Any) -> torch.Te
 NARROW = gemma.Gemma3.sliding
 FAULTS = {
     "images": (Images, "of", lambda *a: None, "dense, a video"),
-    "later": (Images, "uncut", lambda self, end: end, "in chunks"),
+    "later": (Images, "next_cut", lambda self, end: end, "in chunks"),
     "windows": (
         gemma.Gemma3,
         "sliding",

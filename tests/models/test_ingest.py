@@ -1,4 +1,5 @@
-"""A stored video taken in by `ingest`: its frames see all frames before them, whatever the memory's window."""
+"""A stored video taken in by `ingest`: its frames see all frames before them, whatever the memory's window, or what the
+recipe's pattern lists of them."""
 
 from __future__ import annotations
 
@@ -11,14 +12,30 @@ import torch
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.prefill import attention
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.policies.kv._ingest import IngestState
-from tests.models.streams import CLUSTERS, FPS, QUESTION, film, logits, open_session, pair, plain, said
+from tests.models.streams import (
+    CLUSTERS,
+    FPS,
+    QUESTION,
+    film,
+    logits,
+    open_session,
+    pair,
+    plain,
+    resumed,
+    said,
+)
 from tests.products import product
+from tests.spies import heard
+
+pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
+
 
 EQUAL = 1e-5
 FRAMES = 22
-pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
 ARCHIVED: dict[str, Any] = {"frames": 64, "window": 6, "local": 3, "positions": "original"}
 ROOMY: dict[str, dict[str, Any]] = {
     # Windows are small: what is encoded under them alone is another.
@@ -119,8 +136,7 @@ def test_a_film_longer_than_the_positions_keeps_its_places_within_them(
 @pytest.mark.parametrize("kv", ROOMY)
 def test_an_ingestion_that_fails_or_is_cancelled_leaves_the_stream_as_it_was(kv: str) -> None:
     fields = {**ROOMY[kv], **({"ingest_frames": 12} if kv in ("rekv", "mosaic retrieving") else {})}
-    with open_session("random-ov", fields, chunk=64) as session:
-        session.watch(film(9), fps=FPS)
+    with open_session("random-ov", fields, 9, chunk=64) as session:
         before, told = logits(session), session.counters()
 
         def stop(done: int, total: int | None) -> None:
@@ -139,8 +155,7 @@ def test_an_ingestion_that_fails_or_is_cancelled_leaves_the_stream_as_it_was(kv:
         assert len(session) == 9 and torch.equal(logits(session), before)
         for name in ("units", "window", "resident", "host_units"):
             assert session.counters().get(name) == told.get(name)
-        with open_session("random-ov", fields, chunk=64) as other:
-            other.watch(film(9), fps=FPS)
+        with open_session("random-ov", fields, 9, chunk=64) as other:
             for one in (session, other):
                 one.ingest(film(25)[9:])
             assert torch.allclose(logits(session), logits(other), atol=EQUAL)
@@ -154,8 +169,7 @@ def test_a_first_ingestion_that_fails_leaves_no_stream() -> None:
 
 
 def test_a_store_that_is_full_when_the_film_ends_leaves_the_stream_as_it_was() -> None:
-    with open_session("random-ov", {**ROOMY["rekv"], "host_bytes": 0}) as session:
-        session.watch(film(4), fps=FPS)
+    with open_session("random-ov", {**ROOMY["rekv"], "host_bytes": 0}, 4) as session:
         before = logits(session)
         with pytest.raises(mmaccel.core.errors.StoreError, match="cap"):
             session.ingest(film(FRAMES)[4:])
@@ -164,14 +178,9 @@ def test_a_store_that_is_full_when_the_film_ends_leaves_the_stream_as_it_was() -
 
 @pytest.mark.parametrize("kv", ROOMY)
 def test_saved_and_loaded_after_an_ingestion_it_is_equal(tmp_path: Path, kv: str) -> None:
-    name = "random-qwen"
-    model, processor = pair(name)
-    with open_session(name, ROOMY[kv]) as session:
+    with open_session("random-qwen", ROOMY[kv]) as session:
         session.ingest(film(19), fps=FPS)
-        session.save(tmp_path / "stream")
-        before = logits(session)
-        with mmaccel.VideoSession.resume(model, processor, tmp_path / "stream") as other:
-            assert torch.equal(logits(other), before)
+        with resumed(session, tmp_path / "stream") as other:
             for one in (session, other):
                 one.watch(film(22)[19:], fps=FPS)
             assert torch.allclose(logits(other), logits(session), atol=EQUAL)
@@ -201,14 +210,7 @@ def test_a_frame_sees_at_least_what_it_would_under_the_window(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the borders of passes too; and a question in the midst of an ingestion is refused."""
-    passes: list[tuple[int, int]] = []
-    took = IngestState._took
-
-    def noted(self: IngestState, held: Any, stream_pass: Any) -> None:
-        passes.append((stream_pass.first, self._first))
-        took(self, held, stream_pass)
-
-    monkeypatch.setattr(IngestState, "_took", noted)
+    passes = heard(monkeypatch, IngestState, "_took", lambda self, held, one: (one.first, self._first))
     with open_session(name, {"name": "recent", "window": 8, "local": 4, "ingest_frames": 12}) as session:
 
         def ask(done: int, total: int | None) -> None:
@@ -219,3 +221,98 @@ def test_a_frame_sees_at_least_what_it_would_under_the_window(
         window = session._live.state.window
     assert len(passes) > 1
     assert all(unit - first >= min(window - 1, unit) for unit, first in passes)
+
+
+ALL: dict[str, Any] = {"name": "a_shape", "sink": 16, "window": 1 << 16, "block": 16}
+FEW: dict[str, dict[str, Any]] = {
+    "a_shape": {"name": "a_shape", "sink": 16, "window": 64, "block": 16},
+    "grid": {"name": "grid", "block": 16},
+    "vertical_slash": {"name": "vertical_slash", "vertical": 16, "slash": 32, "block": 16},
+    "block_topk": {"name": "block_topk", "top": 3, "sink": 0, "block": 16},
+}
+# Clips of streammem are 60 tokens of the random Qwen: too short for any pattern.
+LONG = product(NAMES, ROOMY, where=lambda *case: case != ("random-qwen", "streammem"))
+KEPT = [kv for kv in ROOMY if kv != "no_cache"]
+
+
+@pytest.mark.parametrize(("name", "kv"), LONG)
+def test_a_pattern_that_lists_everything_is_dense(name: str, kv: str) -> None:
+    how: dict[str, Any] = {"backend": "reference", "chunk": 128}
+    with (
+        open_session(name, ROOMY[kv], sparse=ALL, **how) as sparse,
+        open_session(name, ROOMY[kv], chunk=128) as dense,
+    ):
+        for session in (sparse, dense):
+            session.ingest(film(FRAMES), fps=FPS)
+        assert (logits(sparse) - logits(dense)).abs().max() <= EQUAL
+        sparse.ask(QUESTION, 2)
+        ran = {name for layer in sparse.report().patterns for name in layer}
+        assert ran <= {"a_shape", "a_shape+dense"} and ran, "a last pass may be too short"
+        assert sparse.report().backend == "reference" and sparse.report().notes == ()
+        dense.ask(QUESTION, 2)
+        assert dense.report().patterns == () and dense.report().kept is None
+
+
+def by_mask(plan: Any, query: Any, key: Any, value: Any, scale: float, backend: Any) -> Any:
+    """What a plan lists, computed as dense attention under its mask."""
+    mask, group = plan.to_mask(), query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scale
+    scores = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return scores @ value.repeat_interleave(group, 1), None
+
+
+@pytest.mark.parametrize(("pattern", "kv"), product(FEW, KEPT))
+def test_a_pattern_that_lists_less_is_its_mask(
+    pattern: str, kv: str, monkeypatch: pytest.MonkeyPatch, name: str = "random-ov"
+) -> None:
+    """What the plan lists, computed as dense attention under its mask, gives the same stream."""
+    how: dict[str, Any] = {"backend": "reference", "sparse": FEW[pattern], "chunk": 128}
+    with open_session(name, ROOMY[kv], chunk=128) as session:
+        session.ingest(film(FRAMES), fps=FPS)
+        dense = logits(session)
+    with open_session(name, ROOMY[kv], **how) as session:
+        session.ingest(film(FRAMES), fps=FPS)
+        found = logits(session)
+        session.ask(QUESTION, 2)
+        report = session.report()
+    assert report.kept is not None and report.kept < 1
+    assert (found - dense).abs().max() > 100 * EQUAL, "the pattern did not act"
+    monkeypatch.setattr(attention, "attend_plan", by_mask)
+    masked = heard(monkeypatch, attention, "attend_plan", lambda *_: 1)
+    with open_session(name, ROOMY[kv], **how) as session:
+        session.ingest(film(FRAMES), fps=FPS)
+        assert masked and (logits(session) - found).abs().max() <= EQUAL
+
+
+def test_live_frames_stay_as_they_are_and_the_report_says_so() -> None:
+    with open_session("random-ov", ROOMY["rekv"], sparse=FEW["a_shape"], backend="reference") as sparse:
+        with open_session("random-ov", ROOMY["rekv"]) as dense:
+            for session in (sparse, dense):
+                session.watch(film(FRAMES), fps=FPS)
+            assert torch.equal(logits(sparse), logits(dense))
+        sparse.ask(QUESTION, 2)
+        report = sparse.report()
+    assert report.kept is None and "the pattern acts on those given to ingest" in report.notes[0]
+
+
+def test_no_cache_runs_its_picked_frames_under_the_pattern() -> None:
+    with open_session("random-ov", "no_cache", FRAMES, sparse=FEW["a_shape"], backend="reference") as session:
+        session.ask(QUESTION, 2)
+        report = session.report()
+    assert report.kept is not None and report.kept < 1 and report.notes == ()
+
+
+def test_dense_layers_stay_dense() -> None:
+    how: dict[str, Any] = {"sparse": FEW["a_shape"], "backend": "reference", "dense_layers": (0,)}
+    with open_session("random-ov", ROOMY["rekv"], **how) as session:
+        session.ingest(film(FRAMES), fps=FPS)
+        first, second = session.report().patterns
+    assert set(first) == {"dense"} and set(second) == {"a_shape"}
+
+
+def test_bad_layers_and_memories_are_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RecipeError, match="dense_layers: there is no layer 9"):
+        open_session("random-ov", "rekv", sparse=FEW["grid"], dense_layers=(9,))
+    monkeypatch.setattr("mmaccel.policies.kv.rekv.ReKV.ingests", False)
+    with pytest.raises(RecipeError, match="sparse 'grid' cannot stand beside kv 'rekv'"):
+        Recipe.load(sparse="grid", kv={"name": "rekv", **ARCHIVED})

@@ -1,19 +1,23 @@
-"""A stream under asyncio: what is awaited is what a session says, and a task that is cancelled ends its pass."""
+"""A stream under asyncio, and a standing question: what is awaited or told of is what a session says at the same
+moments."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.core.streams import session_io
+from mmaccel.core.streams.standing import Change, StandingQuestion
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 
 TIGHT = every_stream(frames=4, window=6)
@@ -28,8 +32,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def test_answers_are_those_of_a_session(tmp_path: Path) -> None:
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(9), fps=FPS)
+    with open_session("random-ov", TIGHT["rekv"], 9) as session:
         whole = session.ask(QUESTION, 8)
 
     async def live() -> None:
@@ -117,8 +120,7 @@ def test_leaving_a_reply_ends_the_answer() -> None:
 
 def test_wrong_frames_are_told_beside_an_answer() -> None:
     """What changed nothing is not taken back, and so waits for no answer."""
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(4), fps=FPS)
+    with open_session("random-ov", TIGHT["rekv"], 4) as session:
         with session._asking.holding(), ThreadPoolExecutor(1) as other:
             late = other.submit(session.watch, film(2), [0.0, 1.0])
             with pytest.raises(ModelError, match="be later than"):
@@ -161,8 +163,7 @@ def test_figures_are_read_between_passes() -> None:
 def test_the_disk_leaves_the_model_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another session may use the model while checksums of a save or of a load are made."""
     real, held = session_io._print_of, list[Any]()
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(4), fps=FPS)
+    with open_session("random-ov", TIGHT["rekv"], 4) as session:
         turns = session._stream_adapter.turns
         monkeypatch.setattr(
             session_io, "_print_of", lambda *given: (held.append(turns._holder), real(*given))[1]
@@ -171,3 +172,86 @@ def test_the_disk_leaves_the_model_to_others(tmp_path: Path, monkeypatch: pytest
         saved = len(held)
         session.load(tmp_path)
     assert 0 < saved < len(held) and set(held) == {None}
+
+
+KV = every_stream(frames=4, window=6)["mosaic"]
+WHERE, EVERY, LAST = "what is the colour ?", 1.0, 3.0
+
+
+def settle(standing: StandingQuestion, seconds: float) -> None:
+    """Until it was asked of all that is due."""
+    end = time.monotonic() + 30
+    while standing.asked is None or seconds - standing.asked >= EVERY:
+        assert time.monotonic() < end and standing.failed is None
+        time.sleep(0.005)
+
+
+def turning(says: str | None = None) -> list[tuple[float, str | None, str]]:
+    """When the answer turns, as a session that is asked by hand says."""
+    found, before, asked = list[tuple[float, str | None, str]](), None, None
+    with open_session("tiny-ov", KV) as session:
+        for frame in film(25).split(1):
+            session.watch(frame, fps=2.0)
+            now = session.seconds
+            if asked is None or now - asked >= EVERY:
+                text, asked = session.ask(WHERE, 4, between=(now - LAST, now)).text, now
+                if (text != before) if says is None else (says in text and says not in (before or "")):
+                    found.append((now, before, text))
+                before = text
+    return found
+
+
+def test_a_clip_of_many_passes_is_asked_about_pass_by_pass() -> None:
+    """The seconds of a stream are those of frames that its memory has: `last` finds some at any moment."""
+    told = list[tuple[int, float]]()
+    with open_session("tiny-ov", KV, chunk=64) as session:
+        standing = session.on(WHERE, lambda change: None, every=EVERY, last=LAST, max_new_tokens=1)
+        session.watch(film(48), fps=2.0, progress=lambda done, total: told.append((done, session.seconds)))
+        settle(standing, session.seconds)
+    assert len(told) > 4 and all(seconds == (done - 1) / 2 for done, seconds in told)
+
+
+@pytest.mark.parametrize("says", [None, "some"])
+def test_it_is_told_of_what_turns(says: str | None) -> None:
+    says = None if says is None else turning()[-1][2]
+    told: list[Change] = []
+    with open_session("tiny-ov", KV) as session:
+        given: dict[str, Any] = {"every": EVERY, "last": LAST, "says": says, "max_new_tokens": 4}
+        standing = session.on(WHERE, told.append, **given)
+        for frame in film(25).split(1):
+            session.watch(frame, fps=2.0)
+            settle(standing, session.seconds)
+        standing.cancel()
+        assert session.on(WHERE, told.append).failed is None
+    expected = turning(says)
+    assert len(expected) >= (1 if says else 2)
+    assert [(one.seconds, one.before, one.answer.text) for one in told] == expected
+    for one in told:
+        assert one.answer.evidence and all(
+            one.seconds - LAST <= e.seconds <= one.seconds for e in one.answer.evidence
+        )
+
+
+def test_an_error_ends_it_with_a_word() -> None:
+    with open_session("tiny-ov", KV) as session:
+        with pytest.raises(ModelError, match="every: 0"):
+            session.on(WHERE, print, every=0)
+        with pytest.raises(ModelError, match="it is empty"):
+            session.on(" ", print)
+        standing = session.on(WHERE, Mock(side_effect=ZeroDivisionError("no")), max_new_tokens=2)
+        with pytest.warns(MmaccelWarning, match="ended: no"):
+            session.watch(film(2), fps=2.0)
+            standing._thread.join(20)
+        assert isinstance(standing.failed, ZeroDivisionError)
+
+
+def test_a_coroutine_is_awaited_in_the_loop() -> None:
+    async def live() -> None:
+        async with mmaccel.AsyncVideoSession(*pair("tiny-ov"), None, kv=KV) as session:
+            came: asyncio.Queue[Change] = asyncio.Queue()
+            session.on(WHERE, came.put, max_new_tokens=2)
+            session.on(WHERE, came.put_nowait, max_new_tokens=2)
+            await session.watch(film(3), fps=2.0)
+            assert [(await asyncio.wait_for(came.get(), 20)).before for _ in range(2)] == [None, None]
+
+    asyncio.run(live())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -39,20 +39,9 @@ def opened(name: str, kv: Any, number: int) -> mmaccel.VideoSession:
 
 def at_once(works: list[Callable[[], Any]]) -> list[Any]:
     """What each of `works` gives in a thread of its own, or raises."""
-    found: list[Any] = [None] * len(works)
-
-    def call(number: int) -> None:
-        try:
-            found[number] = works[number]()
-        except Exception as error:
-            found[number] = error
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(works))]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    return found
+    with ThreadPoolExecutor(len(works)) as pool:
+        futures = [pool.submit(work) for work in works]
+    return [one.exception() or one.result() for one in futures]
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""The processor of both families: tokens, pixels, files, chat, and what it refuses."""
+"""The processor of both families: tokens, pixels, files, chat, placeholders that a text names, and what it refuses."""
 
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmaccel import media
-from mmaccel.core.errors import ModelError, VideoError
+from mmaccel.core.errors import MmaccelWarning, ModelError, VideoError
 from mmaccel.models.processor import Processor
 from mmaccel_lab.tiny.configs import SPECS, build_model
 from mmaccel_lab.tiny.package import processor_files
@@ -19,6 +20,7 @@ from mmaccel_lab.tiny.tokenizer import PLACEHOLDERS, build_tokenizer
 from tests.media.films import write_film
 
 pytestmark = pytest.mark.in_turn("family", 1)
+
 
 T = pytest.importorskip("transformers")
 
@@ -276,30 +278,6 @@ def test_broken_folders_are_told(tmp_path: Path) -> None:
         Processor.from_pretrained(folder)
 
 
-def stock_processor(family: str, **video: Any) -> Any:
-    """The stock processor, where torchvision can be imported."""
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"torchvision does not import here: {error}")
-    tokenizer = build_tokenizer(WORDS, family)
-    files = processor_files(SPECS[FAMILIES[family]])
-    image = {**files["preprocessor_config.json"]}
-    frames = {**files["video_preprocessor_config.json"], **video}
-    if family == "qwen2_5_vl":
-        image_processor, video_processor = T.Qwen2VLImageProcessor(**image), T.Qwen2VLVideoProcessor(**frames)
-        return T.Qwen2_5_VLProcessor(image_processor, tokenizer, video_processor)
-    image_processor = T.LlavaOnevisionImageProcessor(**image)
-    video_processor = T.LlavaOnevisionVideoProcessor(**frames)
-    return T.LlavaOnevisionProcessor(
-        image_processor,
-        tokenizer,
-        video_processor,
-        num_image_tokens=64,
-        vision_feature_select_strategy="full",
-    )
-
-
 @pytest.mark.parametrize(
     "video",
     [
@@ -311,10 +289,9 @@ def stock_processor(family: str, **video: Any) -> Any:
 def test_equal_to_stock_bit_for_bit(family: str, video: dict[str, Any], tmp_path: Path) -> None:
     if family == "llava_onevision" and "temporal_patch_size" in video:
         video = {"size": {"height": 56, "width": 70}}
-    stock = stock_processor(family, **video)
-    processor = Processor.from_pretrained(
-        write_model(tmp_path / "model", family, **{"video_preprocessor_config.json": video})
-    )
+    pytest.importorskip("torchvision", reason="transformers' own processors need torchvision")
+    folder = write_model(tmp_path / "model", family, **{"video_preprocessor_config.json": video})
+    stock, processor = T.AutoProcessor.from_pretrained(folder), Processor.from_pretrained(folder)
     mark, picture = PLACEHOLDERS[family]["video"], PLACEHOLDERS[family]["image"]
     texts = [f"{mark}what {picture}", f"red {picture}{picture} star {mark}{mark} colour of the"]
     videos = [noise(4, 3, 96, 128, seed=1), noise(4, 3, 200, 90, seed=2), noise(4, 3, 96, 128, seed=3)]
@@ -327,3 +304,26 @@ def test_equal_to_stock_bit_for_bit(family: str, video: dict[str, Any], tmp_path
         )  # fmt: skip
         wanted.pop("token_type_ids", None)
         same(processor(texts, images=pictures, videos=videos, fps=2.0), dict(wanted))
+
+
+def test_a_placeholder_without_its_visual_is_a_word(processor: Processor, family: str) -> None:
+    for kind, mark in PLACEHOLDERS[family].items():
+        with pytest.warns(MmaccelWarning, match=f"1 placeholders .* no {kind} is given"):
+            got = processor(f"what is {mark}")
+        assert got["input_ids"][0].tolist() == processor.tokenizer(f"what is {mark}")["input_ids"]
+
+
+def test_a_question_may_name_a_placeholder(processor: Processor, family: str) -> None:
+    """Beside a video it is text, in as many tokens as text takes; the video keeps its one place."""
+    marks = PLACEHOLDERS[family]
+    video, image = noise(2, 3, 84, 140), noise(3, 84, 140)
+    both = f"what is {marks['video']} and {marks['image']} here"
+    plain = processor.chat("what is and here", videos=video, images=image)
+    with warnings.catch_warnings(action="error"):
+        named = processor.chat(both, videos=video, images=image)
+    for number in (processor.video_token_id, processor.image_token_id):
+        assert (named["input_ids"] == number).sum() == (plain["input_ids"] == number).sum() > 0
+    assert named["input_ids"].shape[1] > plain["input_ids"].shape[1]
+    assert processor.video_token in processor.decode(named["input_ids"][0]).replace(" ", "")
+    batch = processor.chat(["what is here", both], videos=[video, None])
+    assert (batch["input_ids"][1] == processor.video_token_id).sum() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import weakref
@@ -13,15 +14,16 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.attach import Accelerated
+from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.streams.stream_runner import StreamRunner
-from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, open_session, pair
+from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.models.streams import logits as session_logits
-from tests.models.tiny_random import BUILD, batch
-from tests.models.tiny_random import prompt as random_prompt
+from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.products import product
 from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
+
 
 ROOM = {name: kv for name, kv in every_stream().items() if name not in ("full", "window")}
 TIGHT = {name: kv for name, kv in every_stream(4, 4).items() if name in ROOM}
@@ -34,8 +36,8 @@ def ask(name: str, content: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def prompt(name: str, frames: int) -> dict[str, Any]:
-    return ask(name, [{"type": "video", "video": film(frames)}, {"type": "text", "text": QUESTION}])
+def filmed(name: str, frames: int) -> dict[str, Any]:
+    return inputs_of(name, frames)
 
 
 def said(name: str, kv: Any, inputs: dict[str, Any], tokens: int = 6, **options: Any) -> Any:
@@ -59,14 +61,14 @@ def same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
 
 @pytest.mark.parametrize(("kv", "name"), product(ROOM, MODELS))
 def test_with_room_for_all_it_is_the_plain_model(kv: str, name: str) -> None:
-    inputs = prompt(name, 14)
+    inputs = filmed(name, 14)
     same(said(name, ROOM[kv], inputs), said(name, None, inputs))
 
 
 @pytest.mark.parametrize(("kv", "name"), product(TIGHT, ("tiny-ov", "random-qwen")))
 def test_it_is_the_session(kv: str, name: str) -> None:
     """Where a memory keeps little, too: both read the same units in the same passes, and search by the same words."""
-    ids, logits = said(name, TIGHT[kv], prompt(name, 24))
+    ids, logits = said(name, TIGHT[kv], filmed(name, 24))
     with open_session(name, TIGHT[kv]) as session:
         session.ingest(film(24), fps=FPS)
         torch.testing.assert_close(session_logits(session), logits[0, 0], **CLOSE)  # type: ignore[arg-type]
@@ -76,7 +78,7 @@ def test_it_is_the_session(kv: str, name: str) -> None:
 
 
 def test_the_report_has_the_memory_s_counters_and_the_store_is_closed() -> None:
-    model, inputs = pair("tiny-ov")[0], prompt("tiny-ov", 24)
+    model, inputs = pair("tiny-ov")[0], filmed("tiny-ov", 24)
     with mmaccel.accelerate(model, kv=TIGHT["rekv"]) as fast:
         ids = fast.generate(**inputs, max_new_tokens=4, do_sample=False)
         report = fast.report()
@@ -133,7 +135,7 @@ def test_the_memory_has_the_longest_video_s_units() -> None:
 @pytest.mark.parametrize("name", ("random-ov", "random-qwen"))
 def test_a_conversation_s_last_words_search(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Earlier turns behind the video are visible, and the memory is searched by the last message."""
-    inputs = dict(prompt(name, 16))
+    inputs = dict(filmed(name, 16))
     ids = inputs["input_ids"][0].tolist()
     user, (end, start, assistant) = ids[1], ids[-3:]
     reply, question = ids[-6:-4], ids[-9:-3]
@@ -171,7 +173,7 @@ def test_drafts_act_and_change_nothing(kv: str) -> None:
 @pytest.mark.parametrize("kv", ["mosaic", "recent", "livevlm"])
 def test_a_batch_holds_one_memory_at_a_time(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = BUILD["llava"]()
-    prompts = [random_prompt("llava", [("text", 6), ("video", 12), ("text", 9)], seed) for seed in range(3)]
+    prompts = [prompt("llava", [("text", 6), ("video", 12), ("text", 9)], seed) for seed in range(3)]
     opened, states = Accelerated.opened, list[weakref.ref[Any]]()
 
     def noted(self: Accelerated, state: Any, holder: object) -> Any:
@@ -184,3 +186,89 @@ def test_a_batch_holds_one_memory_at_a_time(kv: str, monkeypatch: pytest.MonkeyP
     with mmaccel.accelerate(model, kv=TIGHT[kv]):
         model.generate(**batch("llava", prompts), max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert len(states) == 3
+
+
+CALL = {"max_new_tokens": 5, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def models() -> Any:
+    """The plain model, and the same with a memory that keeps everything."""
+    plain = BUILD["llava"]()
+    plain.set_attn_implementation("eager")
+    other = copy.deepcopy(plain)
+    with mmaccel.accelerate(other, kv="offload"):
+        yield plain, other
+
+
+def test_a_forward_pass_by_itself_is_no_stream(models: Any) -> None:
+    with pytest.raises(RecipeError, match="'offload' is a memory of streams; call"):
+        models[1](**prompt("llava", PROMPTS["video"]))
+
+
+@pytest.mark.parametrize("family", sorted(BUILD))
+def test_a_padded_batch_is_each_prompt_alone(family: str) -> None:
+    plain = BUILD[family]()
+    rows = [prompt(family, PROMPTS[kind]) for kind in ("video", "text", "video")]
+    inputs = batch(family, rows)
+    with mmaccel.accelerate(
+        copy.deepcopy(plain), kv={"name": "rekv", "frames": 2, "window": 2, "local": 1}
+    ) as fast:
+        got = fast.generate(**inputs, **CALL)
+        assert [one["new_tokens"] for one in fast.report().draft["sequences"]] == [5, 5, 5]
+        alone = [fast.generate(**row, **CALL)[0, row["input_ids"].shape[1] :] for row in rows]
+    assert torch.equal(got[:, inputs["input_ids"].shape[1] :], torch.stack(alone))
+    with mmaccel.accelerate(copy.deepcopy(plain), kv="offload") as fast:
+        assert torch.equal(fast.generate(**inputs, **CALL), plain.generate(**inputs, **CALL))
+
+
+def test_a_place_for_each_token_or_none(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """True positions end with the model's; closed up, as many units as are shown have places."""
+    plain, other = models
+    call = prompt("llava", PROMPTS["video"])
+    for one in models:
+        monkeypatch.setattr(
+            one.model.language_model.config, "max_position_embeddings", call["input_ids"].shape[1] + 2
+        )
+    with pytest.warns(MmaccelWarning, match="has .* positions"):
+        got = other.generate(**call, **CALL)
+    assert got.shape[1] == call["input_ids"].shape[1] + 2
+    for one in models:
+        monkeypatch.setattr(
+            one.model.language_model.config, "max_position_embeddings", call["input_ids"].shape[1] - 4
+        )
+    with pytest.raises(ModelError, match="positions"):
+        other.generate(**call, **CALL)
+    closed = {"name": "rekv", "frames": 1, "window": 1, "local": 0, "positions": "compact"}
+    with mmaccel.accelerate(plain, kv=closed) as fast:
+        assert fast.generate(**call, **CALL).shape[1] == call["input_ids"].shape[1] + 5
+
+
+def test_a_result_says_that_it_has_no_cache(models: Any) -> None:
+    call = {**prompt("llava", PROMPTS["video"]), **CALL}
+    with mmaccel.accelerate(models[0], kv="recent") as fast:
+        assert fast.generate(**call, return_dict_in_generate=True).past_key_values is None
+        assert any("past_key_values is None" in note for note in fast.report().notes)
+        fast.generate(**call)
+        assert not fast.report().notes
+
+
+@pytest.mark.parametrize("name", ["vision_feature_layer", "vision_feature_select_strategy"])
+def test_a_tower_read_otherwise_is_refused(models: Any, name: str) -> None:
+    with pytest.raises(ModelError, match=f"^{name}: kv 'offload' takes a tower's features as"):
+        models[1].generate(**prompt("llava", PROMPTS["video"]), **CALL, **{name: "full"})
+
+
+def test_the_time_may_run_out_while_the_video_is_read(models: Any) -> None:
+    call = prompt("llava", PROMPTS["video"])
+    with pytest.warns(MmaccelWarning, match="ran out before the prompt was read"):
+        got = models[1].generate(**call, **CALL, max_time=1e-9)
+    assert torch.equal(got, call["input_ids"])
+    assert models[1].generate(**call, **CALL).shape[1] == got.shape[1] + 5, "nothing is left of it"
+
+
+def test_inference_mode_changes_nothing(models: Any) -> None:
+    call = {**prompt("llava", PROMPTS["video"]), **CALL}
+    want = models[0].generate(**call)
+    with torch.inference_mode():
+        assert torch.equal(models[1].generate(**call), want)

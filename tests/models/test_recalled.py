@@ -21,8 +21,9 @@ from mmaccel.core.prefill.recalled import RecallPruning
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
-from tests.models.streams import FPS, QUESTION, every_stream, film, pair
+from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.products import product
+from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -99,10 +100,7 @@ def answer(
 ) -> tuple[list[int], Tensor, dict[str, float]]:
     """Ids of a session's answer, the logits [V] of its first token, and its counters."""
     with session(name, recipe, how) as one:
-        live = one._live
-        assert live is not None
-        with asked_of(live, QUESTION, TOKENS) as asked:
-            first = asked.logits[0].clone()
+        first = logits(one)
         return list(one.ask(QUESTION, TOKENS).ids), first, one.counters()
 
 
@@ -200,7 +198,6 @@ def test_each_layer_shows_the_best_of_what_it_recalled(
         few = (base - head) % unit if kv == "mosaic" else 0
         first = head + few
         ranked, query = views[layer if unlike else 1][0], views[layer if unlike else 1][0].query
-        assert query is not None
         groups = ranked.key.shape[1]
         key = ranked.key[0].repeat_interleave(query.shape[1] // groups, 0)
         scores = (query[0, :, -1:] @ key.mT).squeeze(1) * key.shape[-1] ** -0.5
@@ -236,7 +233,6 @@ def test_a_branch_that_is_not_taken_leaves_no_trace_in_what_a_layer_holds() -> N
     """The rows of question and answer are taken as the memory has them after each step."""
     with session("random-ov", {"kv": "full", "prune": EACH["fastv"]}) as one:
         live = one._live
-        assert live is not None
         want = [asked_of(live, QUESTION, 9)]
         with want[0] as asked:
             straight = [asked.step(torch.tensor([[n]]))[0, 0].clone() for n in (5, 6, 7)]
@@ -251,22 +247,17 @@ def test_evidence_weighs_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a unit whose tokens a layer drops nothing reaches the answer there."""
     from mmaccel.policies.kv._windowed import StreamMemory
 
-    told: dict[int, Tensor] = {}
-    inner = StreamMemory._units_of
-
-    def units_of(self: StreamMemory, layer: int, shares: Tensor) -> Tensor:
-        told[layer] = shares[0].clone()
-        return inner(self, layer, shares)
-
-    monkeypatch.setattr(StreamMemory, "_units_of", units_of)
+    seen = heard(
+        monkeypatch, StreamMemory, "_units_of", lambda self, layer, shares: (layer, shares[0].clone())
+    )
     recipe = {"kv": {**TIGHT["recent"], "local": 4}}
     with session("random-ov", recipe) as one:
-        bare = [seen.score for seen in one.ask(QUESTION, 1).evidence]
-    whole = dict(told)
+        bare = [moment.score for moment in one.ask(QUESTION, 1).evidence]
+    whole = dict(seen)
     prune = FastV(layer=2, retention=0.25)
     with session("random-ov", {**recipe, "prune": prune}) as one:
-        scores = [seen.score for seen in one.ask(QUESTION, 1).evidence]
-        left = one.counters()["visual from layer 2"]
+        scores = [moment.score for moment in one.ask(QUESTION, 1).evidence]
+        left, told = one.counters()["visual from layer 2"], dict(seen)
     assert scores != bare and sum(scores) == pytest.approx(1)  # type: ignore[arg-type]
     for layer in range(DEPTH):
         assert bool((whole[layer] > 0).all())
@@ -314,7 +305,6 @@ def test_the_layout_is_a_prompt_s() -> None:
     """Head, units by rank, what stands for pictures in the question, and its words."""
     with session("random-ov", {"kv": "full", "prune": EACH["fastv"]}) as one:
         live = one._live
-        assert live is not None
         with asked_of(live, QUESTION, 1) as asked:
             pruning: Any = asked.state
             (layout,) = pruning._layouts.values()

@@ -1,14 +1,28 @@
-"""Whatever a recipe admits runs on each family, says what it did, and never falls back to dense in silence."""
+"""Whatever a recipe admits runs on each family, says what it did, and never falls back to dense in silence; a warning
+names the user's line; beside the `window` memory a pattern acts within the window."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import mmaccel
+from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.registry import registry
-from tests.models.tiny_random import BUILD, batch, prompt
+from tests.models.streams import FPS, film, open_session, pair
+from tests.models.test_exact import TOLERANCE, logits
+from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.products import product
 
 pytestmark = pytest.mark.in_turn("family", 1)
+LAYERS = 3
+
 
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 SMALL = {
@@ -39,13 +53,6 @@ SPARSE = sorted(set(registry("sparse")) - {"dense", "per_head"})
 def small(name: str) -> dict:
     """A budget small enough for a prompt of a few hundred tokens."""
     return {"name": name, "block": 16, **SMALL[name]}
-
-
-@pytest.fixture(scope="module", params=sorted(BUILD))
-def family(request):
-    model = BUILD[request.param](layers=3)
-    model.generation_config.eos_token_id = None
-    return request.param, model
 
 
 def test_every_pattern_has_a_small_budget_here():
@@ -167,3 +174,106 @@ def test_backends_agree(family, name):
             out[backend] = model(**inputs).logits
             assert fast.report().backend == backend
     assert (out["reference"] - out["flex"]).abs().max() <= 1e-4
+
+
+SINKS, WINDOW, TAIL = 4, 90, 8
+KV = {"name": "window", "sinks": SINKS, "window": WINDOW, "margin": 8}
+
+
+def written_out(run, layer, query, key, value, scale):
+    """`ForwardPass.attend` of a whole prompt: the element masks of the plan that the pattern makes and of the window."""
+    n = query.shape[2]
+    if n < 64:
+        return ATTEND(run, layer, query, key, value, scale)
+    view = run.state.view(layer, query)
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    window = (distance >= 0) & ((distance < WINDOW) | (torch.arange(n) < SINKS))
+    plan = run.config.recipe.sparse.at(layer).plan(query, view.key, run.layout, run.layout)
+    tail = (torch.arange(n) >= n - TAIL)[:, None]
+    mask = (plan.to_mask() | tail) & window
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, view.key, view.value, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+
+
+ATTEND = ForwardPass.attend
+
+
+@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+def test_a_pattern_and_a_window_are_dense_attention_under_both_masks(family, name, monkeypatch):
+    kind, model = family
+    inputs = prompt(kind, PIECES)
+    how = {"max_new_tokens": 6, "do_sample": False}
+    with mmaccel.accelerate(model, kv=KV, sparse=small(name), dense_tail=TAIL) as fast:
+        ours, text = logits(model, inputs), model.generate(**inputs, **how)
+        report = fast.report()
+        assert report.kept < 0.8 and "dense" not in report.heads()
+        assert report.kv["held"] < report.kv["seen"]
+        monkeypatch.setattr(ForwardPass, "attend", written_out)
+        exact = logits(model, inputs)
+        assert torch.equal(model.generate(**inputs, **how), text)
+    assert (ours - exact).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+def test_a_chunked_prompt_goes_on_over_what_the_window_holds(family, name):
+    """Later pieces see a view that lacks columns: the pattern runs there too, in a batch as in one sequence."""
+    kind, model = family
+    inputs = [prompt(kind, PIECES, seed=seed) for seed in (0, 1)]
+    found = []
+    for some in (*inputs, batch(kind, inputs)):
+        with mmaccel.accelerate(model, kv=KV, sparse=small(name), chunk=100, dense_tail=0) as fast:
+            found.append(logits(model, some))
+            last = some["input_ids"].shape[1] % 100
+            (told, *_) = fast.report().heads()
+            assert ("dense" in told) == (last < 64) and fast.report().kept < 0.8
+    assert (found[2] - torch.cat(found[:2])).abs().max() <= TOLERANCE
+
+
+def test_every_registered_pattern_may_stand_beside_a_window():
+    for name in registry("sparse"):
+        assert mmaccel.Recipe.load(sparse=name, kv="window").sparse.name == name
+
+
+def idle_pruner() -> Any:
+    model = BUILD["qwen"]()
+    fast = mmaccel.accelerate(model, prune={"name": "dycoke", "layer": 1})
+    with fast:
+        return inspect.currentframe().f_lineno, model.generate(
+            **prompt("qwen", PROMPTS["text"]), max_new_tokens=2
+        )
+
+
+def idle_pruner_of_a_pass() -> Any:
+    model = BUILD["qwen"]()
+    with mmaccel.accelerate(model, prune={"name": "dycoke", "layer": 1}), torch.no_grad():
+        return inspect.currentframe().f_lineno, model(**prompt("qwen", PROMPTS["text"]))
+
+
+def resting_draft() -> Any:
+    model = BUILD["qwen"]()
+    inputs = batch("qwen", [prompt("qwen", PROMPTS["text"], seed=n) for n in range(2)])
+    with mmaccel.accelerate(model, draft="prompt_lookup"):
+        return inspect.currentframe().f_lineno, model.generate(**inputs, max_new_tokens=2, do_sample=False)
+
+
+def other_size() -> Any:
+    with open_session("random-qwen", "recent", 2) as session:
+        frames = torch.nn.functional.interpolate(film(4), (90, 60))
+        return inspect.currentframe().f_lineno, session.watch(frames, fps=FPS)
+
+
+def bare_placeholder() -> Any:
+    processor = pair("random-ov")[1]
+    return inspect.currentframe().f_lineno, processor(f"what is {processor.video_token} ?")
+
+
+@pytest.mark.parametrize(
+    "work", [idle_pruner, idle_pruner_of_a_pass, resting_draft, other_size, bare_placeholder]
+)
+def test_a_warning_names_the_line_that_called(work: Any) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        line, _ = work()
+    ours = [(Path(one.filename).name, one.lineno) for one in told if one.category is MmaccelWarning]
+    assert ours == [(Path(__file__).name, line)], [str(one.message) for one in told]

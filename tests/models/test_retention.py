@@ -11,11 +11,10 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError, StoreError
-from mmaccel.core.streams.asking import asked
 from mmaccel.core.streams.parts import Clip
 from mmaccel.policies.kv import _index
 from mmaccel.policies.kv.store import slabs
-from tests.models.streams import CLUSTERS, FPS, QUESTION, open_session, pair
+from tests.models.streams import CLUSTERS, FPS, QUESTION, logits, open_session, pair, resumed
 from tests.models.streams import film as frames_of
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -46,10 +45,7 @@ def watched(kv: str, count: int = COUNT, **fields: Any) -> mmaccel.VideoSession:
 
 
 def first(session: mmaccel.VideoSession, between: tuple[float, float] | None = None) -> torch.Tensor:
-    live = session._live
-    assert live is not None
-    with asked(live, QUESTION, 4, beside=True, between=between) as turn:
-        return turn.logits[0].clone()
+    return logits(session, beside=True, between=between)
 
 
 def held(session: mmaccel.VideoSession) -> list[float]:
@@ -118,10 +114,7 @@ def test_thinning_keeps_fewer_the_older_they_are(kv: str) -> None:
 def test_it_lasts_through_a_save_and_lets_go_afterwards(kv: str, tmp_path: Path) -> None:
     with watched(kv, keep_seconds=KEEP) as session:
         session.pin(LAST - 5.0, LAST - 4.0)
-        session.save(tmp_path / "s")
-        model, processor, want = session._stream_adapter.view.model, session._processor, first(session)
-        with mmaccel.VideoSession.resume(model, processor, tmp_path / "s") as again:
-            assert torch.equal(first(again), want)
+        with resumed(session, tmp_path / "s") as again:
             assert held(again) == held(session) and again.counters()["let_go"] == session.counters()["let_go"]
             for one in (session, again):
                 one.watch(film(COUNT)[:40])
@@ -247,10 +240,7 @@ def test_what_the_index_knew_of_them_is_given_back(
             old = [unit for unit in range(units - WINDOW) if unit not in kept]
             assert (rows[:, sorted(kept)] >= 0).all() and (rows[:, old[:-200]] == -1).all()
         # A hierarchy that is read back is checked: its clusters, their units and their parents.
-        session.save(tmp_path / "s")
-        model, processor = session._stream_adapter.view.model, session._processor
-        with mmaccel.VideoSession.resume(model, processor, tmp_path / "s") as again:
-            assert torch.equal(first(again), first(session))
+        with resumed(session, tmp_path / "s") as again:
             assert again.ask(QUESTION, 4).evidence == answer.evidence
             for one in (again, session):
                 one.watch(film(COUNT), fps=FPS)

@@ -1,9 +1,11 @@
-"""Later turns of a conversation, on the cache of the turn before, under every draft: the text of one whole prompt."""
+"""Where the question of a prompt stands, and that pruners read it there; later turns of a conversation, on the cache of
+the turn before, under every draft: the text of one whole prompt."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +13,142 @@ import torch
 from torch import Tensor
 
 import mmaccel
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.layout import TEXT
+from mmaccel.core.prefill.prune import observers, question
+from mmaccel.models.prompt_layout import question_columns
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
-from mmaccel.policies.prune import FastV
+from mmaccel.policies.prune import FastV, UVPrune
 from tests.models.tiny_random import BUILD, IMG, VE, VID, VS, prompt
 from tests.products import product
+from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("family", 1)
+
+
+# As Qwen2.5-VL's template writes: start and end of a message, line break, around a video; V are its tokens.
+S, E, NL, FRONT, BACK, V = 90, 91, 92, 93, 94, 0
+SYSTEM, USER, MODEL = [S, 80, NL, 1, 2, 3, E, NL], [S, 81, NL], [S, 82, NL]
+VIDEO = [FRONT, V, V, V, BACK]
+END = [E, NL]
+
+
+def found(ids: list[int], ends: tuple[int, ...] = (E,)) -> list[int]:
+    """The tokens of the question of `ids`, by `question_columns`."""
+    at = [n for n, token in enumerate(ids) if token != V]
+    visual = [n for n, token in enumerate(ids) if token == V]
+    columns = question_columns([ids[n] for n in at], at, visual, ends, (FRONT, BACK))
+    assert columns == sorted(set(columns))
+    return [ids[n] for n in columns]
+
+
+@pytest.mark.parametrize("system", [[], SYSTEM], ids=["first message", "after a system's"])
+def test_words_before_a_video(system: list[int]) -> None:
+    assert found([*system, *USER, 10, 11, *VIDEO, *END, *MODEL]) == [10, 11]
+    # With words after it too, all that follows, as it is without words before.
+    tail = [BACK, 12, 13, *END, *MODEL]
+    assert found([*system, *USER, 10, 11, *VIDEO, 12, 13, *END, *MODEL]) == [10, 11, *tail]
+    assert found([*system, *USER, 10, *VIDEO, 11, *VIDEO, *END, *MODEL]) == [10, 11]
+    # The model's message is begun already.
+    assert found([*system, *USER, 10, 11, *VIDEO, *END, *MODEL, 7, 8]) == [10, 11]
+
+
+def test_where_the_text_after_is_the_question_nothing_is_said() -> None:
+    assert found([*SYSTEM, *USER, *VIDEO, 10, 11, *END, *MODEL]) == []
+    assert found([*SYSTEM, *USER, *VIDEO, *VIDEO, 10, *END, *MODEL]) == []
+    assert found([*USER, *VIDEO, *END, *MODEL]) == []
+    assert found([*USER, 10, 11, *END, *MODEL]) == []
+
+
+def test_earlier_messages_are_no_question_of_the_video() -> None:
+    before = [*USER, 20, 21, *END, *MODEL, 22, *END]
+    assert found([*before, *USER, 10, *VIDEO, *END, *MODEL]) == [10]
+    # A second question after the answer to the first.
+    more = [*MODEL, 30, *END, *USER, 31, *END, *MODEL]
+    assert found([*USER, 10, *VIDEO, *END, *more]) == [10, BACK, *END, *more]
+
+
+@pytest.mark.parametrize(
+    "ids, ends",
+    [
+        ([*USER, 10, 11, *VIDEO, *END, *MODEL], ()),
+        ([10, 11, *VIDEO, 12], (E,)),
+        ([*USER, 10, *VIDEO], (E,)),
+        ([10, *VIDEO, *END, *MODEL], (E,)),
+        ([], (E,)),
+    ],
+)
+def test_markup_that_is_not_known_is_left_alone(ids: list[int], ends: tuple[int, ...]) -> None:
+    assert found(ids, ends) == []
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen", "tiny-ov"])
+def test_of_a_chat(name: str, random_folder: Callable[[str], Path]) -> None:
+    """The words alone of a question before the video; the text after it, as ever, of one behind it."""
+    folder = random_folder(name)
+    model, processor = mmaccel.load_model(str(folder)), mmaccel.load_processor(str(folder))
+    video = {"type": "video", "video": torch.zeros(4, 3, 56, 56, dtype=torch.uint8)}
+    words = {"type": "text", "text": "what colour is the circle ?"}
+
+    def asked(*content: dict[str, Any]) -> tuple[list[str], list[str]]:
+        inputs = processor.chat(content)
+        layout = adapter_for(model).layout(model, inputs)
+        ids = inputs["input_ids"][0]
+        told = [processor.decode([int(ids[c])]) for c in question(layout)]
+        last = int((layout.modality[0] != TEXT).nonzero()[-1])
+        assert observers(layout).tolist() == list(range(last + 1, layout.length))
+        return told, [processor.decode([int(ids[c])]) for c in observers(layout)]
+
+    told, after = asked(words, video)
+    assert "".join(told).replace(" ", "") == "whatcolouristhecircle?"
+    assert "assistant" in after[-1] + after[-2]
+    told, after = asked(video, words)
+    assert told == after
+
+
+@pytest.mark.parametrize("family", BUILD)
+@torch.no_grad()
+def test_uv_compares_with_the_words(family: str) -> None:
+    """Another question before the video keeps other tokens, and the same question keeps the same, whatever follows."""
+    model = BUILD[family](layers=4)
+    model.generation_config.eos_token_id = 150
+    pieces: list[Any] = [("text", 12), ("video", 6), ("text", 4)]
+    kept = []
+    pruner = UVPrune(retention=0.3, layer=1, base=0, variation=False)
+    for question_seed in (0, 0, 1):
+        inputs = prompt(family, pieces)
+        ids = inputs["input_ids"]
+        words = torch.randint(3, 140, (8,), generator=torch.Generator().manual_seed(question_seed))
+        # A start, who speaks, a break; eight words, one more; the video; an end, and the head of the model's message.
+        ids[0, :3], ids[0, 3:11] = torch.tensor([160, 161, 162]), words
+        ids[0, -4:] = torch.tensor([150, 160, 163 + len(kept) % 2, 162])
+        layout = adapter_for(model).layout(model, inputs)
+        assert question(layout).tolist() == list(range(3, 12))
+        states = adapter_for(model).embed(model, inputs)
+        kept.append(
+            pruner.keep({"hidden": torch.cat([states, states])}, layout, pruner.stages(4)[0]).tolist()
+        )
+    assert kept[0] == kept[1] != kept[2]
+
+
+@pytest.mark.parametrize("family", BUILD)
+def test_a_draft_s_pruner_that_has_nothing_to_prune_is_told(family: str) -> None:
+    model, peer = BUILD[family](layers=4), BUILD[family](layers=2, seed=1)
+    draft = Sequential(model=peer, prune=UVPrune(retention=0.3))
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        with pytest.warns(
+            MmaccelWarning, match="prune 'uv' did nothing: the prompt has no image tokens or video"
+        ):
+            fast.generate(**prompt(family, [("text", 9)]), max_new_tokens=4, do_sample=False)
+        told = fast.report()
+        assert any("'uv' did nothing" in note for note in told.notes) and told.draft["failed"] is None
+        fast.generate(
+            **prompt(family, [("text", 3), ("image",), ("text", 9)]), max_new_tokens=4, do_sample=False
+        )
+        assert not fast.report().notes and fast.report().draft["failed"] is None
+
 
 TOKENS = 10
 DRAFTS: dict[str, Callable[..., Any]] = {
@@ -46,7 +176,6 @@ def sharp(name: str) -> Any:
     for weight in model.model.language_model.layers.parameters():
         weight.data *= 6 if weight.ndim == 2 else 1
     model.get_output_embeddings().weight.data[[IMG, VID, VS, VE]] = 0
-    model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
@@ -115,15 +244,10 @@ def plainly(model: Any, name: str, turns: Any) -> list[Tensor]:
 def test_turns_on_one_cache_are_one_whole_prompt(family, draft: str, turns: str, monkeypatch) -> None:
     name, model, peer = family
     want = plainly(model, name, TURNS[turns])
-    read: list[tuple[bool, int, bool]] = []
-    prefill = HFRunner.prefill
-
-    def noted(self: HFRunner, inputs: Any, *rest: Any, **more: Any) -> Tensor:
-        pixels = any(inputs.get(one) is not None for one in ("pixel_values", "pixel_values_videos"))
-        read.append((self.model is peer, inputs["input_ids"].shape[1], pixels))
-        return prefill(self, inputs, *rest, **more)
-
-    monkeypatch.setattr(HFRunner, "prefill", noted)
+    read = heard(
+        monkeypatch, HFRunner, "prefill",
+        lambda self, inputs, *_, **__: (self.model is peer, inputs["input_ids"].shape[1]),
+    )  # fmt: skip
     with mmaccel.accelerate(model, draft=DRAFTS[draft](peer)) as fast:
         got, reports = talk(fast, name, TURNS[turns])
     assert [one.tolist() for one in got] == [one.tolist() for one in want]
@@ -140,9 +264,7 @@ def test_turns_on_one_cache_are_one_whole_prompt(family, draft: str, turns: str,
     if draft in ("sequential", "parallel", "tree", "text_only"):
         mine = [one for one in read if one[0]]
         assert len(mine) == 3
-        assert all(
-            columns <= TOKENS + len(one) for (_, columns, _), one in zip(mine, [got[0][0]], strict=False)
-        )
+        assert mine[0][1] <= TOKENS + len(got[0][0])
         words = prompt(name, TURNS[turns][2], seed=2)["input_ids"].shape[1]
         assert words < mine[2][1] <= words + TOKENS, "what was read before is not read again"
     if draft == "sparse_to_dense":

@@ -16,6 +16,7 @@ from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.media import Video
 from mmaccel.models.attention import PLAIN
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
+from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -51,8 +52,7 @@ def test_progress_counts_frames(tmp_path: Path) -> None:
 
 def test_evidence_tells_what_layers_looked_at() -> None:
     fields = {"name": "rekv", "frames": 4, "window": 6, "local": 2}
-    with open_session("random-ov", fields) as session:
-        session.watch(film(20), fps=FPS)
+    with open_session("random-ov", fields, 20) as session:
         answer = session.ask(QUESTION, 2)
         recalled = sum(one.recalled for one in answer.evidence)
         assert recalled == pytest.approx(4.0), "each layer recalls its budget"
@@ -68,8 +68,7 @@ def test_evidence_tells_what_layers_looked_at() -> None:
             and told["host_puts"] > 0
             and told["host_bytes_in"] > 0
         )
-    with open_session("random-qwen", fields) as session:
-        session.watch(film(9), fps=FPS)
+    with open_session("random-qwen", fields, 9) as session:
         assert {one.frames[1] - one.frames[0] for one in session.ask(QUESTION, 1).evidence} == {1}
 
 
@@ -116,8 +115,7 @@ def test_most_of_a_long_stream_is_off_the_device_and_the_rest_does_not_grow() ->
 
 @pytest.mark.parametrize("kv", TIGHT)
 def test_an_answer_comes_token_by_token(kv: str) -> None:
-    with open_session("tiny-ov", TIGHT[kv]) as session:
-        session.watch(film(14), fps=FPS)
+    with open_session("tiny-ov", TIGHT[kv], 14) as session:
         whole = session.ask("describe the video .", 12)
         reply = session.ask("describe the video .", 12, stream=True)
         pieces = list(reply)
@@ -128,19 +126,13 @@ def test_an_answer_comes_token_by_token(kv: str) -> None:
         )
 
 
-def test_an_answer_that_nobody_reads_ends() -> None:
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(14), fps=FPS)
-        before, inner, steps = logits(session), session._stream_adapter.logits, [0]
-
-        def counted(hidden: torch.Tensor) -> torch.Tensor:
-            steps[0] += 1
-            return inner(hidden)
-
-        session._stream_adapter.logits = counted  # type: ignore[method-assign]
+def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_session("random-ov", TIGHT["rekv"], 14) as session:
+        before = logits(session)
+        steps = heard(monkeypatch, session._stream_adapter, "logits", lambda hidden: 1)
         assert len(session.ask(QUESTION, 240).ids) == 240, "by itself it would go on"
         for ending in ("closed", "lost"):
-            steps[0] = 0
+            steps.clear()
             reply = session.ask(QUESTION, 240, stream=True)
             assert next(reply)
             if ending == "closed":
@@ -151,7 +143,7 @@ def test_an_answer_that_nobody_reads_ends() -> None:
                 del reply
                 thread.join(20)
                 assert not thread.is_alive()
-            assert 0 < steps[0] < 180
+            assert 0 < len(steps) < 180
         assert torch.equal(logits(session), before)
 
 
@@ -222,14 +214,13 @@ def test_frames_of_another_size_are_resized_and_told_once() -> None:
         with pytest.warns(MmaccelWarning, match=r"frames of 60x90 are resized to 70x42, .*\.$") as told:
             session.watch(large[:2], fps=FPS)
         assert told[0].filename == __file__, "it points to the caller"
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             session.watch(large[2:], fps=FPS)
             session.watch(small[3:], fps=FPS)
             assert session.ask(QUESTION, 1).text is not None
         assert len(session) == 10 and session.counters()["units"] == 5
-    with open_session("random-ov", "full") as session, warnings.catch_warnings():
-        warnings.simplefilter("error")  # its processor makes all frames alike
+    # Its processor makes all frames alike.
+    with open_session("random-ov", "full") as session, warnings.catch_warnings(action="error"):
         session.watch(small, fps=FPS)
         session.watch(large, fps=FPS)
         assert session.counters()["units"] == 10
@@ -277,8 +268,7 @@ def test_lists_of_images_are_frames() -> None:
 
 def test_clusters_that_were_asked_for_are_the_caller_s_own() -> None:
     """What a stream makes of them later does not change them, nor what is done to them the stream."""
-    with open_session("random-ov", TIGHT["mosaic"]) as session:
-        session.watch(film(18), fps=FPS)
+    with open_session("random-ov", TIGHT["mosaic"], 18) as session:
         before = {name: owner.clone() for name, owner in session.clusters().items()}
         for owner in session.clusters().values():
             owner.fill_(-1)

@@ -1,12 +1,15 @@
-"""How answers of a session end: their finish reason, the model's positions, deadlines, and evidence left out."""
+"""Answers of a session: how they end (finish reason, the model's positions, deadlines), and what they are based on, against
+planted truth."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import warnings
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,10 +18,16 @@ import mmaccel
 from mmaccel.core.decoding import generate
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import MmaccelWarning, ModelError
-from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+from mmaccel.policies.kv._retrieval import ArchivedMemory
+from mmaccel.policies.kv._window import QuestionRows, attention
+from mmaccel_lab.eval.footage import Footage, Viewing
+from mmaccel_lab.world import World
+from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.products import product
+from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
+
 
 TIGHT = every_stream(frames=4, window=6)
 DRAFTS = ({"name": "off"}, {"name": "prompt_lookup"})
@@ -26,8 +35,7 @@ DRAFTS = ({"name": "off"}, {"name": "prompt_lookup"})
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft["name"])
 def test_an_answer_says_why_it_ends(draft: dict[str, Any]) -> None:
-    with open_session("tiny-ov", TIGHT["rekv"], draft=draft) as session:
-        session.watch(film(14), fps=FPS)
+    with open_session("tiny-ov", TIGHT["rekv"], 14, draft=draft) as session:
         whole = session.ask(QUESTION)
         assert whole.finish_reason == "stop" and len(whole.ids) < MAX_NEW_TOKENS
         cut = session.ask("describe the video .", 5)
@@ -48,10 +56,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> None:
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 def test_a_question_and_its_answer_end_with_the_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `generate` ends, with the same tokens, where everything is kept."""
-    model, processor = pair(name)
-    inputs = processor.chat(
-        [{"type": "video", "video": film(8)}, {"type": "text", "text": QUESTION}], fps=FPS
-    )
+    model, inputs = pair(name)[0], inputs_of(name, 8)
     count = inputs["input_ids"].shape[1]
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     last = int(mmaccel.core.attach.adapter_for(model).positions(model, inputs)[..., -1].max())
@@ -67,8 +72,7 @@ def test_a_question_and_its_answer_end_with_the_positions(name: str, monkeypatch
         with pytest.warns(MmaccelWarning, match="no position left"):
             answer = session.ask(QUESTION, 40)
         assert (list(answer.ids), answer.finish_reason) == (want, "positions") and len(want) == 6
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", MmaccelWarning)
+        with warnings.catch_warnings(action="error", category=MmaccelWarning):
             assert session.ask(QUESTION, 6).finish_reason == "length", "what just fits is nothing to tell of"
 
 
@@ -77,15 +81,10 @@ def test_a_question_past_the_positions_is_refused_before_it_is_run(
     kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limited(monkeypatch, "random-ov", 400)
-    with open_session("random-ov", TIGHT[kv]) as session:
-        session.watch(film(8), fps=FPS)
+    with open_session("random-ov", TIGHT[kv], 8) as session:
         before = session.ask(QUESTION, 2)
-
-        def run(*given: Any, **named: Any) -> None:
-            raise AssertionError("a pass was run")
-
         with monkeypatch.context() as quick:
-            quick.setattr(session._stream_adapter, "run", run)
+            quick.setattr(session._stream_adapter, "run", Mock(side_effect=AssertionError("a pass was run")))
             with pytest.raises(
                 ModelError, match=r"^question: .* take \d{5,} of the model's 400 positions .*\.$"
             ):
@@ -99,14 +98,12 @@ def test_a_memory_that_keeps_little_answers_where_all_of_the_stream_would_not_fi
     limited(monkeypatch, "random-ov", 400)
     long = "what was it ? " * 30
     for kv in ({**TIGHT["rekv"], "positions": "original"}, TIGHT["mosaic"], TIGHT["streammem"]):
-        with open_session("random-ov", kv) as session:
-            session.watch(film(20), fps=FPS)
+        with open_session("random-ov", kv, 20) as session:
             assert session.ask(long, 2).finish_reason == "length", "units are closed up to make room"
             with pytest.raises(ModelError, match="positions"):
                 session.ask(long * 4, 2)
     with open_session("random-ov", "full") as session:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", MmaccelWarning)
+        with warnings.catch_warnings(action="error", category=MmaccelWarning):
             session.watch(film(20), fps=FPS)
         with pytest.raises(ModelError, match="positions"):
             session.ask(long, 2)
@@ -118,8 +115,7 @@ def test_a_memory_that_keeps_little_answers_where_all_of_the_stream_would_not_fi
 
 @pytest.mark.parametrize("kv", TIGHT)
 def test_evidence_can_be_left_out(kv: str) -> None:
-    with open_session("random-ov", TIGHT[kv]) as session:
-        session.watch(film(14), fps=FPS)
+    with open_session("random-ov", TIGHT[kv], 14) as session:
         whole = session.ask(QUESTION, 3)
         rows = getattr(session._live.state, "_rows", None)  # type: ignore[union-attr]
         bare = session.ask(QUESTION, 3, evidence=False)
@@ -131,7 +127,7 @@ def test_evidence_can_be_left_out(kv: str) -> None:
 class Slow:
     """A stream adapter's slow method that tells when it began; `clock`: in the clock's seconds, not in real ones."""
 
-    def __init__(self, inner: Any, seconds: float, clock: Clock | None) -> None:
+    def __init__(self, inner: Any, seconds: float, clock: SimpleNamespace | None) -> None:
         self.inner, self.seconds, self.clock = inner, seconds, clock
         self.calls, self.began = 0, threading.Event()
 
@@ -145,30 +141,25 @@ class Slow:
         return self.inner(*given, **named)
 
 
-def slowed(session: mmaccel.VideoSession, name: str, seconds: float, clock: Clock | None = None) -> Slow:
+def slowed(
+    session: mmaccel.VideoSession, name: str, seconds: float, clock: SimpleNamespace | None = None
+) -> Slow:
     slow = Slow(getattr(session._stream_adapter, name), seconds, clock)
     session._stream_adapter.__dict__[name] = slow
     return slow
 
 
-@dataclass
-class Clock:
-    """What deadlines go by."""
-
-    now: float = 0.0
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What deadlines go by."""
+    made = SimpleNamespace(now=0.0)
     monkeypatch.setattr(generate, "monotonic", lambda: made.now)
     return made
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft["name"])
-def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], clock: Clock) -> None:
-    with open_session("tiny-ov", TIGHT["rekv"], draft=draft) as session:
-        session.watch(film(14), fps=FPS)
+def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], clock: SimpleNamespace) -> None:
+    with open_session("tiny-ov", TIGHT["rekv"], 14, draft=draft) as session:
         whole = session.ask("describe the video .", 24)
         slowed(session, "logits", 1.0, clock)
         answer = session.ask("describe the video .", 24, timeout=6.5)
@@ -179,9 +170,8 @@ def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], cloc
         assert session.ask("describe the video .", 24).ids == whole.ids
 
 
-def test_a_timeout_holds_inside_a_long_question(clock: Clock) -> None:
-    with open_session("tiny-ov", TIGHT["rekv"]) as session:
-        session.watch(film(14), fps=FPS)
+def test_a_timeout_holds_inside_a_long_question(clock: SimpleNamespace) -> None:
+    with open_session("tiny-ov", TIGHT["rekv"], 14) as session:
         before = session.ask(QUESTION, 3)
         slow = slowed(session, "words", 3.0, clock)  # what comes before the layers uses the time up
         answer = session.ask("what was it ? " * 100, timeout=2.0)
@@ -193,8 +183,7 @@ def test_a_timeout_holds_inside_a_long_question(clock: Clock) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_is_cancelled_from_another_thread(stream: bool) -> None:
-    with open_session("tiny-ov", TIGHT["rekv"]) as session:
-        session.watch(film(14), fps=FPS)
+    with open_session("tiny-ov", TIGHT["rekv"], 14) as session:
         whole = session.ask("describe the video .", 10)
         slow = slowed(session, "logits", 0.05)
 
@@ -222,7 +211,7 @@ def test_an_answer_is_cancelled_from_another_thread(stream: bool) -> None:
     product(["random-ov", "random-qwen"], ["timeout", "cancel"], ["rekv", "mosaic", "no_cache"]),
 )
 def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
-    name: str, how: str, kv: str, clock: Clock
+    name: str, how: str, kv: str, clock: SimpleNamespace
 ) -> None:
     model = pair(name)[0]
     pace = mmaccel.core.attach.adapter_for(model).pace(model)  # type: ignore[attr-defined]
@@ -250,8 +239,7 @@ def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
 
 
 def test_a_call_that_waits_for_another_has_its_timeout_too() -> None:
-    with open_session("random-ov", TIGHT["rekv"]) as session:
-        session.watch(film(4), fps=FPS)
+    with open_session("random-ov", TIGHT["rekv"], 4) as session:
         slow = slowed(session, "features", 4.0)
         thread = threading.Thread(target=lambda: session.watch(film(4), fps=FPS))
         thread.start()
@@ -276,3 +264,85 @@ def test_a_timeout_is_a_positive_number(timeout: Any) -> None:
                 ModelError, match=r"^timeout: .*; give a positive number of seconds, or None\.$"
             ):
                 call()
+
+
+FIELDS = {
+    "mosaic": {"frames": 16, "window": 16},
+    "rekv": {"frames": 16, "window": 16},
+    "livevlm": {"frames": 16},
+}
+WHOLE = every_stream()
+
+
+@functools.cache
+def footage(name: str, seed: int) -> tuple[World, Footage]:
+    world = World.generate(seed, 128)
+    return world, Footage(*pair(name), world, 0.3)
+
+
+@pytest.mark.parametrize(("memory", "name"), product(FIELDS, ["tiny-ov", "tiny-qwen"]))
+def test_the_first_moments_told_are_what_was_asked_about(name: str, memory: str) -> None:
+    """Of answers that are right, nine in ten name a true frame, or the one beside, among the first three: of 216 on four
+    worlds 213 did; ordered by how many layers retrieved them 30 of 46 (mosaic and rekv, tiny-ov, these two worlds)."""
+    model, processor = pair(name)
+    named = []
+    for seed in (1, 3):
+        world, shown = footage(name, seed)
+        with Viewing(model, processor, {"kv": {"name": memory, **FIELDS[memory]}}) as session:
+            session.show(shown, 1.0)
+            for question in world.questions(["needle", "order", "scene", "combine"]):
+                answer = session.ask(question.text, 8)
+                if answer.text == question.answer:
+                    first = [one.frames[0] for one in answer.top(3)]
+                    named.append(any(abs(n - true) <= 1 for n in first for true in question.frames))
+    assert len(named) >= 6 and sum(named) >= 0.9 * len(named)
+
+
+@pytest.mark.parametrize("kv", WHOLE)
+def test_before_the_first_unit_is_whole_there_is_nothing_to_tell(kv: str) -> None:
+    """The random Qwen takes two frames a unit."""
+    with open_session("random-qwen", WHOLE[kv], 1, fps=1.0) as session:
+        answer = session.ask(QUESTION, 2)
+    assert len(answer.ids) and answer.evidence == ()
+
+
+def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before them may come all rows of a unit that is not complete, at each of many layers."""
+    held: list[int] = []
+    plain = QuestionRows.hold
+
+    def noted(rows: QuestionRows) -> None:
+        plain(rows)
+        held.extend(
+            row.query.untyped_storage().nbytes() // row.query[:, 0].nbytes for row in rows._rows.values()
+        )
+
+    monkeypatch.setattr(QuestionRows, "hold", noted)
+    with open_session("random-qwen", WHOLE["rekv"], 7, fps=1.0) as session:
+        session.ask(QUESTION, 1)
+        ids, words = session._stream_adapter.tail(QUESTION)
+        assert session._live is not None and session._live.info.pending is not None
+    assert held == [len(ids) - words[0]] * 2
+
+
+def test_units_are_weighed_for_the_last_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of a long question by every unit of a long stream is gigabytes."""
+    asked = heard(monkeypatch, ArchivedMemory, "_units_of", lambda memory, layer, shares: len(shares))
+    with open_session("random-ov", WHOLE["mosaic"], 9, fps=1.0) as session:
+        session.ask(QUESTION, 1)
+    assert asked == [1, 1]
+
+
+def test_attention_is_that_of_each_row_to_the_columns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(4, 3, 8, generator=generator), torch.randn(2, 9, 8, generator=generator)
+    bias = torch.tensor([0.0, 1.0, -torch.inf])
+    expected = torch.zeros(3, 9)
+    for row in range(3):
+        for head in range(4):
+            score = key[head // 2, : 7 + row] @ query[head, row] * 8**-0.5
+            score[:3] += bias
+            expected[row, : 7 + row] += score.softmax(0) / 4
+    torch.testing.assert_close(attention(query, key, bias), expected)
+    monkeypatch.setattr("mmaccel.policies.kv._window.WEIGHTS", 20)
+    torch.testing.assert_close(attention(query, key, bias), expected)

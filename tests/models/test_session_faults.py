@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,12 +20,12 @@ pytestmark = pytest.mark.in_turn("kv", 4)
 
 TIGHT = every_stream(frames=4, window=6)
 NAME = "random-ov"
+UNIT = 2 * 2 * 16 * 64 * 4 * 2
+"""Bytes of a frame on the host, of all layers."""
 
 
 def begun(kv: Any = "rekv", frames: int = 10) -> mmaccel.VideoSession:
-    session = open_session(NAME, TIGHT.get(kv, kv) if isinstance(kv, str) else kv)
-    session.watch(film(frames), fps=FPS)
-    return session
+    return open_session(NAME, TIGHT.get(kv, kv) if isinstance(kv, str) else kv, frames)
 
 
 @contextmanager
@@ -38,8 +39,7 @@ def unharmed(session: mmaccel.VideoSession, error: type[BaseException], match: s
         told = str(caught.value)
         assert told.endswith(".") and "\n" not in told
     assert torch.equal(logits(session), before) and len(session) == count and session.seconds == seconds
-    with open_session(NAME, kv) as twin:
-        twin.watch(film(count), fps=FPS)
+    with open_session(NAME, kv, count) as twin:
         for one in (session, twin):
             one.watch(film(25)[:5], times=[100.0, 101.0, 102.0, 103.0, 104.0])
         assert torch.allclose(logits(session), logits(twin), atol=1e-5)
@@ -91,12 +91,9 @@ def test_a_question_that_breaks_loses_nothing(kv: str, monkeypatch: pytest.Monke
 
 
 def test_a_first_clip_that_fails_leaves_a_fresh_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(done: int, total: int | None) -> None:
-        raise KeyboardInterrupt
-
     with open_session(NAME, TIGHT["rekv"]) as session:
         with pytest.raises(KeyboardInterrupt):
-            session.watch(film(9), fps=FPS, progress=stop)
+            session.watch(film(9), fps=FPS, progress=Mock(side_effect=KeyboardInterrupt))
         assert len(session) == 0 and session.counters() == {}
         with pytest.raises(ModelError, match="seen no frame"):
             session.ask(QUESTION)
@@ -114,12 +111,11 @@ def test_a_damaged_file_takes_in_nothing(tmp_path: Path) -> None:
 
 
 def test_the_cap_of_host_memory_is_told_before_it_is_passed() -> None:
-    unit = 2 * 2 * 16 * 64 * 4 * 2
-    fields = {**TIGHT["rekv"], "host_bytes": 20 * unit}
+    fields = {**TIGHT["rekv"], "host_bytes": 20 * UNIT}
     with begun(fields) as session, unharmed(session, StoreError):
         session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
     for kv in ("offload", "mosaic"):
-        with begun({**TIGHT[kv], "host_bytes": 20 * unit}) as session, unharmed(session, StoreError):
+        with begun({**TIGHT[kv], "host_bytes": 20 * UNIT}) as session, unharmed(session, StoreError):
             session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
 
 
@@ -142,18 +138,14 @@ def test_a_full_disk_is_told_and_nothing_is_lost(
 ) -> None:
     from mmaccel.policies.kv.store import saved
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     fields = {**TIGHT[kv], "host_bytes": 0, "spill": "disk", "folder": str(tmp_path)}
     with begun(fields, 5) as session, unharmed(session, StoreError), monkeypatch.context() as patch:
-        patch.setattr(saved, "occupy", full)
+        patch.setattr(saved, "occupy", Mock(side_effect=OSError(28, "No space left on device")))
         session.watch(film(25), fps=FPS)
 
 
 def test_oldest_units_may_be_dropped() -> None:
-    unit = 2 * 2 * 16 * 64 * 4 * 2
-    fields = {**TIGHT["rekv"], "host_bytes": 60 * unit, "spill": "drop_oldest"}
+    fields = {**TIGHT["rekv"], "host_bytes": 60 * UNIT, "spill": "drop_oldest"}
     with begun(fields, 10) as session:
         for _ in range(8):
             session.watch(film(25), fps=FPS)
@@ -170,14 +162,11 @@ def held(session: mmaccel.VideoSession) -> list[list[int]]:
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic"])
 def test_a_broken_watch_forgets_nothing_while_there_is_room(kv: str) -> None:
-    def stop(done: int, total: int | None) -> None:
-        raise KeyboardInterrupt
-
-    fields = {**TIGHT[kv], "host_bytes": 40 * 2 * 2 * 16 * 64 * 4 * 2, "spill": "drop_oldest"}
+    fields = {**TIGHT[kv], "host_bytes": 40 * UNIT, "spill": "drop_oldest"}
     with begun(fields, 20) as session:
         before = held(session)
         with unharmed(session, KeyboardInterrupt):
-            session.watch(film(25), fps=FPS, progress=stop)
+            session.watch(film(25), fps=FPS, progress=Mock(side_effect=KeyboardInterrupt))
         assert [units[: len(old)] for units, old in zip(held(session), before, strict=True)] == before
     with begun(fields, 20) as session:
         with unharmed(session, ModelError, "times: there are 101 for 100 frames"):
@@ -194,7 +183,7 @@ def test_a_broken_watch_forgets_no_more_than_a_whole_one_up_to_there(kv: str, pa
         if done >= count:
             raise KeyboardInterrupt
 
-    fields = {**TIGHT[kv], "host_bytes": 40 * 2 * 2 * 16 * 64 * 4 * 2, "spill": "drop_oldest"}
+    fields = {**TIGHT[kv], "host_bytes": 40 * UNIT, "spill": "drop_oldest"}
     more = film(25).repeat(4, 1, 1, 1)
     with begun(fields, 25) as session, begun(fields, 25) as twin:
         first = session._live.state._first  # type: ignore[union-attr]

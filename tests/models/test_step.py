@@ -1,4 +1,5 @@
-"""A layer of a step is five operators, whoever runs it, and what the host launches does not grow with the layers."""
+"""Steps whose layers are computed without their modules: five operators a layer, whoever runs it, the same words, and
+only where that is sound."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,12 +17,16 @@ from transformers import DynamicCache
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding import replay
+from mmaccel.core.streams.asking import asked
 from mmaccel.models import step
 from mmaccel.models.runner import HFRunner
 from tests.core.test_replay import Repeated
-from tests.models.streams import FPS, QUESTION, every_stream, film, pair
+from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.policies.kv.mosaic.test_prefetch import Replayed
 from tests.policies.kv.test_question_reads import VIEWS
+from tests.products import product
+from tests.spies import heard
 
 FREE = {*VIEWS, "split", "split_with_sizes", "_reshape_alias"}
 """What launches nothing."""
@@ -33,7 +39,7 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.captured, self.launched = Counter[str](), Counter[str]()
         self._inside = self.on = False
-        again, plain = Repeated.__call__, replay.Replays.__init__
+        again = Repeated.__call__
 
         def noted(one: Any) -> Any:
             self._inside = True
@@ -42,14 +48,7 @@ class Calls(TorchDispatchMode):
             finally:
                 self._inside = False
 
-        def works(one: Any, device: torch.device) -> None:
-            plain(one, device)
-            one.works = True
-
         monkeypatch.setattr(Repeated, "__call__", noted)
-        monkeypatch.setattr(replay, "_Replay", Repeated)
-        monkeypatch.setattr(replay.Replays, "__init__", works)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -74,6 +73,7 @@ class Calls(TorchDispatchMode):
 LAYER = {"enter_rows": 1, "decode_attend": 1, "pass_rows": 2, "project_rows": 1}
 
 
+@pytest.mark.usefixtures("repeated")
 @pytest.mark.parametrize("count", [1, 3])
 @torch.no_grad()
 def test_a_layer_of_a_decode_step_is_five_operators(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +91,7 @@ def test_a_layer_of_a_decode_step_is_five_operators(count: int, monkeypatch: pyt
     assert host == same == {"copy_": 1, "fill_": 1, "clone": 1}
 
 
+@pytest.mark.usefixtures("repeated")
 def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its queries are shown to the memory before attention; one launch leaves rows and the next layer's queries. All layers
     of a token of the answer are one function, and what is launched for it does not grow with the layers."""
@@ -102,10 +103,7 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
         session.watch(film(25), fps=FPS)
         live: Any = session._live
         live.state._keeps = True
-        layers, run = (
-            len(list(live.adapter.family.layers(live.adapter.model))),
-            step.StreamSteps.run,
-        )
+        layers, run = len(list(live.adapter.family.layers(live.adapter.model))), step.StreamSteps.run
 
         def noted(steps: Any, *given: Any) -> Any:
             calls.captured, calls.launched, calls.on = Counter(), Counter(), True
@@ -132,3 +130,178 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
     ) - Counter({"pass_rows": 1})
     # The last norm is launched by itself.
     assert launched["copy_"] <= 4 and sum(launched.values()) <= 12
+
+
+KV = every_stream(frames=6, window=8)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote is not a number, so that nothing may depend on it: not even with a weight of zero."""
+
+    def nowhere(make: Any) -> Any:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            out = make(*args, **kwargs)
+            return out.fill_(torch.nan) if out.is_floating_point() else out
+
+        return made
+
+    monkeypatch.setattr(torch, "empty", nowhere(torch.empty))
+    monkeypatch.setattr(torch.Tensor, "new_empty", nowhere(torch.Tensor.new_empty))
+
+
+def opened(name: str, kv: Any) -> mmaccel.VideoSession:
+    model, processor = pair(name)
+    session = mmaccel.VideoSession(copy.deepcopy(model), processor, None, kv=kv)
+    session.watch(film(25), fps=FPS)
+    return session
+
+
+def scores_of(answer: mmaccel.core.decoding.generate.Answer) -> dict[tuple[int, int], float | None]:
+    """What part of what reached an answer came from each moment that a layer looked at."""
+    return {one.frames: one.score for one in answer.evidence if one.share}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("kv", "name"), product(["mosaic", "rekv", "full", "livevlm"], ["random-ov", "random-qwen"])
+)
+def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = heard(monkeypatch, step.StreamSteps, "run", lambda adapter, run, embeds, *_: len(embeds))
+    with opened(name, KV[kv]) as session:
+        wanted, said = logits(session), session.ask(QUESTION, 6)
+        assert not passes
+        monkeypatch.setattr(step, "DEVICES", ("cpu",))
+        found, again = logits(session), session.ask(QUESTION, 6)
+    assert (found - wanted).abs().max() <= 1e-4 and again.ids == said.ids
+    assert len(scores_of(said)) >= 4 and scores_of(said) == pytest.approx(scores_of(again), abs=1e-4)
+    # A question, twice, and the words of an answer one by one.
+    assert len(passes) >= 3 and max(passes) <= step.WIDTHS[-1] and min(passes) == 1
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("kv", "name"), product(["mosaic", "rekv"], ["random-ov", "random-qwen"]))
+def test_replayed_layers_say_what_layers_launched_one_by_one_say(
+    name: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Questions of several lengths and their answers, while the stream grows."""
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    monkeypatch.setattr(replay, "_Replay", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    Replayed.made = 0
+    said = []
+    for works in (False, True):
+        model, processor = pair(name)
+        with mmaccel.VideoSession(copy.deepcopy(model), processor, None, kv=KV[kv]) as session:
+            for part in film(25).repeat(2, 1, 1, 1).split(10):
+                session.watch(part, fps=FPS)
+                live: Any = session._live
+                live.state._keeps = live.adapter._few._replays.works = works
+                if hasattr(live.state, "replays"):
+                    live.state.replays.works = works
+                for question in (
+                    QUESTION,
+                    QUESTION,
+                    "what was shown before the star and after it ?",
+                    QUESTION,
+                ):
+                    said.append((logits(session, question), session.ask(question, 4)))
+                    if question is not QUESTION:
+                        # What follows lies elsewhere.
+                        live.state._kept.clear()
+    half = len(said) // 2
+    for (plain, words), (replayed, again) in zip(said[:half], said[half:], strict=True):
+        assert (plain - replayed).abs().max() <= 1e-5 and words.ids == again.ids
+        assert scores_of(words) == pytest.approx(scores_of(again), abs=1e-5)
+    assert Replayed.made >= 4
+
+
+def test_rooms_that_come_to_lie_where_others_lay_are_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When weights were moved, rooms are given up; an allocator may make the next ones of the same memory."""
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    with opened("random-ov", KV["rekv"]) as session:
+        few: Any = session._stream_adapter._few  # type: ignore[attr-defined]
+        made: dict[Any, torch.Tensor] = {}
+
+        def room(name: Any, shape: Any, dtype: Any) -> torch.Tensor:
+            return made.setdefault((name, shape, dtype), torch.zeros(shape, dtype=dtype))
+
+        monkeypatch.setattr(few._replays, "room", room)
+        wanted = logits(session)
+        # Other tensors of the same memory, with what is in new ones.
+        made.update({name: one.zero_().view(one.shape) for name, one in made.items()})
+        assert torch.equal(logits(session), wanted)
+
+
+def test_captures_do_not_outlive_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is exchanged, and be it for one that computes the same, makes the steps of layers anew."""
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    with opened("random-ov", KV["rekv"]) as session:
+        few: Any = session._stream_adapter._few  # type: ignore[attr-defined]
+        wanted = logits(session)
+        steps, rooms = few._layers, dict(few._replays._rooms)
+        assert torch.equal(logits(session), wanted) and few._layers is steps
+        layer: Any = session._stream_adapter.family.layers(session._stream_adapter.model)[0]
+        layer.mlp.__class__ = type("Same", (type(layer.mlp),), {})
+        assert torch.equal(logits(session), wanted) and few._layers is not steps
+        assert all(few._replays._rooms[name] is not room for name, room in rooms.items())
+
+
+def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers installs hooks at such a call and leaves them: they act only where a call asks again."""
+    model, processor = copy.deepcopy(pair("random-ov")[0]), pair("random-ov")[1]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3, 4, 5]]), output_attentions=True)
+    assert any(layer._forward_hooks for layer in model.model.language_model.layers)
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    passes = heard(monkeypatch, step.StreamSteps, "run", lambda *_: 1)
+    with mmaccel.VideoSession(model, processor, None, kv=KV["rekv"]) as session:
+        session.watch(film(25), fps=FPS)
+        session.ask(QUESTION, 2)
+    assert passes
+
+
+def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    monkeypatch.setattr(step.StreamSteps, "run", Mock(side_effect=AssertionError))
+    with opened("random-ov", KV["rekv"]) as session:
+        with pytest.raises(AssertionError):
+            logits(session)
+        heard = []
+        layer: Any = session._stream_adapter.family.layers(session._stream_adapter.model)[0]
+        hook = layer.register_forward_pre_hook(lambda *_: heard.append(1))
+        logits(session)
+        hook.remove()
+        assert heard
+        monkeypatch.setattr(step, "WIDTHS", (1, 4))
+        logits(session)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("kv", "name"), product(["mosaic", "rekv", "full", "livevlm"], ["random-ov", "random-qwen"])
+)
+def test_all_layers_of_an_answer_say_what_the_modules_say(
+    name: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows one by one and several at a time, some of them taken back, behind a question: the logits of each."""
+
+    def answered(session: mmaccel.VideoSession) -> list[torch.Tensor]:
+        live: Any = session._live
+        with asked(live, QUESTION, 16) as turn:
+            said = [turn.step(torch.tensor([[7, 9, 11]]))]
+            turn.truncate(turn.length() - 2)
+            said += [turn.step(torch.tensor([[token]])) for token in (5, 6)]
+            return [*said, turn.step(torch.tensor([[8, 4, 3, 12, 5]]))]
+
+    calls = heard(monkeypatch, step.StreamSteps, "_answer", lambda *_: 1)
+    with opened(name, KV[kv]) as session:
+        wanted = answered(session)
+        assert not calls
+        monkeypatch.setattr(step, "DEVICES", ("cpu",))
+        found = answered(session)
+    assert len(calls) == 4 * (kv != "full")
+    for one, right in zip(found, wanted, strict=True):
+        assert (one - right).abs().max() <= 1e-4

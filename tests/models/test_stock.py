@@ -23,13 +23,6 @@ RECIPES = {
 CALL = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
 
 
-@pytest.fixture(scope="module", params=sorted(BUILD))
-def family(request):
-    model = BUILD[request.param]()
-    model.generation_config.eos_token_id = None
-    return request.param, model
-
-
 def close(a, b):
     return (a - b).abs().max() <= 1e-4
 
@@ -199,7 +192,6 @@ def test_a_placeholder_of_what_is_not_given_is_a_word(family, recipe):
 
 def test_a_second_turn_beside_another_video():
     model = BUILD["qwen"]()
-    model.generation_config.eos_token_id = None
     first, other = prompt("qwen", PROMPTS["video"]), prompt("qwen", PROMPTS["long"])
 
     def turns(between):

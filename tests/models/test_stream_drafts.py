@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, TextOnly, Tree
 from mmaccel.policies.kv.recent import Recent
-from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.products import product
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -72,7 +73,6 @@ def test_each_branch_of_a_tree_says_what_it_says_alone(name: str, kv: str) -> No
     rows_of = ([0, 1, 3, 6], [0, 1, 4], [0, 2, 5])
     with open_session(name, TIGHT[kv]) as session:
         session.watch(film(17), fps=FPS)  # of a unit of two frames one is still to come
-        assert session._live is not None
         with asked_of(session._live, QUESTION, 4) as asked:
             start = asked.length()
             alone = []
@@ -192,14 +192,10 @@ def test_a_failing_draft_loses_nothing_of_the_stream(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = film(18)
-
-    def fails(self: LocalDraftStream, *given: Any) -> None:
-        raise RuntimeError("out of cheese")
-
     with opened("mosaic", agreeing()) as session, opened("mosaic") as quiet:
         for one in (session, quiet):
             one.watch(frames[:9], fps=FPS)
-        monkeypatch.setattr(LocalDraftStream, method, fails)
+        monkeypatch.setattr(LocalDraftStream, method, Mock(side_effect=RuntimeError("out of cheese")))
         with pytest.warns(MmaccelWarning, match="without.*out of cheese"):
             session.watch(frames[9:], fps=FPS)
             first = session.ask(QUESTION, TOKENS)
@@ -223,10 +219,7 @@ def test_the_folder_of_the_drafts_memory_counts_from_its_recipe(tmp_path: Path) 
 
 
 def test_a_memory_of_a_draft_that_a_call_has_no_use_for_is_told() -> None:
-    model, processor = pair("random-ov")
-    inputs = processor.chat(
-        [{"type": "video", "video": film(5)}, {"type": "text", "text": QUESTION}], fps=FPS
-    )
+    model, inputs = pair("random-ov")[0], inputs_of("random-ov", 5)
     for draft in (Sequential(model=model, kv="recent"), Parallel(model=model, process=False, kv="recent")):  # type: ignore[arg-type]
         with mmaccel.accelerate(model, draft=draft) as fast:
             model.generate(**inputs, max_new_tokens=6, do_sample=False)
@@ -290,10 +283,7 @@ def test_a_tree_on_a_memory_of_chains_is_refused_before_it_is_attached() -> None
 @pytest.mark.parametrize("draft", ["off", "sequential"])
 def test_criteria_of_a_call_are_shown_the_scores(draft: str) -> None:
     """As transformers shows them: of every token so far, where scores are asked for; each is made once."""
-    model, processor = pair("random-ov")
-    inputs = processor.chat(
-        [{"type": "video", "video": film(11)}, {"type": "text", "text": QUESTION}], fps=FPS
-    )
+    model, inputs = pair("random-ov")[0], inputs_of("random-ov", 11)
     shown: list[tuple[int, int]] = []
     kinds: list[Any] = []
 

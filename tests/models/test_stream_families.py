@@ -17,7 +17,6 @@ import mmaccel
 from mmaccel.core.attach import family_of
 from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.recalled import RecallPruning
-from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, step
 from mmaccel.models.qwen3_vl import Qwen3VL
 from tests.models.streams import every_stream, logits
@@ -30,7 +29,7 @@ KINDS = (
     *("internvl", "llava_next_video", "perception_lm", "smolvlm", "video_llama_3"),
 )
 QUESTION, FPS, CLOSE = "what moved?", 2.0, 2e-5
-WHOLE, TIGHT = every_stream(), every_stream(frames=6, window=8)
+WHOLE, TIGHT = every_stream(positions="original"), every_stream(frames=6, window=8)
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.filterwarnings("error:An output with one")]
 
 
@@ -65,10 +64,7 @@ def plain(kind: str, one: mmaccel.VideoSession, frames: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "kv"), product(KINDS, WHOLE))
 def test_with_room_for_all_it_is_the_plain_model(kind: str, kv: str) -> None:
-    fields = dict(WHOLE[kv])
-    if "positions" in registry("kv")[kv].__dataclass_fields__:
-        fields["positions"] = "original"
-    with session(kind, fields) as one:
+    with session(kind, WHOLE[kv]) as one:
         for part in film(13, kind).split(5):
             one.watch(part, fps=FPS)
         assert (logits(one, QUESTION) - plain(kind, one, film(13, kind))).abs().max() <= CLOSE
@@ -239,10 +235,7 @@ def test_it_is_the_prompt_of_the_stock_processor(kind: str, monkeypatch: pytest.
 
 
 def test_features_that_layers_add_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
-        return embeds[:, :wide], {}
-
-    monkeypatch.setattr(deepstack, "parted", lost)
+    monkeypatch.setattr(deepstack, "split_rows", lambda embeds, wide: (embeds[:, :wide], {}))
     with session("qwen3_vl", "full") as one:
         one.watch(film(4, "qwen3_vl"), fps=FPS)
         own = plain("qwen3_vl", one, film(4, "qwen3_vl"))

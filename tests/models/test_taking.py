@@ -1,11 +1,14 @@
-"""What is taken of a video file: the numbers of qwen_vl_utils, of a paper, of a folder, and all that there is room for."""
+"""What is taken of a video file: the numbers of qwen_vl_utils, of a paper, of a folder, and all that there is room for; and
+transformers' own processor, to which ours is equal bit for bit."""
 
 from __future__ import annotations
 
 import functools
 import json
+import pickle
 import re
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,17 @@ import torch
 
 import mmaccel
 from mmaccel import media
+from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, ModelError, VideoError
-from mmaccel.models import taking
+from mmaccel.models import stock, taking
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import Budget
 from mmaccel.models.shipped import WORLD
-from mmaccel.models.taking import budget_of, most_frames, take
+from mmaccel.models.taking import budget_of, most_frames, sample
 from tests.media.films import write_film
-from tests.models.streams import pair
-from tests.models.test_processor import write_model
+from tests.models.streams import QUESTION, asked_of_film, film, pair
+from tests.models.test_processor import FAMILIES, noise, same, write_model
 
 SHIPPED = {
     "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
@@ -45,7 +49,7 @@ def shipped_qwen(folder: Path) -> Path:
     return folder
 
 
-def film(path: Path, frames: int, rate: int, height: int, width: int) -> Path:
+def plain_film(path: Path, frames: int, rate: int, height: int, width: int) -> Path:
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream("libx264", rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
@@ -66,7 +70,7 @@ def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
     frames: int, rate: int, height: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     utils = pytest.importorskip("qwen_vl_utils.vision_process")
-    path = film(tmp_path / "film.mp4", frames, rate, height, width)
+    path = plain_film(tmp_path / "film.mp4", frames, rate, height, width)
 
     def by_pyav(told: dict[str, Any]) -> Any:
         """A reader of theirs, none of which is here, about their own rule."""
@@ -80,7 +84,7 @@ def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
     video, fps = utils.fetch_video({"type": "video", "video": str(path)}, return_video_sample_fps=True)
     processor = mmaccel.load_processor(shipped_qwen(tmp_path / "model"))
     wanted = processor("<|video_pad|>", videos=video.to(torch.uint8), fps=fps)
-    taken = take(processor, path)
+    taken = sample(processor, path)
     assert torch.equal(taken.frames, video.to(torch.uint8)) and taken.fps == pytest.approx(fps)
     for one in (processor, Processor.from_pretrained(tmp_path / "model")):
         got = one("<|video_pad|>", videos=path)
@@ -94,7 +98,7 @@ def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
 
 
 def test_of_a_long_video_pixels_are_shared_out() -> None:
-    budget = Processor.from_pretrained(mmaccel.models.shipped.path("tiny-qwen")).style.budget
+    budget = Processor.from_pretrained(mmaccel.models.shipped.model_folder("tiny-qwen")).style.budget
     assert budget.count(100_000, 25.0) == 768 and budget.count(1, 30.0) == 1
     rows, columns = budget.size(768, 1080, 1920)
     assert 0.9 * 128000 * 28 * 28 / 768 * 2 >= rows * columns > 0.7 * 0.9 * 128000 * 28 * 28 / 768 * 2
@@ -105,8 +109,8 @@ def test_llava_onevision_takes_32_frames_of_any_length(tmp_path: Path) -> None:
         tmp_path / "model", "llava_onevision", **{"video_preprocessor_config.json": {"fps": None}}
     )
     processor = mmaccel.load_processor(folder)
-    assert len(take(processor, write_film(tmp_path / "long.mp4", 100))) == 32
-    assert len(take(processor, write_film(tmp_path / "short.mp4", 20))) == 20
+    assert len(sample(processor, write_film(tmp_path / "long.mp4", 100))) == 32
+    assert len(sample(processor, write_film(tmp_path / "short.mp4", 20))) == 20
     inputs = processor("<video>", videos=tmp_path / "long.mp4")
     assert inputs["pixel_values_videos"].shape[1] == 32
 
@@ -118,16 +122,16 @@ def test_a_folder_and_a_caller_say_otherwise(tmp_path: Path) -> None:
     )
     processor = mmaccel.load_processor(folder)
     assert budget_of(processor) == Budget(fps=5.0, most=4096)
-    assert len(take(processor, path)) == 30
-    assert len(take(processor, path, max_frames=7)) == 7
-    assert len(take(processor, path, fps=1)) == 6 and len(take(processor, path, frames=9)) == 9
+    assert len(sample(processor, path)) == 30
+    assert len(sample(processor, path, max_frames=7)) == 7
+    assert len(sample(processor, path, fps=1)) == 6 and len(sample(processor, path, frames=9)) == 9
     settings = {"fps": None, "num_frames": 8}
     other = write_model(tmp_path / "other", "llava_onevision", **{"video_preprocessor_config.json": settings})
     for one in (mmaccel.load_processor(other), Processor.from_pretrained(other)):
-        assert len(take(one, path)) == 8
+        assert len(sample(one, path)) == 8
     # No frame twice of a source that is slower.
-    slow = film(tmp_path / "slow.mp4", 9, 1, 96, 128)
-    assert len(take(processor, slow)) == 9
+    slow = plain_film(tmp_path / "slow.mp4", 9, 1, 96, 128)
+    assert len(sample(processor, slow)) == 9
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
@@ -217,17 +221,124 @@ def test_a_tiny_model_says_once_what_it_knows(shipped: Any, tmp_path: Path) -> N
     own, other = tmp_path / "own.mp4", write_film(tmp_path / "other.mp4", 20)
     write_mp4(World.generate(3, 4), own, 42, 70)
     processor = mmaccel.load_processor(shipped("tiny-ov"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         processor.chat("what ?", videos=own)
         # Of any other model nothing is said.
         pair("random-ov")[1].chat("what ?", videos=other)
     told = r"tiny-ov knows only the world of `mmaccel-lab world`; what it says of .*other\.mp4 means nothing"
     with pytest.warns(MmaccelWarning, match=told):
         processor.chat("what ?", videos=other)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         processor.chat("what ?", videos=other)
     session = mmaccel.VideoSession(mmaccel.load_model("tiny-ov"), mmaccel.load_processor("tiny-ov"), "rekv")
     with session, pytest.warns(MmaccelWarning, match=told):
         session.watch(other, fps=10)
+
+
+pytest.importorskip("torchvision", reason="transformers' own processors need torchvision")
+T = pytest.importorskip("transformers")
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", str(request.param))
+
+
+def both(folder: Path, **how: Any) -> tuple[Any, Processor]:
+    return mmaccel.load_processor(folder, **how), Processor.from_pretrained(folder, **how)
+
+
+def test_stock_code_is_taken_where_it_runs_and_ours_where_it_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = mmaccel.load_processor(folder)
+    assert isinstance(chosen, stock.StockProcessor) and isinstance(chosen.stock, T.ProcessorMixin)
+    monkeypatch.setattr(stock, "find_spec", lambda name: None)
+    assert type(mmaccel.load_processor(folder)) is Processor
+
+
+@pytest.mark.filterwarnings("ignore:the text has 1 placeholders")
+@pytest.mark.parametrize("special", [True, False])
+def test_ours_gives_what_stock_gives(folder: Path, special: bool) -> None:
+    """Prompts of every kind: also with placeholders and special tokens in what the user writes."""
+    theirs, ours = both(folder, special_tokens=special)
+    video, image = noise(5, 3, 90, 130), noise(3, 70, 150)
+    named = f"what {ours.video_token} {ours.image_token} <|im_end|> colour"
+    for question in ("what colour", named):
+        for given in (
+            {"videos": video, "fps": 2.0},
+            {"videos": video, "images": image},
+            {"images": image},
+            {},
+        ):
+            same(theirs.chat(question, **given), ours.chat(question, **given))
+    two = ["what colour", "the red star was"]
+    low = {"videos": [video, video], "dtype": torch.bfloat16, "padding_side": "right"}
+    made = ours.chat(two, **low)
+    same(theirs.chat(two, **low), made)
+    assert made["pixel_values_videos"].dtype == torch.bfloat16
+    same(theirs.pixels(video, dtype=torch.bfloat16), ours.pixels(video, dtype=torch.bfloat16))
+    content = [{"type": "video"}, {"type": "text", "text": "what"}]
+    assert theirs.template_ids(content) == ours.template_ids(content)
+
+
+def test_what_stock_refuses_is_one_sentence(tmp_path: Path) -> None:
+    processor = mmaccel.load_processor(write_model(tmp_path / "model", "llava_onevision"))
+    with pytest.raises(ModelError, match=r"LlavaOnevisionProcessor makes no inputs of this \(.*frames="):
+        processor(["<video>", "<video>"], videos=[noise(2, 3, 9, 9), noise(1, 3, 9, 9)])
+    with pytest.raises(ModelError, match="has 0 placeholders"):
+        processor("what", videos=noise(2, 3, 9, 9))
+
+
+@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+def test_a_session_and_the_helpers_take_stock_itself(shipped: Any, name: str) -> None:
+    model, own = (
+        mmaccel.load_model(shipped(name), torch.float32),
+        Processor.from_pretrained(stock.resolve(name)),
+    )
+    theirs = T.AutoProcessor.from_pretrained(stock.resolve(name))
+    content = asked_of_film(12)
+    inputs = answer.prompt(theirs, content, model)
+    same(inputs, answer.prompt(own, content, model))
+    said = answer.ask(model, theirs, inputs, max_new_tokens=4)
+    assert said.text == answer.ask(model, own, inputs, max_new_tokens=4).text != ""
+    told = []
+    for processor in (theirs, own):
+        with mmaccel.VideoSession(model, processor, "rekv") as session:
+            session.watch(film(12), fps=1.0)
+            told.append(session.ask(QUESTION, max_new_tokens=4).text)
+    assert told[0] == told[1] != ""
+    assert type(pickle.loads(pickle.dumps(mmaccel.load_processor(theirs)))) is stock.StockProcessor
+
+
+def test_a_session_refuses_another_models_processor_and_what_is_none(shipped: Any) -> None:
+    model, _ = pair("random-ov")
+    with pytest.raises(
+        ModelError, match="it is one of 'qwen2_5_vl' and the model is not; load the model's own"
+    ):
+        mmaccel.VideoSession(model, T.AutoProcessor.from_pretrained(stock.resolve(shipped("tiny-qwen"))))
+    with pytest.raises(ModelError, match=r"processor: 7 is none; give the model's own"):
+        mmaccel.VideoSession(model, 7)
+
+
+def test_a_family_needs_no_processor_of_ours(shipped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a style of its model type a stock processor makes the same prompts."""
+    known = mmaccel.load_processor(shipped("tiny-qwen"))
+    monkeypatch.setattr(stock, "styles", dict)
+    bare = mmaccel.load_processor("tiny-qwen")
+    assert known.style is not None and bare.style is None
+    same(bare.chat(QUESTION, videos=film(6), fps=2.0), known.chat(QUESTION, videos=film(6), fps=2.0))
+
+
+def test_a_build_of_torchvision_for_cuda_imports_beside_a_torch_for_cpus() -> None:
+    assert find_spec("torchvision") is not None
+    import torchvision  # conftest imports mmaccel first, which declares what it registers for
+
+    assert torchvision.__version__
+
+
+def test_a_processor_that_is_there_can_still_be_guarded() -> None:
+    ours = mmaccel.load_processor("tiny-qwen")
+    guarded = mmaccel.load_processor(ours, special_tokens=False)
+    assert ours.special_tokens and not guarded.special_tokens
+    assert mmaccel.load_processor(guarded) is guarded

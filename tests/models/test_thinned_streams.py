@@ -1,8 +1,9 @@
-"""A pruner of frames on a stream: each frame is pruned before it is stored, and the answer is the plain pruned model's."""
+"""Pruners of a prompt on memories: of frames before they are stored, of what a decoded token sees of a stream, and on a
+memory that lets columns go."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,13 +14,19 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import PositionIds, TokenLayout
-from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner
+from mmaccel.core.memory.kv import KVView
+from mmaccel.core.memory.thinned import PrunedKVState
+from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, best
+from mmaccel.core.prefill.recalled import RecallPruning
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.registry import registry
-from mmaccel.policies.prune import DyCoke, VisionZip
+from mmaccel.core.streams.asking import asked as asked_of
+from mmaccel.policies.kv import Window
+from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.streams import FPS, QUESTION, film
 from tests.models.test_recalled import (
     CLOSE,
+    DEPTH,
     FAMILIES,
     FRAMES,
     ROOM,
@@ -29,10 +36,14 @@ from tests.models.test_recalled import (
     answer,
     prompt,
     said,
+    session,
+    watched,
 )
 from tests.products import product
+from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
+
 
 ZIP = VisionZip(retention=0.5, contextual=0.4)
 PLAIN = replace(ZIP, compact=True)
@@ -206,3 +217,149 @@ def test_every_pruner_of_the_target_has_a_part_in_a_stream_or_is_refused() -> No
     acts = {name: registry("prune").build(name, {}).on_stream() for name in registry("prune")}
     told = {name for name, one in acts.items() if one is not None}
     assert told == {"dycoke", "fastv", "pyramid_drop", "sparsevlm", "visionzip"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Both(FastV):
+    """Drops between layers, and of what is left a decoded token sees a part; every other one chooses anew."""
+
+    @property
+    def scoring_layer(self) -> int:
+        return 1
+
+    def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
+        LOOKS.append((attention, columns, before))
+        if len(attention) and len(LOOKS) % 2 == 0:
+            return None
+        return columns[best(attention, len(columns) // 2)]
+
+
+LOOKS: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+
+@pytest.mark.parametrize("kv", ("full", "rekv", "mosaic"))
+def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its attention in the scoring layer, or in each layer that shows units of its own."""
+    views: list[tuple[int, KVView, KVView, int]] = []
+
+    def see(pruning: RecallPruning, layer: int, whole: KVView, left: KVView) -> None:
+        if pruning._pass.kind == "answer":
+            views.append((layer, whole, left, pruning._stream.head + pruning.state.summaries(layer)))
+
+    watched(monkeypatch, see)
+    LOOKS.clear()
+    steps = 5
+    with session("random-ov", {"kv": TIGHT[kv], "prune": Both(layer=2, retention=0.5)}) as one:
+        live = one._live
+        with asked_of(live, QUESTION, 8) as asked:
+            kept = {layer: columns.clone() for layer, columns in asked.state._columns.items()}  # type: ignore[attr-defined]
+            start = asked.length()
+            for n in range(steps):
+                asked.step(torch.tensor([[5 + n]]))
+            rows = start - asked.state._start  # type: ignore[attr-defined]
+    unlike = kv != "full"
+    assert len(views) == steps * DEPTH and sorted(kept) == [2, 3]
+    told, chosen, past = iter(LOOKS), {}, {}
+    for number, (layer, whole, left, first) in enumerate(views):
+        base = whole.key.shape[2] - rows - 1 - number // DEPTH
+        own = kept.get(layer, torch.arange(base))
+        at = own[own >= first]
+        looks = layer > 1 if unlike else layer == 1
+        if looks:
+            attention, columns, before = next(told)
+            query, groups = whole.query, whole.key.shape[1]
+            assert query is not None and torch.equal(columns, at)
+            key = whole.key[0].repeat_interleave(query.shape[1] // groups, 0)
+            scores = (query[0] @ key.mT)[:, 0] * key.shape[-1] ** -0.5
+            torch.testing.assert_close(attention, scores.softmax(-1).mean(0)[at])
+            assert (before is None) == (layer not in past)
+            assert before is None or torch.equal(before, past[layer])
+            past[layer] = attention
+            index = next(i for i, one in enumerate(LOOKS) if one[0] is attention)
+            if index % 2 == 0:
+                chosen[layer] = columns[best(attention, len(columns) // 2)]
+        seen = chosen.get(layer if unlike else 1) if layer > 1 else None
+        shown = own if seen is None else torch.cat([torch.arange(first), seen[torch.isin(seen, own)]])
+        shown = torch.cat([shown, torch.arange(base, whole.key.shape[2])])
+        assert torch.equal(left.key, whole.key[:, :, shown]) and torch.equal(
+            left.value, whole.value[:, :, shown]
+        )
+    assert next(told, None) is None and len(past) == (2 if unlike else 1)
+
+
+PRUNERS: dict[str, TokenPruner] = {
+    "fastv": FastV(retention=0.2),
+    "pyramid_drop": PyramidDrop(),
+    "sparsevlm": SparseVLM(layers=(0, 1), retention=(0.5, 0.2)),
+    "visionzip": VisionZip(retention=0.5),
+    "dycoke": DyCoke(layer=2, forget=0.6, refresh=1.0),
+    "dycoke that drops nothing": DyCoke(layer=2, drop=0.0, forget=0.6, refresh=1.0),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), product(PRUNERS, FAMILIES))
+def test_a_window_with_room_for_all_is_the_pruned_model(kind: str, name: str) -> None:
+    inputs = prompt(name)
+    runs = [said(name, {"kv": kv, "prune": PRUNERS[kind]}, inputs) for kv in ("full", Window(window=4096))]
+    assert torch.equal(runs[0][0], runs[1][0]) and len(runs[0][0].unique()) > 1
+    torch.testing.assert_close(runs[1][1], runs[0][1], **CLOSE)  # type: ignore[arg-type]
+    for at in ("visual", "held_mean"):
+        assert runs[1][2].kv[at] == runs[0][2].kv[at]
+
+
+@pytest.mark.parametrize(("kind", "name"), product(PRUNERS, FAMILIES))
+def test_what_goes_is_gone(kind: str, name: str) -> None:
+    """A window that is shorter than what is left of the prompt: it holds less, and says something else."""
+    inputs = prompt(name)
+    full, tight = (
+        said(name, {"kv": kv, "prune": PRUNERS[kind]}, inputs) for kv in ("full", Window(window=40, margin=8))
+    )
+    assert tight[2].kv["held"] <= 4 + 40 + 8 + 1 < full[2].kv["held"] and tight[2].kv["visual"] > 0
+    assert not torch.equal(full[1], tight[1])
+
+
+def test_a_decoded_token_chooses_among_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DyCoke forgets, on a window: of the tokens that the window still shows, and at each step of those."""
+    asked = heard(monkeypatch, DyCoke, "recall", lambda self, *given: given)
+    seen: list[tuple[int, Tensor, KVView]] = []
+    inner = PrunedKVState.view
+
+    def view(self: Any, layer: int, query: Tensor) -> KVView:
+        made = inner(self, layer, query)
+        if query.shape[2] == 1:
+            seen.append((layer, query, made))
+        return made
+
+    monkeypatch.setattr(PrunedKVState, "view", view)
+    prune = DyCoke(layer=2, drop=0.0, forget=0.5, refresh=1.0)
+    kv, inputs = Window(window=70, margin=30), prompt("random-qwen")
+    model = SHARP["random-qwen"][0]
+    with mmaccel.accelerate(model, kv=kv, prune=prune) as fast:
+        layout = fast.adapter.layout(model, inputs)
+        fast.generate(**inputs, max_new_tokens=5, do_sample=False)
+    visual = prune.candidates(layout)
+    assert len(asked) == 4 == len(seen) // DEPTH
+    for step, (attention, columns, before) in enumerate(asked):
+        last = layout.length + step
+        line = torch.arange(last + 1)
+        within = line[(line < 4) | (line > last - 70)]
+        want = visual[torch.isin(visual, within)]
+        assert torch.equal(columns, want) and 0 < len(want) < len(visual)
+        glance, later = (seen[step * DEPTH + layer] for layer in (1, 2))
+        assert (glance[0], later[0]) == (1, 2) and glance[2].column is not None
+        heads = glance[1].shape[1]
+        key = glance[2].key[0].repeat_interleave(heads // glance[2].key.shape[1], 0)
+        scores = (glance[1][0] @ key.mT)[:, 0] * key.shape[-1] ** -0.5
+        unseen = ~torch.isin(glance[2].column, within)
+        assert bool(unseen.any()) and torch.isin(within, glance[2].column).all()
+        paid = scores.masked_fill(unseen, -torch.inf).softmax(-1).mean(0)
+        torch.testing.assert_close(attention, paid[torch.isin(glance[2].column, want)])
+        if before is not None:
+            old = asked[step - 1]
+            torch.testing.assert_close(before, old[0][torch.isin(old[1], want)])
+        chosen = want[attention.topk(int(0.5 * len(want) + 1e-9)).indices]
+        shown = later[2].column
+        inside = shown[torch.isin(shown, within)]
+        text = within[~torch.isin(within, visual)]
+        assert torch.equal(inside, torch.cat([text, chosen]).sort().values)
+        assert not torch.isin(shown, visual[~torch.isin(visual, chosen)]).any()

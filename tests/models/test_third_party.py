@@ -1,24 +1,32 @@
-"""Policies that others write: what they declare decides what they may stand beside, and their names are their own."""
+"""Policies and families that others write: what they declare decides what they may stand beside, and they lack nothing."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
 import mmaccel
 from mmaccel.contract.draft import check_draft
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.recipe import Recipe, check_pairs, stream_policy
 from mmaccel.core.registry import registry
+from mmaccel.models.llava_onevision import LlavaOnevision
+from mmaccel.models.processor import Processor
+from mmaccel.models.prompt_layout import ProcessorStyle
 from mmaccel.policies.draft import PromptLookup, Sequential, SparseToDense, TextOnly
 from mmaccel.policies.draft.prompt_lookup import _Finder
 from mmaccel.policies.kv.full import Full
 from mmaccel.policies.kv.window import Window
 from mmaccel.policies.sparse.dense import Dense
+from tests.models.streams import FPS, QUESTION, asked_of_film, film, pair, processor_like
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 
@@ -73,7 +81,6 @@ def test_a_draft_tells_the_report_what_its_figures_mean(family: str) -> None:
 def test_a_memory_is_known_by_what_it_declares() -> None:
     check_pairs(Recipe(kv=Counting(), draft=SparseToDense()))
     model = BUILD["llava"]()
-    model.generation_config.eos_token_id = None
     inputs = prompt("llava", PROMPTS["video"])
     plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     with mmaccel.accelerate(model, kv=Counting(), draft=SparseToDense(window=3)) as fast:
@@ -123,3 +130,106 @@ def test_a_draft_on_a_stream_is_known_by_what_it_declares() -> None:
         stream_policy(Recipe.load(kv="full", draft=Reads()))
     with pytest.raises(RecipeError, match="reads its video before there is a question"):
         stream_policy(Recipe.load(kv="full", draft=SparseToDense()))
+
+
+class TheirConfig(LlavaOnevisionConfig):
+    model_type = "theirs_onevision"
+
+
+class TheirModel(LlavaOnevisionForConditionalGeneration):
+    config_class = TheirConfig
+
+
+class TheirNorm(Qwen2RMSNorm):
+    pass
+
+
+class TheirLayer(Qwen2DecoderLayer):
+    pass
+
+
+class TheirFamily(LlavaOnevision):
+    """LLaVA-OneVision under another model type, with decoder layers and norms of other classes."""
+
+    name = "theirs"
+    model_types = ("theirs_onevision",)
+    processors: ClassVar[Mapping[str, ProcessorStyle]] = {
+        "theirs_onevision": LlavaOnevision.processors["llava_onevision"]
+    }
+    decoder_layers = frozenset({"TheirLayer"})
+    rms_norms = frozenset({"TheirNorm"})
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Processor]:
+    """A model and a processor of their family, made of those of LLaVA-OneVision."""
+    monkeypatch.setitem(registry("model")._classes, "theirs", TheirFamily)
+    like, processor = pair("random-ov")
+    config = TheirConfig.from_dict({**like.config.to_dict(), "model_type": "theirs_onevision"})
+    model = TheirModel(config).float().eval()
+    model.load_state_dict(like.state_dict())
+    model.generation_config = copy.deepcopy(like.generation_config)
+    for layer in model.model.language_model.layers:
+        layer.__class__ = TheirLayer
+        layer.input_layernorm.__class__ = layer.post_attention_layernorm.__class__ = TheirNorm
+    return model, processor_like(processor, "theirs_onevision", config=config.to_dict())
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "a_shape": {"sparse": {"name": "a_shape", "block": 16, "sink": 16, "window": 32}},
+    "fastv": {"prune": {"name": "fastv", "layer": 1}},
+    "visionzip": {"prune": "visionzip"},
+    "prompt_lookup": {"draft": "prompt_lookup"},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@torch.no_grad()
+def test_it_gives_what_the_family_it_copies_gives(theirs: tuple[Any, Processor], name: str) -> None:
+    found = []
+    for model, processor in (theirs, pair("random-ov")):
+        inputs = processor.chat(asked_of_film(12), fps=FPS)
+        with mmaccel.accelerate(model, **RECIPES[name]) as fast:
+            ids = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+            # Two rows: the prompt's end, and what a pattern or pruner has made of it.
+            found.append((ids, model(**inputs).logits[:, -2:]))
+            kept = fast.report().kept
+        assert name != "a_shape" or kept < 1
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("kv", ["recent", "rekv", "mosaic"])
+def test_its_streams_answer_the_same(theirs: tuple[Any, Processor], kv: str) -> None:
+    said = []
+    for model, processor in (theirs, pair("random-ov")):
+        with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
+            session.watch(film(10), fps=FPS)
+            said.append(session.ask(QUESTION, 5).text)
+    assert said[0] == said[1]
+
+
+def test_its_facts_are_those_of_its_class(theirs: tuple[Any, Processor], tmp_path: Any) -> None:
+    from mmaccel.models.modules import is_norm
+    from mmaccel.models.step import can_fuse
+
+    model, processor = theirs
+    layers, family = list(model.model.language_model.layers), TheirFamily()
+    assert can_fuse(layers, "silu", family) and not can_fuse(layers, "silu", LlavaOnevision())
+    norm = layers[0].input_layernorm
+    assert is_norm(norm, family) and not is_norm(norm, LlavaOnevision())
+    processor.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    assert Processor.from_pretrained(tmp_path).model_type == "theirs_onevision"
+
+
+def test_a_family_without_a_fact_does_without(
+    theirs: tuple[Any, Processor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = theirs
+    monkeypatch.setattr(TheirFamily, "vision_tower", None)
+    with pytest.raises(ModelError, match="cannot read the vision tower of theirs"):
+        mmaccel.accelerate(model, prune="visionzip")
+    monkeypatch.setattr(TheirFamily, "processors", {})
+    with pytest.raises(ModelError, match="'theirs_onevision' is not one of llava_onevision, qwen2"):
+        Processor("theirs_onevision", processor.tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
@@ -12,18 +13,15 @@ import torch
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.decoding.batch import Batch, Seat
+from mmaccel.core.decoding.batch import Batch, BatchSlot
 from mmaccel.models import step
-from mmaccel.models.together import StepsTogether, sharing, why_not
+from mmaccel.models.together import StepsTogether, share_weights, why_not
 from tests.backends.test_triton import run
-from tests.models.tiny_random import BUILD as COMMON
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 
-BUILD = {
-    **COMMON,
-    **{kind: partial(tiny, kind) for kind in ("glm4v", "internvl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe")},
-}
+FAMILIES = ("qwen", "llava", "glm4v", "internvl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe")
+BUILD = {name: partial(tiny, name) for name in FAMILIES}
 KINDS = ["text", "video", "interleaved", "long", "image"]
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 
@@ -31,7 +29,6 @@ pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request):
     model = BUILD[request.param](layers=3)
-    model.generation_config.eos_token_id = None
     return request.param, model
 
 
@@ -40,7 +37,7 @@ def opened(stack, model, kinds, name):
     ours, theirs = [], []
     for number, kind in enumerate(kinds):
         inputs = prompt(name, PROMPTS[kind], number)
-        fast = stack.enter_context(mmaccel.accelerate(sharing(model)))
+        fast = stack.enter_context(mmaccel.accelerate(share_weights(model)))
         for some, runner in ((ours, fast.view.runner()), (theirs, adapter_for(model).runner(model))):
             some.append((runner, runner.prefill(inputs)))
     return ours, theirs
@@ -112,32 +109,25 @@ CALLS = [
 
 def answers(model, name, batch, calls, at_once=True):
     """What each of `calls` generates, in threads of their own that begin one after the other, or one at a time."""
-    found, errors = [None] * len(calls), []
     begun = threading.Semaphore(1)
 
-    def call(number, kind, how):
+    def call(number):
+        kind, how = calls[number]
         try:
-            with mmaccel.accelerate(sharing(model)) as fast:
-                fast.seat = Seat(batch, torch.Generator().manual_seed(number), begun.release)
+            with mmaccel.accelerate(share_weights(model)) as fast:
+                fast.seat = BatchSlot(batch, torch.Generator().manual_seed(number), begun.release)
                 begun.acquire()
                 out = fast.generate(
                     **prompt(name, PROMPTS[kind], number), max_new_tokens=9 + 3 * number, **how
                 )
                 assert not fast.seat.alone and fast.report().new_tokens == 9 + 3 * number
-                found[number] = out
-        except BaseException as error:
-            errors.append(error)
+                return out
+        except BaseException:
             begun.release()
+            raise
 
-    threads = [threading.Thread(target=call, args=(n, kind, how)) for n, (kind, how) in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-        if not at_once:
-            thread.join()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-    return found
+    with ThreadPoolExecutor(len(calls) if at_once else 1) as pool:
+        return list(pool.map(call, range(len(calls))))
 
 
 def test_calls_decoded_together_give_what_each_gives_alone(family):
@@ -173,8 +163,8 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
     batch, failed = Batch(), []
 
     def fails(kind, number, **how):
-        with mmaccel.accelerate(sharing(model)) as fast:
-            fast.seat = Seat(batch)
+        with mmaccel.accelerate(share_weights(model)) as fast:
+            fast.seat = BatchSlot(batch)
             if not how:
                 opened = fast.open_state
 
@@ -197,15 +187,10 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
             except (Full, torch.OutOfMemoryError) as error:
                 failed.append(type(error))
 
-    threads = [
-        threading.Thread(target=fails, args=("image", 9), kwargs={"stopping_criteria": [bad]}),
-        threading.Thread(target=fails, args=("text", 3)),
-    ]
-    for thread in threads:
-        thread.start()
-    found = answers(model, name, batch, calls)
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(fails, "image", 9, stopping_criteria=[bad])
+        pool.submit(fails, "text", 3)
+        found = answers(model, name, batch, calls)
     assert sorted(one.__name__ for one in failed) == ["Full", "OutOfMemoryError"]
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)) and len(batch) == 0
 
@@ -221,11 +206,10 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
 )
 def test_what_cannot_share_a_step_is_decoded_alone_and_says_why(choice, why):
     model = BUILD["llava"](layers=3)
-    model.generation_config.eos_token_id = None
     inputs = prompt("llava", PROMPTS["video"])
     with mmaccel.accelerate(model, **choice) as fast:
         want = fast.generate(**inputs, max_new_tokens=8, do_sample=False)
-        fast.seat = Seat(Batch(lambda count: pytest.fail("it shared a step")))
+        fast.seat = BatchSlot(Batch(lambda count: pytest.fail("it shared a step")))
         assert torch.equal(fast.generate(**inputs, max_new_tokens=8, do_sample=False), want)
         assert why in fast.seat.alone
 
@@ -241,7 +225,7 @@ def test_by_kernels_that_read_where_memories_lie():
 
 def test_layers_of_another_kind_are_decoded_alone(family):
     name, model = family
-    with mmaccel.accelerate(sharing(model)) as fast:
+    with mmaccel.accelerate(share_weights(model)) as fast:
         runner = fast.view.runner()
         runner.prefill(prompt(name, PROMPTS["text"]))
         assert why_not(fast.model, adapter_for(model), runner.cache) is None

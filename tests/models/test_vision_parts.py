@@ -230,16 +230,12 @@ def test_a_session_s_frames_are_seen_in_parts_too(name: str, monkeypatch: pytest
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_it_says_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_it_says_what_it_said(dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = BUILD["llava"](), prompt("llava", PROMPTS["long"])
     monkeypatch.setattr(modules, "PATCHES", 160)
-    torch._dynamo.reset()
-    try:
-        with torch.no_grad(), mmaccel.accelerate(model, Recipe()), calls(model) as seen:
-            plain = model(**inputs).logits
-            compiled = torch.compile(model, backend="eager")
-            for _ in range(2):
-                assert torch.equal(compiled(**inputs).logits, plain)
-            assert len(seen) == 12 and max(seen) == 160
-    finally:
-        torch._dynamo.reset()
+    with torch.no_grad(), mmaccel.accelerate(model, Recipe()), calls(model) as seen:
+        plain = model(**inputs).logits
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            assert torch.equal(compiled(**inputs).logits, plain)
+        assert len(seen) == 12 and max(seen) == 160

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -95,13 +96,10 @@ def test_more_windows_of_a_size_are_no_more_calls(calls: list[Any]) -> None:
 
 @torch.no_grad()
 def test_windows_that_follow_each_other_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: Any) -> Tensor:
-        raise AssertionError("rows were copied")
-
     pixels, grid = pixels_of(GRIDS["whole windows"])
     model = qwen()
     with batched(model):
-        monkeypatch.setattr(Tensor, "index_select", refused)
+        monkeypatch.setattr(Tensor, "index_select", Mock(side_effect=AssertionError("rows were copied")))
         model.model.visual(pixels, grid_thw=grid)
         with pytest.raises(AssertionError, match="copied"):
             model.model.visual(*pixels_of(GRIDS["both edges"]))
@@ -252,17 +250,13 @@ def test_families_whose_frames_are_a_batch_are_left() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_it_finds_the_same() -> None:
+def test_compiled_it_finds_the_same(dynamo: None) -> None:
     model = qwen()
     pixels, grid = pixels_of(GRIDS["both edges"])
-    torch._dynamo.reset()
-    try:
-        with torch.no_grad(), batched(model):
-            plain = model.model.visual(pixels, grid_thw=grid).pooler_output
-            compiled = torch.compile(model.model.visual, backend="eager")
-            for _ in range(2):
-                torch.testing.assert_close(
-                    compiled(pixels, grid_thw=grid).pooler_output, plain, rtol=0, atol=1e-5
-                )
-    finally:
-        torch._dynamo.reset()
+    with torch.no_grad(), batched(model):
+        plain = model.model.visual(pixels, grid_thw=grid).pooler_output
+        compiled = torch.compile(model.model.visual, backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(
+                compiled(pixels, grid_thw=grid).pooler_output, plain, rtol=0, atol=1e-5
+            )

@@ -1,4 +1,5 @@
-"""Models as others leave them: in a wrapper of PEFT, a shard of heads, in training; and what does not work, told."""
+"""Models as others leave them: in a wrapper of PEFT, a shard of heads, in training, layers on a disk, quantized,
+compiled; and what does not work, told."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.policies.draft import Sequential
 from tests.models.streams import film
-from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.models.test_loading import QUANTIZED, quantized
+from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
 
 TOLD: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
@@ -68,7 +70,6 @@ class Peft(nn.Module):
 @pytest.mark.parametrize("kind", ["a stand-in", "peft"])
 def test_a_model_in_a_wrapper_is_accelerated_inside(family: str, kind: str) -> None:
     model = BUILD[family]()
-    model.generation_config.eos_token_id = None
     inputs = prompt(family, PROMPTS["long"])
     draft = copy.deepcopy(model)
     if kind == "peft":
@@ -120,12 +121,11 @@ def named(half: Any) -> Any:
 )
 def test_a_shard_of_heads_is_taken_as_it_is(family: str, recipe: dict[str, Any]) -> None:
     half = halved(BUILD[family]())
-    half.generation_config.eos_token_id = None
     inputs = prompt(family, PROMPTS["long"])
     with mmaccel.accelerate(half, **recipe) as fast:
         got = half.generate(**inputs, **TOLD)
         shape = fast.view.geometry
-    assert (shape.heads, shape.kv_heads) == (2, 1) and fast.adapter.whole_geometry(half).heads == 4
+    assert (shape.heads, shape.kv_heads) == (2, 1) and fast.adapter.global_geometry(half).heads == 4
     other = named(half)
     with mmaccel.accelerate(other, **recipe) as fast:
         assert torch.equal(other.generate(**inputs, **TOLD), got)
@@ -253,3 +253,85 @@ def test_a_torchvision_of_another_torch_is_told(tmp_path: Path, random_folder: C
     assert told.returncode == 0, told.stderr
     line = told.stdout.strip()
     assert line.startswith("torchvision: ") and "\n" not in line and "install" in line, line
+
+
+T = pytest.importorskip("transformers")
+KINDS = ("gemma3", "gemma4", "internvl", "llava_onevision", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
+SPARSE = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "dense_tail": 0}
+FIVE: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def folder(kind: str, tmp_path: Path) -> Path:
+    model: Any = sampler(kind).model()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+DENSE: tuple[dict[str, Any], ...] = ({}, {"draft": "prompt_lookup"}, {"chunk": 64})
+
+
+def calls(model: Any, kind: str, dense: tuple[dict[str, Any], ...] = DENSE) -> torch.Tensor:
+    """The plain model's tokens, which recipes without a pattern give too; a pattern leaves out pairs."""
+    inputs = prompt(kind, [("text", 6), ("video", 24), ("text", 9)])
+    plain: torch.Tensor = model.generate(**inputs, **FIVE)
+    for recipe in dense:
+        with mmaccel.accelerate(model, **recipe):
+            assert torch.equal(model.generate(**inputs, **FIVE), plain)
+    with mmaccel.accelerate(model, **SPARSE) as fast:
+        model.generate(**inputs, **FIVE)
+        kept = fast.report().kept
+    assert kept is not None and 0 < kept < 0.9
+    return plain
+
+
+def test_layers_on_a_disk(kind: str, folder: Path) -> None:
+    pytest.importorskip("accelerate")
+    plain = mmaccel.load_model(folder, torch.float32)
+    text = plain.get_decoder()
+    name = next(name for name, one in plain.named_modules() if one is text)
+    last = len(text.layers) - 1
+    around = [one for one, _ in plain.named_modules() if one.count(".") == 1 and one != name]
+    on: dict[str, str] = {"lm_head": "cpu", **dict.fromkeys(around, "cpu")}
+    on |= {f"{name}.{one}": "cpu" for one, _ in text.named_children() if one != "layers"}
+    on |= {f"model.{one}": "cpu" for one, _ in plain.model.named_parameters(recurse=False)}
+    on |= {f"{name}.layers.{n}": "disk" if n == last else "cpu" for n in range(last + 1)}
+    model = mmaccel.load_model(folder, torch.float32, device_map=on)
+    assert any(weight.is_meta for weight in model.parameters()), "nothing is on the disk"
+    assert torch.equal(calls(model, kind), calls(plain, kind))
+
+
+@pytest.mark.parametrize("how", QUANTIZED)
+def test_quantized_weights(kind: str, folder: Path, how: str) -> None:
+    calls(quantized(folder, how), kind)
+
+
+def test_an_adapter(kind: str, folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    aims = peft.LoraConfig(target_modules=r".*language_model.*\.(q_proj|o_proj)", init_lora_weights=False)
+    first = peft.get_peft_model(mmaccel.load_model(folder, torch.float32), aims)
+    first.save_pretrained(tmp_path / "adapter")
+    plain = mmaccel.load_model(folder, torch.float32)
+    model = peft.PeftModel.from_pretrained(
+        mmaccel.load_model(folder, torch.float32), tmp_path / "adapter"
+    ).eval()
+    inputs = prompt(kind, [("text", 6), ("video", 4), ("text", 9)])
+    with torch.no_grad():
+        assert not torch.allclose(model(**inputs).logits, plain(**inputs).logits)
+    calls(model, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model(kind: str, folder: Path, dynamo: None) -> None:
+    model = mmaccel.load_model(folder, torch.float32)
+    plain = calls(model, kind)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(calls(model, kind, ({},)), plain)

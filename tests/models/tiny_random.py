@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
 
 from mmaccel.core.attach import family_of
-from mmaccel.models.tiny import BEGIN as VS
-from mmaccel.models.tiny import END as VE
-from mmaccel.models.tiny import IMG, VID, VOCAB, Sampler
+from mmaccel.models import tiny
 
-__all__ = [
-    "BUILD",
-    "EVERY",
-    "IMG",
-    "PROMPTS",
-    "VE",
-    "VID",
-    "VOCAB",
-    "VS",
-    "batch",
-    "prompt",
-    "redraw_patches",
-]
-
+IMG, VID, VS, VE, VOCAB = tiny.IMG, tiny.VID, tiny.BEGIN, tiny.END, tiny.VOCAB
 KINDS = {"qwen": "qwen2_5_vl", "llava": "llava_onevision"}
 """Short names of two families, which most tests take; the others go by their model types."""
 
 
-def sampler(kind: str) -> Sampler:
+def sampler(kind: str) -> tiny.Sampler:
     kind = KINDS.get(kind, kind)
     return family_of(kind).sampler(kind)
 
 
 def model(kind: str, layers: int = 2, hidden: int = 64, seed: int = 0):
-    """A model of two layers: 4 heads of 16, 2 key/value heads."""
-    return sampler(kind).model(layers, hidden, seed)
+    """A model of two layers, 4 heads of 16, 2 key/value heads, whose answers no token ends."""
+    made = sampler(kind).model(layers, hidden, seed)
+    made.generation_config.eos_token_id = None
+    return made
 
 
 BUILD = {name: partial(model, name) for name in KINDS}
@@ -45,7 +33,16 @@ EVERY = {
     **BUILD,
     **{kind: partial(model, kind) for kind in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")},
 }
-qwen, llava = BUILD["qwen"], BUILD["llava"]
+qwen = BUILD["qwen"]
+
+
+def often_right(target, noise: float, seed: int = 0):
+    """A draft that says what `target` says unless that is close: with some noise in its last layer."""
+    draft = copy.deepcopy(target)
+    torch.manual_seed(seed)
+    head = draft.get_output_embeddings().weight
+    head.data += noise * torch.randn_like(head)
+    return draft
 
 
 def redraw_patches(model, seed: int) -> None:

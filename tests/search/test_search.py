@@ -9,19 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.report import read_rows
-from mmaccel.search import Settings, agreement, replayed, search
-from mmaccel.search.measure import Bench, Inside, decided, frame_tokens, relative_error, scored, watch
+from mmaccel.search import Settings, agreement, recompute, search
+from mmaccel.search.measure import (
+    Bench,
+    LayerInputs,
+    decide_head,
+    frame_tokens,
+    relative_error,
+    scored,
+    watch,
+)
 from mmaccel.search.picture import orders, pooled, weights
 from mmaccel.search.run import differing, head_pattern_names
-from mmaccel.search.space import KINDS, Scale, Slot, alone, levelled
+from mmaccel.search.space import KINDS, Scale, Slot, level_all, one_slot
 from tests.models.tiny_random import BUILD, prompt
+from tests.spies import Largest
 
 PIECES = [("text", 12), ("video", 20), ("text", 40), ("video", 20), ("text", 9)]
 PAIRS = Settings(cost="pairs", block=16)
@@ -64,15 +72,15 @@ def test_a_table_is_whole_and_says_what_it_is_about(found: Any) -> None:
 
 def test_a_table_is_made_again_from_its_own_figures(found: Any) -> None:
     table = json.loads(found[2].read_text())
-    assert replayed(table) == table
+    assert recompute(table) == table
     for layer in table["layers"]:
         for head in layer:  # what follows from the figures is not copied
             head["pattern"], head["kind"], head["score"] = {"name": "dense"}, "none", 1.0
     table["space"] = {}
-    assert replayed(table) == found[3]
+    assert recompute(table) == found[3]
     other = {**found[3], "measured": found[3]["measured"][:-2]}
     with pytest.raises(RecipeError, match="holds no cost of"):
-        replayed(other)
+        recompute(other)
 
 
 def test_tables_that_differ_in_a_head_agree_on_the_rest(found: Any) -> None:
@@ -134,7 +142,7 @@ def test_a_stopped_search_goes_on(found: Any, stopped: bytes, tmp_path: Path) ->
             marks.append(total or 0)
             assert parts.read_bytes().startswith(stopped)
             if done == 1:  # the layer on which costs were measured is gone
-                assert [one.layer for one in gc.get_objects() if type(one) is Inside] == [1]
+                assert [one.layer for one in gc.get_objects() if type(one) is LayerInputs] == [1]
 
     again = search(model, inputs, path, PAIRS, progress=watching)
     assert not parts.exists()
@@ -171,12 +179,8 @@ def test_what_a_search_differs_in_is_told_as_it_is_given() -> None:
     other = {**sample, "videos": ["b.mp4"], "tokens": 301, "digest": "1"}
     told = {**known, "context": 301, "target": 2, "cost": "seconds", "sample": other}
     assert differing(known, told) == ["--video (a.mp4)", "--cost (pairs)"]
-    assert differing(known, {**told, "context": 9000, "boundaries": []}) == [
-        "--video (a.mp4)",
-        "--cost (pairs)",
-        "--context (300)",
-        "--boundaries",
-    ]
+    found = differing(known, {**told, "context": 9000, "boundaries": []})
+    assert found == ["--video (a.mp4)", "--cost (pairs)", "--context (300)", "--boundaries"]
     assert differing({**known, "context": 64000}, told)[-1] == "--context (64000)"
     assert differing(known, {**known, "schema": 2}) == ["schema"]
 
@@ -188,7 +192,7 @@ def test_costs_are_measured_when_asked(tmp_path: Path) -> None:
     assert table["cost"] == "seconds" and all(
         row["seconds"] > 0 and row["target_seconds"] > 0 for row in table["measured"]
     )
-    assert set(table["space"]) <= {"no_boundary", "q_boundary"} and replayed(table) == table
+    assert set(table["space"]) <= {"no_boundary", "q_boundary"} and recompute(table) == table
 
 
 def test_a_table_of_rows_of_ours_is_made_again(tmp_path: Path) -> None:
@@ -197,7 +201,7 @@ def test_a_table_of_rows_of_ours_is_made_again(tmp_path: Path) -> None:
     table = search(model, prompt("qwen", PIECES), tmp_path / "t.json", settings)
     names = [name for one in table["space"]["no_boundary"] for name in one["rows"]]
     assert table["extended"] and sum(name.startswith("ours:") for name in names) > 9
-    assert replayed(table) == table
+    assert recompute(table) == table
 
 
 def test_one_modality_has_no_boundary(tmp_path: Path) -> None:
@@ -219,7 +223,7 @@ def test_wrong_requests_are_told(tmp_path: Path) -> None:
         search(model, two, tmp_path / "t.json", PAIRS)
 
 
-def planted(length: int = 512, frame: int = 16) -> Inside:
+def planted(length: int = 512, frame: int = 16) -> LayerInputs:
     """Head 0 looks at its own cell in every frame, head 1 at its nearest neighbours, whatever stands between."""
     rng = torch.Generator().manual_seed(0)
     place = torch.arange(length)
@@ -232,7 +236,7 @@ def planted(length: int = 512, frame: int = 16) -> Inside:
     value = torch.randn(1, 2, length, 32, generator=rng)
     modality = torch.full((1, length), VIDEO)
     layout = TokenLayout.build(modality, frame=(place // frame)[None])
-    return Inside(0, query, query.clone(), value, 1.0, layout)
+    return LayerInputs(0, query, query.clone(), value, 1.0, layout)
 
 
 def test_planted_heads_are_found() -> None:
@@ -244,11 +248,11 @@ def test_planted_heads_are_found() -> None:
         row = bench.cost(pattern, target, 0)
         return row["pairs"] / row["target_pairs"]
 
-    space = levelled(Scale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
+    space = level_all(Scale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
     heads = scored(bench, space, [VIDEO], 16, 0.05)
     names = []
     for head in heads:
-        names.append(decided(space, head, 16, 0.05)["pattern"])
+        names.append(decide_head(space, head, 16, 0.05)["pattern"])
     assert names[0]["name"] == "grid" and names[0]["slash"]
     assert names[1]["name"] in ("a_shape", "vertical_slash") and heads[1]["errors"]["no_boundary"] < 0.2
     assert heads[0]["errors"]["no_boundary"] < 0.05
@@ -261,7 +265,7 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
     modality = torch.full((1, length), VIDEO)
     modality[:, 20:50] = TEXT
     modality[:, 90:91] = TEXT
-    inside = Inside(0, query, key, value, 0.3, TokenLayout.build(modality))
+    inside = LayerInputs(0, query, key, value, 0.3, TokenLayout.build(modality))
     bench = Bench(inside, "reference")
     pattern = dict(name="a_shape", block=16, sink=3, window=9)
     group = 2
@@ -281,25 +285,10 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
         exact, near = attended(causal & keys[None, :]), attended(mine)
         expected = ((near - exact)[0, :, rows].norm(dim=(1, 2)) / exact[0, :, rows].norm(dim=(1, 2))).double()
         kind = {"text": "q_boundary", "video": "k_boundary", "text>video": "boundary_2d"}[slot.name]
-        got, share = bench.errors(alone(kind, slot, pattern, 16), slot)
+        got, share = bench.errors(one_slot(kind, slot, pattern, 16), slot)
         assert (share >= mine[rows].sum() / causal.sum() - 1e-9).all() and share.max() < 1
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert relative_error(value[0], value[0], None).max() == 0
-
-
-class _Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operator makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(one, torch.Tensor):
-                self.most = max(self.most, one.untyped_storage().size() // max(one.element_size(), 1))
-        return out
 
 
 def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,11 +298,11 @@ def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatc
     modality = torch.full((1, length), VIDEO)
     modality[:, ::97] = TEXT
     frame = torch.where(modality == VIDEO, torch.arange(length)[None] // 97, -1)
-    inside = Inside(0, query, key, value, 0.3, TokenLayout.build(modality, frame=frame))
+    inside = LayerInputs(0, query, key, value, 0.3, TokenLayout.build(modality, frame=frame))
     from mmaccel.search import picture
 
     monkeypatch.setattr(picture, "CELLS", 1 << 20)
-    with _Largest() as seen:
+    with Largest() as seen:
         bench = Bench(inside, "reference")
         for pattern in (
             dict(name="a_shape", sink=64, window=256),
@@ -324,7 +313,7 @@ def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatc
         bench.dense(VIDEO)
         for order in orders(inside.layout).values():
             pooled(inside, 0, order, 64)
-    assert seen.most < length * length / 2
+    assert seen.entries < length * length / 2
 
 
 def test_pictures_sum_what_there_is() -> None:

@@ -9,21 +9,21 @@ import pytest
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, MODALITIES, VIDEO
-from mmaccel.search.measure import arranged, decided
+from mmaccel.search.measure import arrange, decide_head
 from mmaccel.search.space import (
     KINDS,
     LONG,
     SHARES,
     Scale,
-    alone,
     boundary_slots,
-    built,
-    composed,
-    everywhere,
+    build,
+    compose,
+    every_slot,
     key,
     level,
-    levelled,
+    level_all,
     merged,
+    one_slot,
     rows,
 )
 
@@ -66,7 +66,7 @@ def test_long_contexts_take_the_table_as_it_is() -> None:
         found = [row.make(0) for row in rows(Scale(context, 196, 64))]
         assert [told(pattern) for pattern in found] == expected and len(found) == 24 + 12
     assert told(FULL.target()) == (1024, 4096)
-    assert all(built(row.make(step)).block == 64 for row in rows(FULL) for step in (-8, 0, 8))
+    assert all(build(row.make(step)).block == 64 for row in rows(FULL) for step in (-8, 0, 8))
 
 
 def test_short_contexts_take_shares_and_whole_frames() -> None:
@@ -94,7 +94,7 @@ def test_rows_of_ours_are_there_where_that_is_wanted() -> None:
     # Levelling changes its diagonals; the first tokens are one block at any length.
     assert [told(ours[0].make(step)) for step in (0, 16, -16)] == [(64, 4096), (64, 8192), (64, 2048)]
     assert told(rows(Scale(8192, 15, 64, extended=True))[-1].make(0)) == (64, 512)
-    assert all(built(row.make(step)).sink == 64 for row in ours for step in (-8, 0, 8))  # type: ignore[attr-defined]
+    assert all(build(row.make(step)).sink == 64 for row in ours for step in (-8, 0, 8))  # type: ignore[attr-defined]
 
 
 def test_our_row_is_brought_to_several_shares_of_the_target() -> None:
@@ -106,7 +106,7 @@ def test_our_row_is_brought_to_several_shares_of_the_target() -> None:
 
 
 def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
-    space = levelled(
+    space = level_all(
         Scale(LONG, 196, 64, extended=True),
         ["no_boundary"],
         VIDEO_AND_TEXT,
@@ -124,7 +124,7 @@ def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
         "scores": {"no_boundary": {"all": scores}},
         "shares": {"no_boundary": {"all": [1.125] * len(scores)}},
     }
-    pattern, cost = arranged("no_boundary", space, head, 64, 0.02)
+    pattern, cost = arrange("no_boundary", space, head, 64, 0.02)
     assert pattern == candidates[mine[2]].pattern and cost == pytest.approx(1.125 * 0.84, rel=0.02)
 
 
@@ -183,9 +183,9 @@ def test_a_type_that_is_always_dearer_is_left_out() -> None:
     def cost(pattern: Mapping[str, Any]) -> float:
         return 3.0 if pattern["name"] == "boundary_2d" else 1.0
 
-    space = levelled(FULL, KINDS, VIDEO_AND_TEXT, cost, 0.05)
+    space = level_all(FULL, KINDS, VIDEO_AND_TEXT, cost, 0.05)
     assert list(space) == ["no_boundary", "k_boundary", "q_boundary"]
-    nothing = levelled(FULL, KINDS, VIDEO_AND_TEXT, lambda p: 3.0, 0.05)
+    nothing = level_all(FULL, KINDS, VIDEO_AND_TEXT, lambda p: 3.0, 0.05)
     assert [dict(c.pattern) for c in nothing["no_boundary"]] == [FULL.target()] and len(nothing) == 1
 
 
@@ -194,20 +194,20 @@ def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
     places, modality = boundary_slots(kind, VIDEO_AND_TEXT), {name: m for m, name in MODALITIES.items()}
     assert len(places) == {"no_boundary": 1, "boundary_2d": 4}.get(kind, 2)
     near = [dict(name="a_shape", sink=n, window=16, block=16) for n in range(len(places))]
-    whole = built(composed(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))
+    whole = build(compose(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))
     for slot, inner in zip(places, near, strict=True):
-        lone = built(alone(kind, slot, inner, 16))
+        lone = build(one_slot(kind, slot, inner, 16))
         if kind == "no_boundary":
-            assert lone == whole == built(inner)
+            assert lone == whole == build(inner)
         elif kind == "boundary_2d":
             q, k = (modality[name] for name in slot.name.split(">"))
-            assert whole.groups[q][k] == lone.groups[q][k] == built(inner)
+            assert whole.groups[q][k] == lone.groups[q][k] == build(inner)
             assert lone.groups[IMAGE][IMAGE] is None
             assert whole.groups[IMAGE][IMAGE] == whole.groups[VIDEO][VIDEO]
         else:
-            assert getattr(whole, slot.name) == getattr(lone, slot.name) == built(inner)
+            assert getattr(whole, slot.name) == getattr(lone, slot.name) == build(inner)
             assert lone.image is None and whole.image == whole.video
-    assert everywhere(kind, near[0], VIDEO_AND_TEXT, 16)["block"] == 16
+    assert every_slot(kind, near[0], VIDEO_AND_TEXT, 16)["block"] == 16
 
 
 def head_of(scores: Mapping[str, Any], shares: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def head_of(scores: Mapping[str, Any], shares: Mapping[str, Any], **more: Any) -
 
 
 def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
-    space = levelled(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
+    space = level_all(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
     count = len(space["no_boundary"])
     scores = [0.5] * count
     one, half = [1.0] * count, [0.5] * count
@@ -227,11 +227,11 @@ def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
         {"no_boundary": {"all": one}, "q_boundary": {"text": half, "video": half}},
         errors={"no_boundary": 0.1, "q_boundary": 0.1},
     )
-    made = decided(space, head, 64, 0.05)
+    made = decide_head(space, head, 64, 0.05)
     assert made["kind"] == "no_boundary" and made["score"] == 0.1 and made["share"] == 0.2
     assert made["pattern"] == space["no_boundary"][-1].pattern and made["cost"] == 1.0
     head["errors"]["q_boundary"] = 0.09
-    made = decided(space, head, 64, 0.05)
+    made = decide_head(space, head, 64, 0.05)
     assert made["kind"] == "q_boundary" and made["cost"] == 1.0
     assert made["pattern"]["text"] == space["q_boundary"][1].pattern
     assert made["pattern"]["video"] == space["q_boundary"][0].pattern
@@ -239,7 +239,7 @@ def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
 
 def test_slots_give_way_where_a_head_would_cost_too_much() -> None:
     """Candidates that are level in all slots together are not when each slot takes the one that is dear there."""
-    space = levelled(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
+    space = level_all(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
     count = len(space["q_boundary"])
     scores = {
         "text": [0.1, 0.2, *[0.9] * (count - 2)],
@@ -249,16 +249,16 @@ def test_slots_give_way_where_a_head_would_cost_too_much() -> None:
     shares = {"text": [0.7, 0.3, *[0.5] * (count - 2)], "video": [0.3, 0.7, 0.34, *[0.5] * (count - 3)]}
     whole = {"all": [0.5] * count}
     head = head_of({"no_boundary": whole, "q_boundary": scores}, {"no_boundary": whole, "q_boundary": shares})
-    pattern, cost = arranged("q_boundary", space, head, 64, 0.05)
+    pattern, cost = arrange("q_boundary", space, head, 64, 0.05)
     assert pattern["text"] == space["q_boundary"][0].pattern
     assert pattern["video"] == space["q_boundary"][2].pattern and cost == pytest.approx(1.04)
     # With room for both nothing gives way; with room for none the cheapest is left.
-    pattern, cost = arranged("q_boundary", space, head, 64, 0.5)
+    pattern, cost = arrange("q_boundary", space, head, 64, 0.5)
     assert pattern["video"] == space["q_boundary"][1].pattern and cost == pytest.approx(1.4)
     dear = head_of(
         head["scores"], {**head["shares"], "q_boundary": {n: [3 * x for x in s] for n, s in shares.items()}}
     )
-    pattern, cost = arranged("q_boundary", space, dear, 64, 0.05)
+    pattern, cost = arrange("q_boundary", space, dear, 64, 0.05)
     assert cost == pytest.approx(3 * 0.6) and pattern["text"] == space["q_boundary"][1].pattern
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx2")
 
 import uvicorn  # noqa: E402
+from websockets.sync.client import connect  # noqa: E402
 
 from mmaccel.serve.app import connections, create_app  # noqa: E402
 from mmaccel.serve.engine import Engine  # noqa: E402
@@ -136,6 +138,30 @@ def video(url: str) -> dict[str, Any]:
 
 def text(words: str = QUESTION) -> dict[str, Any]:
     return {"type": "text", "text": words}
+
+
+def opened(client: Any, frames: int = 0, **fields: Any) -> str:
+    """The path of a stream that is opened, and has taken in so many frames of the world, one a second."""
+    response = client.post(SESSIONS, json={"recipe": "mosaic", **fields})
+    assert response.status_code == 201, response.text
+    path = f"{SESSIONS}/{response.json()['id']}"
+    if frames:
+        told = client.post(f"{path}/frames", json={"frames": list(jpegs()[:frames]), "fps": 1})
+        assert told.status_code == 200, told.text
+    return path
+
+
+def talking(served: Served, path: str, **how: Any) -> Any:
+    """A socket of the stream at a path."""
+    return connect(f"ws{served.url[4:]}{path}/socket", **how)
+
+
+def heard(talk: Any, kind: str) -> Any:
+    """The next message of a type, or the next event of a name."""
+    while True:
+        told = json.loads(talk.recv(timeout=30))
+        if kind in (told["type"], told.get("name")):
+            return told
 
 
 def mp4_url(path: Path) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import connect
 
 import mmaccel
 from mmaccel.core.decoding.generate import Deadline, Ended
@@ -21,32 +20,24 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.media.video import write_jpeg
 from mmaccel.serve import copies, sources
 from mmaccel.serve import engine as engines
-from mmaccel.serve.kept import KeptVideos
+from mmaccel.serve.kept import VideoCache
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits, Settings
-from tests.serve.conftest import KEY, QUESTION, Served, frames_url, jpegs, running, text, video
-from tests.serve.test_load import CHAT, SESSIONS, eventually, head, raw, without_end
-
-
-def opened(client: Any, frames: int = 0, **fields: Any) -> str:
-    path = f"{SESSIONS}/{client.post(SESSIONS, json={'recipe': 'mosaic', **fields}).json()['id']}"
-    if frames:
-        told = client.post(f"{path}/frames", json={"frames": list(jpegs()[:frames]), "fps": 1})
-        assert told.status_code == 200, told.text
-    return path
-
-
-def talking(served: Served, path: str) -> Any:
-    return connect(f"ws{served.url[4:]}{path}/socket")
-
-
-def heard(talk: Any, kind: str) -> Any:
-    """The next message of a type, or the next event of a name."""
-    while True:
-        told = json.loads(talk.recv(timeout=20))
-        if kind in (told["type"], told.get("name")):
-            return told
-
+from tests.serve.conftest import (
+    KEY,
+    QUESTION,
+    SESSIONS,
+    Served,
+    frames_url,
+    heard,
+    jpegs,
+    opened,
+    running,
+    talking,
+    text,
+    video,
+)
+from tests.serve.test_load import CHAT, eventually, head, raw, without_end
 
 # --- Sockets ----------------------------------------------------------------------------------------------------------
 
@@ -61,14 +52,10 @@ def test_messages_of_sockets_are_capped_and_not_compressed() -> None:
             with pytest.raises(ConnectionClosed) as closed:
                 one.recv(timeout=20)
             assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
-        key = {"Authorization": f"Bearer {KEY}"}
-        url = f"ws{served.url[4:]}{path}/socket"
-        with connect(url, additional_headers=key) as one, connect(url, additional_headers=key) as two:
+        key_of = {"additional_headers": {"Authorization": f"Bearer {KEY}"}}
+        with talking(served, path, **key_of) as one, talking(served, path, **key_of) as two:
             assert heard(one, "ready") and heard(two, "ready")
-            with (
-                connect(url, additional_headers=key) as three,
-                pytest.raises(ConnectionClosed, match="too many"),
-            ):
+            with talking(served, path, **key_of) as three, pytest.raises(ConnectionClosed, match="too many"):
                 three.recv(timeout=20)
         eventually(lambda: not any(served.app.state.streams._sockets.values()))
 
@@ -160,7 +147,7 @@ def test_shrinking_leaves_what_was_made_meanwhile() -> None:
     """While one is closed, another is made under its key."""
 
     async def work() -> None:
-        videos = KeptVideos(Limits(kept=0), Metrics())
+        videos = VideoCache(Limits(kept=0), Metrics())
 
         class One:
             users, closed = 0, False
@@ -385,11 +372,3 @@ def test_a_stream_that_cannot_close_does_not_keep_others_open(monkeypatch: pytes
     with running(Settings(limits=Limits(idle_seconds=0.3))) as served, served.client() as client:
         opened(client), opened(client)
         eventually(lambda: len(calls) == 2)
-
-
-def test_stored_is_refused_with_frames(served: Served) -> None:
-    with served.client() as client:
-        path = opened(client)
-        told = client.post(f"{path}/frames", json={"frames": [jpegs()[0]], "stored": True})
-        assert told.status_code == 400 and "stored" in told.text
-        client.delete(path)

@@ -1,20 +1,27 @@
-"""Caps that hold together: bytes of decoded frames, of sockets, of memories and of saves; and headers that are none."""
+"""Caps that hold together: bytes of decoded frames, of sockets, of memories, of saves and of sources at http addresses;
+and a stream that would break the promise to the others is refused."""
 
 from __future__ import annotations
 
 import base64
 import io
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import PIL.Image
 import pytest
 
+from mmaccel.core.recipe import Recipe
 from mmaccel.serve import sources
-from mmaccel.serve.kept import Pictures
-from mmaccel.serve.settings import Limits, Settings
-from tests.serve.conftest import Served, running, text, video
-
-CHAT, SESSIONS = "/v1/chat/completions", "/v1/streaming/sessions"
+from mmaccel.serve.admission import Admission
+from mmaccel.serve.kept import Thumbnails
+from mmaccel.serve.settings import Limits, Refused, Settings
+from tests.media.films import answering, write_film
+from tests.serve.conftest import SESSIONS, SMALL, Served, jpegs, opened, running, text, video
 
 
 def bomb(side: int = 4096) -> bytes:
@@ -28,11 +35,7 @@ def bomb(side: int = 4096) -> bytes:
 @pytest.fixture
 def undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be decoded."""
-
-    def decoding(*_: Any) -> Any:
-        raise AssertionError("it was decoded")
-
-    monkeypatch.setattr(sources, "read_image", decoding)
+    monkeypatch.setattr(sources, "read_image", Mock(side_effect=AssertionError("it was decoded")))
 
 
 def test_frames_that_are_too_large_together_are_not_decoded(served: Served, undecoded: None) -> None:
@@ -41,7 +44,7 @@ def test_frames_that_are_too_large_together_are_not_decoded(served: Served, unde
     told = served.chat([video("data:video/webp;base64," + ",".join(many)), text()])
     assert told.status_code == 413 and "decoded" in told.text
     with served.client() as client:
-        path = f"{SESSIONS}/{client.post(SESSIONS, json={}).json()['id']}"
+        path = opened(client)
         told = client.post(f"{path}/frames", json={"frames": many})
         assert told.status_code == 413 and "decoded" in told.text
         client.delete(path)
@@ -73,7 +76,7 @@ def test_headers_that_are_no_addresses(served: Served, keyed: Served, headers: d
 def test_the_newest_picture_is_there_once_it_is_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    pictures, seen = Pictures(4), list[bytes | None]()
+    pictures, seen = Thumbnails(4), list[bytes | None]()
 
     def writing(frame: Any, side: int) -> bytes:
         seen.append(pictures.at(100))  # as another thread does meanwhile
@@ -84,3 +87,161 @@ def test_the_newest_picture_is_there_once_it_is_numbered(monkeypatch: pytest.Mon
     pictures.add(0, frames)
     assert seen == [None, *(bytes([n]) for n in (0, 1, 2, 3, 4, 5, 6, 7))]
     assert pictures.at(3) == b"\0" and len(pictures._files) <= 4
+
+
+def site(film: bytes, request: Any) -> None:
+    """Answers a request by its path."""
+    name = request.path[1:].partition("?")[0]
+    place = "/round" if name == "round" else name[3:] if name.startswith("to=") else ""
+    known = name in ("film.mp4", "endless", "slow")
+    request.send_response((301 if name == "round" else 302) if place else 200 if known else 404)
+    if place:
+        request.send_header("Location", place)
+    if name != "endless":
+        request.send_header("Content-Length", "1000000" if name == "slow" else str(len(film)))
+    request.end_headers()
+    while name in ("endless", "slow"):
+        request.wfile.write(bytes(1 << 16) if name == "endless" else b"a")
+        time.sleep(0.0 if name == "endless" else 0.05)
+    request.wfile.write(film)
+
+
+def test_http_sources_have_caps(tmp_path: Path) -> None:
+    film = write_film(tmp_path / "film.mp4", 12).read_bytes()
+    limits = Limits(source_bytes=1 << 20, source_seconds=1.0, redirects=2)
+    with answering(partial(site, film)) as url, running(Settings(private=True, limits=limits)) as served:
+
+        def status(path: str) -> tuple[int, str]:
+            response = served.chat([video(f"{url}/{path}"), text()], max_tokens=1, mmaccel={"frames": 4})
+            return response.status_code, response.text
+
+        assert status("film.mp4?a=ä b#c")[0] == 200
+        assert status("to=/to=film.mp4")[0] == 200
+        assert status("round") == (400, status("round")[1]) and "redirects" in status("round")[1]
+        assert status("missing")[0] == 400
+        assert status("endless")[0] == 413
+        began = time.monotonic()
+        assert status("slow")[0] == 400 and time.monotonic() - began < 4
+        assert status("to=file:///etc/passwd")[0] == 400
+        assert status("to=ftp://127.0.0.1/a")[0] == 400
+
+
+def test_a_redirect_may_not_lead_to_a_private_address(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor may a name that means another address when it is looked up again."""
+    film = write_film(tmp_path / "film.mp4", 12).read_bytes()
+    with answering(partial(site, film)) as url:
+        monkeypatch.setattr(sources, "is_public", lambda one: one == "127.0.0.1")
+        assert served.chat([video(f"{url}/film.mp4"), text()], max_tokens=1).status_code == 200
+        inside = served.chat([video(f"{url}/to=http://10.0.0.1/a.mp4"), text()], max_tokens=1)
+        assert inside.status_code == 403
+        # Several addresses, of which one is private: a browser would try them in turn.
+        real, found = sources.socket.getaddrinfo, []
+
+        def lookup(name: Any, *rest: Any, **more: Any) -> Any:
+            if name != "rebind.example":
+                return real(name, *rest, **more)
+            found.append(name)
+            whole = real("127.0.0.1", *rest, **more)
+            return [*whole, (*whole[0][:4], ("10.0.0.1", whole[0][4][1]))]
+
+        monkeypatch.setattr(sources.socket, "getaddrinfo", lookup)
+        rebound = served.chat([video(url.replace("127.0.0.1", "rebind.example") + "/film.mp4"), text()])
+        assert rebound.status_code == 403 and len(found) == 1
+
+
+RECIPES = {
+    "all": Recipe.load(None, kv="rekv"),
+    "short": Recipe.load(None, kv={"name": "rekv", "keep_seconds": 60}),
+}
+
+
+def measured(**limits: Any) -> Admission:
+    """Frames of 0.1 s and 1000 bytes: calls of half a unit run nothing."""
+    made = Admission(RECIPES, replace(Limits(), **limits))
+    for name in RECIPES:
+        one = made.admit(name, 1.0, 900.0)
+        made.took(one, 2.0, (0, 0), (10, 10_000))
+        made.took(one, 0.0, (10, 10_000), (20, 20_000))
+        made.took(one, 50.0, (20, 20_000), (30, 30_000), live=False)
+        made.end(one)
+    return made
+
+
+def test_time_is_promised_until_it_is_all_taken() -> None:
+    admission = measured(busy=0.86)
+    given = [admission.admit("all", 2.0, 900.0) for _ in range(4)]
+    with pytest.raises(
+        Refused, match=r"fps: 1 frames a second of this stream take 0\.100 s of each second"
+    ) as told:
+        admission.admit("all", 1.0, 900.0)
+    assert told.value.status == 503 and told.value.code == "no_time"
+    admission.admit("all", 0.5, 900.0)
+    admission.end(given[0])
+    admission.end(given[0])
+    admission.admit("all", 2.0, 900.0)
+    with pytest.raises(Refused):
+        admission.admit("all", 1.0, 900.0)
+    admission.admit("all", None, 900.0)  # goes on here
+
+
+def test_bytes_are_predicted_to_what_the_recipe_keeps() -> None:
+    admission = measured(memory_bytes=1_500_000)
+    one = admission.admit("all", 1.0, 900.0)
+    assert admission.bytes(one) == 900_000
+    with pytest.raises(Refused, match="seconds: this stream will hold 900000 bytes after 900 s") as told:
+        admission.admit("all", 1.0, 900.0)
+    assert told.value.status == 503 and told.value.code == "no_room"
+    assert admission.bytes(admission.admit("short", 1.0, 900.0)) == 60_000
+    assert admission.bytes(admission.admit("all", 1.0, 10.0)) == 10_000
+    admission.took(one, 1.0, (20, 20_000), (21, 2_000_000))
+    with pytest.raises(Refused):
+        admission.admit("short", 1.0, 1.0)
+
+
+def test_a_memory_that_grows_no_more_takes_no_more() -> None:
+    admission = Admission(RECIPES, Limits())
+    one = admission.admit("all", 1.0, 900.0)
+    admission.took(one, 1.0, (50, 7_000), (60, 7_000))
+    assert admission.bytes(one) == 7_000
+
+
+def test_a_slab_is_not_what_a_frame_takes() -> None:
+    """Bytes come a slab at a time: nothing is told before they grow, and then by all frames since the first look."""
+    admission, slab = Admission(RECIPES, Limits()), 256 << 20
+    one = admission.admit("all", 1.0, 900.0)
+    admission.took(one, 1.0, (0, 0), (1, slab))
+    assert admission.bytes(one) == slab
+    admission.took(one, 1.0, (1, slab), (25, 2 * slab))
+    assert admission.bytes(one) == pytest.approx(2 * slab + slab / 24 * 875)
+    admission.took(one, 1.0, (25, 2 * slab), (26, 2 * slab))
+    assert admission.bytes(admission.admit("all", 1.0, 25.0)) < 2 * slab
+
+
+def test_frames_that_come_faster_than_was_said_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    admission, now = measured(busy=0.8), 0.0
+    monkeypatch.setattr("mmaccel.serve.admission.monotonic", lambda: now)
+    one = admission.admit("all", 1.0, 900.0)
+    for now in (0.0, 10.0, 20.0):
+        admission.took(one, 5.0, (int(5 * now), 0), (int(5 * now) + 50, 0))
+    assert one.rate == 5.0 and admission.busy(one) > 0.4
+
+
+def test_a_server_refuses_the_stream_that_is_too_much() -> None:
+    """The first is let in, for nothing is known; then by its frames; and what was refused or closed takes nothing."""
+    chosen = {"mosaic": Recipe.load(None, kv=SMALL)}
+    with running(Settings(), chosen) as served, served.client() as client:
+        opened = client.post(SESSIONS, json={"fps": 1}).json()["id"]
+        for at in range(0, 16, 8):
+            frames = {"frames": list(jpegs()[at : at + 8])}
+            assert client.post(f"{SESSIONS}/{opened}/frames", json=frames).status_code == 200
+        cost = served.app.state.streams.admission._costs["mosaic"]
+        assert [new for _, new in cost] == [8, 8] and min(cost)[0] > 0
+        cost.extend([(0.5, 1)] * cost.maxlen)
+        assert client.post(SESSIONS, json={"fps": 0.4}).status_code == 201
+        refused = client.post(SESSIONS, json={"fps": 1})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "no_time", refused.text
+        assert "send fewer frames a second" in refused.json()["error"]["message"]
+        assert client.delete(f"{SESSIONS}/{opened}").status_code < 300
+        assert client.post(SESSIONS, json={"fps": 1}).status_code == 201

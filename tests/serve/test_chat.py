@@ -13,7 +13,7 @@ import mmaccel
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.media.video import Video, read_image
 from mmaccel.serve.sources import decoded
-from mmaccel.serve.speech import Speech
+from mmaccel.serve.speech import TextStreamer
 from tests.media.films import write_film
 from tests.serve.conftest import QUESTION, Served, frames_url, jpegs, loaded, mp4_url, text, video
 
@@ -161,7 +161,7 @@ def test_stop_texts_end_an_answer_and_are_not_said(served: Served) -> None:
 def test_tokens_behind_a_stop_text_are_not_counted() -> None:
     """A step may verify more of them: what stands behind the stop text is no part of the answer."""
     said = list[str]()
-    speech = Speech(lambda ids: "".join(map(chr, ids)), ["cd", "zz"], said.append, Deadline())
+    speech = TextStreamer(lambda ids: "".join(map(chr, ids)), ["cd", "zz"], said.append, Deadline())
     for some in ("prompt", "a", "bcdef"):
         speech.put(torch.tensor([list(map(ord, some))]))
     speech.end()

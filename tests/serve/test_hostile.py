@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import socket
 import threading
 import time
@@ -14,13 +13,12 @@ from typing import Any
 
 import pytest
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 
 import mmaccel
 from mmaccel.core.errors import RecipeError
 from mmaccel.serve.settings import Limits, Settings
 from mmaccel.serve.sources import is_public
-from tests.media.films import write_film
+from tests.media.films import png, write_film
 from tests.serve.conftest import (
     CHAT,
     KEY,
@@ -28,10 +26,12 @@ from tests.serve.conftest import (
     SESSIONS,
     Served,
     frames_url,
-    jpegs,
+    heard,
     loaded,
     mp4_url,
+    opened,
     running,
+    talking,
     text,
     video,
 )
@@ -39,19 +39,6 @@ from tests.serve.conftest import (
 
 def data(raw: bytes, kind: str = "video/mp4") -> str:
     return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
-
-
-def png(width: int, height: int) -> bytes:
-    """A PNG whose header tells so many pixels."""
-    import struct
-    import zlib
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    pixels = zlib.compress(bytes(1 << 20), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
@@ -254,13 +241,12 @@ def test_bodies_are_capped_together() -> None:
 
 def test_another_site_s_page_gets_no_socket(served: Served) -> None:
     with served.client() as client:
-        number = client.post(SESSIONS, json={"recipe": "mosaic"}).json()["id"]
-        url = f"ws{served.url[4:]}{SESSIONS}/{number}/socket"
-        with pytest.raises(InvalidStatus), connect(url, origin="https://evil.example"):
+        path = opened(client)
+        with pytest.raises(InvalidStatus), talking(served, path, origin="https://evil.example"):
             pass
-        with connect(url, origin=served.url) as talk:
-            assert json.loads(talk.recv(timeout=20))["name"] == "ready"
-        client.delete(f"{SESSIONS}/{number}")
+        with talking(served, path, origin=served.url) as talk:
+            assert heard(talk, "ready")
+        client.delete(path)
 
 
 def test_pages_of_other_sites_and_other_names_of_the_host_are_refused(served: Served) -> None:
@@ -308,11 +294,10 @@ def test_other_hosts_need_a_key(host: str) -> None:
 @pytest.mark.parametrize("name", ["../mine", "a/b", "", ".", "..", "a" * 65, "-x", "a\0b", "C:\\x"])
 def test_names_of_saved_streams_lead_nowhere_else(served: Served, name: str) -> None:
     with served.client() as client:
-        one = client.post(SESSIONS, json={"recipe": "mosaic"}).json()["id"]
-        client.post(f"{SESSIONS}/{one}/frames", json={"frames": [jpegs()[0]], "fps": 1})
-        for path, body in ((f"{SESSIONS}/{one}/save", {"name": name}), (SESSIONS, {"resume": name})):
+        one = opened(client, 1)
+        for path, body in ((f"{one}/save", {"name": name}), (SESSIONS, {"resume": name})):
             assert client.post(path, json=body).status_code == 400
-        client.delete(f"{SESSIONS}/{one}")
+        client.delete(one)
 
 
 @pytest.mark.parametrize(
@@ -357,23 +342,18 @@ def test_words_cannot_become_special_tokens(served: Served, monkeypatch: pytest.
         """Of each special token, how many are in the prompts that asking `words` in three ways makes."""
         counts = []
         with served.client() as client:
-            stream = client.post(SESSIONS, json={"recipe": "mosaic"}).json()["id"]
-            client.post(f"{SESSIONS}/{stream}/frames", json={"frames": list(jpegs()[:3]), "fps": 1})
+            stream, shown = opened(client, 3), [video(frames_url(3)), text(words)]
             for ask in (
-                lambda: served.chat(
-                    [video(frames_url(3)), text(words)], max_tokens=1, mmaccel={"recipe": "fastv"}
-                ),
-                lambda: served.chat(
-                    [video(frames_url(3)), text(words)], max_tokens=1, mmaccel={"recipe": "mosaic"}
-                ),
-                lambda: client.post(f"{SESSIONS}/{stream}/ask", json={"question": words, "max_tokens": 1}),
+                lambda: served.chat(shown, max_tokens=1, mmaccel={"recipe": "fastv"}),
+                lambda: served.chat(shown, max_tokens=1, mmaccel={"recipe": "mosaic"}),
+                lambda: client.post(f"{stream}/ask", json={"question": words, "max_tokens": 1}),
             ):
                 seen.clear()
                 response = ask()
                 assert response.status_code == 200, response.text
                 assert seen
                 counts.append({n: max(ids.count(n) for ids in seen) for n in special.values()})
-            client.delete(f"{SESSIONS}/{stream}")
+            client.delete(stream)
         return counts
 
     assert marks(evil) == marks(QUESTION)

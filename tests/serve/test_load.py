@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.models.together import sharing
+from mmaccel.models.together import share_weights
 from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.turns import Turns
 from tests.media.films import write_film
@@ -26,12 +27,12 @@ from tests.serve.conftest import (
     KEY,
     OTHER,
     QUESTION,
-    SESSIONS,
     Served,
     frames_url,
     jpegs,
     loaded,
     mp4_url,
+    opened,
     running,
     text,
     video,
@@ -108,20 +109,13 @@ def test_a_busy_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmaccel.Accelerated, "generate", lambda *a, **k: (go.wait(20), generate(*a, **k))[1])
     asked = body(max_tokens=1, mmaccel={"recipe": "fastv"})
     with running(Settings(limits=Limits(at_once=1, waiting=1))) as served, served.client() as client:
-        found: list[int] = []
-        threads = [
-            threading.Thread(target=lambda: found.append(client.post(CHAT, json=asked).status_code))
-            for _ in range(2)
-        ]
-        for one in threads:
-            one.start()
-        eventually(lambda: len(served.engine.turns) == 1)
-        refused = client.post(CHAT, json=asked)
-        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-        go.set()
-        for one in threads:
-            one.join()
-        assert found == [200, 200]
+        with ThreadPoolExecutor(2) as pool:
+            found = [pool.submit(client.post, CHAT, json=asked) for _ in range(2)]
+            eventually(lambda: len(served.engine.turns) == 1)
+            refused = client.post(CHAT, json=asked)
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            go.set()
+        assert [one.result().status_code for one in found] == [200, 200]
 
 
 def test_one_caller_does_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,13 +129,11 @@ def test_one_caller_does_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatc
             assert client.post(CHAT, json=asked).status_code == 200
             order.append(name)
 
-        threads = [threading.Thread(target=ask, args=(many, "many")) for _ in range(20)]
-        for one in threads:
-            one.start()
-        eventually(lambda: len(served.engine.turns) >= 10)
-        ask(late, "late")
-        for one in threads:
-            one.join()
+        with ThreadPoolExecutor(20) as pool:
+            all_of_them = [pool.submit(ask, many, "many") for _ in range(20)]
+            eventually(lambda: len(served.engine.turns) >= 10)
+            ask(late, "late")
+        assert all(one.result() is None for one in all_of_them)
     assert order.index("late") < 12
 
 
@@ -192,7 +184,7 @@ def unending(served: Served) -> Iterator[Served]:
 
 
 def without_end() -> Any:
-    model = sharing(loaded()[0])
+    model = share_weights(loaded()[0])
     model.generation_config.eos_token_id = 10**6  # no token
     return model
 
@@ -210,8 +202,7 @@ def test_a_client_that_leaves_ends_its_answer(unending: Served, recipe: str, str
         streams = served.app.state.streams
         if recipe == "stream":
             with served.client() as client:
-                path = f"{SESSIONS}/{client.post(SESSIONS, json={}).json()['id']}/ask"
-                client.post(path.replace("ask", "frames"), json={"frames": list(jpegs()[:3]), "fps": 1})
+                path = f"{opened(client, 3)}/ask"
             asked = {"question": "Describe.", "stream": streamed, "max_tokens": 1500}
         written = json.dumps(asked).encode()
         one = raw(served)
@@ -258,25 +249,18 @@ def test_out_of_memory_in_one_request_leaves_the_others(
 
         monkeypatch.setattr(mmaccel.AsyncVideoSession, name, taking)
     monkeypatch.setattr(mmaccel.Accelerated, "generate", failing)
-    answers: dict[int, Any] = {}
 
-    def ask(number: int, frames: int, recipe: str) -> None:
-        answers[number] = served.chat(
-            [video(frames_url(frames)), text()], max_tokens=2, mmaccel={"recipe": recipe}
-        )
+    def ask(one: tuple[int, str]) -> Any:
+        return served.chat([video(frames_url(one[0])), text()], max_tokens=2, mmaccel={"recipe": one[1]})
 
     asked = [(frames, recipe) for recipe in ("fastv", "mosaic", "dense") for frames in (3, bad, 4)]
-    threads = [threading.Thread(target=ask, args=(n, *one)) for n, one in enumerate(asked)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    for number, (frames, _) in enumerate(asked):
-        assert answers[number].status_code == (503 if frames == bad else 200), answers[number].text
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(ask, asked))
+    for answer, (frames, _) in zip(answers, asked, strict=True):
+        assert answer.status_code == (503 if frames == bad else 200), answer.text
     assert answers[1].json()["error"]["code"] == "out_of_memory"
     with served.client() as client:
-        path = f"/v1/streaming/sessions/{client.post('/v1/streaming/sessions', json={}).json()['id']}"
-        client.post(f"{path}/frames", json={"frames": list(jpegs()[:3]), "fps": 1})
+        path = opened(client, 3)
         failed = client.post(f"{path}/frames", json={"frames": list(jpegs()[:bad]), "fps": 1})
         assert failed.status_code == 503
         assert (

@@ -1,24 +1,32 @@
-"""The page in a real browser: a file, the camera, an address, a question, evidence, two recipes, errors.
+"""The page in a real browser: a file, the camera, an address, a question, evidence, two recipes, errors. The browser is
+Debian's chromium without a window, told what to do by the DevTools protocol.
 
 `make test-page` runs these; `MMACCEL_PICTURES=docs` writes the pictures of docs/serving.md.
 """
 
 from __future__ import annotations
 
-import functools
-import http.server
+import base64
+import json
 import os
-import threading
+import re
+import shutil
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
+from websockets.sync.client import connect
 
 from mmaccel.serve.settings import Limits, Settings
-from mmaccel_lab.world import World, render
-from tests.serve.browser import CHROMIUM, Page, browser
+from mmaccel_lab.world import World, write_mp4
+from tests.media.films import answering, send
 from tests.serve.conftest import KEY, Served, running
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.page,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: make test-page installs it"),
@@ -26,32 +34,86 @@ pytestmark = [
 PICTURES = os.environ.get("MMACCEL_PICTURES")
 
 
+class Page:
+    """One page of a browser."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket, self._number = socket, 0
+
+    def call(self, method: str, **given: Any) -> dict[str, Any]:
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": given}))
+        while True:
+            message = json.loads(self._socket.recv(timeout=60))
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return dict(message["result"])
+
+    def value(self, expression: str) -> Any:
+        """What a JavaScript expression gives."""
+        told = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in told, told
+        return told["result"].get("value")
+
+    def until(self, expression: str, seconds: float = 40) -> Any:
+        end = time.monotonic() + seconds
+        while not (found := self.value(expression)):
+            assert time.monotonic() < end, (expression, self.value("document.body.innerText"))
+            time.sleep(0.1)
+        return found
+
+    def go(self, url: str) -> None:
+        self.call("Page.navigate", url=url)
+        self.until("document.readyState === 'complete'")
+
+    def choose(self, selector: str, path: Path) -> None:
+        """Choose a file, as a user does."""
+        root = self.call("DOM.getDocument")["root"]["nodeId"]
+        node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
+
+    def picture(self, name: str) -> None:
+        """Keep a picture of the page, where they are asked for."""
+        if PICTURES:
+            data = base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+            (Path(PICTURES) / f"page_{name}.png").write_bytes(data)
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser(tmp_path_factory.mktemp("browser")) as one:
-        yield one
+    """A page of a fresh chromium with a camera that is not there, and no way to the internet."""
+    assert CHROMIUM is not None
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1180,900", "--no-first-run"]
+    flags += [
+        "--use-fake-device-for-media-stream",
+        "--use-fake-ui-for-media-stream",
+        "--disable-dev-shm-usage",
+    ]
+    folder = tmp_path_factory.mktemp("browser")
+    flags += ["--remote-debugging-port=0", f"--user-data-dir={folder}", "--disable-background-networking"]
+    flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+    with subprocess.Popen([CHROMIUM, *flags, "about:blank"], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if "DevTools listening" in line)
+            port = re.findall(r":(\d+)/", line)[0]
+            pages = httpx2.get(f"http://127.0.0.1:{port}/json", trust_env=False).json()
+            url = next(one["webSocketDebuggerUrl"] for one in pages if one["type"] == "page")
+            with connect(url, max_size=1 << 26) as socket:
+                one = Page(socket)
+                for domain in ("Page", "Runtime", "DOM"):
+                    one.call(f"{domain}.enable")
+                yield one
+        finally:
+            process.terminate()
 
 
 @pytest.fixture(scope="module")
 def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A film of the world, a frame a second."""
-    import av
-
     path = tmp_path_factory.mktemp("film") / "world.mp4"
-    frames = render(World.generate(7, 64).table(), 84, 140)
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=1)
-        stream.width, stream.height, stream.pix_fmt = 140, 84, "yuv420p"
-        for frame in frames:
-            picture = av.VideoFrame.from_ndarray(frame.permute(1, 2, 0).contiguous().numpy(), format="rgb24")
-            container.mux(stream.encode(picture))
-        container.mux(stream.encode())
+    write_mp4(World.generate(7, 64), path, 84, 140)
     return path
-
-
-def picture(page: Page, name: str) -> None:
-    if PICTURES:
-        page.picture(Path(PICTURES) / f"page_{name}.png")
 
 
 def opened(page: Page, served: Served, first: str = "mosaic", second: str = "") -> None:
@@ -106,7 +168,7 @@ def test_a_file_a_question_and_evidence_under_two_recipes(page: Page, served: Se
         "[...document.querySelectorAll('.evidence li')].every(one => /\\d:\\d\\d/.test(one.textContent))"
     )
     no_error(page)
-    picture(page, "file")
+    page.picture("file")
 
 
 def test_the_camera(page: Page, served: Served) -> None:
@@ -118,7 +180,7 @@ def test_the_camera(page: Page, served: Served) -> None:
     page.until("document.querySelector('.took').textContent.includes('the first after')")
     assert page.value("document.querySelectorAll('.evidence img').length") > 0
     no_error(page)
-    picture(page, "camera")
+    page.picture("camera")
     page.value("document.getElementById('stop').click()")
     assert page.value("document.getElementById('state').textContent") == "The camera is off."
 
@@ -140,7 +202,7 @@ def test_errors_are_told_and_leave_the_page_at_work(page: Page, served: Served, 
         "!document.getElementById('error').hidden && document.getElementById('error').textContent"
     )
     assert "the video" in told and "/tmp" not in told
-    picture(page, "error")
+    page.picture("error")
     page.value("document.getElementById('url').value = 'http://127.0.0.1:1/a.mp4'")
     page.value("document.getElementById('read').click()")
     page.until("document.getElementById('error').textContent.includes('not a public address')")
@@ -171,19 +233,18 @@ def test_a_key_is_asked_for(page: Page, film: Path) -> None:
 
 def test_the_example_s_page_of_another_origin_shows_its_camera_and_asks(page: Page) -> None:
     """`examples/browser.html`, from a server of files; a page of an origin that is not admitted gets nothing."""
-    folder = Path(__file__).parents[2] / "examples"
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as files:
-        threading.Thread(target=files.serve_forever, daemon=True).start()
-        here = f"http://127.0.0.1:{files.server_port}"
-        with running(Settings(origins=(here,))) as served, running() as shut:
-            page.go(f"{here}/browser.html?server={served.url}")
-            page.until("/^[3-9] frames/.test(state.textContent)")
-            page.value("question.value = 'What colour was the star?'; form.requestSubmit()")
-            assert page.until("answer.textContent.includes('first token') && answer.textContent")[0] != " "
-            page.go(f"{here}/browser.html?server={shut.url}")
-            page.until("document.readyState === 'complete'")
-            assert shut.engine.metrics.requests.labels("refused", "403")._value.get() > 0
-            assert page.value("state.textContent") == "no frames yet"
-            page.go("about:blank")
-        files.shutdown()
+    page_of = Path(__file__).parents[2] / "examples" / "browser.html"
+    with (
+        answering(lambda request: send(request, page_of.read_bytes())) as here,
+        running(Settings(origins=(here,))) as served,
+        running() as shut,
+    ):
+        page.go(f"{here}/browser.html?server={served.url}")
+        page.until("/^[3-9] frames/.test(state.textContent)")
+        page.value("question.value = 'What colour was the star?'; form.requestSubmit()")
+        assert page.until("answer.textContent.includes('first token') && answer.textContent")[0] != " "
+        page.go(f"{here}/browser.html?server={shut.url}")
+        page.until("document.readyState === 'complete'")
+        assert shut.engine.metrics.requests.labels("refused", "403")._value.get() > 0
+        assert page.value("state.textContent") == "no frames yet"
+        page.go("about:blank")

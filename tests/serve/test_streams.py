@@ -11,16 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from websockets.sync.client import connect
 
 import mmaccel
 from mmaccel.media.video import read_image
 from mmaccel.serve.settings import Limits, Settings
 from mmaccel.serve.sources import decoded
 from tests.media.films import write_film
-from tests.serve.conftest import KEY, OTHER, QUESTION, SMALL, Served, jpegs, loaded, mp4_url, running
-
-PATH = "/v1/streaming/sessions"
+from tests.serve.conftest import (
+    KEY,
+    OTHER,
+    QUESTION,
+    SESSIONS,
+    SMALL,
+    Served,
+    heard,
+    jpegs,
+    loaded,
+    mp4_url,
+    opened,
+    running,
+    talking,
+)
 
 
 def frames(count: int) -> list[str]:
@@ -34,15 +45,9 @@ def reference(count: int) -> mmaccel.VideoSession:
     return session
 
 
-def opened(client: Any, **fields: Any) -> str:
-    response = client.post(PATH, json={"recipe": "mosaic", **fields})
-    assert response.status_code == 201, response.text
-    return str(response.json()["id"])
-
-
 def test_a_stream_answers_as_a_session_does(served: Served) -> None:
     with served.client() as client, reference(40) as session:
-        one = f"{PATH}/{opened(client)}"
+        one = opened(client)
         taken = client.post(f"{one}/frames", json={"frames": frames(40), "fps": 1.0}).json()
         assert taken == {"taken": 40, "frames": 40, "seconds": 39.0}
         told = client.post(f"{one}/ask", json={"question": QUESTION, "thumbnails": True}).json()
@@ -61,8 +66,7 @@ def test_a_stream_answers_as_a_session_does(served: Served) -> None:
 
 def test_an_answer_comes_by_events(served: Served) -> None:
     with served.client() as client, reference(24) as session:
-        one = f"{PATH}/{opened(client)}"
-        client.post(f"{one}/frames", json={"frames": frames(24), "fps": 1.0})
+        one = opened(client, 24)
         words = {"question": "Describe the video.", "max_tokens": 12, "stream": True}
         events = [
             block.split("\n") for block in client.post(f"{one}/ask", json=words).text.split("\n\n")[:-1]
@@ -80,7 +84,7 @@ def test_a_stored_video_is_ingested_and_one_is_watched(served: Served, tmp_path:
     url = {"url": mp4_url(write_film(tmp_path / "film.mp4", 30))}
     with served.client() as client:
         for stored in (True, False):
-            one = f"{PATH}/{opened(client)}"
+            one = opened(client)
             body = {"video_url": url, "fps": 5, "stored": stored}
             assert client.post(f"{one}/frames", json=body).json()["taken"] == 15
             assert ("ingest_seen" in client.get(one).json()["counters"]) >= stored
@@ -89,23 +93,20 @@ def test_a_stored_video_is_ingested_and_one_is_watched(served: Served, tmp_path:
 
 def test_a_saved_stream_goes_on(served: Served) -> None:
     with served.client() as client:
-        one = f"{PATH}/{opened(client)}"
-        client.post(f"{one}/frames", json={"frames": frames(30), "fps": 1.0})
+        one = opened(client, 30)
         said = client.post(f"{one}/ask", json={"question": QUESTION}).json()
         assert client.post(f"{one}/save", json={"name": "mine"}).json() == {"saved": "mine", "frames": 30}
         client.delete(one)
-        again = f"{PATH}/{opened(client, resume='mine')}"
+        again = opened(client, resume="mine")
         assert client.get(again).json()["frames"] == 30
         told = client.post(f"{again}/ask", json={"question": QUESTION}).json()
         assert told["text"] == said["text"] and len(told["evidence"]) == len(said["evidence"])
-        assert client.post(PATH, json={"recipe": "mosaic", "resume": "other"}).status_code == 404
+        assert client.post(SESSIONS, json={"recipe": "mosaic", "resume": "other"}).status_code == 404
 
 
 def test_a_stream_is_its_key_s_own(keyed: Served) -> None:
     with keyed.client(KEY) as mine, keyed.client(OTHER) as other, keyed.client() as nobody:
-        number = opened(mine)
-        one = f"{PATH}/{number}"
-        mine.post(f"{one}/frames", json={"frames": frames(4), "fps": 1.0})
+        one = opened(mine, 4)
         mine.post(f"{one}/save", json={"name": "mine"})
         calls: list[tuple[str, str, Any]] = [
             ("GET", one, None),
@@ -114,42 +115,29 @@ def test_a_stream_is_its_key_s_own(keyed: Served) -> None:
             ("POST", f"{one}/save", {"name": "theirs"}),
             ("GET", f"{one}/frames/0", None),
             ("DELETE", one, None),
-            ("POST", PATH, {"recipe": "mosaic", "resume": "mine"}),
+            ("POST", SESSIONS, {"recipe": "mosaic", "resume": "mine"}),
         ]
         for method, path, body in calls:
             assert other.request(method, path, json=body).status_code == 404
             assert nobody.request(method, path, json=body).status_code == 401
         assert mine.get(one).json()["frames"] == 4
-    with pytest.raises(Exception), connect(socket_url(keyed, number)) as socket:  # noqa: B017
+    with pytest.raises(Exception), talking(keyed, one) as socket:  # noqa: B017
         socket.send(json.dumps({"type": "key", "key": OTHER}))
         socket.recv(timeout=20)
-    with connect(socket_url(keyed, number)) as socket:
+    with talking(keyed, one) as socket:
         socket.send(json.dumps({"type": "key", "key": KEY}))
         assert json.loads(socket.recv(timeout=20))["name"] == "ready"
 
 
-def socket_url(served: Served, number: str) -> str:
-    return f"ws{served.url[4:]}{PATH}/{number}/socket"
-
-
-def heard(socket: Any, kind: str, name: str | None = None) -> dict[str, Any]:
-    """The next message of a kind."""
-    while True:
-        message: dict[str, Any] = json.loads(socket.recv(timeout=30))
-        if message["type"] == kind and (name is None or message.get("name") == name):
-            return message
-        assert message.get("name") != "error", message
-
-
 def test_frames_and_answers_go_side_by_side_on_a_socket(served: Served) -> None:
     with served.client() as client, reference(24) as session:
-        number = opened(client)
+        path = opened(client)
         said = session.ask("Describe the video.", 24)
-        with connect(socket_url(served, number)) as socket:
-            assert heard(socket, "event", "ready")["frames"] == 0
+        with talking(served, path) as socket:
+            assert heard(socket, "ready")["frames"] == 0
             for at, one in enumerate(frames(24)):
                 socket.send(json.dumps({"type": "frame", "data": one, "time": float(at)}))
-            while heard(socket, "event", "taken")["frames"] < 24:
+            while heard(socket, "taken")["frames"] < 24:
                 pass
             socket.send(
                 json.dumps({"type": "ask", "id": "a", "question": "Describe the video.", "max_tokens": 24})
@@ -173,10 +161,10 @@ def test_frames_and_answers_go_side_by_side_on_a_socket(served: Served) -> None:
             assert answer["text"] == said.text == "".join(one["text"] for one in pieces).strip()
             assert kinds.count("evidence") == 1 and kinds.index("evidence") < kinds.index("answer")
             socket.send(jpegs_bytes(0))
-            assert heard(socket, "event", "taken")["frames"] == 41
+            assert heard(socket, "taken")["frames"] == 41
             socket.send(json.dumps({"type": "look"}))
-            assert heard(socket, "event", "stream")["clusters"]
-        assert client.get(f"{PATH}/{number}").json()["frames"] == 41
+            assert heard(socket, "stream")["clusters"]
+        assert client.get(path).json()["frames"] == 41
 
 
 def jpegs_bytes(number: int) -> bytes:
@@ -185,8 +173,7 @@ def jpegs_bytes(number: int) -> bytes:
 
 def test_a_stretch_of_time_a_conversation_and_a_drawn_answer(served: Served) -> None:
     with served.client() as client, reference(40) as session:
-        one = f"{PATH}/{opened(client)}"
-        client.post(f"{one}/frames", json={"frames": frames(40), "fps": 1.0})
+        one = opened(client, 40)
 
         def said(question: str, **fields: Any) -> tuple[str, list[list[int]]]:
             told = client.post(f"{one}/ask", json={"question": question, "max_tokens": 12, **fields}).json()
@@ -205,9 +192,9 @@ def test_a_stretch_of_time_a_conversation_and_a_drawn_answer(served: Served) -> 
 
 def test_a_standing_question_tells_of_changes(served: Served) -> None:
     with served.client() as client:
-        number = opened(client)
-        with connect(socket_url(served, number)) as socket:
-            heard(socket, "event", "ready")
+        path = opened(client)
+        with talking(served, path) as socket:
+            heard(socket, "ready")
             asked = {
                 "type": "on",
                 "id": "s",
@@ -221,21 +208,21 @@ def test_a_standing_question_tells_of_changes(served: Served) -> None:
                 while heard(socket, "event")["name"] != "taken":
                     pass
             socket.send(json.dumps({"type": "cancel", "id": "s"}))
-        with connect(socket_url(served, number)) as socket:
-            heard(socket, "event", "ready")
+        with talking(served, path) as socket:
+            heard(socket, "ready")
             socket.send(json.dumps({**asked, "id": "t", "last": None}))
             socket.send(json.dumps({"type": "frame", "data": frames(1)[0], "time": 41.0}))
-            change = heard(socket, "event", "change")
+            change = heard(socket, "change")
             assert change["id"] == "t" and change["text"] and change["before"] is None
             assert change["seconds"] == 41.0 and change["evidence"]
-        client.delete(f"{PATH}/{number}")
+        client.delete(path)
 
 
 def test_a_wrong_message_is_told_and_ends_nothing(served: Served) -> None:
     with served.client() as client:
-        number = opened(client)
-        with connect(socket_url(served, number)) as socket:
-            heard(socket, "event", "ready")
+        path = opened(client)
+        with talking(served, path) as socket:
+            heard(socket, "ready")
             for wrong in (
                 "",
                 "{",
@@ -250,7 +237,7 @@ def test_a_wrong_message_is_told_and_ends_nothing(served: Served) -> None:
             socket.send(b"no picture")
             assert "cannot be read as an image" in json.loads(socket.recv(timeout=20))["message"]
             socket.send(jpegs_bytes(1))
-            assert heard(socket, "event", "taken")["frames"] == 1
+            assert heard(socket, "taken")["frames"] == 1
 
 
 def test_frames_that_come_too_fast_are_left_out_and_told(
@@ -266,15 +253,15 @@ def test_frames_that_come_too_fast_are_left_out_and_told(
 
     monkeypatch.setattr(mmaccel.AsyncVideoSession, "watch", slow)
     with served.client() as client:
-        number = opened(client)
-        with connect(socket_url(served, number)) as socket:
-            heard(socket, "event", "ready")
+        path = opened(client)
+        with talking(served, path) as socket:
+            heard(socket, "ready")
             for _ in range(60):
                 socket.send(jpegs_bytes(0))
-            dropped = heard(socket, "event", "dropped")["frames"]
+            dropped = heard(socket, "dropped")["frames"]
             assert dropped >= 1
             go.set()
-            while heard(socket, "event", "taken")["frames"] < 32:
+            while heard(socket, "taken")["frames"] < 32:
                 pass
 
 
@@ -283,11 +270,11 @@ def test_streams_are_few_and_close_when_nobody_uses_them() -> None:
     settings = Settings(keys=(KEY, OTHER), limits=limits)
     with running(settings) as served, served.client(KEY) as mine, served.client(OTHER) as other:
         opened(mine), opened(mine)
-        assert mine.post(PATH, json={"recipe": "mosaic"}).status_code == 429
-        number = opened(other)
-        assert other.post(PATH, json={"recipe": "mosaic"}).status_code == 429
+        assert mine.post(SESSIONS, json={"recipe": "mosaic"}).status_code == 429
+        path = opened(other)
+        assert other.post(SESSIONS, json={"recipe": "mosaic"}).status_code == 429
         end = time.monotonic() + 10
-        while other.get(f"{PATH}/{number}").status_code == 200:
+        while other.get(path).status_code == 200:
             assert time.monotonic() < end
             time.sleep(0.05)
         opened(mine)
@@ -303,11 +290,12 @@ def test_streams_are_few_and_close_when_nobody_uses_them() -> None:
         ({"frames": ["a"], "times": [1.0, 2.0]}, "times: 2 for 1 frames"),
         ({"frames": ["a"], "times": ["nan"]}, "times.0: input should be a finite number"),
         ({"frames": ["a"], "fps": 0}, "fps: input should be greater than 0"),
+        ({"frames": ["a"], "stored": True}, "stored"),
     ],
 )
 def test_frames_that_are_none_are_refused(served: Served, body: Any, told: str) -> None:
     with served.client() as client:
-        one = f"{PATH}/{opened(client)}"
+        one = opened(client)
         response = client.post(f"{one}/frames", json=body)
         assert response.status_code == 400 and told in response.json()["error"]["message"]
         assert client.get(one).json()["frames"] == 0

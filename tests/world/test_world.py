@@ -1,23 +1,30 @@
-"""What a world decides: cards, scenes, questions, captions, words."""
+"""What a world decides: cards, scenes, questions, captions, words, what stands still, and documents made of it."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
+import torch
 
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.world import (
     COLOURS,
+    DOCUMENT_KINDS,
     KINDS,
     NUMBERS,
+    OBJECTS,
     SCENES,
     SHAPES,
     Card,
+    Document,
     Question,
     Segment,
     World,
+    render,
     vocabulary,
 )
 
@@ -169,22 +176,145 @@ def test_truth_is_plain_json() -> None:
     assert set(truth) == {"seed", "frames", "fps", "style", "cards", "scenes", "questions", "caption"}
 
 
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_so_much_of_a_world_stands_still(share: float) -> None:
+    found = 0.0
+    for seed in range(6):
+        world = World.generate(seed, 900)
+        moving, standing = world.table(), world.table(still=share)
+        for name in ("scene", "shape", "colour", "place", "look"):
+            assert torch.equal(moving[name], standing[name])
+        held = (standing["drift"][1:] == standing["drift"][:-1]).all(1)
+        found += float(held.float().mean()) / 6
+        assert not (moving["drift"][1:] == moving["drift"][:-1]).all(1).any()
+        cuts = [segment.start for segment in world.segments[1:]]
+        assert not any(held[cut - 1] for cut in cuts), "a cut is never inside a still stretch"
+        runs = [len(run) for run in "".join("x" if h else " " for h in held.tolist()).split()]
+        assert max(runs) <= 40
+    # Each stretch has one frame more than it has pairs of equal ones.
+    assert abs(found - share * 23 / 24) < 0.08
+
+
+def test_still_frames_are_the_same_picture_but_for_cards() -> None:
+    world = World.generate(3, 200)
+    table = world.table(still=0.6)
+    frames = render(table, 42, 70)
+    cards = {card.frame for card in world.cards}
+    same = [t for t in range(1, 200) if torch.equal(table["drift"][t], table["drift"][t - 1])]
+    assert len(same) > 60
+    for t in same:
+        if not {t, t - 1} & cards:
+            assert torch.equal(frames[t], frames[t - 1])
+    assert torch.equal(world.table(still=0.0)["ball"], world.table()["ball"])
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_a_share_that_cannot_be_is_told(share: float) -> None:
+    with pytest.raises(WorldError, match="still must be from 0 to 1"):
+        World.generate(0, 9).table(still=share)
+
+
+def test_all_of_a_world_may_stand_still() -> None:
+    world = World.generate(4, 60)
+    table = world.table(still=1.0)
+    assert len(torch.unique(table["drift"], dim=0)) <= 60 // 8 + len(world.segments)
+
+
+CASES = [(8, 1, 16), (16, 4, 15), (64, 8, 16), (256, 4, 49), (1024, 16, 4)]
+
+
+def documents(count: int = 25) -> list[tuple[Document, int, int]]:
+    return [(Document.generate(s, f, n, tpf), n, tpf) for f, n, tpf in CASES for s in range(count)]
+
+
+def text_of(document: Document) -> str:
+    return " ".join(str(piece[1]) for piece in document.pieces if piece[0] == "text")
+
+
+def video_of(document: Document) -> list[tuple[int, int]]:
+    return [(piece[1], piece[2]) for piece in document.pieces if len(piece) == 3]
+
+
+def test_text_is_a_quarter() -> None:
+    for document, _, tokens_per_frame in documents():
+        words = len(text_of(document).split())
+        share = words / (words + document.world.frames * tokens_per_frame)
+        assert 0.22 <= share <= 0.28, (document.world.seed, document.world.frames, share)
+
+
+def test_video_pieces_are_equal_and_complete() -> None:
+    for document, segments, _ in documents():
+        video = video_of(document)
+        assert len(video) == segments
+        assert video[0][0] == 0 and video[-1][1] == document.world.frames
+        assert all(a[1] == b[0] for a, b in pairwise(video))
+        assert {stop - start for start, stop in video} == {document.world.frames // segments}
+
+
+def test_text_comes_first_and_last_and_in_between() -> None:
+    made = [Document.generate(seed, 64, 4) for seed in range(40)]
+    ends = {(d.pieces[0][0], d.pieces[-1][0]) for d in made}
+    assert ends == {("text", "text"), ("text", "video"), ("video", "text"), ("video", "video")}
+    assert all(a[0] != b[0] for d in made for a, b in pairwise(d.pieces))
+
+
+def test_every_note_is_told_once_and_asked() -> None:
+    for document, _, _ in documents():
+        sentences = text_of(document).split(" .")
+        told = [s.split() for s in sentences if s.strip().startswith("the note says")]
+        facts = {words[-3]: words[-1] for words in told}
+        assert len(facts) == len(told)
+        assert facts == dict(document.notes)
+        assert 1 <= len(facts) <= 6
+        asked = {q.text.split()[4]: q.answer for q in document.questions("note")}
+        assert asked == facts
+        # Prose never speaks of a household object, so no sentence contradicts a note.
+        assert sum(word in OBJECTS for word in text_of(document).split()) == len(facts)
+
+
+def test_visual_questions_are_those_of_the_world() -> None:
+    document = Document.generate(5, 64, 4)
+    asked = document.questions()
+    assert [q for q in asked if q.kind in KINDS] == document.world.questions()
+    assert {q.kind for q in asked} <= set(DOCUMENT_KINDS)
+    assert document.questions("needle") == document.world.questions("needle")
+
+
+def test_deterministic_and_within_the_vocabulary() -> None:
+    words = set(vocabulary())
+    for document, segments, tokens_per_frame in documents(5):
+        seed, frames = document.world.seed, document.world.frames
+        assert Document.generate(seed, frames, segments, tokens_per_frame) == document
+        assert words.issuperset(text_of(document).split())
+        assert words.issuperset(" ".join(q.text + " " + q.answer for q in document.questions()).split())
+
+
+def test_the_shortest_document_holds_a_note() -> None:
+    document = Document.generate(0, 1, 1, 1)
+    assert len(document.questions("note")) == 1
+    assert sorted(piece[0] for piece in document.pieces) == ["text", "video"]
+
+
+UNKNOWN = "unknown question kind 'weather'; choose from "
+
+
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("call", "sentence"),
     [
-        ({"seed": -1}, "seed must be 0 or more, not -1."),
-        ({"frames": 0}, "frames must be 1 or more, not 0."),
-        ({"style": "film"}, "unknown style 'film'; choose from needle, caption."),
-        ({"style": "caption", "max_words": 15}, "max_words must be 17 or more, not 15."),
+        (lambda: World.generate(-1, 8), "seed must be 0 or more, not -1."),
+        (lambda: World.generate(0, 0), "frames must be 1 or more, not 0."),
+        (lambda: World.generate(0, 8, "film"), "unknown style 'film'; choose from needle, caption."),
+        (lambda: World.generate(0, 8, "caption", max_words=15), "max_words must be 17 or more, not 15."),
+        (lambda: World.generate(0, 8).questions(["needle", "weather"]), f"{UNKNOWN}{', '.join(KINDS)}."),
+        (lambda: Document.generate(0, 10, 4), "frames (10) must be a multiple of segments (4)."),
+        (lambda: Document.generate(0, 8, 0), "segments must be 1 or more, not 0."),
+        (lambda: Document.generate(0, 8, 2, 0), "tokens_per_frame must be 1 or more, not 0."),
+        (lambda: Document.generate(-1, 8, 2), "seed must be 0 or more, not -1."),
+        (lambda: Document.generate(0, 0, 2), "frames must be 1 or more, not 0."),
+        (lambda: Document.generate(0, 8, 2).questions("weather"), f"{UNKNOWN}{', '.join(DOCUMENT_KINDS)}."),
     ],
 )
-def test_bad_request(arguments: dict[str, object], sentence: str) -> None:
+def test_bad_request(call: Callable[[], object], sentence: str) -> None:
     with pytest.raises(WorldError) as caught:
-        World.generate(**{"seed": 0, "frames": 8, **arguments})  # type: ignore[arg-type]
+        call()
     assert str(caught.value) == sentence
-
-
-def test_unknown_kind() -> None:
-    with pytest.raises(WorldError) as caught:
-        World.generate(0, 8).questions(["needle", "weather"])
-    assert str(caught.value) == f"unknown question kind 'weather'; choose from {', '.join(KINDS)}."

@@ -282,7 +282,7 @@ def _less(recipe: Recipe, model: str) -> dict[str, Rival]:
     from mmaccel.models.loading import resolve
     from mmaccel.policies.sparse.per_head import FILE, SHIPPED, PerHead, read_table
     from mmaccel.policies.sparse.per_head import choices as patterns
-    from mmaccel.search.run import narrowed
+    from mmaccel.search.run import restrict_kinds
     from mmaccel_lab.eval.rivals import ablated
 
     pattern = recipe.sparse
@@ -294,7 +294,7 @@ def _less(recipe: Recipe, model: str) -> dict[str, Rival]:
     table = read_table(path)
     if "no_boundary" not in table.get("space", {}):
         return {}
-    return ablated(patterns(table), narrowed(table, ["no_boundary"]), table["block"], recipe.dense_tail)
+    return ablated(patterns(table), restrict_kinds(table, ["no_boundary"]), table["block"], recipe.dense_tail)
 
 
 def _draw(found: Haystack, picture: Path | None) -> None:

@@ -1,5 +1,4 @@
-"""Run one part of an attention plan with flash-attn 4: block lists become its block tensors, positions become its
-mask."""
+"""Backend "flash": runs one part of an attention plan with flash-attn 4, as block-sparse tensors and a mask function."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from mmaccel.backends.ops.operator import imported
 
 
 def usable(device: torch.device) -> str | None:
-    """Why this backend cannot run on `device`; None when it can. To tell, no kernel of flash-attn is imported."""
+    """Why this backend cannot run on `device`, or None if it can; imports no kernel of flash-attn."""
     return operators.why_not("flash", device) or (
         None if installed() else "it needs flash-attn 4 (pip install flash-attn-4)"
     )

@@ -1,9 +1,9 @@
-"""From the flat operator to calls of flash-attn 4: rows in the order of the part, lists as its block tensors.
+"""The operator `block_attend` by flash-attn 4: query and key rows in the part's order, block lists as its block-sparse
+tensors.
 
-Where all lists are runs of blocks in their order, neighbours go together into tiles of 128 by 128, and each query keeps to
-the run of its own block. Other lists are told tile by tile, and their blocks, of 64 or 128, are tiles as they are. A tile
-whose blocks are all FULL is not tested; the rest are, also blocks of kind ABSENT, whose present pairs pass. Keys that stand
-in their own order stay where they are, also those that several spans list runs of.
+If all lists are runs of consecutive blocks, adjacent blocks are joined into tiles of 128 x 128, and a mask keeps each query
+to the run of its own block. Other lists keep their blocks of 64 or 128 as tiles. A tile whose blocks are all FULL is not
+masked; others are, also those of ABSENT blocks, whose present keys pass. Keys already in order are read in place.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.nn.functional import pad
 from mmaccel.backends.flash.tiles import (
     Span,
     Tiles,
-    finer,
+    compact_tiles,
     key_bounds,
     key_runs,
-    lengthened,
-    near_alone,
+    padded,
     position_runs,
-    rooms,
     side_by_side,
+    split,
     tiled,
+    window_bounds,
 )
 from mmaccel.backends.ops.block_attend import (
     BlockLists,
@@ -51,10 +51,10 @@ MOST = 1 << 28
 
 
 class Setup(NamedTuple):
-    """The facts of a call that the host knows.
+    """What is known on the host about a call of this backend.
 
-    Key spans lie side by side, each from a new tile on, or all over the first `own` keys where they are (None: gathered).
-    `in_place`: queries are read where they lie; bounds and seen of `near_alone`; sizes: queries and keys, padding included.
+    Key spans are concatenated, each starting at a tile boundary, or all read the first `own` keys in place (None: gathered).
+    `in_place`: queries are read in place; bounds, seen: results of `window_bounds`; sizes: queries and keys, with padding.
     """
 
     spans: list[Span]
@@ -67,7 +67,7 @@ class Setup(NamedTuple):
 
     @classmethod
     def of(cls, part: Part, n: int, block_q: int, block_k: int, rows: int) -> Setup:
-        """Of a part, and a query of `n` rows."""
+        """The setup of a flash-attn call for `part` and a query of `n` rows."""
         plain = all(span.lists.index is None for span in part.spans)
         tiles = Tiles.of(block_q, block_k, plain)
         P = part.q_row.shape[-1]
@@ -86,46 +86,46 @@ class Setup(NamedTuple):
         bounds = None if own is None else key_bounds(part)
         seen = None
         if bounds is not None:
-            bounds, seen = near_alone(bounds, queries, tiles)
+            bounds, seen = window_bounds(bounds, queries, tiles)
         return cls(spans, tiles, own, in_place, bounds, seen, (queries, begin if own is None else own))
 
     @property
     def by_key(self) -> bool:
-        """Whether blocks are masked by key index instead of by position."""
+        """Whether the mask compares key indices instead of positions."""
         return all(span.keys is not None for span in self.spans)
 
     @property
     def lists(self) -> list[BlockLists]:
-        """Block lists of all spans."""
+        """The `BlockLists` of all key spans."""
         return [span.of.lists for span in self.spans]
 
     def tests(self, blocks: tuple[int, int]) -> list[Tensor]:
-        """The tensors that the mask reads."""
+        """The tensors that the mask function reads."""
         if self.bounds is not None:
             return []
         return (key_runs if self.by_key else position_runs)(self.spans, self.tiles, blocks)
 
     def tables(self, heads: slice) -> tuple[Tensor, ...]:
-        """The four block tensors of some heads."""
+        """The four block-sparse tensors of flash-attn for some heads."""
         some = [lists.of(heads) for lists in self.lists]
         return block_tensors(some, self.tiles, *self.sizes, together=self.own is not None, seen=self.seen)
 
     @property
     def small(self) -> bool:
-        """Whether the tables of all heads are made once for a plan."""
+        """Whether the block-sparse tensors of all heads are small enough to be cached with the plan."""
         each = max(lists.row.shape[0] * lists.heads for lists in self.lists)
         return each * self.sizes[0] * self.sizes[1] <= KEPT * self.tiles.queries * self.tiles.keys
 
 
 def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, rows: int) -> list[Tensor]:
-    """The tests, and the block tensors where they are small, of a part: made once, for all layers."""
+    """Mask tensors of a part, and its block-sparse tensors if small; cached, and shared by all layers."""
     (H, n), group = query.shape[1:3], query.shape[1] // key.shape[1]
 
     def made() -> list[Tensor]:
         setup = Setup.of(part, n, block_q, block_k, rows)
         found = setup.tests((block_q, block_k))
         if setup.small:
-            found += [t for heads in turns(setup.lists, H, group) for t in setup.tables(heads)]
+            found += [t for heads in head_slices(setup.lists, H, group) for t in setup.tables(heads)]
         return found
 
     check_table(part, len(query), block_q, block_k)
@@ -134,14 +134,14 @@ def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, 
 
 @takes_call
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
-    """See `ops.block_attend.define`. Reads nothing on the host; every size comes from shapes.
+    """The operator of `ops.block_attend.define` by flash-attn 4. No host synchronization; all sizes come from shapes.
 
-    Raises `RecipeError` for what flash-attn 4, or the room for its block tensors, does not serve.
+    Raises `RecipeError` for calls that flash-attn 4 does not support, or whose block-sparse tensors are too large.
     """
     query, key, value, part, block_q, block_k, scale, rows, prepared = call
     B, H, n, _ = query.shape
     q_row = part.q_row
-    refuse(query, value, part, block_q, block_k)
+    check_call(query, value, part, block_q, block_k)
     if min(query.numel(), key.numel(), q_row.numel()) == 0:
         out, lse = empty_output(query, value, q_row.shape[-1], rows)
         return out.zero_(), lse.fill_(-torch.inf)
@@ -153,9 +153,9 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
 
     setup = Setup.of(part, n, block_q, block_k, rows)
     tiles, group = setup.tiles, H // key.shape[1]
-    q = query.transpose(1, 2) if setup.in_place else gathered(query, lengthened(q_row, tiles.queries, -1), H)
+    q = query.transpose(1, 2) if setup.in_place else gathered(query, padded(q_row, tiles.queries, -1), H)
     if setup.own is None:
-        k_rows = side_by_side([lengthened(span.k_row, tiles.keys, -1) for span in part.spans])
+        k_rows = side_by_side([padded(span.k_row, tiles.keys, -1) for span in part.spans])
         k, v = (gathered(t, k_rows, H) for t in (key, value))
         group = H // k.shape[2]
     else:
@@ -163,9 +163,9 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     count = 0 if setup.bounds is not None else len(part.spans) + (not setup.by_key)
     tests, tables = prepared[:count], prepared[count:]
     outs, sums = [], []
-    for i, heads in enumerate(turns(setup.lists, H, H // key.shape[1])):
+    for i, heads in enumerate(head_slices(setup.lists, H, H // key.shape[1])):
         tensors = tables[4 * i : 4 * i + 4] if tables else setup.tables(heads)
-        mine = [over(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
+        mine = [expand(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
         its = slice(heads.start // group, (heads.stop - 1) // group + 1)
         some = q[:, :, heads], k[:, :, its], v[:, :, its]
         out, lse = launch(*some, tensors, tiles, mine, setup.by_key, scale, setup.bounds)
@@ -183,8 +183,8 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     return out.masked_fill(blind[..., None], 0.0).contiguous(), lse.masked_fill(blind, -torch.inf)
 
 
-def refuse(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int) -> None:
-    """Raise `RecipeError` if this backend does not serve the call."""
+def check_call(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int) -> None:
+    """Raise `RecipeError` if this backend does not support the call."""
     size = query.shape[-1]
     plain = all(span.lists.index is None for span in part.spans)
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -201,7 +201,7 @@ def refuse(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int)
 
 
 def check_table(part: Part, batch: int, block_q: int, block_k: int) -> None:
-    """Raise `RecipeError` where one head, over `batch` sequences and all spans, has more than `MOST` pairs of blocks."""
+    """Raise `RecipeError` if one head, over `batch` sequences and all spans, has more than `MOST` pairs of blocks."""
     blocks = sum(span.k_row.shape[-1] for span in part.spans) // block_k
     pairs = batch * (part.q_row.shape[-1] // block_q) * blocks
     if pairs > MOST:
@@ -212,7 +212,7 @@ def check_table(part: Part, batch: int, block_q: int, block_k: int) -> None:
 
 
 def gathered(x: Tensor, row: Tensor, heads: int) -> Tensor:
-    """Rows `row` [b, h, n] of x [B, X, S, D]: [B, n, X, D], or [B, n, heads, D] where each head has rows of its own."""
+    """Gather rows `row` [b, h, n] of x [B, X, S, D]: [B, n, X, D], or [B, n, heads, D] if each head has rows of its own."""
     B, X = x.shape[:2]
     count = X if row.shape[1] == 1 else heads
     batch = torch.arange(B, device=x.device)[:, None, None]
@@ -220,9 +220,9 @@ def gathered(x: Tensor, row: Tensor, heads: int) -> Tensor:
     return x.transpose(1, 2)[batch, row.clamp(min=0).transpose(1, 2).long(), source]
 
 
-def turns(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
-    """The heads whose tables are made together: all, if they share their lists, or as many as there is room for, whole
-    groups of `group` that share keys or a part of one."""
+def head_slices(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
+    """Slices of heads whose block-sparse tensors are built together: all heads if they share lists, else as many as fit in
+    memory, in multiples or divisors of the `group` that shares a key/value head."""
     step = heads
     if any(one.heads > 1 for one in lists):
         pairs = max(one.row.shape[0] for one in lists) * sum(one.kind.shape[-1] for one in lists)
@@ -241,10 +241,10 @@ def block_tensors(
     together: bool,
     seen: tuple[int, int] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Of the tiles of `n_query` queries and `n_key` keys how many are tested [b, h, M] and which [b, h, M, N], and the
-    same of those that are not, all int32; the spans one after another, or `together` over the same keys. `seen` is of
-    `near_alone`."""
-    pairs: list[Sequence[Tensor]] = [tiled(finer(one.table(), *tiles.cut), *tiles.joined) for one in lists]
+    """Block-sparse tensors of flash-attn for `n_query` queries and `n_key` keys: count [b, h, M] and index [b, h, M, N] of
+    masked tiles, then of unmasked tiles, int32. Spans are concatenated, or `together` over the same keys. `seen`: see
+    `window_bounds`."""
+    pairs: list[Sequence[Tensor]] = [tiled(split(one.table(), *tiles.cut), *tiles.joined) for one in lists]
     rows, columns = -(-n_query // tiles.queries), -(-n_key // tiles.keys)
     if together:
         # Each cut, or lengthened with False, to the same columns.
@@ -257,11 +257,11 @@ def block_tensors(
         first = torch.arange(rows, device=full.device)[:, None] * tiles.queries
         past = (torch.arange(columns, device=full.device) + 1) * tiles.keys
         full = full | (listed & (past <= seen[0]) & (past <= first + seen[1]))
-    return *rooms(listed & ~full), *rooms(full)
+    return *compact_tiles(listed & ~full), *compact_tiles(full)
 
 
-def over(t: Tensor, batch: int, heads: int) -> Tensor:
-    """t [b, h, ...] over all sequences and heads: of stride 0 where they share it, so that kernels know it alike."""
+def expand(t: Tensor, batch: int, heads: int) -> Tensor:
+    """Expand t [b, h, ...] to all sequences and heads with stride 0 where shared, so that kernels see the same strides."""
     lead = tuple(0 if t.shape[i] == 1 else t.stride(i) for i in (0, 1))
     return t.as_strided((batch, heads, *t.shape[2:]), (*lead, *t.stride()[2:]), t.storage_offset())
 
@@ -277,8 +277,8 @@ def launch(
     scale: float,
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]; `bounds` are of
-    `key_bounds`, and if there are none, `tests` of `key_runs` or of `position_runs`."""
+    """Call flash-attn: out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]. The mask is
+    `bounds` (`key_bounds`), or else the tensors `tests` (`key_runs` if `by_key`, else `position_runs`)."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 

@@ -1,5 +1,5 @@
-"""Tiles as flash-attn 4 takes them: tables of their kinds, and what a tested one compares, of each query the runs of keys or
-of positions that it sees. No size is read on the host."""
+"""Tiles of flash-attn 4: which are listed, masked or full, and for each query the runs of keys or positions that it sees,
+which the mask compares. No host synchronization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops.block_attend import FULL, KeySpan, Part
-from mmaccel.backends.ops.block_lists import packed
+from mmaccel.backends.ops.block_lists import compacted
 
 TILE = 128
 
@@ -23,7 +23,7 @@ NEVER = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of queries by keys: how many blocks are `joined` in one along either, or into how many a block is `cut`."""
+    """Tile sizes in queries and keys; for each axis how many blocks form a tile (`joined`), or tiles a block (`cut`)."""
 
     queries: int
     keys: int
@@ -32,26 +32,26 @@ class Tiles:
 
     @classmethod
     def of(cls, block_q: int, block_k: int, plain: bool) -> Tiles:
-        """Whole tiles where all lists are `plain` runs of blocks; otherwise a block is a tile, or several."""
+        """Choose tile sizes: `TILE` x `TILE` if all lists are `plain` runs of blocks; else a block is one or more tiles."""
         queries, keys = (TILE if plain else min(block, TILE) for block in (block_q, block_k))
         joined = max(queries // block_q, 1), max(keys // block_k, 1)
         return cls(queries, keys, joined, (max(block_q // queries, 1), max(block_k // keys, 1)))
 
 
 class Span(NamedTuple):
-    """One span inside a tile that is masked: its first key is key `begin` of the keys that are computed over."""
+    """A `KeySpan` as flash-attn's mask sees it: its first key has index `begin` among the concatenated keys of all spans."""
 
     of: KeySpan
     begin: int
 
     @property
     def keys(self) -> int | None:
-        """How many keys are at their own position, all others being absent; None where that is not known."""
+        """Number of keys of the span, if each is at its own position and later ones are absent; None if not known."""
         return self.of.ordered if self.of.ranks else None
 
 
-def lengthened(t: Tensor, tile: int, value: int) -> Tensor:
-    """t [..., n] with `value` up to whole tiles."""
+def padded(t: Tensor, tile: int, value: int) -> Tensor:
+    """Pad t [..., n] with `value` to whole tiles."""
     short = -t.shape[-1] % tile
     return pad(t, (0, short), value=value) if short else t
 
@@ -68,8 +68,8 @@ def side_by_side(tensors: Sequence[Tensor], dim: int = -1) -> Tensor:
 def key_bounds(part: Part) -> tuple[int, ...] | None:
     """Arguments of the mask `banded` for a part whose queries and keys are in order: (low, high, count) for each span.
 
-    Query i sees keys max(0, i + low) up to, but not including, min(i + high, count). None if that is not known, or if a
-    list may lack a block inside this band."""
+    Query i sees keys max(0, i + low) <= key < min(i + high, count). None if the order is unknown or a list may lack blocks.
+    """
     found: list[int] = []
     for span in part.spans:
         in_order = part.ordered is not None and span.ordered is not None and span.ranks
@@ -81,15 +81,15 @@ def key_bounds(part: Part) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def near_alone(
+def window_bounds(
     bounds: tuple[int, ...], n_query: int, tiles: Tiles
 ) -> tuple[tuple[int, ...], tuple[int, int] | None]:
-    """The bounds with which tiles are tested, and what is known of the others.
+    """Reduce the bounds of a sliding-window span plus an attention-sink span to one mask.
 
-    Of two spans, one near the queries and one of the first keys, whole tiles of them, that ends where the near one begins:
-    the near span's bounds, and (keys, past): among the first `keys` keys, query i sees by the second span all before key
-    i + past, and a tile is FULL if its first query sees its last key. No tile of these needs both spans, as the near one is
-    longer than a tile of queries and one of keys together. Of anything else: `bounds` as they are, and None.
+    If one of two spans is a window near the queries and the other whole tiles of the first keys, ending where the window
+    starts, returns the window's bounds and (keys, past): query i sees those of the first `keys` keys before i + past, and a
+    tile is FULL if its first query sees its last key. No tile needs both spans, as the window exceeds a tile of queries plus
+    one of keys. Otherwise returns `bounds` unchanged and None.
     """
     for near, far in ((bounds[:3], bounds[3:]), (bounds[3:], bounds[:3])) if len(bounds) == 6 else ():
         first_keys = far[0] <= -n_query and far[1] == near[0] and far[2] <= near[2]
@@ -99,8 +99,8 @@ def near_alone(
 
 
 def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """What the mask `between` takes of spans whose keys are at their own position: for each, [b, h, 2, P] int32, of each
-    query the first key that it sees, and how many from there on."""
+    """Tensors of the mask `between`, for spans whose keys are at their own position: for each span [b, h, 2, P] int32, the
+    first key that each query sees, and how many from there."""
     found = []
     for span in spans:
         assert span.keys is not None
@@ -113,16 +113,16 @@ def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> li
 
 
 def position_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """Tensors for the mask `within` of any spans, int64 where they are positions: [b, h, N] the position of each key;
-    then for each span [b, h, 4, P]: for each query the first position that it sees and how many follow, and the
-    first key that the span lists for it and how many follow."""
+    """Tensors of the mask `within`, for any spans: [b, h, N] the position of each key, then for each span [b, h, 4, P]: the
+    first position that each query sees and how many follow, the first key that is listed for it and how many follow. int64
+    if positions are."""
     wide = any(t.dtype == torch.int64 for span in spans for t in (span.of.q_pos, span.of.k_pos))
     dtype = torch.int64 if wide else torch.int32
     never = NEVER[dtype]
     places, found = [], []
     for span in spans:
         place = torch.where(span.of.k_row >= 0, span.of.k_pos.to(dtype), never)
-        places.append(lengthened(place, tiles.keys, never))
+        places.append(padded(place, tiles.keys, never))
         listed = _listed(span.of, blocks)
         if listed is None:
             none = torch.zeros_like(span.of.q_pos[:1, :1], dtype=torch.long)
@@ -156,14 +156,14 @@ def _runs(ends: tuple[Tensor, Tensor], tiles: Tiles, dtype: torch.dtype) -> Tens
     """[b, h, 2, P] of `dtype`: where each run begins, and its length, 0 where it ends before; whole tiles of queries."""
     first, past = ends
     both = torch.stack([first, (past - first).clamp(min=0)], 2).to(dtype)
-    return lengthened(both, tiles.queries, 0)
+    return padded(both, tiles.queries, 0)
 
 
 def tiled(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Which tiles of `queries` by `keys` blocks hold a listed block, and which of those are FULL in all their blocks.
+    """Join blocks into tiles of `queries` x `keys` blocks: which tiles hold a listed block, and which are FULL throughout.
 
-    kinds [b, h, M, N]; both [b, h, tiles of queries, tiles of keys] bool. Queries past the last block do not count, keys
-    past it are absent.
+    kinds [b, h, M, N]; both results [b, h, query tiles, key tiles] bool. Query blocks beyond the last are ignored, key
+    blocks beyond it count as absent.
     """
     listed, full = kinds >= 0, kinds == FULL
     if queries == keys == 1:
@@ -179,8 +179,8 @@ def tiled(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     return some, full.view(shape).all(-1).all(3)
 
 
-def finer(kinds: Tensor, queries: int, keys: int) -> Tensor:
-    """The same table of blocks cut into `queries` by `keys` parts, each of the kind of the whole."""
+def split(kinds: Tensor, queries: int, keys: int) -> Tensor:
+    """Split each block of the table `kinds` into `queries` x `keys` blocks of the same kind."""
     if queries == keys == 1:
         return kinds
     b, h, m, n = kinds.shape
@@ -188,11 +188,11 @@ def finer(kinds: Tensor, queries: int, keys: int) -> Tensor:
     return whole.reshape(b, h, m * queries, n * keys)
 
 
-def rooms(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """count [b, h, M] and index [b, h, M, N], int32: in each row of `chosen` [b, h, M, N] how many are, and which, side by
-    side; what follows them is 0."""
+def compact_tiles(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Compact each row of the mask `chosen` [b, h, M, N]: count [b, h, M] and the indices of True entries [b, h, M, N],
+    int32, padded with 0."""
     number = torch.arange(chosen.shape[-1], device=chosen.device)
-    index, upto = packed(chosen, number)
+    index, upto = compacted(chosen, number)
     # Of one row, or one column, both are views with the strides of what is longer.
     dense = torch.contiguous_format
     return upto[..., -1].to(torch.int32, memory_format=dense), index.contiguous().view(chosen.shape)

@@ -1,7 +1,6 @@
-"""Masks of flash-attn 4's kernels (in its own language): which keys of a tile a query sees, as runs of keys or of
-positions.
+"""Mask functions in flash-attn 4's kernel language (CuTe DSL): which keys of a tile a query sees.
 
-What is read of a query is read once for all keys of a tile; what is read of a key stays in registers for as long.
+A query's values are read once for all keys of a tile, and a key's values stay in registers.
 """
 
 # mypy: ignore-errors
@@ -16,13 +15,13 @@ from flash_attn.cute import utils
 
 
 def numbers(bounds: tuple[int, ...]) -> tuple[Any, ...]:
-    """`bounds` as parameters of a launch: none of them is compiled in."""
+    """`bounds` as runtime kernel arguments, so that their values are not compiled in."""
     return tuple(cutlass.Int32(number) for number in bounds)
 
 
 @cute.jit
 def between(batch, head, row, column, seqlen_info, tensors):
-    """Whether a span's run holds the key for the query: see `mmaccel.backends.flash.tiles.key_runs`."""
+    """Mask function: whether the key is in the run of keys that a span lists for the query (`tiles.key_runs`)."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
     seen = cutlass.Boolean(False)
     for span in tensors:
@@ -32,7 +31,7 @@ def between(batch, head, row, column, seqlen_info, tensors):
 
 @cute.jit
 def banded(batch, head, row, column, seqlen_info, tensors, bounds):
-    """Whether a span's band holds the pair: see `mmaccel.backends.flash.tiles.key_bounds`. Nothing is read."""
+    """Mask function without memory reads: whether the pair is in a span's diagonal band (`tiles.key_bounds`)."""
     q, k = row[0], column[0]
     seen = cutlass.Boolean(False)
     for span in cutlass.range_constexpr(len(bounds) // 3):
@@ -45,7 +44,7 @@ def banded(batch, head, row, column, seqlen_info, tensors, bounds):
 
 @cute.jit
 def within(batch, head, row, column, seqlen_info, tensors):
-    """Whether a span lists the key for the query, and sees its position: `mmaccel.backends.flash.tiles.position_runs`."""
+    """Mask function: whether a span lists the key for the query, with its position in range (`tiles.position_runs`)."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
     place = tensors[0][b, h, k]
     seen = cutlass.Boolean(False)

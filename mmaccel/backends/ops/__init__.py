@@ -1,1 +1,1 @@
-"""The operators: a file for one, or for a few of one kind; `operator.py` says what each is made of."""
+"""The operators, one or a few related ones per file; `operator.py` documents what an operator consists of."""

@@ -1,8 +1,8 @@
-"""The operator `block_attend`: one part of an attention plan, all its spans of keys under one softmax.
+"""The operator `block_attend`: attention of one part of a plan, over all its key spans under one softmax.
 
-A backend serves the operator under a name of its own (`define`). It takes a part as its row tensor, a list of tensors and a
-list of numbers (`Part.pack`), and makes the part out of them again (`Part.unpack`): what a plan says of its tensors reaches
-every backend as values.
+Each backend registers the operator under a name of its own (`define`). Its arguments are the part's row tensor, a list of
+tensors and a list of integers, made by `Part.pack` and turned back by `Part.unpack`, so that every fact a plan states about
+its tensors reaches each backend as a value.
 
 Letters: B batch, H query heads, G key/value heads, P rows of a part (whole blocks), N keys of a span (whole blocks), M query
 blocks. Leading dimensions b and h are B and H, or 1 where all sequences or heads share the tensor.
@@ -37,7 +37,7 @@ UNKNOWN = -(1 << 40)
 
 
 def remember(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
-    """The entry `name` of `memo`, made by `make` if it is missing."""
+    """Get the entry `name` of the cache `memo`, computed by `make` if missing."""
     if name in memo:
         return memo[name]  # type: ignore[no-any-return]
     made = make()
@@ -50,14 +50,14 @@ def remember(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """The key blocks that each query block lists. Each list is a run of one index; many lists may share entries.
+    """The key blocks that each query block attends to, as ranges of one shared index tensor.
 
-    row [b, h, M, 5] int64: BEGIN, COUNT, HEAD, TAIL, SHIFT of each query block. Its list holds the key blocks
-    ``index[BEGIN + e] + SHIFT`` for e < COUNT, none of them twice. Entries with e < HEAD or e >= TAIL are tested pair by
-    pair; the others have the kind of their key block.
-    index [E] int32, or None: entry e is block e. A block between those that neighbouring lists name then holds no pair in
-    the range of its span.
-    kind [b, h, N / block] int8: FULL, or ABSENT where a key of the block is absent.
+    row [b, h, M, 5] int64: BEGIN, COUNT, HEAD, TAIL, SHIFT of each query block. Its list is the distinct key blocks
+    ``index[BEGIN + e] + SHIFT`` for e < COUNT. Entries with e < HEAD or e >= TAIL are masked pair by pair; the others have
+    the kind of their key block.
+    index [E] int32, or None: entry e is block e. Blocks between those that neighbouring lists name then hold no pair in
+    the range of the span.
+    kind [b, h, N / block] int8: FULL, or ABSENT if a key of the block is absent.
     """
 
     row: Tensor
@@ -66,31 +66,31 @@ class BlockLists:
 
     @property
     def blocks(self) -> int:
-        """M, known on the host."""
+        """Number of query blocks, M."""
         return self.row.shape[2]
 
     @property
     def heads(self) -> int:
-        """How many heads have lists of their own; 1 where all heads share them."""
+        """Number of heads that have block lists of their own; 1 if all heads share them."""
         return max(self.row.shape[1], self.kind.shape[1])
 
     @property
     def count(self) -> Tensor:
-        """[b, h, M]: how many blocks each list holds."""
+        """Number of key blocks in each query block's list, [b, h, M]."""
         return self.row[..., COUNT]
 
     @property
     def entries(self) -> Tensor:
-        """The index as operators take it: empty for None."""
+        """The index tensor of key blocks in the form that operators take: empty instead of None."""
         return self.row.new_empty(0, dtype=torch.int32) if self.index is None else self.index
 
     def of(self, heads: slice) -> BlockLists:
-        """The lists of some heads."""
+        """The block lists of a slice of heads."""
         row, kind = (t[:, heads] if t.shape[1] > 1 else t for t in (self.row, self.kind))
         return BlockLists(row, self.index, kind)
 
     def to(self, device: torch.device | str) -> BlockLists:
-        """The same lists on `device`."""
+        """Copy the block lists to `device`."""
         index = None if self.index is None else self.index.to(device)
         return BlockLists(self.row.to(device), index, self.kind.to(device))
 
@@ -99,7 +99,7 @@ class BlockLists:
         return b, h, self.blocks
 
     def table(self) -> Tensor:
-        """[b, h, M, key blocks] int8: the kind of each listed block, -1 elsewhere. No host read."""
+        """Dense form [b, h, M, key blocks] int8 of block lists: the kind of each listed block, else -1. No host sync."""
         b, h, m = self._lead()
         blocks = self.kind.shape[-1]
         begin, count, head, tail, shift = (t[..., None] for t in self.row.expand(b, h, m, 5).unbind(-1))
@@ -118,7 +118,7 @@ class BlockLists:
         return found.scatter_(-1, block, own)[..., :-1]
 
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Concatenate the lists: offset [b, h, M + 1], and block and kind of each entry. Synchronizes with the device."""
+        """Concatenate the block lists: offsets [b, h, M + 1], block and kind of each entry. Synchronizes with the host."""
         b, h, m = self._lead()
         n = self.kind.shape[-1]
         begin, count, head, tail, shift = self.row.expand(b, h, m, 5).reshape(-1, 5).unbind(-1)
@@ -136,21 +136,20 @@ class BlockLists:
 
 @dataclass(frozen=True, eq=False)
 class KeySpan:
-    """Keys in an order of their own, under one range test: ``lo <= q_pos - k_pos < hi``.
+    """Keys in a given order with one range mask: query and key may attend iff ``lo <= q_pos - k_pos < hi``.
 
-    k_row [b, h, N]: rows of the key tensor, -1 for nothing (padding, or a key that another span owns).
-    q_pos [b, h, P], k_pos [b, h, N]: coordinates of the range test, those of keys from 0 on. No difference of the compared
-    values exceeds 32 bits where the coordinates have 32.
+    k_row [b, h, N]: rows of the key tensor, -1 for none (padding, or a key of another span).
+    q_pos [b, h, P], k_pos [b, h, N]: positions compared by the mask, those of keys from 0 on. If they are int32, no
+    difference overflows 32 bits.
 
-    What the host knows of the tensors; None and False stand for not known:
-    ordered   `k_row` holds the rows 0 .. ordered - 1 in this order, then -1 alone
-    ranks     `k_pos` holds 0, 1, 2, ... in each row
-    q_first   the coordinates of the rows of an ordered part are q_first, q_first + 1, ...
-    complete  the lists name every block that holds a pair in the range
+    What is known on the host; None and False mean not known:
+    ordered   `k_row` is 0 .. ordered - 1 in this order, then -1
+    ranks     `k_pos` is 0, 1, 2, ... in each row
+    q_first   the positions of the rows of an ordered part are q_first, q_first + 1, ...
+    complete  the lists name every block that holds a pair in range
 
-    bias [b, h, N] float32, or None: what is added to the logit of each pair with this key. key, value, or None: keys
-    [B or 1, G or 1, S', D] and values of the span's own, beside those of the sequence, for the key/value heads that the part
-    is for; `k_row` then names rows of these.
+    bias [b, h, N] float32, or None: added to the logits of each key. key, value, or None: keys [B or 1, G or 1, S', D] and
+    values of this span alone, for the key/value heads of the part; `k_row` then indexes rows of these.
     """
 
     k_row: Tensor
@@ -168,7 +167,7 @@ class KeySpan:
     value: Tensor | None = None
 
     def to(self, device: torch.device | str, moved: dict[int, Tensor] | None = None) -> KeySpan:
-        """The same span on `device`. Spans that get one dictionary `moved`, id -> copy, share their own keys and values."""
+        """Copy the key span to `device`. Spans given the same dict `moved` (id -> copy) share copies of keys and values."""
         moved = {} if moved is None else moved
         for own in (self.key, self.value):
             if own is not None and id(own) not in moved:
@@ -180,7 +179,7 @@ class KeySpan:
 
 
 class HeadRange(NamedTuple):
-    """Adjacent heads `first` .. `past`, as many of each key/value group; `heads` are those of them that are meant."""
+    """Adjacent query heads `first` .. `past` - 1, equally many per key/value head, of which a part is for `heads` only."""
 
     heads: tuple[int, ...]
     first: int
@@ -188,7 +187,7 @@ class HeadRange(NamedTuple):
 
     @classmethod
     def of(cls, heads: Sequence[int], group: int) -> HeadRange:
-        """The smallest range that holds `heads`; `group` query heads share a key/value head."""
+        """The smallest range of heads that contains `heads`, where `group` query heads share a key/value head."""
         first, last = min(heads), max(heads)
         if first // group != last // group:
             first, last = first // group * group, last // group * group + group - 1
@@ -199,24 +198,24 @@ class HeadRange(NamedTuple):
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Where the meant heads are among the adjacent ones."""
+        """Indices of the wanted heads within the range of heads."""
         return tuple(head - self.first for head in self.heads)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Query rows in one order, and the spans they attend to under one softmax.
+    """Query rows in a given order, and the key spans that they attend to under one softmax.
 
-    q_row [b, h, P]: rows of the query tensor, -1 pads to whole blocks. head_range: the part is for these heads alone, and h
-    is 1 or their number; None for all. merge_group: parts of different groups may share rows, over disjoint keys, and are
-    merged by log-sum-exp; parts of one group have no row of a head in common. sinks, edge: in tested blocks query row i sees
-    key row j only where also ``j < sinks`` or ``j > i + edge``; an edge of None: everywhere.
+    q_row [b, h, P]: rows of the query tensor, padded with -1 to whole blocks. head_range: the heads of the part (h is 1 or
+    their number); None: all. merge_group: parts of one group have disjoint rows; parts of different groups may share rows,
+    over disjoint keys, and are merged by log-sum-exp. sinks, edge: in masked blocks, query row i may also attend to key row
+    j only if ``j < sinks`` or ``j > i + edge``; with an edge of None to any.
 
-    What the host knows of the rows; None stands for not known:
-    ordered   `q_row` holds the rows 0 .. ordered - 1 in this order, then -1 alone
-    all_rows  the parts of this merge group together hold each of the rows 0 .. all_rows - 1 once for each head, and no other
+    What is known on the host; None means not known:
+    ordered   `q_row` is 0 .. ordered - 1 in this order, then -1
+    all_rows  the parts of this merge group together hold each row 0 .. all_rows - 1 exactly once per head
 
-    memo: what was derived of this part. It belongs to the part, and no copy takes it along.
+    memo: a cache of derived values; it is not copied with the part.
     """
 
     q_row: Tensor
@@ -230,24 +229,24 @@ class Part:
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def of(self, heads: int) -> slice:
-        """Slice of the `heads` query heads that this part applies to."""
+        """Slice of the `heads` query heads that this part of an attention plan applies to."""
         some = self.head_range
         return slice(0, heads) if some is None else slice(some.first, some.past)
 
     def to(self, device: torch.device | str, moved: dict[int, Tensor] | None = None) -> Part:
-        """The same part on `device`; `moved` as in `KeySpan.to`."""
+        """Copy this part of an attention plan to `device`; `moved` as in `KeySpan.to`."""
         moved = {} if moved is None else moved
         spans = tuple(span.to(device, moved) for span in self.spans)
         return replace(self, q_row=self.q_row.to(device), spans=spans)
 
     @property
     def extra(self) -> bool:
-        """Whether a span has a bias or keys of its own, or rows see a window: not every backend serves that."""
+        """Whether this plan part needs a key bias, keys of a span's own, or a row window; not all backends support these."""
         own = any(span.bias is not None or span.key is not None for span in self.spans)
         return own or self.edge is not None
 
     def first(self, rows: int) -> Part:
-        """This part without the rows from `rows` on; made once."""
+        """This part of an attention plan, restricted to query rows < `rows`; cached."""
 
         def cut() -> Part:
             ordered, all_rows = (None if n is None else min(n, rows) for n in (self.ordered, self.all_rows))
@@ -257,7 +256,7 @@ class Part:
         return remember(self.memo, ("first", rows), cut)
 
     def pack(self) -> tuple[Tensor, list[Tensor | None], list[int]]:
-        """`q_row`, tensors and numbers as `block_attend` takes them."""
+        """Flatten this plan part to `q_row`, a list of tensors and a list of integers, as `block_attend` takes them."""
 
         def flat() -> tuple[list[Tensor | None], list[int]]:
             tensors: list[Tensor | None] = []
@@ -275,7 +274,7 @@ class Part:
 
     @staticmethod
     def unpack(q_row: Tensor, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Part:
-        """The part that `pack` gave, for all heads of the tensors it is computed on."""
+        """Rebuild a plan part from the results of `pack`, for all heads of the tensors it is used with."""
         known: list[Any] = [None if n == UNKNOWN else n for n in numbers]
         spans = []
         for s in range((len(numbers) - 4) // 6):
@@ -292,7 +291,7 @@ class Part:
 def with_own_keys(
     key: Tensor, value: Tensor, spans: Sequence[KeySpan]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """key and value [B, G, S, D] with the spans' own behind them, and `k_row` of each span in these."""
+    """Append the spans' own keys and values to key and value [B, G, S, D]; returns both, and the spans' new `k_row`."""
     B, G, begin = *key.shape[:2], key.shape[2]
     keys, values, rows = [key], [value], []
     for span in spans:
@@ -306,16 +305,16 @@ def with_own_keys(
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of log-sum-exps, and of sums, for queries of `dtype`: float64 for float64, float32 for the rest."""
+    """Accumulation dtype for queries of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_output(
     query: Tensor, value: Tensor, part: int, rows: int, whole: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Tensors for a kernel of `block_attend` to write to: out [B, H, P, D] and lse [B, H, P] in the part's order of rows, P
-    being `part`, not initialized. With `rows` not 0, [B, H, rows, D] and [B, H, rows] in the query's order: preset to 0 and
-    -inf, for rows that the part lacks, unless it has every row (`whole`); out is [B, rows, H, D] in memory."""
+    """Allocate out [B, H, P, D] and lse [B, H, P] of `block_attend` in the part's row order, uninitialized; `part` is P. If
+    `rows` is not 0: [B, H, rows, D] and [B, H, rows] in the query's order, preset to 0 and -inf for rows the part lacks
+    unless it has all (`whole`); out is [B, rows, H, D] in memory."""
     B, H, D = *query.shape[:2], value.shape[-1]
     lse = query.new_empty(B, H, rows or part, dtype=lse_dtype(query.dtype))
     if not rows:
@@ -326,7 +325,7 @@ def empty_output(
 
 
 def in_query_order(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """out [B, H, P, D] and lse [B, H, P] in the order of a part, put into the order of a query of `rows` rows."""
+    """Scatter out [B, H, P, D] and lse [B, H, P] from the part's row order to the order of a query of `rows` rows."""
     if not rows:
         return out, lse
     B, H, P, D = out.shape
@@ -339,14 +338,14 @@ def in_query_order(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -> tuple[
 
 
 def prepare(kernel: Any, part: Part, *sizes: Any) -> tuple[list[Tensor]] | tuple[()]:
-    """The argument `prepared` for `kernel`, in a tuple: what its attribute ``prepare`` makes of a part and `sizes` (query
-    [B, H, n, D], key [B, G, N, D], block_q, block_k, rows). An empty tuple where it has no ``prepare``."""
+    """The argument `prepared` of `block_attend`, as a tuple: what the attribute ``prepare`` of `kernel` makes of a part and
+    `sizes` (query [B, H, n, D], key [B, G, N, D], block_q, block_k, rows). Empty if the kernel has no ``prepare``."""
     make = getattr(kernel, "prepare", None)
     return () if make is None else (make(part, *sizes),)
 
 
 class Call(NamedTuple):
-    """The arguments of `block_attend`, its part unpacked: see `define`."""
+    """The arguments of `block_attend` with the part unpacked; see `define`."""
 
     query: Tensor
     key: Tensor
@@ -360,8 +359,8 @@ class Call(NamedTuple):
 
 
 def takes_call(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``kernel(call)`` with the arguments of `block_attend`, and with the device of its tensors as the current one: launches
-    go to that whatever tensors they are given, and the layers of a model may lie on several."""
+    """Decorator that turns ``kernel(call)`` into a function of the arguments of `block_attend`. It sets the current CUDA
+    device to that of the tensors, since layers of a model may be on different devices."""
 
     @wraps(kernel)
     def unpacked(
@@ -376,15 +375,15 @@ def takes_call(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tu
 
 
 def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
-    """The operator `block_attend` as ``mmaccel::<name>``, served by `kernel` on every device.
+    """Register `kernel` as the operator ``mmaccel::<name>`` for `block_attend`, on every device.
 
-    Attention of one part of a plan, all its spans under one softmax.
+    The operator computes attention of one part of a plan, over all its key spans under one softmax.
 
-    query [B, H, Sq, D], key and value [B, G, Sk, D], H a multiple of G; q_row, tensors and numbers of `Part.pack`.
-    Gives out [B, H, P, D] in the type of the query and lse [B, H, P] in float32 (float64 for float64), in the part's
-    order of rows: a row with q_row = -1, or one that sees nothing, is zero with lse = -inf. A block of kind FULL is not
-    tested. With `rows` not 0 both come in the order of a query of so many rows: see `empty_output`. `prepared` is what
-    the backend's own ``prepare`` made of the part beforehand.
+    query [B, H, Sq, D], key and value [B, G, Sk, D], H a multiple of G; q_row, tensors and numbers: see `Part.pack`. Returns
+    out [B, H, P, D] in the query's dtype and lse [B, H, P] in float32 (float64 for float64), in the part's row order: rows
+    with q_row = -1, or that see no key, are zero with lse = -inf. Blocks of kind FULL are not masked. If `rows` is not 0,
+    both are in the order of a query of that many rows: see `empty_output`. `prepared` is what the backend's own ``prepare``
+    made of the part.
     """
 
     def shape(query: Tensor, key: Tensor, value: Tensor, q_row: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""Lists of key blocks: which blocks a range of positions reaches, how many pairs they hold, and how lists of many
-parts are merged into one plan in two launches."""
+"""Key-block lists: the blocks that a range of positions reaches, the pairs they hold, and the merging of the lists of many
+parts into one plan in two kernel launches."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ TILE = 4096  # elements that a program moves
 ROW = 5  # numbers of a list, in `BlockLists`
 
 
-def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """index int32, of each row of `chosen` [..., n] the values [n] of what is chosen; [..., n + 1] how many before each."""
+def compacted(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Compact `value` [n] by each row of the mask `chosen` [..., n]: chosen values as int32, rows concatenated at stride n;
+    and how many precede each entry, [..., n + 1]."""
     n = chosen.shape[-1]
     upto = pad(chosen.long().cumsum(-1), (1, 0))
     slot = torch.where(chosen, upto[..., :-1], n)
@@ -40,14 +41,14 @@ def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return index[..., :n].flatten(), upto
 
 
-def broad(*tensors: Tensor) -> tuple[int, int]:
-    """How many sequences and heads there are where tensors [b, h, ...] have all of them, or 1 that all share."""
+def lead_sizes(*tensors: Tensor) -> tuple[int, int]:
+    """Broadcast the leading sizes (sequences, heads) of tensors [b, h, ...], each full or 1."""
     b, h = (max(sizes) for sizes in zip(*(t.shape[:2] for t in tensors), strict=True))
     return b, h
 
 
-def present(row: Tensor, block: int) -> Tensor:
-    """[..., n / block] int32: how many of the rows [..., n] of each block are there."""
+def count_present(row: Tensor, block: int) -> Tensor:
+    """Number of present rows (>= 0) in each block of `row` [..., n]: int32 [..., n / block]."""
     return (row >= 0).view(*row.shape[:-1], -1, block).sum(-1, dtype=torch.int32)
 
 
@@ -55,9 +56,9 @@ def _reach_shapes(
     q_row: Tensor, k_row: Tensor, q_place: Tensor, k_place: Tensor, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
     row = q_row.new_empty(
-        *broad(q_row, k_row, q_place, k_place), q_row.shape[-1] // block_q, 5, dtype=torch.int64
+        *lead_sizes(q_row, k_row, q_place, k_place), q_row.shape[-1] // block_q, 5, dtype=torch.int64
     )
-    return row, k_row.new_empty(*broad(k_row, k_place), k_row.shape[-1] // block_k, dtype=torch.int8)
+    return row, k_row.new_empty(*lead_sizes(k_row, k_place), k_row.shape[-1] // block_k, dtype=torch.int8)
 
 
 @operator("prefill.lists", fake=_reach_shapes)
@@ -71,18 +72,17 @@ def reach(
     block_q: int,
     block_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """The run of key blocks that a range of places reaches from each block of queries; few launches where Triton runs.
+    """For each query block, the run of key blocks that may hold a pair with ``lo <= q_place - k_place < hi``.
 
-    q_row [b, h, P], k_row [b, h, N], q_place [b, h, P], k_place [b, h, N], b and h each 1 or all there are; the places
-    of keys that are there (k_row >= 0) ascend. Gives row [b, h, P / block_q, 5] and kind [b, h, N / block_k] as
-    `BlockLists` has them, without an index: from the first block in which a pair may pass ``lo <= q_place - k_place <
-    hi`` to the last.
+    q_row [b, h, P], k_row [b, h, N], and positions q_place [b, h, P], k_place [b, h, N]; b and h full or 1; positions of
+    present keys (k_row >= 0) ascend. Returns row [b, h, P / block_q, 5] and kind [b, h, N / block_k] of a `BlockLists`
+    without index.
     """
-    q_min, q_max, _ = edges(q_row, q_place, block_q)
-    k_min, k_max, kind = edges(k_row, k_place, block_k)
+    q_min, q_max, _ = block_bounds(q_row, q_place, block_q)
+    k_min, k_max, kind = block_bounds(k_row, k_place, block_k)
     # A block without a key lies where its neighbours do.
     k_max, k_min = k_max.cummax(-1).values, k_min.flip(-1).cummin(-1).values.flip(-1)
-    b, h = broad(q_min, k_min)
+    b, h = lead_sizes(q_min, k_min)
     n = k_min.shape[-1]
     k_min, k_max = (t.expand(b, h, n).contiguous() for t in (k_min, k_max))
     q_min, q_max = (t.expand(b, h, -1).contiguous() for t in (q_min, q_max))
@@ -95,16 +95,14 @@ def reach(
     return row, kind
 
 
-@operator("prefill.lists", fake=lambda row, q_row, k_row: row.new_empty(broad(row, q_row, k_row)))
+@operator("prefill.lists", fake=lambda row, q_row, k_row: row.new_empty(lead_sizes(row, q_row, k_row)))
 def listed_area(
     row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
 ) -> Tensor:
-    """[b, h] int64: over lists of `BlockLists`, row [b, h, M, 5] and index, the sum of how many rows of q_row
-    [b, h, P] there are in each block of queries, times how many of k_row [b, h, N] there are in the key blocks that it
-    lists.
-    """
-    nq, nk = present(q_row, block_q), present(k_row, block_k)
-    (b, h), m = broad(row, nq, nk), row.shape[2]
+    """Number of query-key pairs in listed blocks, [b, h] int64, for the row [b, h, M, 5] and index of a `BlockLists`. Only
+    present rows of q_row [b, h, P] and k_row [b, h, N] count."""
+    nq, nk = count_present(q_row, block_q), count_present(k_row, block_k)
+    (b, h), m = lead_sizes(row, nq, nk), row.shape[2]
     begin, count, _, _, shift = row.expand(b, h, m, 5).unbind(-1)
     nk = nk.expand(b, h, nk.shape[-1]).long()
     if not index.shape[0]:
@@ -124,17 +122,16 @@ def listed_area(
     return (nq.expand(b, h, m) * keys).sum(-1)
 
 
-def narrowed(part: Part, sinks: int, edge: int, block_q: int, block_k: int) -> Part:
-    """`part`, in which the query of row i sees of its keys those of rows j < `sinks` and j > i + `edge` alone; no host read.
+def restrict_rows(part: Part, sinks: int, edge: int, block_q: int, block_k: int) -> Part:
+    """Restrict `part`: query row i sees only key rows j < `sinks` or j > i + `edge`. No host synchronization.
 
-    Of each list stays what lies between its first and its last block that such a key may be in, and up to the last block
-    that the edge cuts it is tested. With sinks each span is two, of the same keys: one of those before `sinks`, whose lists
-    are as short, and one of the rest.
+    Each list is trimmed to its first and last block that may hold such a key, and blocks up to the edge are masked. With
+    sinks each span becomes two: keys before `sinks`, and the rest.
     """
-    q_least, q_most, _ = edges(part.q_row, part.q_row, block_q)
+    q_least, q_most, _ = block_bounds(part.q_row, part.q_row, block_q)
 
     def within(span: KeySpan, k_row: Tensor, edge: int) -> KeySpan:
-        k_least, k_most, kind = edges(k_row, k_row, block_k)
+        k_least, k_most, kind = block_bounds(k_row, k_row, block_k)
         lists = span.lists
         row = _trimmed(lists, k_least, k_most, q_least + edge, q_most + edge)
         kind = torch.where(kind == FULL, lists.kind, ABSENT).to(torch.int8)
@@ -155,7 +152,7 @@ def narrowed(part: Part, sinks: int, edge: int, block_q: int, block_k: int) -> P
 def _trimmed(lists: BlockLists, k_least: Tensor, k_most: Tensor, least: Tensor, most: Tensor) -> Tensor:
     """[b, h, M, 5]: of each list what stands between the first and the last of its blocks of which `k_most` is above `least`
     [b, h, M]; those up to the last block of which `k_least` is not above `most` are tested."""
-    (b, h), m, n = broad(lists.row, k_most, least), lists.blocks, k_most.shape[-1]
+    (b, h), m, n = lead_sizes(lists.row, k_most, least), lists.blocks, k_most.shape[-1]
     begin, _, head, tail, shift = lists.row.expand(b, h, m, 5).unbind(-1)
     k_least, k_most = (t.expand(b, h, n) for t in (k_least, k_most))
     look = _in_runs if lists.index is None else _in_entries
@@ -207,9 +204,9 @@ def _in_runs(lists: BlockLists, value: Tensor, bound: Tensor) -> tuple[Tensor, T
     return first - start, torch.where(past > first, past - start, 0)
 
 
-def edges(row: Tensor, place: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[b, h, blocks] int64, twice: the least and the greatest place of what is there in each block; of nothing, the least
-    is beyond all places and the greatest before them. And int8 FULL where all is there, ABSENT elsewhere."""
+def block_bounds(row: Tensor, place: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Minimum and maximum `place` (position) of the present rows in each block, [b, h, blocks] int64 (an empty range if
+    there are none); and int8 FULL if all rows are present, else ABSENT."""
     place = place.long()
     has = (row >= 0) & torch.ones_like(place, dtype=torch.bool)
     cut = (*has.shape[:-1], has.shape[-1] // block, block)
@@ -226,10 +223,10 @@ def _assembled_shapes(sources: Sequence[Tensor], sizes: Sequence[int]) -> list[T
 def copy_pieces(
     sources: Sequence[Tensor], table: Sequence[int], fills: int, sizes: Sequence[int]
 ) -> list[Tensor]:
-    """One tensor of each of `KINDS`, of `sizes` elements, put together of pieces of `sources`.
+    """Assemble tensors from slices of `sources`: one output of `sizes[i]` elements for each dtype in `KINDS`.
 
-    table: FIELDS of each piece, one after another. The first `fills` pieces are written before the rest; those of a phase do
-    not overlap. What none covers is anything. The last dimensions of a source, from the third on, are dense.
+    table: the FIELDS of each slice, concatenated. The first `fills` slices are written before the others; those of one phase
+    must not overlap. Elements that no slice covers are undefined. Sources are dense from the third dimension on.
     """
     device = sources[0].device
     out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]

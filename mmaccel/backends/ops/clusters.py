@@ -1,9 +1,8 @@
-"""Retrieval for a question to a stream: scores of clusters by their representative keys, the mean query of the question's
-words, and copies of units of keys and values out of host memory.
+"""Operators for retrieval in a video stream: scores of clusters by their representative keys, the question's mean query, and
+copies of key/value units from host memory.
 
-Letters: R layers, C clusters, V visual clusters, N entries, d size of a key. One cluster comes before another whose score is
-lower, or as high if it has the lower number. Of n rows of a question the first are words, as many as `count` [1] long on the
-device says; the others may be anything.
+Letters: R layers, C clusters, V visual clusters, N entries (units), d key size. Clusters are ranked by score, ties by lower
+number. Of a question's n rows the first `count` [1] (a device tensor) are words; the other rows are ignored.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ APART = 1e30  # above any score
 
 
 class Lists(NamedTuple):
-    """The entries of clusters: owner [R, N] the cluster of each entry, C or more: none; within [R, N] its place in its
-    cluster; flat [R, N] entries, cluster by cluster, ascending, those of one from first [R, C] on; size [R, C] of each.
-    `largest`: a bound of all sizes. All but that are long."""
+    """Members of clusters. owner [R, N]: the cluster of each entry (>= C: none); within [R, N]: its index in the cluster;
+    flat [R, N]: entries by cluster, ascending, those of a cluster from first [R, C] on; size [R, C]; all long. `largest`: a
+    bound on sizes."""
 
     owner: Tensor
     within: Tensor
@@ -37,8 +36,8 @@ class Lists(NamedTuple):
 
 
 class Own(NamedTuple):
-    """The entries' own keys: `keys` [M, L, d] where the device can read them, those of `layer`; `read` gives rows [n, d] in
-    float32 of entries [n]; `query` [d] float32 to compare them with, by the angle if `cosine`."""
+    """Keys of single entries: `keys` [M, L, d] readable by the device, of which `layer` is used; `read` returns float32 rows
+    [n, d] for entries [n]; `query` [d] float32 to compare with, by cosine similarity if `cosine`, else by dot product."""
 
     keys: Tensor
     layer: int
@@ -48,21 +47,22 @@ class Own(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Queries `rows` [R, n, d] float32 of a question, the first `number` [1] of them its words'; see above."""
+    """Queries `rows` [R, n, d] float32 of a question, of which the first `number` [1] are its words."""
 
     rows: Tensor
     number: Tensor
 
 
 class Late(NamedTuple):
-    """The last `entries` entries of a stream of `units` [1] units, on the device, of `parts` each."""
+    """The newest `entries` entries of a stream, which are always retrieved; the stream has `units` [1] (device tensor) units
+    of `parts` entries each."""
 
     units: Tensor
     parts: int
     entries: int
 
     def numbers(self) -> Tensor:
-        """[entries], ascending."""
+        """Indices of the last `entries` entries of the stream, ascending."""
         return self.units * self.parts - self.entries + torch.arange(self.entries, device=self.units.device)
 
 
@@ -71,8 +71,8 @@ def _few(first: Tensor, *rest: object) -> bool:
 
 
 @operator("stream", serves=_few)
-def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
-    """[R, C] float32: keys [R, C, d] times queries [R, d] float32; if `cosine` of both at length one."""
+def score(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
+    """Dot product, or cosine similarity if `cosine`, of keys [R, C, d] and queries [R, d]: [R, C] float32."""
     key = key.float()
     score = torch.bmm(key, query[:, :, None])[:, :, 0]
     if cosine:
@@ -82,11 +82,11 @@ def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
 
 @operator("stream", serves=_few)
 def scored_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Tensor:
-    """[R, C] float32: how far keys [R, C, d] are above others for the word that singles them out.
+    """Score clusters by the question word that matches each best, [R, C] float32; keys [R, C, d].
 
-    The scores of a word have mean 0 and variance 1 over clusters of `size` [R, C] above 0; a cluster has that of its best
-    word, less the mean over all words and one more that scores 0 everywhere (so that one word alone counts): what any
-    question finds. So what many words agree on does not outweigh what one is about, as it does in a mean query.
+    The scores of each word are standardized over clusters with `size` [R, C] > 0. A cluster's score is that of its best word
+    minus its mean over all words and one extra score of 0. Unlike a mean query, this does not favour clusters that all words
+    match a little.
     """
     key = key.float()
     score = key @ words.rows.mT
@@ -102,9 +102,9 @@ def scored_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Te
 
 
 @operator("stream", serves=_few)
-def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
-    """[R, V] whether `limit` entries or more are in the clusters before one, by score [R, V]; never of the first `fewest`.
-    size [V]; clusters without entries come last."""
+def beyond_budget(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
+    """Which visual clusters are beyond the budget, [R, V] bool: better-scored ones already hold `limit` entries. False for
+    the best `fewest` clusters. score [R, V], size [V]; empty clusters rank last."""
     order = score.masked_fill(size == 0, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     held = size[order]
     before = held.cumsum(1) - held
@@ -117,8 +117,8 @@ def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
 def scores_and_preceding(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """score [R, C], -inf where a cluster's parent [R, C], V for none, is in `without` [R, V], or, if there are no parents,
-    where its size is 0; and [R, C] long, how many entries are in the clusters before each. size [R, C]."""
+    """Score [R, C] with -inf for clusters whose parent [R, C] (V: none) is in `without` [R, V], or without parents for empty
+    ones; and [R, C] long: how many entries better clusters hold. size [R, C]."""
     hidden = (
         size == 0 if parent is None or without is None else pad(without, (0, 1), value=True).gather(1, parent)
     )
@@ -127,23 +127,24 @@ def scores_and_preceding(
 
 
 @operator("stream", serves=_few)
-def selected(
+def select(
     before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The entries that the first of R = 1 or 2 layers retrieves; and `ahead` entries to fetch early for the second, or None.
+    """The entries that the first of R = 1 or 2 layers retrieves; and `ahead` entries to prefetch for the second, or None.
 
-    Retrieved are `budget` entries, of which clusters must hold as many: whole clusters, best first, and of the one that does
-    not fit those whose own keys score highest. They ascend; those of `late` follow. Fetched early are entries by cluster,
-    best first, ascending within one, -1 past the last. before [R, C]: see `scores_and_preceding`."""
+    Retrieves `budget` entries of clusters that hold as many: whole clusters, best first, then the best entries of the one
+    that does not fit. They ascend; those of `late` follow. Prefetched are entries in cluster order, padded with -1. `before`
+    [R, C]: see `scores_and_preceding`.
+    """
     width = budget + lists.largest - 1
-    found = lined_up(before, lists, max(width, ahead))
+    found = entries_in_order(before, lists, max(width, ahead))
     # What comes after the last entry is none, and is looked up as the first one.
     entries = found[0, :width].clamp_min(0)
     cluster = lists.owner[0][entries].clamp(max=before.shape[1] - 1)
     begin, end = before[0][cluster], (before[0] + lists.size[0])[cluster]
     apart = (end <= budget).long() - (begin >= budget).long()
     apart = apart.masked_fill(found[0, :width] < 0, -1)
-    scores = scored(own.read(entries)[None], own.query[None], own.cosine)[0]
+    scores = score(own.read(entries)[None], own.query[None], own.cosine)[0]
     best = scores.add(apart, alpha=APART).sort(descending=True, stable=True).indices[:budget]
     chosen = entries[best].sort().values
     if late is not None:
@@ -152,7 +153,7 @@ def selected(
 
 
 @operator("stream", serves=_few)
-def stand_ins(
+def summary_tokens(
     score: Tensor,
     picked: Tensor,
     size: Tensor,
@@ -163,14 +164,15 @@ def stand_ins(
     left: Tensor | None,
     tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Write summary tokens to `out` [2, G, m, D]: the keys and values (rows [C, G * D] each) that stand for the first m
-    clusters in the order of `stand_in_order`. size [C] counts entries; picked [C] bool: the cluster was retrieved.
+    """Write summary tokens to `out` [2, G, m, D]: mean keys and values (rows [C, G * D] each) of the first m clusters in the
+    order of `summary_order`. size [C] counts entries; picked [C] bool: the cluster was retrieved.
 
-    Gives their times [m], out of `time` [C], and what to add to attention scores, [head + m] float32: 0 for the `head`
-    columns before them; for each of them 0, or with `tokens` (tokens of an entry) ``log(size * tokens)``, about -69 where
-    picked or empty. With `left` [1], -inf for those from number `left` on."""
+    Returns their times [m] from `time` [C], and score biases [head + m] float32: 0 for the `head` columns before; for each
+    token 0, or with `tokens` (tokens per entry) ``log(size * tokens)``, about -69 if picked or empty; -inf from token `left`
+    on.
+    """
     count = out.shape[2]
-    ids = stand_in_order(score, picked, size)[:count]
+    ids = summary_order(score, picked, size)[:count]
     for side, one in zip(out, rows, strict=True):
         side.copy_(one.index_select(0, ids).view(count, *side.shape[::2]).transpose(0, 1))
     added = torch.zeros(count, device=score.device)
@@ -182,8 +184,8 @@ def stand_ins(
     return time[ids], pad(added, (head, 0))
 
 
-def stand_in_order(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
-    """[C] long: clusters by falling score, after them the `picked`, last those of size 0 (all [C]). In plain PyTorch."""
+def summary_order(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
+    """Cluster order [C] long for summary tokens: by falling score, then `picked` ones, then empty ones. Plain PyTorch."""
     # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
     lowest = torch.finfo(torch.float32).min / 2
     rank = score.clamp_min(lowest).masked_fill(picked, 1.5 * lowest).masked_fill(size == 0, -torch.inf)
@@ -191,15 +193,14 @@ def stand_in_order(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
 
 
 def preceding(score: Tensor, size: Tensor) -> Tensor:
-    """[R, C] long: how many entries are in the clusters before each, by score [R, C] and size [R, C]. In plain PyTorch."""
+    """How many entries better-scored clusters hold, [R, C] long, from score and size [R, C]. Plain PyTorch."""
     order = score.sort(dim=1, descending=True, stable=True).indices
     held = size.gather(1, order)
     return torch.empty_like(held).scatter_(1, order, held.cumsum(1) - held)
 
 
-def lined_up(before: Tensor, lists: Lists, width: int) -> Tensor:
-    """[R, width] entries of clusters one after the other, of which `before` [R, C] come before each; -1 where there are no
-    more. In plain PyTorch."""
+def entries_in_order(before: Tensor, lists: Lists, width: int) -> Tensor:
+    """Entries in cluster order, [R, width], padded with -1; `before` [R, C] entries precede each cluster. Plain PyTorch."""
     line = before.gather(1, lists.owner.clamp(max=before.shape[1] - 1)) + lists.within
     line = line.masked_fill(lists.owner >= before.shape[1], width).clamp(max=width)
     entry = torch.arange(line.shape[1], device=line.device).expand_as(line)
@@ -208,7 +209,7 @@ def lined_up(before: Tensor, lists: Lists, width: int) -> Tensor:
 
 
 def mean(rows: Tensor, count: Tensor | None) -> Tensor:
-    """[..., D] float32 of rows [..., n, D]."""
+    """Mean over the first `count` [1] (None: all) of rows [..., n, D]: [..., D] float32."""
     if count is None:
         return rows.float().mean(-2)
     inside = torch.arange(rows.shape[-2], device=rows.device)[:, None] < count
@@ -216,20 +217,21 @@ def mean(rows: Tensor, count: Tensor | None) -> Tensor:
 
 
 def by_word(rows: Tensor, groups: int) -> Tensor:
-    """[n, G * D] float32 of rows [H, n, D]: the H / G heads of a group summed. In plain PyTorch."""
+    """Sum the H / G query heads of each key/value head: rows [H, n, D] to [n, G * D] float32. Plain PyTorch."""
     return rows.view(groups, -1, *rows.shape[1:]).sum(1, dtype=torch.float32).transpose(0, 1).flatten(1)
 
 
 @operator("stream", serves=runs_triton_in_float32)
-def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
-    """[G * D] float32: the mean of rows [H, n, D] over the words (None: over all), the H / G heads of a group summed."""
+def mean_query(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
+    """Mean query [G * D] float32 of the words (`count`; None: all) in rows [H, n, D], summed over the heads of a group."""
     return mean(rows, count).view(groups, -1, rows.shape[2]).sum(1).flatten()
 
 
 @operator("stream", serves=runs_triton_in_float32)
 def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None) -> Tensor:
-    """Return rows `words` [n, E] plus `known` [E] float32, which is rounded to their type first. Write the mean of the first
-    `count` [1] rows to `before` [E], and its difference from the old `before` to `seen` [E], unless that is None."""
+    """Predict the hidden states that enter the next layer: `words` [n, E] plus `known` [E] float32, the change that a layer
+    usually makes. Also writes the mean of the first `count` [1] rows to `before` [E], and its change to `seen` [E] unless
+    that is None."""
     now = mean(words, count)
     if seen is not None:
         torch.sub(now, before, out=seen)
@@ -238,10 +240,10 @@ def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Ten
 
 
 @operator("stream")
-def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
-    """Host slots [n] of `entries` [n] (-1: none; no other twice), -1 where there is none. table [m] has the code of each
-    entry's place, a host slot if below `slots` [1]; for entry i that has one it becomes ``begin + i``, where that will lie.
-    All long; the table's last element is scratch."""
+def host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
+    """Host slots [n] of `entries` [n] to prefetch (-1: none; distinct otherwise), -1 if not on the host. Updates `table`
+    [m]: the code of entry i, a host slot if below `slots` [1], becomes ``begin + i``, where the entry will be. All long; the
+    table's last element is scratch."""
     found = table[entries]
     host = (found >= 0) & (found < slots)
     place = begin + torch.arange(len(entries), device=found.device)
@@ -249,23 +251,23 @@ def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Te
     return torch.where(host, found, -1)
 
 
-def grain_of(slab: Sequence[Tensor]) -> int:
-    """A number of bytes that divides the addresses of all slabs."""
+def alignment_of(slab: Sequence[Tensor]) -> int:
+    """A number of bytes that divides the addresses of all slabs (their alignment)."""
     return math.gcd(*(one.data_ptr() for one in slab))
 
 
 @operator("stream", mutates=("out",), fake=lambda: None)
 def gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor, grain: int = 0) -> None:
-    """Bring units of keys and values from host memory into `out`, in the order of `slot`; one launch where Triton runs.
+    """Copy key/value units from host memory to `out`, in the order of `slot`; one kernel launch if Triton runs.
 
     out    [2, G, n * P, D] on the device: keys, then values, the last two dimensions dense; or [2, G, n, P, D], where units
-           may lie apart
-    slab   host tensors [slots, 2, G, P, D], pinned where `out` is on a CUDA device
-    base   [slabs] long, on the device: the bytes from the first slab to each
-    slot   [n] long, on the device: slot s is entry ``s % slots`` of slab ``s // slots``, and -1 gives zeros
-    grain  what `grain_of` says of the slabs, 0 where it is not known: asking a hundred slabs takes time
+           need not be adjacent
+    slab   host tensors [slots, 2, G, P, D], pinned if `out` is on CUDA
+    base   [slabs] long, on the device: byte offset of each slab from the first
+    slot   [n] long, on the device: slot s is entry ``s % slots`` of slab ``s // slots``; -1 writes zeros
+    grain  the alignment `alignment_of` the slabs, 0 if unknown (it is slow to compute for a hundred slabs)
 
-    The plain form reads the slots on the host, slab by slab.
+    The plain PyTorch form reads the slots on the host.
     """
     slots = slab[0].shape[0]
     target = out if out.dim() == 5 else out.view(*out.shape[:2], -1, *slab[0].shape[3:])

@@ -1,4 +1,4 @@
-"""A running state (Gated DeltaNet, arXiv 2412.06464) over the few new rows of a decode step."""
+"""Gated DeltaNet (arXiv 2412.06464): recurrent state update for the few new rows of a decode step."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ def delta_rows(
     journal: Tensor,
     state: Tensor,
 ) -> Tensor:
-    """New rows of B sequences through convolution, gated delta rule, norm and gate, as the modules of transformers round.
+    """Run new rows of B sequences through convolution, gated delta rule, norm and gate, rounding as transformers' modules
+    do.
 
-    A state lags behind. What it has not taken in yet is computed anew from the journal, which holds rows as the projection
-    gave them: a sequence is rolled back by an earlier `start`, and rows of padding, behind all others, leave no trace.
+    The state lags behind the sequence; rows that it lacks are replayed from the journal, a ring buffer of projected rows. So
+    a sequence is rolled back by an earlier `start`, and padding rows at the end have no effect. Returns [B * n, H * V].
 
-    told     [B, 4] long. `start`: the first new column; `base`: how many columns, the first ones, the state has taken in;
-             `upto`: how many it takes in now, at most `start`; `seat`: which of the journals and states are the sequence's
-    rows     [B * n, W], the columns ``start .. start + n - 1`` of each: queries and keys of G heads of K, values of H heads
-             of V, then for each of the H how much is written, and how fast it decays. They are written to the journal
+    told     [B, 4] long. `start`: first new column; `base`: number of columns the state contains; `upto`: number it contains
+             afterwards, at most `start`; `seat`: slot of the sequence in journal and state
+    rows     [B * n, W], columns ``start .. start + n - 1`` of each: queries and keys of G heads of size K, values of H heads
+             of size V, then for each of the H heads the write strength and the decay. Written to the journal
     gate     [B * n, H * V]; conv [W - 2 H, taps]; decay, shift [H] (`A_log`, `dt_bias`); gain [V] and `eps` of the norm
     journal  [S, R, W]: column c is row c % R; zeros before column 0
     state    [S, H, K, V] float32
-
-    Gives [B * n, H * V].
     """
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     n = len(rows) // len(told)

@@ -1,10 +1,10 @@
-"""Exact causal attention with the best kernel at hand, flash-attn's or SDPA's; the scores of all pairs are never held.
+"""Exact causal attention by the fastest installed kernel, flash-attn's or PyTorch's SDPA, without a full score matrix.
 
-Of flash-attn serves release 4, the fastest on Hopper and made for Blackwell; 3 or 2 where 4 does not run.
+flash-attn 4 is preferred (fastest on Hopper, made for Blackwell), then 3 or 2.
 
-Rules, in one place. Query row i stands at column ``start + i``; key n stands at column n, or at ``column[n]``. A query
-sees a valid key iff the key's column is not after its own, and, under a window, the key is less than `window` columns
-back or one of the first `sinks` columns. Padded query rows, and rows that see nothing, give zeros.
+Masking rules: query row i is at column ``start + i``; key n is at column n, or at ``column[n]``. A query sees a valid key
+iff the key's column is not after its own and, with a window, is less than `window` columns back or one of the first `sinks`
+columns. Padded query rows, and rows that see no key, give zeros.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OLDER_LARGEST = 256  # the largest head size that 3 and 2 serve, in steps of 8
 
 
 class FlashAttn(NamedTuple):
-    """The function of one release, and whether it computes a square (as many queries as keys) faster than PyTorch's own."""
+    """A flash-attn release, its function, and whether it beats PyTorch for as many queries as keys (`square`)."""
 
     release: int
     call: Callable[..., Any]
@@ -64,16 +64,16 @@ def dense_attend(
     window: int | None = None,
     column: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of query [B, H, Sq, D] over key and value [B, G, Sk, D], H a multiple of G; [B, H, Sq, D].
+    """Causal attention of query [B, H, Sq, D] over key and value [B, G, Sk, D], H a multiple of G: [B, H, Sq, D].
 
-    start   column of the first query row; a row's own key, if there, stands at the same column
-    valid   bool [B, Sk], False on padding; a query row is padding iff the key of its own column is
-    window  a query sees the last `window` columns, its own counted, and the first `sinks` columns of its sequence
-    column  [Sk] or [B, Sk] integer columns of the keys, ascending or not, for caches that hold chosen keys; `sinks`
-            then counts columns from 0, otherwise from the first valid one
+    start   column of the first query row, and of its own key if that is present
+    valid   bool [B, Sk], False on padding; a query row is padding iff the key at its column is
+    window  a query sees the last `window` columns, its own included, and the first `sinks` columns of its sequence
+    column  [Sk] or [B, Sk] integer columns of the keys, in any order, for caches that keep selected keys; `sinks` then
+            counts columns from 0, otherwise from the first valid one
 
-    With `valid` its extent is read on the host, once; nothing else is. Padding that is one run at either end costs no
-    mask; padding in the middle, and `column`, cost a mask of `ROWS` rows at a time.
+    `valid` costs one host synchronization; nothing else does. Padding in one run at either end needs no mask; padding in the
+    middle, and `column`, need a mask of `ROWS` rows at a time.
     """
     if column is not None:
         return _by_columns(query, key, value, scale, start, valid, sinks, window, column)
@@ -260,9 +260,8 @@ def _sdpa(
 def flash_serving(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, four: bool = True
 ) -> FlashAttn | None:
-    """What is there for the device of query [B, H, n, D], and takes its type and size, its heads over those of key
-    [B, G, N, D], and `window`; None also where PyTorch's own kernel was measured to be faster. With `four` release 4
-    may serve."""
+    """The flash-attn release that supports the device, dtype, head sizes and `window` of query [B, H, n, D] and key [B, G,
+    N, D]; None if there is none, or PyTorch's kernel was measured to be faster. With `four`, release 4 is considered too."""
     n, size = query.shape[2:]
     if query.dtype not in (torch.float16, torch.bfloat16) or value.shape[-1] != size:
         return None
@@ -277,12 +276,12 @@ def flash_serving(
 
 
 def runs_flash_4(device: torch.device) -> bool:
-    """Whether flash-attn 4 computes dense attention on `device`."""
+    """Whether flash-attn 4 runs dense attention on `device`."""
     return operators.why_not("flash_4", device) is None and flash.installed()
 
 
 def older_flash(device: torch.device) -> FlashAttn | None:
-    """The version of flash-attn, 3 or 2, that serves `device`; None if neither is installed, or flash-attn 4 serves it."""
+    """flash-attn 3 or 2 if installed for `device`; None if neither is, or if flash-attn 4 runs there."""
     if runs_flash_4(device):
         return None
     for release in (3, 2):
@@ -294,7 +293,7 @@ def older_flash(device: torch.device) -> FlashAttn | None:
 
 @cache
 def older_installed(release: int) -> Callable[..., Any] | None:
-    """`flash_attn_func` of flash-attn 3 or 2, or None."""
+    """The function `flash_attn_func` of flash-attn 3 or 2, or None if it cannot be imported."""
     module = {3: "flash_attn_interface", 2: "flash_attn"}[release]
     try:
         # One that was built for another PyTorch cannot be imported; flash-attn 4 alone has the name of 2, and no function.
@@ -303,9 +302,9 @@ def older_installed(release: int) -> Callable[..., Any] | None:
         return None
 
 
-def paid(query: Tensor, key: Tensor, at: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
-    """[n, N] float32: causal attention of queries [H, n, D], which stand in columns `at` [n], to keys [G, N, D]; the mean
-    over heads. `bias` [b] is added to the scores of the first columns. Scores of a group of heads are held at a time."""
+def mean_weights(query: Tensor, key: Tensor, at: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+    """Causal attention weights, averaged over heads, of queries [H, n, D] at columns `at` [n] to keys [G, N, D]: [n, N]
+    float32. `bias` [b] is added to the scores of the first b keys. One key/value head's scores are in memory at a time."""
     groups = key.shape[0]
     later = torch.arange(key.shape[1], device=key.device)[None] > at[:, None]
     total = torch.zeros(at.numel(), key.shape[1], device=key.device)

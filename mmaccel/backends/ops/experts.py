@@ -1,4 +1,4 @@
-"""A mixture of experts over the few new rows of a decode step."""
+"""Mixture of experts for the few new rows of a decode step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mmaccel.backends.ops.operator import operator
 
 @operator("experts", serves=reads_weights, fake=lambda x: torch.empty_like(x))
 def expert_rows(x: Tensor, chosen: Tensor, share: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Rows x [R, E] through the experts of each. Which these are is read on the device alone: the host never waits.
+    """Mixture-of-experts MLP on rows x [R, E], result [R, E]; no host synchronization for the choice of experts.
 
-    chosen [R, k] long, share [R, k]: numbers of experts, and the weights of their outputs. gate_up [N, 2 I, E], a gate's
-    outputs first; down [N, E, I]. Gives [R, E].
+    chosen [R, k] long: expert indices; share [R, k]: weights of their outputs; gate_up [N, 2 I, E], gate outputs first; down
+    [N, E, I].
     """
     gate, up = torch.einsum("re,rkie->rki", x, gate_up[chosen]).chunk(2, -1)
     made = torch.einsum("rki,rkei->rke", functional.silu(gate) * up, down[chosen])

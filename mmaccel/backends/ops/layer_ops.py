@@ -1,8 +1,8 @@
-"""A transformer layer but for prompt attention: operations on rows, and decode steps, a few rows over a cache of fixed size.
+"""Fused operators of a transformer layer other than prompt attention: operations on rows, and decode steps over a static
+cache.
 
-In PyTorch a norm reads and writes its rows some seven times over, in full precision; here all that is done to a row alone is
-one read and one write of memory each. It rounds where the modules of transformers round, so that its results are theirs.
-Products of a few rows are a matter of reading the weights.
+In PyTorch an RMSNorm reads and writes its rows about seven times in full precision; here each row is read and written once.
+Results round where transformers' modules round, so they are equal. Products of few rows are bound by reading the weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST = 64
 
 
 def fusible(x: Tensor, *rest: object) -> bool:
-    """Whether the operators are one kernel each on `x`; elsewhere they are what the modules do themselves."""
+    """Whether these operators run as one kernel on `x`; else as the plain PyTorch code of the modules."""
     return x.dtype in HALVES and runs_triton(x)
 
 
@@ -34,7 +34,7 @@ def fusible(x: Tensor, *rest: object) -> bool:
     "pointwise", serves=fusible, fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., E]: the rows of x over their root mean square in float32, rounded, times weight [E], which may be float32."""
+    """RMSNorm of x [..., E] in float32, rounded, then times weight [E] (which may be float32)."""
     wide = x.float()
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return (weight * normed).to(x.dtype)
@@ -42,16 +42,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operator("pointwise", serves=fusible, mutates=("gate",), fake=lambda: None)
 def silu_times_(gate: Tensor, up: Tensor) -> None:
-    """gate [..., I], in place: its SiLU, rounded, times up [..., I]; both contiguous."""
+    """In place: gate [..., I] becomes silu(gate), rounded, times up [..., I]; both contiguous."""
     gate.copy_(functional.silu(gate) * up)
 
 
 @operator("pointwise", serves=fusible, mutates=("x",), fake=lambda: None)
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate x [B, H, n, D] in place by cos and sin [B or 1, n, D]; the halves of a head are paired (RoPE, arXiv
-    2104.09864).
+    """Apply RoPE (arXiv 2104.09864) to x [B, H, n, D] in place, by cos and sin [B or 1, n, D]; halves of a head are paired.
 
-    Angles in the type of x round each product, as decoder layers do; angles in float32 round x once, as vision towers do.
+    cos and sin in the dtype of x round each product, as decoder layers do; float32 ones round once, as vision towers do.
     """
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], -1)
@@ -59,8 +58,8 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [..., D] rotated by angles [..., D], the first half of its coordinates paired with the second: by a copy and one
-    kernel where there is one for x [B, H, n, D] and angles [B or 1, 1, n, D]."""
+    """Apply RoPE to a copy of `x` [..., D] by cos and sin [..., D], pairing the halves of D; by one kernel if there is one
+    for x [B, H, n, D] and angles [B or 1, 1, n, D]."""
     shapes = x.ndim == cos.ndim == 4 and cos.shape[1] == 1
     if shapes and x.dtype == cos.dtype and fusible(x) and not torch.is_grad_enabled():
         rotate_(x := x.clone(), cos[:, 0], sin[:, 0])
@@ -71,8 +70,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @operator("pointwise", serves=lambda places, pace, scale, dtype: dtype in HALVES and runs_triton(places))
 def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [n, D] of `places` [n] long turning at `pace` [D / 2] float32, once for each half of a head, times
-    `scale`: in one kernel on a device, as rotary embeddings of transformers make them."""
+    """RoPE cosines and sines [n, D], times `scale`, of positions `places` [n] long and inverse frequencies `pace` [D / 2]
+    float32, as transformers' rotary embeddings compute them; one kernel."""
     angle = (places[:, None].float() * pace).repeat(1, 2)
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
@@ -92,13 +91,12 @@ def decode_attend(
     sees: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Exact attention of a few new rows over a cache of fixed size, whose new columns are written already.
+    """Exact attention of a few new rows over a static cache that already contains them.
 
     query [B, H, n, D], key and value [B, G, capacity, D], H a multiple of G. columns [B, n] long, on the device: the
-    column of each new row, ascending; row i sees the columns 0 .. columns[b, i]. With sees [n] long (a tree) row i
-    sees, of the last `WINDOW` columns up to columns[b, n - 1], those whose bits are set, the oldest first, and all
-    before them. bias [m] float32 is added to the scores of the columns 0 .. m - 1. Gives [B, H, n, D]; in memory a row
-    of all heads lies together.
+    ascending cache slots of the new rows; row i sees slots 0 .. columns[b, i]. With sees [n] long (tree attention) row i
+    sees, of the last `WINDOW` slots up to columns[b, n - 1], those whose bits are set (oldest first), and all earlier ones.
+    bias [m] float32 is added to the scores of slots 0 .. m - 1. Returns [B, H, n, D], in memory [B, n, H, D].
     """
     column = torch.arange(key.shape[2], device=key.device)
     if sees is None:
@@ -129,11 +127,11 @@ def _turn_shape(rows: Tensor, key: Tensor) -> Tensor:
 def rope_rows(
     rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Rotate new queries and keys (RoPE), and write keys and values to their cache columns; gives queries [B, H, n, D].
+    """Apply RoPE to new queries and keys, and write keys and values to the cache; returns queries [B, H, n, D].
 
-    rows [B, n, (H + 2 G) * D]: the heads of the queries, of the keys, of the values. cos and sin [B, S, D]: the angles
-    of each position. places, columns [B, n] long: the position of each row, and the cache column it is written to. key
-    and value [B, G, capacity, D], the last dimension dense.
+    rows [B, n, (H + 2 G) * D]: queries, keys, values, head by head. cos and sin [B, S, D] by position. places, columns [B,
+    n] long: the position of each row and the cache slot it is written to. key and value [B, G, capacity, D], the last
+    dimension dense.
     """
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]
@@ -150,7 +148,7 @@ def rope_rows(
 
 
 def reads_weights(x: Tensor, *rest: object) -> bool:
-    """Whether there are kernels for the products of rows `x` [R, K]."""
+    """Whether fused kernels exist for linear layers on rows `x` [R, K]: few bfloat16 rows on a Triton device."""
     return x.dtype == torch.bfloat16 and x.shape[0] <= MOST and runs_triton(x)
 
 
@@ -169,12 +167,12 @@ def project_rows(
     gated: bool = False,
     squares: Tensor | None = None,
 ) -> Tensor:
-    """Rows through the linear layers of a transformer, with what stands before and after them.
+    """Fused linear layers on a few rows, with optional RMSNorm before, and gate and residual after.
 
-    x [R, K]; weight: one to three of [O, K], their outputs one after another; bias: none, or [O] for each. With `gain` [K]
-    the rows are normed first (RMS, `eps`). `gated`: of two weights, silu of the first's outputs times the second's.
-    `residual` [R, O'] is added. Gives [R, O'] in the type of `x`; bfloat16 rows round after the norm and at the end. With
-    `squares` [R, P], `x` is the `gained` of `pass_rows`: each row is first divided by its root mean square, from these.
+    x [R, K]; weight: one to three of [O, K], whose outputs are concatenated; bias: none, or [O] for each. `gain` [K]: apply
+    RMSNorm (`eps`) first. `gated`: of two weights, silu(first output) * second output. `residual` [R, O'] is added. Returns
+    [R, O'] in the dtype of `x`, rounded after the norm and at the end. With `squares` [R, P], `x` is the `gained` of
+    `pass_rows`, and rows are first divided by their root mean square, computed from these.
     """
     if squares is not None:
         x = (x * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(x.dtype)
@@ -196,11 +194,11 @@ def _pass_shapes(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 def pass_rows(
     x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A linear layer on rows [R, K], plus a residual, and the inputs of the RMS norm after it, which then needs no kernel.
+    """Linear layer on rows [R, K] plus residual, with the inputs of the following RMSNorm, which then needs no kernel.
 
-    weight [E, K]; bias: none, or one of [E]; residual [R, E]; gain [E]: that of the norm. Gives out [R, E], the sum;
-    gained [R, E], out times gain, in the type of `x`; and squares [R, P] in float32, partial sums of the squares of out.
-    A product of the normed rows is that of `gained`, divided by ``sqrt(squares.sum(-1) / E + eps)`` (`project_rows`).
+    weight [E, K]; bias: none, or one of [E]; residual [R, E]; gain [E]: weight of that norm. Returns out [R, E], the sum;
+    gained [R, E], out times gain, in the dtype of `x`; and squares [R, P] float32, partial sums of squares of out. A linear
+    layer on normed rows is that on `gained`, divided by ``sqrt(squares.sum(-1) / E + eps)`` (`project_rows`).
     """
     out = project_rows.plain(x, [weight], bias, residual=residual)
     return out, (out * gain).to(out.dtype), out.float().pow(2).sum(-1, keepdim=True)
@@ -225,10 +223,10 @@ def enter_rows(
     key: Tensor,
     value: Tensor,
 ) -> Tensor:
-    """`project_rows` to queries, keys and values, then `rope_rows`, which writes the cache; gives queries [B, H, n, D].
+    """Attention input, fused: project rows to q, k and v, apply RoPE, write k and v to the cache; returns q [B, H, n, D].
 
-    x [B * n, K], weight [H * D, K] and two of [G * D, K]; bias: none, or one for each. `gain` and `squares` are those of
-    `project_rows`, one of them or none. turn [2, B, n, D]: cosines, sines of each row. columns, key, value: see `rope_rows`.
+    x [B * n, K]; weight: [H * D, K] and two of [G * D, K]; bias: none, or one each. `gain` or `squares`, or neither: as in
+    `project_rows`. turn [2, B, n, D]: cosines and sines. columns, key, value: see `rope_rows`.
     """
     rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
     places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
@@ -238,12 +236,12 @@ def enter_rows(
 
 @dataclass(frozen=True, eq=False)
 class Caches:
-    """The caches of B sequences at one layer, each in buffers of its own.
+    """The KV caches of B sequences at one layer, each in separate buffers.
 
-    pairs  keys and values [1, G, capacity, D] of each, for the plain form; the columns of a head lie one behind the other
-    home   [1, G, 1, D], from whose first element the kernels count, and which says sizes and type
-    table  [B, 4] long on the device: how many elements from there on the keys of each sequence begin, and how far its heads
-           lie apart; the same of its values. All are multiples of `ALIGNED`
+    pairs  keys and values [1, G, capacity, D] of each sequence, for the plain PyTorch form
+    home   [1, G, 1, D], whose first element is the base address for kernels; it also gives sizes and dtype
+    table  [B, 4] long on the device: for each sequence's keys the element offset from `home` and the stride between heads,
+           then the same for its values. All are multiples of `ALIGNED`
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
@@ -257,8 +255,8 @@ ALIGNED = 8
 
 @operator("decode", serves=runs_triton_in_float32)
 def attend_each(query: Tensor, caches: Caches, columns: Tensor, scale: float) -> Tensor:
-    """Exact attention of query [B, H, n, D] of new rows, each sequence over its own cache, which holds their keys already:
-    row i of sequence b sees columns 0 .. columns[b, i]. Gives [B, H, n, D]; `decode_attend` without tree or bias."""
+    """`decode_attend` (without tree or bias) where each sequence has its own cache, which already contains the new rows:
+    query [B, H, n, D], row i of sequence b sees slots 0 .. columns[b, i]. Returns [B, H, n, D]."""
     found = []
     for b, (key, value) in enumerate(caches.pairs):
         length = int(columns[b, -1]) + 1  # beside a device this form does not run: nothing waits
@@ -271,8 +269,8 @@ def attend_each(query: Tensor, caches: Caches, columns: Tensor, scale: float) ->
 def rope_each(
     rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, caches: Caches
 ) -> Tensor:
-    """Apply RoPE to rows [B, n, (H + 2 G) * D], write keys and values to `columns` [B, n] of each sequence's own cache;
-    gives queries [B, H, n, D]. cos, sin and places as in `rope_rows`."""
+    """`rope_rows` where each sequence has its own cache: apply RoPE to rows [B, n, (H + 2 G) * D], write keys and values to
+    slots `columns` [B, n]; returns queries [B, H, n, D]."""
     found = []
     for b, (key, value) in enumerate(caches.pairs):
         row, c, s, place, column = (one[b : b + 1] for one in (rows, cos, sin, places, columns))
@@ -292,9 +290,8 @@ def enter_each(
     columns: Tensor,
     caches: Caches,
 ) -> Tensor:
-    """Queries [B, H, n, D] of the rows x [B * n, K] that enter a layer: projects them to queries, keys and values, applies
-    RoPE by `turn` [2, B, n, D] (cosines, sines), and writes keys and values to `columns` [B, n] of one cache for each
-    sequence. weight, bias, gain, squares and eps as in `enter_rows`."""
+    """`enter_rows` where each sequence has its own cache: project rows x [B * n, K] to q, k and v, apply RoPE by `turn` [2,
+    B, n, D], write k and v to slots `columns` [B, n]; returns queries [B, H, n, D]."""
     rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
     places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
     return rope_each.direct(rows, turn[0], turn[1], places, columns, caches)

@@ -1,14 +1,13 @@
-"""Lines of heads: what the last queries attend to, the strongest columns and diagonals, the key blocks that these touch, the
-order of a grid's classes.
+"""Estimates for sparse patterns per head: sums of the last queries' attention over columns and diagonals (vertical-slash),
+the strongest of them, the key blocks that they touch, and the orderings of strided (grid) patterns.
 
-What the last queries attend to is reduced as it is made, on a CUDA device alone: the plain forms of `row_totals`,
-`line_sums` and `class_phases` are the methods of `mmaccel.policies.sparse.estimate.LastQueries`, and of `stride_scores`
-that of `mmaccel.policies.sparse.stride`, which serve every other device. Common to the first three: query [B, H, L, D], the
-last queries; key [B, G, N, D], H a multiple of G; row [B, n] long, the rows of `key` in which the keys lie, None for
-its first `width`; at [B, L] long, the place of each query among the n = `width` keys, of which it sees those not after
-it, ascending, -1 for none; total [B, H, L] float32, the log-sum-exp of all that a query sees, where the keys are not
-all of it; pooled: the heads of one key head share the mean of their weights, and the results have h = G heads,
-otherwise h = H. Scores are scaled by D ** -0.5.
+The attention of the last queries is reduced on the fly, by kernels for CUDA only. Every other device uses the plain forms:
+for `row_totals`, `line_sums` and `class_phases` the methods of `mmaccel.policies.sparse.estimate.LastQueries`, for
+`stride_scores` that of `mmaccel.policies.sparse.stride`. Common arguments: query [B, H, L, D], the last queries; key [B, G,
+N, D], H a multiple of G; row [B, n] long, the rows of `key` that hold the keys, None for its first `width`; at [B, L] long,
+ascending, the index of each query among the n = `width` keys, of which it sees those up to it, -1 for none; total [B, H, L]
+float32, the log-sum-exp over all that a query sees, if the keys are only a part of it; pooled: heads that share a key head
+are averaged and results have h = G heads, otherwise h = H. Scores are scaled by D ** -0.5.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import ABSENT, FULL
-from mmaccel.backends.ops.block_lists import packed
+from mmaccel.backends.ops.block_lists import compacted
 from mmaccel.backends.ops.operator import P, R, operator
 
 MOST_QUERIES = 128
 """Queries that a program holds."""
 
 
-def reduces(device: torch.device, dtype: torch.dtype, queries: int, size: int) -> bool:
-    """Whether `row_totals`, `line_sums` and `class_phases` are served, for so many queries of heads of this size."""
+def has_kernel(device: torch.device, dtype: torch.dtype, queries: int, size: int) -> bool:
+    """Whether `row_totals`, `line_sums` and `class_phases` have a kernel for `queries` queries of head size `size`."""
     known = dtype in (torch.float16, torch.bfloat16, torch.float32)
     return known and 0 < queries <= MOST_QUERIES and size <= 256 and operators.usable(device) is None
 
@@ -45,7 +44,7 @@ def _heads(query: Tensor, key: Tensor, pooled: bool) -> tuple[int, int]:
 
 @_kernel
 def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width: int) -> Tensor:
-    """[B, H, L] float32: the log-sum-exp of the scores of each query; -inf of one that sees nothing."""
+    """Log-sum-exp of each query's attention scores, [B, H, L] float32; -inf for a query that sees nothing."""
     return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -53,7 +52,7 @@ def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width
 def line_sums(
     query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, total: Tensor | None, width: int, pooled: bool
 ) -> tuple[Tensor, Tensor]:
-    """Weights of columns and of diagonals (query position minus key position), two tensors [B, h, n] float32."""
+    """Attention weight of each column (key) and diagonal (query minus key position), two tensors [B, h, n] float32."""
     columns = query.new_empty(*_heads(query, key, pooled), width, dtype=torch.float32)
     return columns, torch.empty_like(columns)
 
@@ -71,12 +70,13 @@ def class_phases(
     score: str,
     rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the class of columns and the phase of slashes with the highest `score`: line and shift, each [B, h, 1] long.
+    """For a grid pattern: line and shift [B, H, 1] long, the column class and slash phase (modulo the stride) of best
+    `score`.
 
     pairing  order [B, n] int32: positions sorted by class; start [B, C + 1] int32: where each class begins in `order`;
              own [B, L] int32: the class of the key at each query's position; members [B, C or more] float32: how many
              pairs of a query and an earlier key have each phase; stride [B] long: the number of classes and of phases
-    rows     whether to return spread [B, h, L] float32 too, the entropy of each query's weights; it is empty otherwise
+    rows     whether to also return spread [B, h, L] float32, the entropy of each query's weights; else it is empty
     """
     shape = _heads(query, key, pooled)
     line = query.new_empty(*shape, 1, dtype=torch.int64)
@@ -86,9 +86,10 @@ def class_phases(
 
 @_kernel
 def stride_scores(value: Tensor, at: Tensor, low: int, high: int, score: str) -> Tensor:
-    """[B, H, high - low + 1] float32: what the heaviest class of lines of each stride weighs under `score`, over the kinds.
+    """Best `score` of a residue class of lines, summed over kinds, for each stride from `low` to `high`: [B, H, strides].
 
-    value [kinds, B, H, n] float32, the standing of lines by how far they are from the first; at [B] the last of them.
+    value [kinds, B, H, n] float32: the weight of each column or diagonal by its distance from the newest; at [B]: the
+    largest distance there is.
     """
     return value.new_empty(*value.shape[1:3], high - low + 1)
 
@@ -102,11 +103,11 @@ def _strongest_shapes(columns: Tensor, vertical: int, slash: int) -> tuple[Tenso
 def strongest(
     columns: Tensor, diagonals: Tensor, last: Tensor, vertical: int, slash: int
 ) -> tuple[Tensor, Tensor]:
-    """[B, H, K] long, ascending: of columns and of diagonals those of the K greatest scores [B, H, n], none of them
-    negative.
+    """Indices of the K highest-scoring columns and of the K highest-scoring diagonals, [B, H, K] long, ascending; scores [B,
+    H, n], none negative.
 
-    K is the lesser of n and `vertical` or `slash`. last [B]: the last line there is, -1 for none; past the last that is
-    chosen comes n. Diagonal 0 is chosen whatever its score. Of equal scores any may be.
+    K is the lesser of n and `vertical` or `slash`. last [B]: the last valid line, -1 for none; unused entries are n.
+    Diagonal 0 is always included. Ties are broken arbitrarily.
     """
     n = columns.shape[2]
     place, last = torch.arange(n, device=columns.device), last[:, None, None]
@@ -131,12 +132,12 @@ def _line_shapes(row: Tensor, columns: Tensor, block: int) -> tuple[Tensor, ...]
 def split_line_keys(
     row: Tensor, columns: Tensor, diagonals: Tensor, width: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Columns [B, H, K] and diagonals [B, H, S] long among the keys `row` [B, N], which are those of the first `width`
-    places.
+    """Split keys `row` [B, N], at positions below `width`, into chosen columns [B, H, K] and the rest; mark chosen diagonals
+    [B, H, S].
 
-    left [B, H, N] int32: the rows of the keys that are no column, -1 for the columns; kind [B, H, N / block] int8: FULL
-    where all keys of a block are there, ABSENT elsewhere. kept [B, H, N] bool: the diagonals. k_row, k_place [B, H,
-    whole blocks, at least one] int32: the rows and places of the columns, -1 and 0 for none.
+    left [B, H, N] int32: rows of the keys that are no column, -1 for columns; kind [B, H, N / block] int8: FULL if no key of
+    a block is missing, else ABSENT. kept [B, H, N] bool: the diagonals. k_row, k_place [B, H, whole blocks, at least one]
+    int32: rows and positions of the columns, padded with -1 and 0.
     """
     (B, H, K), N = columns.shape, row.shape[1]
 
@@ -165,7 +166,7 @@ def _run_shapes(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Te
 
 @operator("prefill.lines", fake=_run_shapes)
 def slash_runs(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor]:
-    """row [B, H, M, 5] long and index int32 of `BlockLists`: the key blocks that diagonals touch.
+    """The key blocks that chosen diagonals touch, as row [B, H, M, 5] long and index int32 of a `BlockLists`.
 
     kept [B, H, N] bool: the diagonals; queries: the fields of `QueryBlockRuns` of `policies/sparse/vertical_slash.py`.
     """
@@ -181,7 +182,7 @@ def slash_runs(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Ten
     lead = (sequence[:, None] * H + torch.arange(H, device=kept.device))[..., None] * (N + 1)
     flat = before.flatten()
     steps = flat[lead + past[:, None]] > flat[lead + least[:, None]]
-    index, upto = packed(steps, -t)
+    index, upto = compacted(steps, -t)
     of_shape = upto[member.long()]  # [B, M, H, width + 1]
     first, last, head = (
         of_shape.gather(3, t.long()[:, :, None, None].expand(-1, -1, H, -1))[..., 0] for t in reach
@@ -217,7 +218,7 @@ def _jumping(
         high = (most + 1 - begin).clamp(0, N)[:, None].expand(-1, H, -1, -1).flatten(2)
         found = (before.gather(2, high) > before.gather(2, low)).view_as(touched)
         touched |= found & ((most >= 0) & (begin <= most))[:, None]
-    index, upto = packed(touched, torch.arange(blocks, device=before.device))
+    index, upto = compacted(touched, torch.arange(blocks, device=before.device))
     first = base + torch.arange(B * H * G, device=before.device).view(B, H, G) * blocks
     sure = sure.long().clamp(max=blocks)[:, None, :, None].expand(-1, H, -1, -1)
     none = torch.zeros_like(first)
@@ -227,7 +228,7 @@ def _jumping(
 def class_shapes(
     order: Sequence[Tensor], phases: Sequence[Tensor], wide: bool, columns: int, rows: int
 ) -> list[Tensor]:
-    """Empty results of `turned_classes`, of which its kernel writes all."""
+    """Uninitialized results of `turned_classes`."""
     queries, (B, H) = order[0], phases[0].shape[:2]
     kind = torch.int64 if wide else torch.int32
     P, N = (B, H, queries.shape[2]), (B, H, columns)
@@ -241,20 +242,19 @@ def class_shapes(
 def turned_classes(
     order: Sequence[Tensor], phases: Sequence[Tensor], room: int, wide: bool, columns: int, rows: int
 ) -> list[Tensor]:
-    """The order (class, position) of the queries and keys of each head of a grid, from the one that all heads share.
+    """Order queries and keys of each head by (residue class, position) for a strided (grid) pattern, from one order of all
+    heads.
 
-    order, of all heads: queries [3, B, P] int32: row, place and class of each query by (class, place), those without a
-    place last; q_begin [B, C + 1] int32: where each class of queries begins, and the last ends; keys [3, B, N] int32 and
-    k_begin: the same of the keys; stride [B] long: the classes there are. phases, each [B, H, 1] long: line, shift and
-    dense, the class of the vertical lines, the phase of the slashes and the class of the horizontal lines. room: no class
-    has more keys; wide: places are told in 64 bits.
+    order, of all heads: queries [3, B, P] int32: row, position and class of each query, sorted by (class, position), absent
+    ones last; q_begin [B, C + 1] int32: bounds of the classes of queries; keys [3, B, N] int32 and k_begin: the same for
+    keys; stride [B] long: the number of classes. phases, each [B, H, 1] long: line, shift and dense, the class of vertical
+    lines, the phase of slashes, the class of horizontal lines. room: at least the keys of any class; wide: int64 positions.
 
-    Gives, each [B, H, P], [B, H, columns] or [B, H, rows]: the rows of the queries by the class they pair with, -1 for
-    those of the `dense` class, and their places for the slashes: class * (2 * room) + rank, of the last key of the
-    paired class that is not after the query, and a rank of -1 where there is none. With `columns`, no fewer than any
-    class has keys, the places of the queries, and the rows and places of the keys, for the vertical lines: slashes then
-    lead to none of these keys, and the rank of queries that pair with their class is -1. With `rows` the rows and
-    places of the queries of the dense class.
+    Returns tensors [B, H, P], [B, H, columns] or [B, H, rows]: rows of the queries by the class they pair with, -1 for those
+    of the `dense` class; their positions for slashes: class * (2 * room) + rank, where rank is that of the last key of the
+    paired class up to the query, or -1. With `columns` (at least the keys of any class) also, for vertical lines, the
+    positions of queries, and rows and positions of keys; slashes then skip these keys, so queries that pair with their class
+    have rank -1. With `rows` also rows and positions of the queries of the dense class.
     """
     (queries, q_begin, keys, k_begin, stride), (line, shift, dense) = order, phases
     (B, P), N, H = queries.shape[1:], keys.shape[2], line.shape[1]

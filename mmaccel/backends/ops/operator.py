@@ -1,15 +1,15 @@
-"""What an operator is made of: its plain PyTorch form, the shapes of its results, the module of its Triton kernel; and what
-each GPU architecture runs: one table, which kernels, backends, `mmaccel doctor` and the docs read.
+"""What an operator consists of: a plain PyTorch form, the shapes of its results, and the module of its Triton kernel; and
+which kernels each GPU architecture runs: one table, used by kernels, backends, `mmaccel doctor` and the docs.
 
-A file of this package defines an operator, or a few of one kind, by decorating the plain form:
+A file of this package defines an operator, or a few related ones, by decorating the plain form:
 
     @operator("decode", fake=lambda query: torch.empty_like(query))
     def decode_attend(query: Tensor, key: Tensor, ...) -> Tensor: ...
 
-The plain form is the meaning of the operator; its signature is the schema.
+The plain form defines the operator's result; its signature is the schema.
 
-Every kernel of ours was compiled for every row of the table, which `python -m tests.backends.compiled` repeats without a
-device. What other people's kernels serve is what they say: docs/architectures.md names the sources.
+Each of our kernels was compiled for every row of the table; `python -m tests.backends.compiled` repeats that without a GPU.
+For third-party kernels the table holds what their projects state: docs/architectures.md names the sources.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _NVIDIA = "it needs an NVIDIA GPU"
 
 @dataclass(frozen=True)
 class Architecture:
-    """One GPU architecture: which kernels and backends run on it.
+    """One GPU architecture, and which kernels and backends run on it.
 
     name      as compilers write it
-    devices   well-known GPUs of it
-    shared    bytes of shared memory that one program may take
-    resident  bytes of it that all programs of a multiprocessor share
-    run       whether our kernels have run on it; for any other row they are compiled, and no more is known
-    cudnn     whether cuDNN's kernel computes a square of attention faster than flash-attn 2
-    columns   fewest columns of a product that go to the matrix units
-    lacks     which of `KERNELS` do not run on it -> why, in words that follow "cannot run on this device: "
+    devices   well-known GPUs
+    shared    bytes of shared memory available to one thread block
+    resident  bytes of shared memory of one multiprocessor
+    run       whether our kernels have run on it; if not, they were compiled for it only
+    cudnn     whether cuDNN is faster than flash-attn 2 for as many queries as keys
+    columns   smallest N dimension of a tensor-core product
+    lacks     each of `KERNELS` that does not run on it -> why, to follow "cannot run on this device: "
     """
 
     name: str
@@ -71,12 +71,12 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of a device for the programs of a launch.
+    """Resources of one device for kernel launches.
 
-    shared, resident  as `Architecture` has them, but of the device itself
-    columns           as `Architecture` has them
-    processors        how many multiprocessors there are
-    memory            bytes of the device's memory
+    shared, resident  as in `Architecture`, but of this device
+    columns           as in `Architecture`
+    processors        number of multiprocessors
+    memory            bytes of device memory
     """
 
     shared: int
@@ -86,8 +86,8 @@ class Resources:
     memory: int
 
     def stages(self, most: int, each: int, beside: int = 0) -> int:
-        """Number of pipeline stages, at most `most`, that fit shared memory: one is in registers, every other takes `each`
-        bytes, and the rest of the program takes `beside` bytes."""
+        """Number of pipeline stages, at most `most`, that fit shared memory: all but one take `each` bytes, and the rest of
+        the program takes `beside` bytes."""
         return max(1, min(most, 1 + (self.shared - beside) // each))
 
 
@@ -119,8 +119,8 @@ ARCHITECTURES = (
 
 
 def row_named(name: str) -> Architecture:
-    """The row of an architecture. An NVIDIA architecture that has no row runs what the last one before it runs; another one
-    that has none lacks everything."""
+    """The table row of an architecture by name. An unknown newer NVIDIA architecture gets the row of the last older one; any
+    other unknown one lacks all kernels."""
     rows = {row.name: row for row in ARCHITECTURES}
     if name in rows:
         return rows[name]
@@ -138,7 +138,7 @@ def row_named(name: str) -> Architecture:
 
 @functools.cache
 def row_of(device: torch.device) -> Architecture:
-    """The row of a CUDA or ROCm device that is there."""
+    """The table row of a CUDA or ROCm device of this machine."""
     if torch.version.hip is not None:
         return row_named(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
     major, minor = torch.cuda.get_device_capability(device)
@@ -146,7 +146,7 @@ def row_of(device: torch.device) -> Architecture:
 
 
 def why_not(kernels: str, device: torch.device) -> str | None:
-    """Why `kernels`, one of `KERNELS`, do not run on `device`, in a few words; None where they do."""
+    """Why `kernels` (one of `KERNELS`) cannot run on `device`, as a phrase; None if they can."""
     if device.type != "cuda":
         return "it runs on cuda"
     if not torch.cuda.is_available():
@@ -156,7 +156,7 @@ def why_not(kernels: str, device: torch.device) -> str | None:
 
 @functools.cache
 def resources(device: torch.device) -> Resources:
-    """Resources of `device`: what PyTorch reports, and what the table says where PyTorch reports nothing."""
+    """Resources of `device`, as PyTorch reports them, else from the table."""
     if device.type != "cuda":
         return INTERPRETED
     here, row = torch.cuda.get_device_properties(device), row_of(device)
@@ -170,10 +170,10 @@ def resources(device: torch.device) -> Resources:
 
 
 def constant(make: Callable[P, R]) -> Callable[P, R]:
-    """`make`, computed once for each of its arguments (the last 256 of them, until `cache_clear`), which can be hashed.
+    """Decorator: caches results by hashable arguments (the last 256, until `cache_clear`), as constants for torch.compile.
 
-    What it gives is a constant of a graph that torch.compile traces: behind `functools.cache` that traces the function
-    itself, with a warning, and what asks a device, or sends it numbers, cannot be a part of a graph.
+    With `functools.cache` torch.compile would trace into the function, with a warning, and device queries cannot be part of
+    a graph.
     """
     kept: Any = functools.lru_cache(256)(make)
 
@@ -188,38 +188,38 @@ def constant(make: Callable[P, R]) -> Callable[P, R]:
 
 @constant
 def usable(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot run on `device`; None when they can. Triton itself is not imported to tell."""
+    """Why Triton kernels cannot run on `device`, or None if they can; does not import Triton."""
     return why_not("triton", device) or (None if find_spec("triton") else "it needs triton")
 
 
 def runs_triton(first: Tensor | Sequence[Tensor], *rest: Any) -> bool:
-    """Whether kernels can run where the first argument of a call lies."""
+    """Whether Triton kernels can run on the device of the first argument."""
     return usable((first if isinstance(first, Tensor) else first[0]).device) is None
 
 
 def runs_triton_in_float32(first: Tensor, *rest: Any) -> bool:
-    """The same of kernels that compute in float32, which float64 is not to be rounded to."""
+    """As `runs_triton`, for kernels that compute in float32 and so do not serve float64."""
     return first.dtype != torch.float64 and runs_triton(first)
 
 
-def traced() -> bool:
-    """Whether torch is to see a call as one operator: it compiles, a dispatch mode (of fake tensors, say) looks on, or
-    gradients are on, of which torch.library says that there are none."""
+def is_traced() -> bool:
+    """Whether a call must go through torch.library: under torch.compile, a dispatch mode (such as fake tensors), or enabled
+    gradients, which torch.library rejects for these operators."""
     return (
         torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
     )
 
 
 def imported(module: str, name: str) -> Callable[..., Any]:
-    """The function `name` of a module that is imported when it is first called."""
+    """The function `name` of `module`, which is imported at the first call."""
     return lambda *args, **named: getattr(import_module(module), name)(*args, **named)
 
 
 class Operator(Generic[P, R]):
-    """A function on tensors with a Triton kernel beside its plain form, and, with a fake, an operator of torch.library.
+    """A tensor function with a plain PyTorch form and a Triton kernel, and, with a fake, a torch.library operator.
 
-    A call that is `traced` is one of the operator ``mmaccel::<name>``. Any other call goes straight to the kernel or the
-    plain form: torch.library takes the host 40 us more.
+    A `is_traced` call uses the operator ``mmaccel::<name>``. Any other goes directly to the kernel or the plain form, since
+    torch.library costs 40 us of host time.
     """
 
     plain: Callable[P, R]
@@ -247,14 +247,14 @@ class Operator(Generic[P, R]):
             self.op.register_fake(_of_some(fake, inspect.signature(plain)))
 
     def __call__(self, *args: P.args, **named: P.kwargs) -> R:
-        if self.op is not None and traced():
+        if self.op is not None and is_traced():
             result: R = self.op(*args, **named)
             return result
         return self.direct(*args, **named)
 
     def direct(self, *args: P.args, **named: P.kwargs) -> R:
-        """The result by the kernel, where it serves the arguments, or else the plain form. Kernels are launched with
-        the device of the first argument as the current one: layers of a model may lie on several."""
+        """Call the kernel if it serves the arguments, else the plain form, without torch.library. Sets the current device to
+        that of the first argument, since layers of a model may be on several."""
         if not (self._kernel and self._serves(*args)):
             return self.plain(*args, **named)
         launch = imported(f"mmaccel.backends.triton.{self._kernel}", self.plain.__name__)
@@ -271,13 +271,13 @@ def operator(
     fake: Callable[..., Any] | None = None,
     mutates: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Make an operator of its plain form.
+    """Decorator that makes an `Operator` of its plain form.
 
-    kernel   the module of `mmaccel.backends.triton` whose function of this name launches the kernel; it takes what the plain
-             form takes, and is imported when it first serves; None for an operator without one
-    serves   of the arguments, whether the kernel takes them; by default, whether Triton runs where the first one lies
-    fake     empty results of the right shapes, of those arguments whose names it has; None for what nobody traces
-    mutates  the names of the arguments that are written to
+    kernel   module of `mmaccel.backends.triton` with a function of the same name and arguments that launches the kernel;
+             imported at first use; None for an operator without kernel
+    serves   whether the kernel supports given arguments; by default, whether Triton runs on the first one's device
+    fake     allocates results, from those arguments that its parameters name; None for an operator that is never traced
+    mutates  names of arguments that are written to
     """
     return lambda plain: Operator(plain, kernel, serves, fake, mutates)
 

@@ -1,5 +1,5 @@
-"""Run one part of an attention plan in Triton. Rows and keys are gathered inside the kernel, all spans share one softmax,
-and long rows are split."""
+"""Backend "triton": one part of an attention plan in Triton. Keys are gathered inside the kernel, all spans share one
+softmax, and long lists are split over programs."""
 
 from __future__ import annotations
 

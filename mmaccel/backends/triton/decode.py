@@ -1,18 +1,18 @@
-"""Kernels of a decode step (`ops.layer_ops`), and the functions that launch them, with the arguments of the operators.
+"""Triton kernels of a decode step, and the functions that launch them, with the arguments of the operators in
+`ops.layer_ops`.
 
-Attention reads the cache once, by the whole device, as flash-decoding does (Dao et al. 2023): the columns of each sequence
-and key/value head are split into as many pieces as keep the device busy, each program folds one piece into a partial
-answer, a second kernel merges them. How long the pieces are is settled on the device, from the columns the new rows take:
-the launch is the same at every length.
+Attention is split over the cache as in flash-decoding (Dao et al. 2023): the cached tokens of each sequence and key/value
+head are divided into as many pieces as keep the device busy, each program reduces one piece, a second kernel merges them.
+The length of pieces is computed on the device from the new rows' columns, so that the launch is the same at every length.
 
-A product of a few rows takes as long as its weights take to read, so nothing else may take time: the gate and the residual
-after it are done by the same program, and so is what a norm after it needs; the first norm is a kernel of 2 us. The
-program that computes a head's queries, keys or values also applies RoPE and writes them where they go: it computes both
-halves of the pairs that RoPE rotates, so it needs no other. As a kernel of its own RoPE moves some 10 KB, and takes as long
-as 10 MB of weights.
+A linear layer on a few rows is bound by reading its weights, so nothing else may take time: the same program also applies
+gate and residual and computes the inputs of the next RMSNorm; the first norm is a kernel of 2 us. The program that computes
+a head's queries, keys or values also applies RoPE and writes the cache: it computes both halves of each rotated pair, so it
+needs no other program. As a kernel of its own RoPE moves 10 KB and takes as long as reading 10 MB of weights.
 
-On an H200 a step of a 7B model after 25 088 columns takes 4.05 ms, 1.12 of what reading weights and cache takes. Slower are
-larger tiles, the norm in every program, cuBLAS, programmatic dependent launch, one launch between attentions (lab/LOG.md).
+On an H200 a step of a 7B model after 25,088 tokens takes 4.05 ms, 1.12 times the time of reading weights and cache. Slower
+were larger tiles, the norm in every program, cuBLAS, programmatic dependent launch, one launch between attentions
+(lab/LOG.md).
 """
 
 # mypy: ignore-errors
@@ -73,10 +73,10 @@ def piece_kernel(
     BIAS: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of all heads of a key/value head, over one piece of the columns; row r is head r % GROUP of new row r // GROUP.
-    Under BIAS the first `biased` columns have one. `lines` are strides, as `launch_args.lines` gives them.
+    """Attention over one piece of the cache, for all heads of a key/value head; row r is head r % GROUP of new row r //
+    GROUP. Under BIAS the first `biased` columns have a score bias. `lines` are strides (`launch_args.lines`).
 
-    part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) in float32; a row that sees nothing of a piece is 0, -inf.
+    part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) in float32; 0 and -inf for rows that see nothing of it.
     """
     split = tl.program_id(0)
     g, b = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
@@ -139,7 +139,7 @@ def merge_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial answers of one row of one head, each weighted by its share of the sum; BLOCK_D of D."""
+    """Merge the pieces of attention of one row and head by their log-sum-exps; BLOCK_D of D elements."""
     row, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     i, d = row // BLOCKS, row % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -160,8 +160,8 @@ def merge_kernel(
 def decode_attend(
     query, key, value, columns, scale, sees=None, bias=None, *, splits=None, block_n=None, table=None
 ):
-    """Exact attention of a few new rows over a cache (`ops.layer_ops.decode_attend`); at most `splits` pieces a sequence and
-    head, of tiles of `block_n` keys. `table` is that of `attend_each`."""
+    """Launch `ops.layer_ops.decode_attend`: at most `splits` pieces per sequence and key/value head, in tiles of `block_n`
+    keys. `table`: that of the `Caches` of `attend_each`."""
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
@@ -196,8 +196,8 @@ def decode_attend(
 
 
 def attend_each(query, caches, columns, scale):
-    """Attention of query [B, H, n, D] of a step, each sequence over a cache of its own; columns [B, n] as in
-    `decode_attend`. Kernels read from `caches.table` where the caches lie."""
+    """Launch `ops.layer_ops.attend_each`: attention of query [B, H, n, D], each sequence over its own cache, which kernels
+    find by `caches.table`; columns [B, n] as in `decode_attend`."""
     return decode_attend(query, caches.home, caches.home, columns, scale, table=caches.table)
 
 
@@ -207,8 +207,8 @@ def sums_of(
     K: tl.constexpr, GATED: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_O, BLOCK_R] twice: the products of rows `r` with the lines of one weight that begin at `line`; GATED: and with
-    those of the other. What is loaded before this is on its way meanwhile."""
+    """Products [BLOCK_O, BLOCK_R] of rows `r` with the weight rows at `line`; under GATED also with those of a second
+    weight. Loads issued before overlap with it."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
     up = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
@@ -236,7 +236,7 @@ def sums_of(
 
 @triton.jit
 def squares_of(squares, r, mine, begin, PARTS: tl.constexpr, CHUNK: tl.constexpr):
-    """[BLOCK_R, CHUNK]: CHUNK of the PARTS partial sums of squares of rows `r`, from part `begin` on."""
+    """Load CHUNK of the PARTS partial sums of squares of rows `r`, from `begin` on: [BLOCK_R, CHUNK]."""
     part = begin + tl.arange(0, CHUNK)
     there = mine[:, None] & (part < PARTS)[None, :]
     return tl.load(squares + r[:, None] * PARTS + part[None, :], mask=there, other=0.0)
@@ -244,7 +244,7 @@ def squares_of(squares, r, mine, begin, PARTS: tl.constexpr, CHUNK: tl.constexpr
 
 @triton.jit
 def over_mean(first, squares, r, mine, eps, K: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr):
-    """[BLOCK_R]: 1 / RMS of rows `r`, by their partial sums of squares; `first` [BLOCK_R, CHUNK] are loaded already."""
+    """1 / RMS [BLOCK_R] of rows `r` from their partial sums of squares; `first` [BLOCK_R, CHUNK] of these are loaded."""
     total = tl.sum(first, 1)
     for begin in tl.range(CHUNK, PARTS, CHUNK):
         total += tl.sum(squares_of(squares, r, mine, begin, PARTS, CHUNK), 1)
@@ -261,10 +261,10 @@ def project_kernel(
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.layer_ops`.
+    """Kernel of `ops.layer_ops.project_rows`: BLOCK_O outputs of one of up to three concatenated weights.
 
-    EVEN: blocks divide the outputs. PARTS: how many partial sums of squares each row of `x` has, 0: it is not normed here.
-    AHEAD: `gained` and `squares_out` for the norm after this are written, too; see `pass_rows`. BLOCKS: programs.
+    EVEN: blocks divide the outputs. PARTS: partial sums of squares per row of `x`; 0: no division by the RMS. AHEAD: also
+    write `gained` and `squares_out` for the next norm (`pass_rows`). BLOCKS: number of programs.
     """
     block = tl.program_id(0)
     weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
@@ -317,14 +317,14 @@ def project_kernel(
 
 
 def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Each row over its root mean square, times `gain`; rounded as the model's own norm rounds."""
+    """RMSNorm of rows `x` with weight `gain`, rounded as the model's own norm rounds."""
     (rows, K), out = x.shape, torch.empty_like(x)
     rms_norm_kernel[(rows,)](x, gain, out, eps, E=K, BLOCK=triton.next_power_of_2(K), num_warps=8)
     return out
 
 
 class Tile(NamedTuple):
-    """Tile of a decode kernel: outputs, inputs and rows of a program, and pipeline stages of its loop."""
+    """Tile sizes of a decode kernel (outputs, inputs, rows), warps, and pipeline stages."""
 
     outputs: int
     inputs: int
@@ -334,11 +334,11 @@ class Tile(NamedTuple):
 
 
 def tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) -> Tile:
-    """The tile for rows `x` [R, K] and so many `outputs`, each of one or, gated, two `weights`; `block_k` inputs, if given.
+    """The `Tile` for rows `x` [R, K] and `outputs` outputs, each of one or, gated, two `weights`; `block_k` inputs if given.
 
-    Memory is read at its rate if enough of it is asked for at a time, and all programs begin at once: as much is under way
-    as the memory of the multiprocessors has room for where each of them has all of its programs. Where these are too many
-    they come one after another, and little of each is.
+    Memory bandwidth is reached if enough loads are in flight and all programs start at once: so loads in flight are as many
+    as shared memory allows with all programs resident. If there are too many programs, they run in waves with fewer loads
+    each.
     """
     R, K = x.shape
     here = operators.resources(x.device)
@@ -358,7 +358,7 @@ def tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) -
 
 
 def parts_of(squares: Tensor | None, block_r: int) -> tuple[int, int]:
-    """(PARTS, CHUNK): the partial sums of squares of a row, and how many a program loads at a time."""
+    """(PARTS, CHUNK): number of partial sums of squares per row, and how many a program loads at a time."""
     parts = 0 if squares is None else squares.shape[1]
     return parts, min(triton.next_power_of_2(max(parts, 1)), max(HELD // block_r, 1))
 
@@ -367,8 +367,8 @@ def project_rows(
     x, weight, bias=(), gain=None, eps=0.0, residual=None, gated=False, squares=None, *, block_k=None,
     ahead=None,
 ):  # fmt: skip
-    """Rows x [R, K] through linear layers, with norm and gate (`ops.layer_ops.project_rows`); a program reads `block_k`
-    inputs at a time. With `ahead` [O], the gain of the norm that follows, the three results of `ops.layer_ops.pass_rows`."""
+    """Launch `ops.layer_ops.project_rows` on x [R, K]; a program reads `block_k` inputs at a time. With `ahead` [O], the
+    weight of the following norm, returns the three results of `ops.layer_ops.pass_rows`."""
     rows, K = x.shape
     widths = [w.shape[0] for w in weight]
     width = widths[0] if gated else sum(widths)
@@ -403,7 +403,7 @@ def project_rows(
 
 
 def pass_rows(x, weight, bias, residual, gain, *, block_k=None):
-    """Linear layer and residual, ready for a norm (`ops.layer_ops.pass_rows`); a program reads `block_k` inputs at once."""
+    """Launch `ops.layer_ops.pass_rows` (linear, residual, norm inputs); a program reads `block_k` inputs at a time."""
     return project_rows(x, [weight], bias, residual=residual, block_k=block_k, ahead=gain)
 
 
@@ -416,8 +416,8 @@ def enter_kernel(
     BLOCK_R: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_O outputs of one head, as pairs ``(d, d + D / 2)`` that RoPE rotates together; rotate those of queries
-    and keys, and write all to the query or the cache; see `ops.layer_ops.enter_rows`."""
+    """Kernel of `ops.layer_ops.enter_rows`: compute BLOCK_O outputs of one head as RoPE pairs ``(d, d + D / 2)``, rotate
+    queries and keys, and write to the query output or the cache."""
     HALF: tl.constexpr = D // 2
     PAIRS: tl.constexpr = BLOCK_O // 2
     BLOCKS: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
@@ -475,7 +475,7 @@ def rope_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     EACH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one head of one new row if it is a query or a key, and write keys and values to their cache column."""
+    """Kernel of `rope_rows`: rotate one head of one row if it is a query or key; write keys and values to the cache."""
     head, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = b.to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -504,8 +504,8 @@ def rope_kernel(
 
 
 def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *, block_k=None, table=None):
-    """Rows projected, RoPE applied, cache written (`ops.layer_ops.enter_rows`); a program takes up `block_k` inputs at a
-    time. `table` is that of `enter_each`."""
+    """Launch `ops.layer_ops.enter_rows` (project, RoPE, write cache); a program reads `block_k` inputs at a time. `table`:
+    that of the `Caches` of `enter_each`."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]
@@ -529,14 +529,14 @@ def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *
 
 
 def enter_each(x, weight, bias, gain, squares, eps, turn, columns, caches):
-    """`enter_rows` with a cache for each sequence: `caches.table` tells where it begins (`ops.layer_ops.enter_each`)."""
+    """Launch `ops.layer_ops.enter_each`: `enter_rows` with a cache for each sequence, found by `caches.table`."""
     home, table = caches.home, caches.table
     return enter_rows(x, weight, bias, gain, squares, eps, turn, columns, home, home, table=table)
 
 
 def rope_rows(rows, cos, sin, places, columns, key, value, *, table=None):
-    """Applies RoPE and writes keys and values to the cache (`ops.layer_ops.rope_rows`): one kernel, a program for each head
-    of each row. `table` is that of `rope_each`."""
+    """Launch `ops.layer_ops.rope_rows` (RoPE, write cache): one kernel, a program for each head of each row. `table`: that
+    of the `Caches` of `rope_each`."""
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G
@@ -551,6 +551,6 @@ def rope_rows(rows, cos, sin, places, columns, key, value, *, table=None):
 
 
 def rope_each(rows, cos, sin, places, columns, caches):
-    """`rope_rows` with a cache for each sequence: `caches.table` tells where it begins (`ops.layer_ops.rope_each`)."""
+    """Launch `ops.layer_ops.rope_each`: `rope_rows` with a cache for each sequence, found by `caches.table`."""
     home = caches.home
     return rope_rows(rows, cos, sin, places, columns, home, home, table=caches.table)

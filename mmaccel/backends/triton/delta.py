@@ -1,8 +1,8 @@
-"""The kernels of `ops.delta`, and the function that launches them, which takes what the operator of its name takes.
+"""Triton kernels of `ops.delta` (Gated DeltaNet), and the function that launches them, with the operator's arguments.
 
-A program holds a strip of one head's state, all of K by a few of V, and goes over the columns that the state has not taken
-in and the new ones, one after another; it reads its strip once and writes it once. What mixes the last columns (a causal
-convolution) is computed by each program for itself: it is some 16 loads from the cache of the device.
+A program holds a strip of one head's state, all of K by some of V, and processes one after another the columns that the
+state lacks and the new ones; the strip is read once and written once. Each program recomputes the causal convolution over
+the last columns, some 16 loads from the L2 cache.
 """
 
 # mypy: ignore-errors
@@ -47,7 +47,7 @@ def delta_kernel(
     R: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A strip of the state of one head of one sequence; out [B * n, HEADS, V] float32."""
+    """Gated delta rule on a strip of one head's state, for one sequence; out [B * n, HEADS, V] float32."""
     head, strip, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = b.to(tl.int64)
     first, taken = tl.load(told + 4 * b).to(tl.int32), tl.load(told + 4 * b + 1).to(tl.int32)
@@ -97,7 +97,7 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["eps"])
 def gate_kernel(x, gate, gain, out, eps, V: tl.constexpr, BLOCK_V: tl.constexpr):
-    """One head of one row: normed, times its gain, times the SiLU of its gate."""
+    """Gated RMSNorm of one head of one row: norm, times `gain`, times silu(gate)."""
     at = tl.program_id(0).to(tl.int64) * V
     v = tl.arange(0, BLOCK_V)
     wide = v < V
@@ -110,7 +110,7 @@ def gate_kernel(x, gate, gain, out, eps, V: tl.constexpr, BLOCK_V: tl.constexpr)
 
 
 def delta_rows(rows, gate, conv, decay, shift, gain, eps, told, journal, state, *, strip=STRIP):
-    """New rows through a running state (`ops.delta.delta_rows`); a program holds `strip` of V."""
+    """Launch `ops.delta.delta_rows` (Gated DeltaNet on new rows); a program holds `strip` of the V values."""
     (_, heads, K, V), (taps, R, W) = state.shape, (conv.shape[1], *journal.shape[1:])
     B, groups = len(told), (conv.shape[0] - heads * V) // (2 * K)
     n = len(rows) // B

@@ -1,7 +1,7 @@
-"""The kernels of `ops.experts`, and the function that launches them, which takes what the operator of its name takes.
+"""Triton kernels of `ops.experts` (mixture of experts), and the function that launches them, with the operator's arguments.
 
-Each program makes some outputs for one row by one expert, whose number it reads; so the weights of the experts that rows
-chose are read, and no others. Rows that chose one expert find its weights in the cache of the device.
+Each program computes some outputs of one row by one of its experts, whose index it loads, so only weights of chosen experts
+are read. Rows that share an expert find its weights in the L2 cache.
 """
 
 # mypy: ignore-errors
@@ -33,7 +33,7 @@ def open_kernel(
     x, chosen, gate_up, inner, k,
     E: tl.constexpr, DEEP: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """inner [R * k, DEEP]: the first product of a row by one of its experts, gated."""
+    """Gate and up projection of one row by one of its experts, as silu(gate) * up: inner [R * k, DEEP]."""
     pair = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     there = o < DEEP
@@ -51,7 +51,7 @@ def close_kernel(
     inner, chosen, share, down, out, k,
     E: tl.constexpr, DEEP: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [R, E]: the second products of a row by its experts, each by its share."""
+    """Down projections of one row by its experts, summed with weights `share`: out [R, E]."""
     r = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     there = o < E
@@ -66,7 +66,7 @@ def close_kernel(
 
 
 def expert_rows(x, chosen, share, gate_up, down):
-    """Rows through the experts of each (`ops.experts.expert_rows`)."""
+    """Launch `ops.experts.expert_rows`: the mixture-of-experts MLP on a few rows."""
     (R, E), k, deep = x.shape, chosen.shape[1], down.shape[2]
     x, chosen, share, gate_up, down = (one.contiguous() for one in (x, chosen, share, gate_up, down))
     inner = torch.empty(R * k, deep, dtype=x.dtype, device=x.device)

@@ -1,8 +1,7 @@
-"""Arguments of kernel launches, in a form that Triton does not specialize on, so that another prompt length compiles
-nothing.
+"""Encodes kernel arguments so that Triton does not specialize on them: a new prompt length then compiles nothing.
 
-Triton compiles a kernel apart for an integer that is one, or a multiple of 16. An argument can be excepted by its name, the
-entries of a tuple cannot: they are passed as odd numbers, of which none is one.
+Triton specializes on integers that are 1 or multiples of 16. Single arguments can be excepted by name, entries of a tuple
+cannot, so they are passed as odd numbers other than 1.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -17,24 +16,24 @@ from torch import Tensor
 
 
 def encode_ints(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Encode `numbers` so that a kernel can take them in a tuple."""
+    """Encode `numbers` for a tuple argument of a kernel (decoded by `decode_int`)."""
     return tuple(4 * number + 3 for number in numbers)
 
 
 @triton.jit
 def decode_int(number):
-    """The number that `encode_ints` was given."""
+    """Inside a kernel: the number that `encode_ints` encoded."""
     return number >> 2
 
 
 def lead(t: Tensor) -> tuple[int, int]:
-    """Strides of the sequence and the head; 0 where all share one."""
+    """Strides of the sequence and head dimensions, 0 where the size is 1 (shared)."""
     if t.dim() < 3:
         return 0, 0
     return (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1) if t.shape[1] > 1 else 0)
 
 
 def lines(t: Tensor) -> tuple[int, int, int]:
-    """Strides of the sequence, the head and the row; 0 where there is one: what nothing is multiplied with would be wide in
-    a long prompt, and a wide number is another kernel."""
+    """Strides of the sequence, head and row dimensions; 0 where the size is 1, since an unused stride that exceeds 32 bits
+    would compile another kernel."""
     return (*lead(t), t.stride(2))

@@ -1,4 +1,4 @@
-"""The kernels of `ops.layer_ops`, and the functions that launch them, which take what the operators of their names take.
+"""Triton kernels of RMSNorm, SiLU gate and RoPE, and the functions that launch them, with the arguments of `ops.layer_ops`.
 
 Each row is read once and written once.
 """
@@ -32,7 +32,7 @@ def rms_norm_kernel(X, WEIGHT, OUT, eps, E: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def silu_times_kernel(GATE, UP, count, BLOCK: tl.constexpr):
-    """BLOCK elements."""
+    """GATE = silu(GATE) * UP, for BLOCK elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     gate = tl.load(GATE + at, mask=inside, other=0.0).to(tl.float32)
@@ -46,7 +46,7 @@ def rotate_kernel(
     X, COS, SIN, n, x_b, x_h, x_s, angle_b, angle_s,
     H: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the H heads of one token of one sequence (RoPE)."""
+    """Apply RoPE to the H heads of one token."""
     b, s = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     d, h = tl.arange(0, BLOCK), tl.arange(0, HEADS)
     kind = X.dtype.element_ty
@@ -72,7 +72,7 @@ def rotate_kernel(
 def angles_kernel(
     PLACE, PACE, COS, SIN, n, scale, HALF: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Some places."""
+    """RoPE cosines and sines of PLACES positions."""
     s, d = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.arange(0, BLOCK)
     place = tl.load(PLACE + s, mask=s < n, other=0).to(tl.float32)
     angle = place[:, None] * tl.load(PACE + d, mask=d < HALF, other=0.0)[None, :]
@@ -87,7 +87,7 @@ def angles_kernel(
 
 
 def rms_norm(x, weight, eps):
-    """Rows of x over their root mean square, times weight (`ops.layer_ops.rms_norm`): a program makes a row."""
+    """Launch `ops.layer_ops.rms_norm`: RMSNorm of x with `weight`, one program a row."""
     x = x.contiguous()
     out = torch.empty_like(x)
     E = x.shape[-1]
@@ -99,7 +99,7 @@ def rms_norm(x, weight, eps):
 
 
 def silu_times_(gate, up):
-    """gate in place: its SiLU times up (`ops.layer_ops.silu_times_`); raises `ValueError` unless both are contiguous."""
+    """Launch `ops.layer_ops.silu_times_`: gate = silu(gate) * up, in place; `ValueError` unless both are contiguous."""
     if not (gate.is_contiguous() and up.is_contiguous()):
         raise ValueError("silu_times_: gate and up are to be contiguous")
     if gate.numel():
@@ -109,8 +109,8 @@ def silu_times_(gate, up):
 
 
 def rotate_(x, cos, sin):
-    """Applies RoPE to x [B, H, n, D] in place (`ops.layer_ops.rotate_`); raises `ValueError` unless the last dimension of
-    `x` is dense."""
+    """Launch `ops.layer_ops.rotate_`: RoPE on x [B, H, n, D] in place; raises `ValueError` unless the last dimension of `x`
+    is dense."""
     B, H, n, D = x.shape
     if x.stride(-1) != 1:
         raise ValueError("rotate_: the numbers of a head are to lie side by side")
@@ -124,7 +124,7 @@ def rotate_(x, cos, sin):
 
 
 def angles(places, pace, scale, dtype):
-    """Cosines and sines [n, D] of places [n] (`ops.layer_ops.angles`): a program makes `PLACES` rows of both."""
+    """Launch `ops.layer_ops.angles`: RoPE cosines and sines [n, D] of positions [n], `PLACES` rows a program."""
     n, half = len(places), len(pace)
     out = torch.empty(2, n, 2 * half, dtype=dtype, device=places.device)
     if n:

@@ -1,7 +1,8 @@
-"""The kernels of `ops.clusters`, and the functions that launch them, which take what the operators of their names take.
+"""Triton kernels of `ops.clusters` (retrieval in a stream), and the functions that launch them, with the operators'
+arguments.
 
-Clusters are put in order by comparing each with all; units of keys and values are read by the device out of pinned host
-memory, in one launch, by an index that the host need not know.
+Clusters are ranked by comparing each with all others. Units of keys and values are read by the device from pinned host
+memory in one launch, by an index that the host need not know.
 """
 
 # mypy: ignore-errors
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mmaccel.backends.ops.clusters import grain_of
+from mmaccel.backends.ops.clusters import alignment_of
 
 CLUSTERS = 8  # clusters of a program
 OTHERS = 512  # clusters that they are compared with at a time
@@ -45,7 +46,7 @@ def scored_kernel(
     KEY, QUERY, OUT, C, key_r, key_c,
     D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK keys of a layer; every score is a sum of its own, whatever is computed beside it."""
+    """Scores of BLOCK cluster keys of a layer with one query; each is summed in a fixed order."""
     row = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, DIM)
@@ -71,7 +72,7 @@ def worded_kernel(
     KEY, QUERY, OUT, C, n, key_r, key_c,
     D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK keys of a layer against each of its n words."""
+    """Scores of BLOCK cluster keys of a layer with each of the question's n words."""
     row = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, DIM)
@@ -84,7 +85,8 @@ def worded_kernel(
 
 @triton.jit(do_not_specialize=["C", "n"])
 def singled_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
-    """All clusters of a layer, word after word."""
+    """Second kernel of `scored_by_words`: standardizes each word's scores over all clusters of a layer, and reduces over
+    words."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     here = tl.load(SIZE + row * C + c, mask=c < C, other=0) > 0
@@ -102,7 +104,7 @@ def singled_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["V", "limit", "fewest"])
 def outside_kernel(SCORE, SIZE, OUT, V, limit, fewest, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
-    """BLOCK visual clusters of a layer."""
+    """Kernel of `beyond_budget`, for BLOCK visual clusters of a layer."""
     row = tl.program_id(1).to(tl.int64) * V
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     score = _visual(SCORE + row, SIZE, at, V)[0]
@@ -127,7 +129,7 @@ def scores_and_preceding_kernel(
     SCORE, SIZE, PARENT, WITHOUT, OUT, BEFORE, C, V,
     STAGED: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK clusters of a layer."""
+    """Kernel of `scores_and_preceding`, for BLOCK clusters of a layer."""
     row = tl.program_id(1).to(tl.int64)
     visual, row = WITHOUT + row * V, row * C
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -163,7 +165,7 @@ def selected_kernel(
     D: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """One program a layer: the first writes OUT, the second AHEAD. SCORE and KEEP: what is known of the last cluster."""
+    """Kernel of `select`, a program a layer: the first writes OUT, the second AHEAD. SCORE, KEEP: scratch memory."""
     row = tl.program_id(0)
     if row == 0:
         last = _last(BEFORE, SIZE, C, budget, OTHERS)
@@ -249,7 +251,7 @@ def stand_ins_kernel(
     D: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, HIDES: tl.constexpr, BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK clusters: the place of each, and its rows to that place."""
+    """Kernel of `summary_tokens`: rank BLOCK clusters, and copy each one's mean key and value to its rank."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     score, size, picked = _standing(SCORE, PICKED, SIZE, at, C)
     place = tl.zeros([BLOCK], tl.int32)
@@ -305,7 +307,7 @@ def folded_kernel(
     X, COUNT, OUT, n, row_h, row_n, D,
     HEADS: tl.constexpr, TOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a group of HEADS heads."""
+    """Kernel of `mean_query`, for some columns of one group of HEADS heads."""
     group = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     count = n
@@ -322,7 +324,7 @@ def moved_kernel(
     X, COUNT, KNOWN, BEFORE, SEEN, OUT, n, row_n, E,
     SHOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of all rows."""
+    """Kernel of `moved`, for some of the E columns of all rows."""
     e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     count = tl.load(COUNT).to(tl.int32)
     mean = _total(X, row_n, e, E, count, ROWS, COLUMNS) / count
@@ -340,7 +342,7 @@ def moved_kernel(
 
 @triton.jit(do_not_specialize=["n", "last"])
 def foretold_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexpr):
-    """Some entries. No two programs look at one place: only at the last one, which is not written."""
+    """Kernel of `host_slots`, for some entries. Programs share no table slot but the last, which is not written."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(ENTRY + at, mask=at < n, other=-1)
     place = tl.where(entry < 0, last, entry)
@@ -356,10 +358,10 @@ def gather_kernel(
     GROUPS: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr, WORD: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Piece after piece: BLOCK words of one head of one side (keys or values) of one unit; RUN words make a head,
-    EACH lie between one unit's and the next one's where they are written.
+    """Kernel of `gather_units`: copy blocks of BLOCK words of one head of keys or values of one unit; a head has RUN words,
+    and EACH words lie between units in the output.
 
-    With PAIRS every head begins at an even word. Unless loads are as wide as stores, sectors cross the wire twice.
+    With PAIRS every head starts at an even word. Unless loads are as wide as stores, sectors cross the bus twice.
     """
     PIECES: tl.constexpr = (RUN + BLOCK - 1) // BLOCK
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0)):
@@ -379,8 +381,8 @@ def gather_kernel(
         tl.store(out + target + at, words, mask=inside)
 
 
-def scored(key, query, cosine):
-    """[R, C] float32: keys [R, C, d] times queries [R, d]; if `cosine`, of both at length one."""
+def score(key, query, cosine):
+    """Launch `ops.clusters.score`: dot product (or cosine) of keys [R, C, d] and queries [R, d], [R, C] float32."""
     R, C, D = key.shape
     out = torch.empty(R, C, device=key.device)
     if C:
@@ -392,7 +394,7 @@ def scored(key, query, cosine):
 
 
 def scored_by_words(key, words, size, cosine):
-    """[R, C] float32: how far keys are above others for the word that singles them out (`ops.clusters.scored_by_words`)."""
+    """Launch `ops.clusters.scored_by_words`: score of each cluster by its best-matching question word, [R, C] float32."""
     (R, C, D), n = key.shape, words.rows.shape[1]
     out = torch.empty(R, C, device=key.device)
     if C:
@@ -406,8 +408,8 @@ def scored_by_words(key, words, size, cosine):
     return out
 
 
-def outside(score, size, limit, fewest):
-    """[R, V]: whether `limit` entries or more are in the clusters with a higher score [R, V] (`ops.clusters.outside`)."""
+def beyond_budget(score, size, limit, fewest):
+    """Launch `ops.clusters.beyond_budget`: which visual clusters are beyond a budget of `limit` entries, [R, V]."""
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:
@@ -418,7 +420,7 @@ def outside(score, size, limit, fewest):
 
 
 def scores_and_preceding(score, size, parent, without):
-    """Scores [R, C], -inf for clusters not searched, and how many entries come before each cluster; see `ops.clusters`."""
+    """Launch `ops.clusters.scores_and_preceding`: scores [R, C], -inf if excluded, and entries of better clusters."""
     R, C = score.shape
     out, before = torch.empty_like(score), torch.empty(R, C, dtype=torch.long, device=score.device)
     staged = parent is not None and without is not None
@@ -431,8 +433,8 @@ def scores_and_preceding(score, size, parent, without):
     return out, before
 
 
-def selected(before, lists, budget, ahead, own, late):
-    """The entries that are retrieved, ascending, and those to fetch ahead for the next layer (`ops.clusters.selected`)."""
+def select(before, lists, budget, ahead, own, late):
+    """Launch `ops.clusters.select`: the retrieved entries, ascending, and those to prefetch for the next layer."""
     R, C = before.shape
     device, D, more = before.device, own.keys.shape[2], 0 if late is None else late.entries
     out = torch.empty(budget + more, dtype=torch.long, device=device)
@@ -452,8 +454,8 @@ def selected(before, lists, budget, ahead, own, late):
     return out, coming
 
 
-def stand_ins(score, picked, size, rows, time, out, head, left, tokens):
-    """Summary tokens: the clusters of the largest score, their times and biases (`ops.clusters.stand_ins`)."""
+def summary_tokens(score, picked, size, rows, time, out, head, left, tokens):
+    """Launch `ops.clusters.summary_tokens`: summary tokens of the best clusters, their times and biases."""
     (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
     times = torch.empty(count, dtype=time.dtype, device=time.device)
     added = torch.empty(head + count, device=score.device)
@@ -466,8 +468,8 @@ def stand_ins(score, picked, size, rows, time, out, head, left, tokens):
     return times, added
 
 
-def folded(rows, count, groups):
-    """[G * D] float32: the mean of rows [H, n, D] over the words, the heads of a group summed (`ops.clusters.folded`)."""
+def mean_query(rows, count, groups):
+    """Launch `ops.clusters.mean_query`: mean query [G * D] over the words of rows [H, n, D], summed over a group's heads."""
     H, n, D = rows.shape
     out = torch.empty(groups * D, device=rows.device)
     folded_kernel[(groups, triton.cdiv(D, COLUMNS))](
@@ -478,7 +480,7 @@ def folded(rows, count, groups):
 
 
 def moved(words, count, known, before, seen):
-    """[n, E]: rows `words` plus `known` [E]; updates the means `before` and `seen` [E] (`ops.clusters.moved`)."""
+    """Launch `ops.clusters.moved`: predicted hidden states, `words` [n, E] plus `known` [E]; updates `before` and `seen`."""
     n, E = words.shape
     out = torch.empty(n, E, dtype=words.dtype, device=words.device)
     moved_kernel[(triton.cdiv(E, COLUMNS),)](
@@ -488,8 +490,8 @@ def moved(words, count, known, before, seen):
     return out
 
 
-def foretold(table, entries, slots, begin):
-    """[n]: where on the host each of `entries` [n] is, -1 for none; notes where it will be (`ops.clusters.foretold`)."""
+def host_slots(table, entries, slots, begin):
+    """Launch `ops.clusters.host_slots`: host slots [n] of `entries`, -1 for none; updates `table`."""
     out = torch.empty_like(entries)
     if len(entries):
         foretold_kernel[(triton.cdiv(len(entries), FORETOLD),)](
@@ -499,8 +501,8 @@ def foretold(table, entries, slots, begin):
 
 
 def gather_units(out, slab, base, slot, grain=0, *, programs=PROGRAMS, words=UNDER_WAY):
-    """Brings units from host memory into `out` in one launch (`ops.clusters.gather_units`); `programs` and `words` as the
-    constants above."""
+    """Launch `ops.clusters.gather_units`: copy units from host memory to `out`; `programs` and `words` as the constants
+    above."""
     slots, _, groups, tokens, size = slab[0].shape
     n = slot.shape[0]
     if n == 0:
@@ -509,7 +511,7 @@ def gather_units(out, slab, base, slot, grain=0, *, programs=PROGRAMS, words=UND
     side, group = (out.stride(i) * out.element_size() for i in (0, 1))
     each = out.stride(2) * out.element_size() if out.dim() == 5 else run
     # A slab that begins anywhere else than the first is told to the kernel in bytes from there, and read by the same words.
-    aligned = (run, side, group, each, out.data_ptr(), grain or grain_of(slab))
+    aligned = (run, side, group, each, out.data_ptr(), grain or alignment_of(slab))
     word = next(w for w in WORD_TYPES if not any(b % w for b in aligned))
     block = min(words, triton.next_power_of_2(run // word))
     items = n * 2 * groups * triton.cdiv(run // word, block)

@@ -1,1 +1,1 @@
-"""Decoding: the loop, drafts and their verification, captured steps, and a process of a draft."""
+"""Decoding: the speculative decoding loop, draft interfaces, verification, CUDA-graph replay, a draft's own process."""

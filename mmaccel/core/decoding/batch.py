@@ -1,5 +1,5 @@
-"""Sequences of several calls decoded together: of each round the model's step is one for all of them (continuous batching,
-Orca, OSDI 2022, section 3.1)."""
+"""`Batch`: sequences of several calls decoded together, each round as one step of the model (continuous batching, Orca, OSDI
+2022, section 3.1)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmaccel.backends.ops.layer_ops import MOST
 from mmaccel.core.adapter import Runner
 from mmaccel.core.decoding.draft import DraftStep, sent
 from mmaccel.core.decoding.generate import Offer, Speculation
-from mmaccel.core.decoding.load import Load
+from mmaccel.core.decoding.load import DraftLength
 from mmaccel.core.prefill.attention import ForwardPass
 
 Wanted = tuple[Speculation, Runner, Tensor, Any]
@@ -30,15 +30,15 @@ KEPT = 4
 
 
 class Batch:
-    """Sequences that are decoded together, each with a memory, a draft, random numbers and an end of its own: each commits
-    what it would commit alone. They come and go between two rounds.
+    """Sequences decoded together, each with its own KV memory, draft, random numbers and stop condition, and the same tokens
+    as alone. They may join and leave between rounds.
 
-    Threads bring their sequences and wait for these; one of the threads does the rounds for all. In a round drafts propose,
-    as many tokens as pay at this load (`Load`), and then the targets judge; those that share a `Runner.together` take each
-    step as one, drafts among themselves too. A runner without one, and rows of a tree, take steps of their own.
+    Threads add sequences and wait; one of the threads runs the rounds for all. In a round drafts propose, as many tokens as
+    pays at this load (`DraftLength`), then targets verify. Targets that share a `Runner.together` run each step as one, and
+    so do drafts. A runner without one, and rows of a token tree, run steps of their own.
 
-    told     called with the number of sequences of each step of targets that several may share
-    holding  gives what is held while a round lasts
+    told     called with the number of sequences in each step of targets that several may share
+    holding  returns a context manager that is held during a round
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Batch:
         told: Callable[[int], object] = lambda count: None,
         holding: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._told, self._holding, self.load = told, holding, Load()
+        self._told, self._holding, self.load = told, holding, DraftLength()
         self._of: Callable[[Any, Sequence[Any]], Any] = lambda runner, known: None
         self._known, self._seen, self._warm = list[Any](), WeakSet[Any](), True
         self._live: list[Speculation] = []
@@ -59,8 +59,8 @@ class Batch:
         return len(self._live)
 
     def share(self, runner: Any, of: Callable[[Any, Sequence[Any]], Any]) -> None:
-        """Have steps of `runner`, and of the drafts that come, shared by what `of` gives: the `Runner.together` of a runner,
-        one of those known or a new one; None: it shares no steps."""
+        """Let steps of `runner`, and of drafts to come, be shared: `of(runner, known)` returns a `Runner.together`, one of
+        the `known` or a new one, or None if it shares no steps."""
         with self._changed:
             self._of = of
             self._join(runner)
@@ -75,8 +75,8 @@ class Batch:
         return runner.together
 
     def run(self, sequences: Sequence[Speculation]) -> None:
-        """Decode `sequences`, with all others that are here meanwhile, until they have ended. Raises what ended one of them:
-        an error in one ends none of another caller."""
+        """Decode `sequences`, together with all others in the batch, until they end; raise the error that ended one of them.
+        An error in a sequence does not end those of other callers."""
         with self._changed:
             self._live += [one for one in sequences if not one.ended]
         try:
@@ -229,8 +229,8 @@ def _said(step: DraftStep, logits: dict[Speculation, Tensor]) -> dict[Speculatio
 
 @dataclass(frozen=True)
 class AnswersTogether:
-    """Steps of answers on streams of one model, whose `turns` these are, as one: see `Runner.together`. An answer that is
-    the only one goes by itself."""
+    """Runs one step of answers on several streams of a model as one batch: see `Runner.together`. `turns` is the model's
+    lock. A single answer runs its own step."""
 
     turns: Any
 
@@ -258,12 +258,12 @@ def _alone(runner: Any, ids: Tensor) -> Tensor | Exception:
 
 
 @dataclass(eq=False)
-class Seat:
-    """The place of one call of `generate` in a batch.
+class BatchSlot:
+    """The place of one call of `generate` in a `Batch`.
 
-    generator  the call's random numbers, where tokens are sampled
-    joined     called when the call's prompt has been read and its sequences come to the batch
-    alone      why the call is decoded by itself; empty: it is not
+    generator  the call's random generator for sampling
+    joined     called when the call's prompt is prefilled and its sequences join the batch
+    alone      why the call is decoded outside the batch; empty if it is not
     """
 
     batch: Batch
@@ -272,6 +272,6 @@ class Seat:
     alone: str = field(default="", init=False)
 
     def decode(self, sequences: Sequence[Speculation]) -> None:
-        """See `Batch.run`."""
+        """Decode the call's `sequences` together with the others in the batch: see `Batch.run`."""
         self.joined()
         self.batch.run(sequences)

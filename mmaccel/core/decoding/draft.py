@@ -1,9 +1,10 @@
-"""The contract of a draft, who proposes the next tokens, and how a proposal is judged with the target's logits.
+"""Speculative decoding: the interface of drafts, which propose the next tokens, and the verification of proposals.
 
-What is committed is what the target alone would have said. Greedy: the longest prefix of the target's own choices, then its
-next choice. Sampling: the accept rule of speculative sampling (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1; Chen et
-al. 2023, arXiv 2302.01318): token x drawn from q is kept with probability min(1, p(x) / q(x)); at the first refusal a token
-of the residual (p - q)+ is committed; when all are kept, a bonus token of p. A greedy token is the case q(x) = 1.
+The committed tokens are what the target alone would produce. Greedy: the longest prefix that agrees with the target's own
+choices, then its next choice. Sampling: the accept rule of speculative sampling (Leviathan et al. 2023, arXiv 2211.17192,
+Algorithm 1; Chen et al. 2023, arXiv 2302.01318): token x drawn from q is kept with probability min(1, p(x) / q(x)); at the
+first rejection a token of the residual (p - q)+ is committed; if all are kept, a bonus token of p. A greedy token is the
+case q(x) = 1.
 
 Letters: n proposed tokens, V vocabulary of the target, S tokens before the proposal.
 """
@@ -22,7 +23,7 @@ from torch.nn.functional import pad
 
 from mmaccel.core.adapter import Branches, Columns, ModelView, Runner
 from mmaccel.core.decoding.replay import Compiled
-from mmaccel.core.decoding.watching import DraftStream, Watching
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError
 from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.prefill.prune import Probe, TokenPruner
@@ -42,12 +43,12 @@ UNIT_SLACK = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """Tokens the target is asked to verify in one pass.
+    """Draft tokens that the target verifies in one pass.
 
-    ids [n] long (n may be 0: then the target decodes one token by itself).
-    parents [n] long or None: index of each token's parent among `ids`, before its own, -1 for the last committed token; None
-    is a chain. Children of one parent are distinct tokens, chosen without chance (q is None).
-    q [n, V] or None: the distribution each token was drawn from; None is a point mass (greedy or looked up).
+    ids [n] long (n may be 0: then the target decodes one token by itself). parents [n] long or None: index of each token's
+    parent among `ids`, before its own, -1 for the last committed token; None is a chain. Children of one parent are distinct
+    tokens, chosen without chance (q is None). q [n, V] or None: the distribution each token was drawn from; None is a point
+    mass (greedy or looked up).
     """
 
     ids: Tensor
@@ -59,7 +60,7 @@ class Proposal:
         return cls(torch.empty(0, dtype=torch.long, device=device))
 
     def then(self, other: Proposal) -> Proposal:
-        """This chain with the tokens of another behind it."""
+        """Return this proposed chain of tokens followed by the tokens of chain `other`."""
         if not other.ids.numel():
             return self
         if not self.ids.numel():
@@ -77,14 +78,14 @@ class Proposal:
         return Proposal(torch.cat([self.ids, other.ids.to(self.ids)]), q=q)
 
     def odds(self, vocab: int) -> Tensor:
-        """[n, vocab] float32: `q`, or the point masses that its absence stands for."""
+        """Return the distribution [n, vocab] float32 of each token: `q`, or one-hot rows if it is None."""
         if self.q is not None:
             return self.q
         return (self.ids[:, None] == torch.arange(vocab, device=self.ids.device)).float()
 
     @cached_property
     def branches(self) -> Branches:
-        """The rows of the pass that verifies a tree: the last committed token, then `ids`; on the host."""
+        """The `Branches` of a token tree's verification (rows: the last committed token, then `ids`); on the host."""
         assert self.parents is not None
         parents = self.parents.tolist()
         sees = torch.eye(len(parents) + 1, dtype=torch.bool)
@@ -97,13 +98,13 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Input of a draft: the raw model inputs (ids, pixels, grids), the ids [1, S], and the sampling in force.
+    """Input of a draft: the raw model inputs (ids, pixels, grids), the ids [1, S], and the sampling settings.
 
     `warp` turns the raw logits of one token into the distribution it is drawn from (temperature, top-k, penalties, given the
     ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream` is what `watch`
     gave, asked the question: `inputs` have its ids alone. In a later turn of a conversation `past` are the columns that the
     target holds, `inputs` are of what comes after them, and `left` is what `DraftState.leave` gave (None: nothing); `lasts`
-    says that `leave` will be asked. `deadline` is the call's (`generate.Deadline`), for what reads long to check.
+    says that `leave` will be called. `deadline` is the call's (`generate.Deadline`), for long reads to check.
     """
 
     inputs: Mapping[str, Any]
@@ -120,8 +121,8 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """A step of `runner` over `ids` [n], after which the draft gets logits [vocab], or the likeliest token [1] if it is
-    `greedy`. Tokens of `never` are not said."""
+    """One step of a draft model's `runner` over `ids` [n]. The draft gets logits [vocab], or only the argmax [1] if
+    `greedy`; tokens of `never` are excluded."""
 
     runner: Runner
     ids: Tensor
@@ -131,11 +132,11 @@ class DraftStep:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Steps of one kind may be `said` together."""
+        """The settings by which steps are grouped: steps of one kind may share a call of `said`."""
         return self.vocab, self.never, self.greedy
 
     def said(self, logits: Tensor) -> Tensor:
-        """What drafts get of `logits` [m, V]: [m, vocab] or, if greedy, [m, 1]."""
+        """Return what drafts get of logits [m, V]: [m, vocab], or the argmax [m, 1] if `greedy`."""
         logits = resize(logits, self.vocab, float("-inf"))
         if never := [token for token in self.never if token < self.vocab]:
             logits = logits.index_fill(1, torch.tensor(never, device=logits.device), float("-inf"))
@@ -147,64 +148,64 @@ Drafting = Generator[DraftStep, Tensor, Any]
 
 
 class DraftState(ABC):
-    """A draft at work on a turn of a sequence. `chooses`: it proposes no more than told; `unread`: it must read first."""
+    """The draft of one sequence, for one turn. `chooses`: `drafting` can limit its tokens; `unread`: it must prefill."""
 
     chooses, unread = False, False
 
     @abstractmethod
     def begin(self, prompt: Prompt) -> None:
-        """Called once, before the target's prefill."""
+        """Take the prompt that the draft will continue; called once, before the target's prefill."""
 
     def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
-        """The pruner of the columns that the draft reads, `given` or None (it reads all). Called after `begin`."""
+        """Return the pruner of the draft's prompt: `given`, or None to read all of it. Called after `begin`."""
         return given
 
     def keep(self, columns: Tensor) -> None:
-        """The columns [n] of the prompt, and of `Prompt.past`, that the strategy's pruner leaves to the draft: called once,
-        between `begin` and the first `observe`, as soon as the target's early layers have told."""
+        """Take the columns [n] of the prompt and of `Prompt.past` that the pruner keeps for the draft; called once, between
+        `begin` and the first `observe`, as soon as the target's early layers have run."""
         raise DraftError(f"{type(self).__name__} cannot prune what its draft sees; leave prune out.")
 
     def probe(self) -> Probe | None:
-        """The probe that reads the target's prefill of this sequence for the draft, or None. Called after `begin`."""
+        """Return the `Probe` that reads the target's prefill for the draft, or None. Called after `begin`."""
         return None
 
     @abstractmethod
     def propose(self) -> Proposal:
-        """The tokens to verify next; may be empty."""
+        """Return the draft tokens that the target should verify next; may be empty."""
 
     def drafting(self, most: int | None = None) -> Drafting:
-        """`propose`, of at most `most` tokens where the draft can choose, whose steps others take (`DraftStep`)."""
+        """Generator form of `propose`, of at most `most` tokens if possible: yields model steps for the caller to run."""
         yield from ()
         return self.propose()
 
     def tail(self) -> Proposal:
-        """One token that follows the whole proposal, or none; it is judged as the last of it. Asked after the target's step
-        was issued: drafting that overlaps verification happens here."""
+        """Return one token that follows the whole proposal, or none; it is verified as the last one. Called after the
+        target's step was launched, so work here overlaps verification."""
         return Proposal.empty()
 
     @abstractmethod
     def observe(self, committed: Tensor, kept: int) -> None:
-        """`committed` [m] new tokens of the sequence; the first `kept` of them stood in the last proposal."""
+        """Learn the `committed` [m] new tokens of the sequence; the first `kept` of them were in the last proposal."""
 
     def leave(self) -> Any:
-        """State that the next turn's draft may continue from (`Prompt.left`), or None. Called before `close`."""
+        """Return state from which the next turn's draft can continue (`Prompt.left`), or None. Called before `close`."""
         return None
 
     def close(self) -> None:
-        """Free what the draft holds; called in every case."""
+        """Release all resources of the draft; called at the end of a sequence, also after errors."""
 
     def counters(self) -> dict[str, float]:
-        """Figures for the report, by names of the strategy's own; nobody else reads them."""
+        """Return the draft's figures for the report, under names that the drafting strategy chooses."""
         return {}
 
     def notes(self) -> list[str]:
-        """Sentences for the report, without a full stop: what the figures mean, such as why the draft rested."""
+        """Return sentences for the report, without a full stop, on what its figures mean: why nothing was drafted, say."""
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftStrategy(Policy, ABC, kind="draft"):
-    """A choice of draft; `open` gives the state for one sequence.
+    """A drafting method for speculative decoding; `open` returns its `DraftState` for one sequence.
 
     active  whether this strategy drafts at all
     needs   what it requires of the recipe: "rollback", that the KV memory can drop the last `max_rollback` columns;
@@ -223,32 +224,32 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     @property
     def max_rollback(self) -> int:
-        """The most columns a verified window may roll back."""
+        """The most cache columns that verification may have to roll back."""
         return 0
 
     @property
     def pruner(self) -> TokenPruner | None:
-        """The pruner that chooses the columns of the prompt for the draft; None if it sees all, or chooses by itself."""
+        """The pruner that chooses the prompt columns that the draft reads; None if it reads all or chooses by itself."""
         return None
 
     def check(self, target: ModelView) -> None:
-        """Called when attached, also on a `config_only` target: raise `DraftError` for one that the draft cannot serve."""
+        """Raise `DraftError` if the draft cannot serve `target`; called at attach, also for a `config_only` target."""
 
     @abstractmethod
     def open(self, target: ModelView) -> DraftState: ...
 
-    def watch(self, target: ModelView, session: Watching) -> DraftStream:
-        """A stream for the frames of `session`: called once a session where "video" is among `needs`."""
+    def watch(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
+        """Open a stream for the frames of `session`; called once per session if "video" is in `needs`."""
         raise DraftError(f"{self.name}: it opens no stream of its own; leave 'video' out of needs.")
 
 
 def sent(work: Drafting, given: Tensor | Exception | None) -> DraftStep:
-    """The next step of `work`, after what the last one said (None: the first) or raised."""
+    """Resume the generator `work` with the result or the error of its last step (None at first); return its next step."""
     return work.throw(given) if isinstance(given, Exception) else work.send(given)  # type: ignore[arg-type]
 
 
 def alone(work: Drafting) -> Any:
-    """What `work` gives at its end, whose steps are taken one by one."""
+    """Run the generator `work` to its end, each of its steps on its own; return what it returns."""
     given: Tensor | Exception | None = None
     while True:
         try:
@@ -268,20 +269,20 @@ def accept(
     warp: Warp | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, int]:
-    """The tokens to commit, [kept + 1] long on the device of `logits`, and how many of them stood in the proposal.
+    """Verify a chain: return the tokens to commit, [kept + 1] long on the device of `logits`, and how many were proposed
+    ones.
 
-    logits [n + 1, V]: row i follows the first i proposed tokens; or [n, V], and then no bonus token follows where all are
-    kept. ids [S]: the committed tokens before the proposal.
-    `warp` None decodes greedily. The result does not depend on the proposal: greedy, it is the target's own sequence;
-    sampling, it has the target's own distribution, provided each proposed token was drawn from its row of q without
-    knowledge of the random numbers used here. One read from the device a call.
+    logits [n + 1, V]: row i follows the first i proposed tokens; or [n, V], and then no bonus token follows if all are kept.
+    ids [S]: the committed tokens before the proposal. `warp` None decodes greedily. The result does not depend on the
+    proposal: greedy, it is the target's own sequence; sampling, it has the target's own distribution, provided each proposed
+    token was drawn from its row of q without knowledge of the random numbers used here. One read from the device a call.
 
     Raises `DraftError` for a tree, for shapes that do not fit, and for a q that is no distribution over the target's
     vocabulary, or not one that could have given its token. Columns of q beyond V may hold no mass; missing ones hold none.
     """
     check(proposal)
     if proposal.parents is not None:
-        raise DraftError("accept judges chains; a proposal with parents is for accept_tree.")
+        raise DraftError("accept verifies chains; call accept_tree for a proposal with parents.")
     drafted = proposal.ids.to(logits.device)
     n = drafted.numel()
     rows = logits.shape[0]
@@ -318,7 +319,7 @@ def accept(
 
 
 def check(proposal: Proposal) -> None:
-    """Raise `DraftError` for a proposal that cannot be verified; of what is on a device only a tree's parents are read."""
+    """Raise `DraftError` for a malformed proposal. Of tensors on a device only a tree's parents are read."""
     ids, parents, q = proposal.ids, proposal.parents, proposal.q
     n = ids.numel()
     if ids.ndim != 1 or ids.dtype != torch.long:
@@ -326,20 +327,22 @@ def check(proposal: Proposal) -> None:
     if parents is not None and (parents.shape != ids.shape or parents.dtype != torch.long):
         raise DraftError(f"Proposal.parents must be [{n}] long; it is {list(parents.shape)} {parents.dtype}.")
     if parents is not None and any(not -1 <= parent < i for i, parent in enumerate(parents.tolist())):
-        raise DraftError("Proposal.parents: a token comes before its parent; list parents first.")
+        raise DraftError(
+            "Proposal.parents: a token comes before its parent; list parents first, -1 for the root."
+        )
     if parents is not None and q is not None:
         raise DraftError(
-            "the draft proposed a tree with probabilities (Proposal.q); choose children without chance, and leave q out."
+            "the draft proposed a tree with probabilities (Proposal.q); choose children without sampling, and leave q out."
         )
     if q is not None and (q.ndim != 2 or q.shape[0] != n):
         raise DraftError(f"Proposal.q must be [{n}, V], a row for each token; it is {list(q.shape)}.")
 
 
 def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
-    """How many proposed tokens are kept, [...] long, and the weights [..., V] to draw the next token from.
+    """Return how many proposed tokens are accepted, [...] long, and the weights [..., V] to draw the next token from.
 
     ids [..., n], p [..., n + 1, V], q [..., n, V] or None for point masses, u [..., n] independent uniforms of [0, 1).
-    Shapes are static and nothing is read back. A token that p does not hold (id < 0 or >= V) is refused.
+    Static shapes, no device read. A token outside p's vocabulary (id < 0 or >= V) is rejected.
     """
     n, vocab = ids.shape[-1], p.shape[-1]
     inside = (ids >= 0) & (ids < vocab)
@@ -370,14 +373,14 @@ _judged = Compiled(judge, warmup_s=2.4)
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one index [1] long with the weights `p` [V], on the device of `p` whatever the generator's."""
+    """Draw one index, [1] long on the device of `p`, with weights `p` [V]; the generator may be on another device."""
     if generator is None or generator.device == p.device:
         return torch.multinomial(p, 1, generator=generator)
     return torch.multinomial(p.to(generator.device), 1, generator=generator).to(p.device)
 
 
 def resize(x: Tensor, vocab: int, fill: float) -> Tensor:
-    """`x` [..., V'] cut or lengthened with `fill` to [..., vocab]."""
+    """Return `x` [..., V'] truncated, or padded with `fill`, to [..., vocab]."""
     short = vocab - x.shape[-1]
     return x[..., :vocab] if short <= 0 else pad(x, (0, short), value=fill)
 
@@ -392,5 +395,5 @@ def _faults(q: Tensor, ids: Tensor, vocab: int) -> Tensor:
 
 
 def real(p: Tensor) -> Tensor:
-    """`p` in float32, or in float64 if it is."""
+    """Return `p` as float32, or unchanged if it is float64."""
     return p if p.dtype == torch.float64 else p.float()

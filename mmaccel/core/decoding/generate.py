@@ -1,6 +1,6 @@
-"""The decoding loop: draft, verify, commit. One loop for every draft; no draft at all is the draft that proposes nothing.
+"""The speculative decoding loop (draft, verify, commit) for all drafts; plain decoding is a draft that proposes nothing.
 
-And by what a call that decodes ends, its `Deadline`, and what a question on a stream gets, an `Answer`.
+Also `Deadline`, which ends a call, and `Answer`, the result of a question on a stream.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_NEW_TOKENS = 128
 
 def speculate(
     target: Runner,
-    draft: DraftState | CarefulDraft | None,
+    draft: DraftState | GuardedDraft | None,
     prompt: Prompt,
     first: Tensor,
     *,
@@ -40,17 +40,17 @@ def speculate(
     emit: Callable[[Tensor], None] | None = None,
     meter: Rounds,
 ) -> Tensor:
-    """The prompt's ids and the generated ones, [1, S + m]: see `Speculation`, of which this is one by itself."""
+    """Decode one sequence to its end; return prompt and generated ids [1, S + m]. For arguments see `Speculation`."""
     sequence = Speculation(target, draft, prompt, first, stop=stop, emit=emit, meter=meter)
     lockstep([sequence])
     return sequence.ids
 
 
 def lockstep(sequences: Sequence[Speculation]) -> None:
-    """Go on with several sequences, a round of each in turn, until all have ended; one that ended early takes no more turns.
+    """Decode several sequences to their ends, one round of each in turn.
 
-    Each keeps what it would keep alone, and the target reads its weights once for each (`batch.Batch` has them share steps).
-    A draft elsewhere goes on with one while the target verifies another. All drafts are closed in every case.
+    Each gets the tokens it would get alone, and the target reads its weights once for each (`batch.Batch` shares steps). A
+    draft in another process works on one sequence while the target verifies another. All drafts are closed, also on errors.
     """
     try:
         while live := [sequence for sequence in sequences if not sequence.ended]:
@@ -61,10 +61,11 @@ def lockstep(sequences: Sequence[Speculation]) -> None:
             sequence.close()
 
 
-class CarefulDraft:
-    """A draft at work, whose failure ends the draft and not the decoding; `state` is None before it is opened, and after.
+class GuardedDraft:
+    """Wraps a draft so that its failure ends only drafting, not decoding; `state` is None before it is opened and after it
+    ends.
 
-    lasts  whether a turn may follow; then `left` is what it left for that (`DraftState.leave`)
+    lasts  whether a later turn may follow; then `left` is what the draft keeps for it (`DraftState.leave`)
     """
 
     def __init__(self, meter: Rounds, state: DraftState | None = None, lasts: bool = False) -> None:
@@ -73,7 +74,7 @@ class CarefulDraft:
 
     @contextmanager
     def dropping(self) -> Iterator[DraftState | None]:
-        """Run what may fail with the draft's state; None where it was dropped."""
+        """Context that gives the draft's state (None if dropped); an error inside drops the draft and is not raised."""
         try:
             yield self.state
         except Ended:  # of the call, which ends with the next token
@@ -82,7 +83,7 @@ class CarefulDraft:
             self.drop(error)
 
     def drop(self, error: Exception) -> None:
-        """Go on without the draft, and say so."""
+        """Drop the draft after `error`, with a warning; decoding goes on without it."""
         draft, self.state = self.state, None
         self._failed(error)
         if draft is not None:
@@ -97,7 +98,7 @@ class CarefulDraft:
         warn(f"the draft failed and was dropped; decoding goes on without it ({reason}).")
 
     def close(self) -> None:
-        """Close the draft, in whatever state it is; a second call does nothing."""
+        """Close the draft, whatever its state; a second call does nothing."""
         draft, self.state = self.state, None
         if draft is not None:
             try:
@@ -122,22 +123,21 @@ class CarefulDraft:
 
 
 class Speculation:
-    """One sequence being decoded: `ids` [1, S + m], the prompt's and those committed so far, and whether it has `ended`.
+    """Decodes one sequence: `ids` [1, S + m] are the prompt's and the committed ones, `ended` whether it is complete.
 
-    `draft` (None: the target goes alone) has begun and `target` has run the prompt, with `first` [1, V] as logits. `stop` is
-    asked once for each new token, in order, with all ids up to it [1, S']; the first True ends the sequence at that token,
-    inside a verified window too. `emit` gets new tokens [m'] as they are committed; to `rows`, where given, the target's
-    logits [1, V] float32 of each are appended before `stop` is asked about it. At the end the target has run all ids but the
-    last.
+    `draft` (None: plain decoding) has begun, and `target` has run the prompt, with `first` [1, V] as logits. `stop` is
+    called once for each new token, in order, with all ids up to it [1, S']; the first True ends the sequence at that token,
+    inside a verified window too. `emit` gets new tokens [m'] as they are committed; to `rows`, if given, the target's logits
+    [1, V] float32 of each are appended before `stop` is called for it. At the end the target has run all ids but the last.
 
-    A draft that raises is dropped, with a `MmaccelWarning` and a word to the meter, and the target goes on alone: no token
-    is lost or changed. The meter counts what verification agreed to, before `stop` cuts.
+    A draft that raises is dropped, with a `MmaccelWarning` and a note to the meter, and the target goes on alone: no token
+    is lost or changed. The meter counts what verification accepted, before `stop` cuts.
     """
 
     def __init__(
         self,
         target: Runner,
-        draft: DraftState | CarefulDraft | None,
+        draft: DraftState | GuardedDraft | None,
         prompt: Prompt,
         first: Tensor,
         *,
@@ -149,7 +149,7 @@ class Speculation:
         self.ids, self.ended = prompt.ids, False
         self.target, self._prompt, self._meter = target, prompt, meter
         self._stop, self._emit, self._rows = stop, emit, rows
-        self._draft = draft if isinstance(draft, CarefulDraft) else CarefulDraft(meter, draft)
+        self._draft = draft if isinstance(draft, GuardedDraft) else GuardedDraft(meter, draft)
         self._first: Tensor | None = first
         self._proposal, self._rests, self.judged = Proposal.empty(), False, (0, 0)
         self._vocab = first.shape[-1]
@@ -157,15 +157,15 @@ class Speculation:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Commit the next tokens: at first that which follows the prompt, then those of a round."""
+        """Commit the next tokens: the first call the one after the prompt, later calls those of one round."""
         offered = alone(self.offer())
         self.take(None if offered is None else self.target.step(*offered)[0])
 
     @torch.no_grad()
     def offer(self, most: int | None = None) -> Generator[DraftStep, Tensor, Offer | None]:
-        """What the target's next step runs: the last token and the draft's proposal (of `most` tokens at most, if it can
-        choose; 0: it rests), and how they branch; None: nothing, for a prompt gives the first token. The draft's own steps
-        are yielded. `take` has to follow."""
+        """Return the rows of the target's next step: the last token and the draft's proposal (at most `most` tokens if it
+        can choose; 0: none), with `Branches` for a tree; None for the first token, as the prompt's logits are there. The
+        draft's own steps are yielded. Call `take` next."""
         self._proposal, self._rests = Proposal.empty(), most == 0
         if self._first is not None:
             return None
@@ -184,7 +184,7 @@ class Speculation:
 
     @torch.no_grad()
     def take(self, logits: Tensor | None) -> None:
-        """Commit tokens by what the target said, logits [n, V] of the rows offered."""
+        """Commit tokens, given the target's logits [n, V] of the offered rows."""
         first, self._first = self._first, None
         if first is not None:
             prompt = self._prompt
@@ -249,16 +249,16 @@ class Speculation:
 
     @property
     def adapts(self) -> bool:
-        """Whether its draft may rest, or propose less: with sampled tokens it would take other random numbers."""
+        """Whether this sequence's number of drafted tokens may vary; under sampling it would change the random numbers."""
         return getattr(self._draft.state, "chooses", False) and self._prompt.warp is None
 
     @property
     def unread(self) -> bool:
-        """Whether its draft reads its prompt before it proposes."""
+        """Whether this sequence's draft must prefill the prompt before it proposes."""
         return self._first is None and getattr(self._draft.state, "unread", False)
 
     def close(self) -> None:
-        """Close the draft, in whatever state it is; a second call does nothing."""
+        """Close the draft, whatever its state; a second call does nothing."""
         self._draft.close()
 
 
@@ -271,8 +271,8 @@ class Ended(Exception):
 
 
 class Deadline:
-    """The end of one call: `seconds` from now (None: none), or when any thread calls `cancel` or sets `event`, which several
-    calls may share. Raises `ModelError` for seconds that are not a positive number."""
+    """The end of one call: `seconds` from now (None: no limit), or when any thread calls `cancel` or sets `event`, which
+    several calls may share. Raises `ModelError` if `seconds` is not a positive number."""
 
     def __init__(self, seconds: float | None = None, event: threading.Event | None = None) -> None:
         number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
@@ -283,36 +283,36 @@ class Deadline:
         self._cancelled, self._event = threading.Event(), event or threading.Event()
 
     def cancel(self) -> None:
-        """Ask the call to end at its next check."""
+        """Ask the running call to end at its next check of the deadline; may be called from any thread."""
         self._cancelled.set()
 
     def over(self) -> Over | None:
-        """Why the call must end now; None: it may continue."""
+        """Return why the call must end now, "timeout" or "cancelled"; None: it may continue."""
         if self._cancelled.is_set() or self._event.is_set():
             return "cancelled"
         return "timeout" if self._end is not None and monotonic() >= self._end else None
 
     def left(self) -> float | None:
-        """Seconds left; None without a timeout."""
+        """Return the seconds left until the deadline; None without a timeout."""
         return None if self._end is None else max(0.0, self._end - monotonic())
 
     def check(self) -> None:
-        """Raise `Ended` when the call must end."""
+        """Raise `Ended` if the running call must end now, because of its timeout or a cancellation."""
         if (reason := self.over()) is not None:
             raise Ended(reason)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Frames an answer is based on: one unit of the stream.
+    """Frames an answer is based on: one unit (step of time) of the stream.
 
     frames    first and last frame, numbered from the start of the stream
     seconds   when the first was shown
-    share     of the layers, how many looked at it: recalled it, or had it in their local window; 0 where all that they
-              looked at is what stands for it, or for it and others
-    recalled  of the layers, how many recalled it
+    share     share of layers that attended to it: retrieved it, or had it in their local window; 0 if they attended only to
+              summaries that represent it
+    recalled  share of layers that retrieved it
     score     of all that reached the answer's first token from units, the part that came from this one, 0 to 1, by attention
-              from layer to layer (rollout); None where the memory does not tell it
+              from layer to layer (rollout); None if the KV memory does not compute it
     """
 
     frames: tuple[int, int]
@@ -351,15 +351,15 @@ class Answer:
         return f"Answer({self.text!r}, finish_reason={self.finish_reason!r}, {taken})"
 
     def top(self, count: int = 8) -> list[Evidence]:
-        """The frames of which most reached the answer, best first; where that is not known those most layers recalled."""
+        """Return the `count` frames that contributed most to the answer, by score, else by retrieving layers."""
         order = sorted(self.evidence, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))
         return order[:count]
 
 
 class Reply(Iterator[str]):
-    """The pieces of an answer's text as they come; `answer` is the whole once they are all there.
+    """Iterator over the pieces of an answer's text as they are generated; `answer` is the whole `Answer` at the end.
 
-    Decoding goes on by itself while a piece is being read. Closing it, or leaving it to be collected, ends the answer.
+    Decoding goes on in its own thread. Closing or dropping the iterator ends the answer.
     """
 
     def __init__(self, work: Callable[[Callable[[str], None]], Answer], deadline: Deadline) -> None:
@@ -391,7 +391,7 @@ class Reply(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the answer; what was said so far is lost with it."""
+        """Stop generating the answer; its text so far is lost."""
         self._over = True
         self._deadline.cancel()
         self._thread.join()

@@ -1,4 +1,5 @@
-"""How many tokens to draft for sequences that are decoded together: by what rounds were measured to take."""
+"""`DraftLength`: chooses the number of tokens to draft for sequences that are decoded together, from measured round
+times."""
 
 from __future__ import annotations
 
@@ -17,14 +18,13 @@ FORGET = 0.99
 """What of the share of kept tokens a round leaves to the next."""
 
 
-class Load:
-    """Which window gives most tokens a second, for each number of sequences that take rounds together (up to the next power
-    of two).
+class DraftLength:
+    """Chooses the draft length (window) with the most tokens per second, per number of sequences in a batch (rounded up to a
+    power of two).
 
-    A window's worth is what its rounds commit, by the share of drafted tokens that targets keep, over the median of
-    the seconds that they took. Windows are tried from none on, as long
-    as each is worth more than the one before it. So where many sequences make verifying cost more than it gains, the draft
-    rests.
+    A window's rate is the tokens its rounds are expected to commit, by the acceptance rate so far, over their median
+    seconds. Windows are tried in ascending order from 0 while the rate rises; so where many sequences make verification cost
+    more than it gains, nothing is drafted.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Load:
         self._longest = dict[tuple[int, int], int]()
 
     def most(self, count: int, drafting: int) -> int:
-        """The window for a round of `count` sequences, `drafting` of which draft; 0: the draft rests."""
+        """Return the draft length for a round of `count` sequences, `drafting` of which have a draft; 0: no drafting."""
         size, best, chosen = _size(count), 0.0, 0
         keep = self._kept / self._judged
         for window in WINDOWS:
@@ -51,8 +51,8 @@ class Load:
         return chosen
 
     def took(self, count: int, window: int, seconds: float, judged: Iterable[tuple[int, int]]) -> None:
-        """A round of `count` sequences took `seconds`, nothing of it for the first time; `judged`: of each that drafted,
-        tokens proposed and kept."""
+        """Record that a round of `count` sequences took `seconds`, without one-off work such as graph capture; `judged`:
+        (proposed, accepted) tokens of each that drafted."""
         size = _size(count)
         self._seconds[size, window].append(seconds)
         self._rounds[size] += 1
@@ -67,7 +67,7 @@ class Load:
             self._kept += kept
 
     def times(self, count: int) -> dict[int, float]:
-        """Milliseconds of a round of `count` sequences by window, of those that were tried."""
+        """Return the median milliseconds of a round of `count` sequences, for each window that was tried."""
         size = _size(count)
         tried = [window for window in WINDOWS if self._seconds.get((size, window))]
         return {window: 1e3 * median_low(self._seconds[size, window]) for window in tried}

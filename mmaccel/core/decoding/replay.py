@@ -1,4 +1,4 @@
-"""Work that is done again and again: captured once as a CUDA graph and launched as one from then on, or compiled once."""
+"""`Replays` captures repeated work as CUDA graphs and replays it; `Compiled` compiles a function once that pays."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _alone = threading.Lock()
 
 
 def captured(work: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Any, Any]:
-    """A CUDA graph of `work`, which is not run, and what a replay of it writes to, until another graph of the pool replays.
+    """Capture `work` as a CUDA graph without running it; return the graph and the tensors a replay writes, valid until
+    another graph of `pool` replays.
 
-    Not by `torch.cuda.graph`, which collects garbage and gives the pool back: there are many captures, one after another.
+    Not by `torch.cuda.graph`, which collects garbage and frees the pool: there are many captures, one after another.
     """
     with _alone, torch.cuda.device(device):
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -46,15 +47,16 @@ def _side(device: torch.device, replaying: int) -> Any:
 
 
 class Replays:
-    """Work by name, on tensors of fixed shapes and addresses: what the host gives it is written to a `room` before.
+    """Caches CUDA graphs of work by name. The work reads and writes fixed addresses; the host passes inputs through a
+    `room`.
 
-    The first call of a name runs the work as it is written, and so does every call where there is no CUDA. The second call
-    captures it. Work that cannot be captured runs as it is written from then on.
+    The first call of a name runs the work eagerly, the second captures it, later ones replay. Without CUDA, and for work
+    that cannot be captured, every call is eager.
 
-    Captures hold as long as `mark` (see `under`) stays the same, which must cover every address that work reads, except
-    those that `at` names: of each name there are captures for the last `KEPT` values of `at`, so that sessions on one model
-    that are asked in turns each find theirs. What `at` names may be freed, and something else of the same shape come to lie
-    there: a capture then reads that. A capture reads nothing else that can be freed: rooms and results are its own.
+    Captures are valid while `mark` (see `under`) stays the same, which must cover every address that the work reads, except
+    those that `at` names. For each name, captures are kept for the last `KEPT` values of `at`, so that sessions that share a
+    model each find theirs. What `at` names may be freed, and other data of the same shape be allocated there: a capture then
+    reads that. A capture reads nothing else that can be freed: rooms and results are its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,20 +73,20 @@ class Replays:
         self._pool: Any = None
 
     def under(self, mark: Hashable) -> None:
-        """Give up all captures and rooms if `mark` is not what it was: what they read has been moved."""
+        """Set the mark; if it differs from the last one, drop all captures and rooms, as what they read has moved."""
         if mark != self._mark:
             self._held.clear()
             self._rooms.clear()
             self._mark, self._pool = mark, None
 
     def ready(self, name: Hashable, at: Hashable = None) -> bool:
-        """Whether a call would launch what is captured, or never will; `at` ...: for any place."""
+        """Return whether a call of `name` would replay a capture or can never be captured; `at` ...: for any `at`."""
         held = self._held.get(name, {})
         some = held.values() if at is ... else [held.get(at)]
         return not self.works or any(isinstance(one, _Replay | str) for one in some)
 
     def room(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor for work to read and write: zero at first, the same until the mark changes, with what was last in it."""
+        """Return the tensor `name` for work to read and write: zero at first, then the same until the mark changes."""
         known = (name, shape, dtype)
         if known not in self._rooms:
             with torch.inference_mode(False):
@@ -166,12 +168,12 @@ SIZES = 4
 
 
 class Compiled:
-    """A function of tensors that inductor compiles, as one graph, once that pays; else it runs as it is written.
+    """A function of tensors that inductor compiles, as one graph, once that pays; until then it runs eagerly.
 
-    It pays for tensors of some sizes when calls of these sizes have lost by now what compiling takes, for want of it. So at
-    most twice is spent of what the better choice takes, whatever is to come, and nothing for sizes that do not come again.
-    Sizes that are compiled anew, for a number that the host has read of a layout, say, have that to lose again. What cannot
-    be compiled, here or at all, runs as it is written from then on, and one warning says why.
+    It pays for given tensor sizes once the eager calls of these sizes have cost as much extra time as compiling takes. So
+    the total is at most twice that of the better choice, whatever calls come, and nothing is spent on sizes that do not
+    recur. Sizes that are compiled again, say for a number the host has read from a layout, must lose as much again. A
+    function that cannot be compiled stays eager, and one warning says why.
     """
 
     def __init__(self, plain: Callable[..., Any], warmup_s: float) -> None:

@@ -1,4 +1,4 @@
-"""How a tree of proposed tokens is judged with the target's logits; `draft.accept` judges chains."""
+"""Verification of a token tree with the target's logits; `draft.accept` verifies chains."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def accept_tree(
     warp: Warp | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The tokens to commit, [k + 1] long, and the path [k] of proposed tokens among them, from the root down.
+    """Return the tokens to commit, [k + 1] long, and the path [k] of accepted tree tokens among them, from the root down.
 
-    logits [n + 1, V]: row 0 follows the last committed token, row i + 1 the branch that ends in token i. From the root on
-    the target chooses, or draws, its own next token; where a child says the same the walk goes on below it. Sampling this
-    is exact, and it is the most that can be kept: for children that are chosen without chance, rejection over siblings one
-    after the other accepts with the same probability, the target's mass on all of them.
+    logits [n + 1, V]: row 0 follows the last committed token, row i + 1 the branch that ends in token i. From the root on,
+    the target chooses (or samples) its own next token; while a child equals it, the walk continues below that child.
+    Sampling is exact this way, and no method accepts more: for children chosen deterministically, rejection sampling over
+    the siblings accepts with the same probability, the target's mass on all of them.
     """
     check(proposal)
     assert proposal.parents is not None
@@ -46,15 +46,16 @@ def accept_tree(
 
 
 def distinct(ids: Tensor, parents: Tensor) -> Tensor:
-    """Tokens `ids` [n] of a tree, -1 in the place of each that an earlier sibling equals."""
+    """Return tree tokens `ids` [n] with -1 in place of each token that equals an earlier sibling."""
     equal = (ids[:, None] == ids) & (parents[:, None] == parents)
     return ids.masked_fill(equal.tril(-1).any(-1), -1)
 
 
 def judge_tree(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tensor:
-    """Which proposed tokens of a tree are kept, [n] bool: one branch, of tokens that the target says after their parents.
+    """Return which tree tokens are accepted, [n] bool: the branch in which each token is the target's choice after its
+    parent.
 
-    ids [n], `distinct`, and parents [n]: the tree; `sees` [n + 1, n + 1] that of its `Branches`; best [n + 1]: what the
-    target says after the last committed token and after each of the tree's. Shapes are static and nothing is read back.
+    ids [n] (from `distinct`) and parents [n] are the tree; `sees` [n + 1, n + 1] that of its `Branches`; best [n + 1]: the
+    target's choice after the last committed token and after each tree token. Static shapes, no device read.
     """
     return ((best[parents + 1] == ids) | ~sees[1:, 1:]).all(-1)

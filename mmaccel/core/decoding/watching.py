@@ -1,4 +1,4 @@
-"""A draft's own stream: the frames that its target watches, in a memory of the draft's."""
+"""`DraftStream`: a draft model's own video stream, with the frames that its target watches and a KV memory of its own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mmaccel.core.prefill.prune import Stage, TokenPruner
 
 
 @dataclass(frozen=True, eq=False)
-class Watching:
-    """What a draft needs of the session whose frames it is to watch: its processor, memory and `chunk`; in another
-    process also its own `prune`."""
+class DraftStreamSettings:
+    """What a draft model needs to watch a session's frames: the session's processor, KV memory and `chunk`; in another
+    process also its own pruner `prune`."""
 
     processor: Any
     kv: StreamPolicy
@@ -27,15 +27,15 @@ class Watching:
 
 
 @dataclass(frozen=True, eq=False)
-class Heard:
-    """Attention of the target's question to the tokens of frames, for a draft's pruner with this `stage`.
+class QuestionAttention:
+    """The target question's attention to the visual tokens, by which a draft's pruner with this `stage` scores them.
 
-    unit    P, tokens of a unit of the target
-    tokens  [n] long, ascending: what a layer saw; the unit's number, as all models of a pace count them, times P, plus the
-            place in it
+    unit    P, tokens of a unit (step of time) of the target
+    tokens  [n] long, ascending: the tokens a layer saw, as unit number * P + index in the unit; all models with the same
+            frames per unit number units alike
     paid    [k, n] float32: the attention that the question paid to each, a mean over its rows, heads and the layers of the
-            group `Stage.attention[k]`; a layer that did not see it paid nothing. Of a pruner that reads states it is its
-            score [1, n], moved to be positive
+            group `Stage.attention[k]`; 0 from a layer that did not see the token. For a pruner that reads hidden states, its
+            score [1, n], shifted to be positive
     """
 
     stage: Stage
@@ -44,7 +44,8 @@ class Heard:
     paid: Tensor
 
     def to(self, numbers: Tensor, places: Tensor, unit: int) -> Tensor:
-        """[k, m] what was paid to the tokens at `places` [m] of units `numbers` [m], where units have `unit` tokens."""
+        """Return [k, m], the attention paid to the tokens at `places` [m] of units (frames) `numbers` [m], for a model with
+        `unit` tokens per unit."""
         wanted, tokens = numbers * self.unit + places * self.unit // unit, self.tokens.to(numbers.device)
         paid = self.paid.to(numbers.device)
         if not tokens.numel():
@@ -54,43 +55,43 @@ class Heard:
 
 
 class DraftStream(ABC):
-    """A stream of a draft's own. What is raised ends the draft of a session, and not the session."""
+    """The video stream of a session's draft model. An error in it ends drafting, not the session."""
 
     pace: Any = None
     """What a strategy has measured of the answers so far, for the next one."""
 
     @abstractmethod
     def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
-        """Take in frames [T, 3, H, W] uint8, shown at `times`, after the target did. `fps` is the rate of their clip, if
-        known; `timed`: the times are known, and not made up."""
+        """Add frames [T, 3, H, W] uint8, shown at `times` in seconds, after the target did. `fps`: their clip's rate, if
+        known; `timed`: whether the times are known, not made up."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """State for `back` to return to; one is in use at a time."""
+        """Return the present state of the draft's stream, for `back`; only one is in use at a time."""
 
     @abstractmethod
     def back(self, mark: Any) -> None:
-        """Be as at the moment of `mark`."""
+        """Return the draft's stream to its state at `mark`."""
 
     @abstractmethod
-    def ask(self, question: str, room: int, heard: Heard | None = None) -> None:
-        """A question comes, of whose answer the target may say `room` tokens; what reads it is the draft's state. `heard`,
-        where the draft has a pruner: what the target's question attended to."""
+    def ask(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
+        """Start `question`, whose answer may have `room` tokens; the draft state reads it. `heard`, if the draft has a
+        pruner: the attention of the target's question."""
 
     @abstractmethod
     def done(self) -> None:
-        """The question is over: be as before it."""
+        """End the question: return the draft's stream to its state before it."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write the stream into `folder`, which exists, as .safetensors and .json files."""
+        """Write the draft's stream into the existing `folder`, as .safetensors and .json files."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, into a stream just opened; raises `ModelError` where it does not fit."""
+        """Read what `save` wrote into a newly opened draft stream; raises `ModelError` if it does not fit."""
 
     def idle(self) -> None:
-        """No more frames come for now."""
+        """Tell the draft's stream that no more frames come for now."""
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release all resources of the draft's stream."""

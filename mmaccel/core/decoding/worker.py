@@ -1,8 +1,8 @@
-"""A second process of one's own: started from a module's function, spoken to through one socket, never left behind.
+"""`Worker`: a second process that runs a function of ours, connected by one socket, and always killed at the end.
 
 A message is a kind, whole numbers, and bytes. In steady work only ids and counts travel. The socket is a pair made before
-the start: no port is opened, and no process group is entered, so that a program which has one of its own is not disturbed.
-A round trip takes half of what it takes through gloo. NCCL would add a kernel on each side, and a read back.
+the start: no port is opened, and no process group is joined, so a program that has one of its own is not disturbed. A round
+trip takes half of what it takes through gloo. NCCL would add a kernel on each side, and a read back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MOST = 1 << 34
 
 
 class Message(NamedTuple):
-    """One message."""
+    """One message between two processes: its kind, numbers and bytes."""
 
     kind: int
     numbers: tuple[int, ...]
@@ -51,11 +51,11 @@ class Message(NamedTuple):
 
 
 class Wire:
-    """One end of the connection between two processes. Raises `DraftError` when the other end is gone or sends what is
-    no message.
+    """One end of the socket between two processes. Raises `DraftError` if the other end is gone or sends a malformed
+    message.
 
-    silence_s  the longest a message may take to leave, however little the other end takes; None: however long
-    begun      since when half a message has been there, by `time.monotonic`; None: none is
+    silence_s  longest time that sending may block on the other end; None: no limit
+    begun      since when half a message has been received, by `time.monotonic`; None: none has
     """
 
     def __init__(self, end: socket.socket, silence_s: float | None = None) -> None:
@@ -69,7 +69,7 @@ class Wire:
         self.pulse: threading.Thread | None = None
 
     def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
-        """Hand a message over, whose bytes may be in pieces; returns as soon as it is on its way."""
+        """Send a message; `blob` is its bytes in pieces. Blocks until the socket has taken it, not until it is read."""
         size = sum(memoryview(piece).nbytes for piece in blob)
         head = _HEAD.pack(_MAGIC, kind, len(numbers), size) + struct.pack(f"<{len(numbers)}q", *numbers)
         try:
@@ -81,9 +81,9 @@ class Wire:
             raise DraftError(f"the second process cannot be reached ({error}).") from error
 
     def receive(self, limit_s: float | None) -> Message | None:
-        """The next message, or None when it is not whole within `limit_s` (None: however long it takes).
+        """Return the next message, or None if it is not complete within `limit_s` (None: no limit).
 
-        What has come of a message stays for the next call.
+        A partly received message is kept for the next call.
         """
         until = None if limit_s is None else time.monotonic() + limit_s
         try:
@@ -115,11 +115,11 @@ class Wire:
 
 
 class Outbox:
-    """Messages that leave one after the other, from a thread which is there as long as any is on its way.
+    """Sends messages in order from a background thread, which exists while any message is pending.
 
-    send   takes a message's kind, its numbers and `blob`, its bytes in pieces; see `Wire.send`
-    error  why one of them did not get through; those behind it are dropped
-    left   when the last one had left, by `time.monotonic`
+    send   a function of a message's kind, numbers and `blob`, its bytes in pieces; see `Wire.send`
+    error  why a message was not sent; those after it are dropped
+    left   when the last one was sent, by `time.monotonic`
     """
 
     def __init__(self, send: Callable[..., None]) -> None:
@@ -131,11 +131,11 @@ class Outbox:
 
     @property
     def busy(self) -> bool:
-        """Whether a message is on its way."""
+        """Whether a message is being sent or waits to be sent."""
         return self._thread is not None
 
     def put(self, kind: int, numbers: tuple[int, ...], blob: Callable[[], Sequence[Blob]]) -> None:
-        """Send a message after those before it; its bytes are made when its turn has come."""
+        """Queue a message for sending in the background; `blob` makes its bytes when it is sent."""
         with self._lock:
             if self.error is None:
                 self._queue.append((kind, numbers, blob))
@@ -149,7 +149,7 @@ class Outbox:
                 self._thread = thread
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Until nothing is on its way, or for `limit_s`."""
+        """Wait until all queued messages are sent, at most `limit_s` seconds."""
         thread = self._thread
         # The thread itself may be asked: the collector of garbage, which ends a process that nobody has, runs in any.
         if thread is not None and thread is not threading.current_thread():
@@ -175,11 +175,11 @@ class Outbox:
 
 
 class Worker:
-    """A process that runs `service` ("module:function") with `options`, and is killed when this object goes.
+    """A process that runs `service` ("module:function") with `options`; it is killed when this object is deleted.
 
-    The function gets a `Wire` and the options, and serves until the wire breaks. What it raises is told and ends it.
-    `wire.silence_s` is the longest a worker at work may say nothing: it beats twice a second while it is busy. It is also
-    the longest it may leave a message unread. `ready` are the numbers that came with `READY`; `close` ends the process.
+    The function gets a `Wire` and the options, and serves until the wire breaks. An error in it is reported and ends it. The
+    worker sends a heartbeat twice a second while it is busy; one that sends nothing, or leaves a message unread, for
+    `wire.silence_s` is ended. `ready` are the numbers that came with `READY`; `close` ends the process.
     """
 
     def __init__(self, service: str, options: Mapping[str, Any], *, silence_s: float = 30.0) -> None:
@@ -213,7 +213,7 @@ class Worker:
         return self.close.alive and self.process.poll() is None
 
     def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
-        """Send a message to the worker, as `Wire.send` does; from now on the worker is expected to say something."""
+        """Send a message to the worker, as `Wire.send` does; from now on the worker must answer or send heartbeats."""
         self._heard = time.monotonic()
         busy = self._outbox.busy  # asked first: what was busy and broke meanwhile takes nothing more
         self._got_through()
@@ -226,16 +226,16 @@ class Worker:
             self._broken(error)
 
     def post(self, kind: int, *numbers: int, blob: Callable[[], Sequence[Blob]]) -> None:
-        """Send a message whose bytes are many, and made by `blob`, while the caller goes on; what is sent later comes later.
+        """Send a large message in the background; `blob` makes its bytes. Messages sent later arrive later.
 
-        Tensors that they are of stay as they are until `posted` has returned. A failure is told by the next call.
+        Tensors behind these bytes must not change until `posted` has returned. The next call raises a failure.
         """
         self._heard = time.monotonic()
         self._got_through()
         self._outbox.put(kind, numbers, blob)
 
     def posted(self) -> None:
-        """Wait until all that was posted has left."""
+        """Wait until all messages that `post` queued are sent."""
         self._outbox.wait()
         self._got_through()
 
@@ -259,13 +259,13 @@ class Worker:
         raise DraftError(f"{error}{why}") from error
 
     def drain(self) -> list[Message]:
-        """What is on the wire by now, before a new task is sent: a worker that nobody reads stops working in the end."""
+        """Return all messages that have arrived, before a new task is sent: a worker whose messages nobody reads blocks."""
         self._heard = time.monotonic()
         return list(iter(lambda: self.receive(0.0), None))
 
     def receive(self, limit_s: float, silence_s: float | None = None) -> Message | None:
-        """The next message that is no beat, or None after `limit_s`. Raises `DraftError` when there is none to come: after
-        `silence_s` without a word, the worker's own if None."""
+        """Return the next message other than a heartbeat, or None after `limit_s`. Raises `DraftError` if the worker has
+        failed or ended, or has sent nothing for `silence_s` (None: the wire's)."""
         silence_s = silence_s or self.wire.silence_s or math.inf
         until = time.monotonic() + limit_s
         while True:
@@ -292,7 +292,7 @@ class Worker:
                 return message
 
     def wait(self, kind: int, limit_s: float) -> Message:
-        """The next message, which must be of `kind`; raises `DraftError` otherwise, or after `limit_s`."""
+        """Return the next message, which must be of `kind`; raises `DraftError` otherwise, or after `limit_s`."""
         message = self.receive(limit_s, math.inf)
         if message is None or message.kind != kind:
             self.close()
@@ -318,7 +318,7 @@ def _end(
 
 @contextlib.contextmanager
 def beating(wire: Wire) -> Iterator[None]:
-    """While inside, the other end hears twice a second that this one is at work."""
+    """Context in which this process sends a heartbeat twice a second over `wire`."""
 
     def beat() -> None:
         with contextlib.suppress(DraftError):
@@ -338,9 +338,9 @@ def beating(wire: Wire) -> Iterator[None]:
 
 
 def inbox(wire: Wire) -> Iterator[Message]:
-    """The messages that come, until the wire breaks, which is raised.
+    """Yield incoming messages until the wire breaks, then raise its error.
 
-    They are taken off the wire while the last one is worked on: who sends a prompt does not wait for the one before.
+    A thread reads ahead while a message is being handled, so that the sender of a large one need not wait.
     """
     messages: queue.SimpleQueue[Message | DraftError] = queue.SimpleQueue()
 
@@ -358,7 +358,7 @@ def inbox(wire: Wire) -> Iterator[Message]:
 
 
 def main() -> None:
-    """Main function of the second process: find its service, run it, and end when the parent ends."""
+    """Main function of the second process: import its service, run it, and exit when the parent exits."""
     fd, lasting, service, options = sys.argv[1:5]
     parent = os.getppid()
     if lasting == "1":

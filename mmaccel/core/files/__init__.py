@@ -1,1 +1,1 @@
-"""Files that are read with limits and written whole."""
+"""Reads files from outside with limits on their size, and writes files atomically."""

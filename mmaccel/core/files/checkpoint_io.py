@@ -1,4 +1,4 @@
-"""Files of safetensors and JSON, never pickle: checked when they are read, waited for until they are on the disk."""
+"""Reads and writes safetensors and JSON files, never pickle; checks what it reads, and syncs what it writes to disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, views and device tensors too, into one safetensors file; raises OSError where that cannot be."""
+    """Write tensors (also views and device tensors) into one safetensors file; raises OSError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -50,7 +50,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path, wanted: Wanted, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of a file, which must be those of `wanted`; raises `ModelError` in one sentence."""
+    """Read the tensors of a file, which must have the names, shapes and types of `wanted`; raises `ModelError`."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Tensor] = {}
@@ -80,12 +80,12 @@ def read_tensors(path: Path, wanted: Wanted, device: torch.device) -> dict[str, 
 
 
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write JSON-ready facts."""
+    """Write `facts` into a JSON file."""
     path.write_text(json.dumps(facts, indent=1, allow_nan=False), encoding="utf-8")
 
 
 def read_json(path: Path, wanted: Mapping[str, type]) -> dict[str, Any]:
-    """The facts of a file, with at least the names of `wanted`, each of its type; raises `ModelError` in one sentence."""
+    """Read a JSON mapping that has at least the names of `wanted`, each of its type; raises `ModelError`."""
     facts = outside.read_json(path, path.name, ModelError, fix="the file is damaged")
     if not isinstance(facts, dict):
         raise ModelError(f"{path.name} holds no mapping; the file is damaged.")
@@ -99,15 +99,14 @@ def read_json(path: Path, wanted: Mapping[str, type]) -> dict[str, Any]:
 
 
 def numbers(value: Any, what: str, end: int, failure: type[MmaccelError] = ModelError) -> list[int]:
-    """Check that a value is a list of whole numbers from 0 to below `end`, and return it; else raise `failure`, naming
-    `what`."""
+    """Return `value` if it is a list of whole numbers from 0 to below `end`; else raise `failure`, naming it `what`."""
     if not isinstance(value, list) or any(type(one) is not int or not 0 <= one < end for one in value):
         raise failure(f"{what} is {shown(value)} where numbers below {end} are wanted; the file is damaged.")
     return value
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a text file that only its owner may read, and wait until it is on the disk; raises OSError."""
+    """Write a text file that only its owner may read, and sync it to disk; raises OSError."""
     with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         os.fchmod(file.fileno(), 0o600)  # there may have been a file
         file.write(text)
@@ -115,7 +114,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def sync(path: str | Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk, where the file system can tell; raises OSError."""
+    """Wait until a file, or the names in a folder, are on disk, if the file system can tell; raises OSError."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -129,7 +128,7 @@ def sync(path: str | Path) -> None:
 
 @contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """Keep other saves out of the folder, once none is under way; the lock is the system's and ends with the process."""
+    """Context that locks folder `place` against other saves, after a running one ends; it ends with the process."""
     handle, late = os.open(place, os.O_RDONLY), time.monotonic() + WAIT_S
     try:
         with suppress(OSError):  # a file system without locks

@@ -1,9 +1,8 @@
 """Reads all text that comes from outside the package, with limits on its size, depth and numbers.
 
-A file has to be a regular one: a pipe, a device or a folder is refused before anything is opened, for opening it could wait
-for ever and reading it need not end. Text is UTF-8. What does not fit is told in one sentence, as an error that the caller
-names.
-Videos and images come in through `mmaccel.media`, tensors through `core.files.checkpoint_io`; both open files by `regular`.
+Only regular files are read: a pipe, a device or a folder is refused before it is opened, as opening could block and reading
+need not end. Text is UTF-8. Anything else raises an error, of the class that the caller names, in one sentence. Videos and
+images are read by `mmaccel.media`, tensors by `core.files.checkpoint_io`; both check files by `regular`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Failure = type[MmaccelError]
 
 
 def regular(path: str | os.PathLike[str], what: str, failure: Failure, fix: str = "give a file") -> int:
-    """The bytes of a regular file; raises `failure` for anything else at `path`, which is not opened."""
+    """Return the size in bytes of the regular file `path`, without opening it; raise `failure` for anything else."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
@@ -57,7 +56,7 @@ def read_text(
     most: int = TEXT_BYTES,
     fix: str = "give a file",
 ) -> str:
-    """The text of a UTF-8 file of at most `most` bytes; `what` and `fix` are the words of the errors."""
+    """Return the text of a UTF-8 file of at most `most` bytes; `what` and `fix` are words for error messages."""
     regular(path, what, failure, fix)
     # Without waiting: another kind of file may have taken its place meanwhile.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -76,7 +75,7 @@ def read_text(
 def decoded(
     data: bytes, what: str, failure: Failure, *, most: int = TEXT_BYTES, fix: str = "give text"
 ) -> str:
-    """The text of bytes, UTF-8 with or without its mark."""
+    """Return UTF-8 `data` as text, without a byte-order mark; raise `failure` for other bytes or more than `most`."""
     if len(data) > most:
         size = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
         raise failure(f"{what} has more than {size}; {fix}.")
@@ -95,7 +94,7 @@ def read_json(
     most: int = JSON_BYTES,
     fix: str = "give a file",
 ) -> Any:
-    """Read a JSON file."""
+    """Read a JSON file of at most `most` bytes, with limits on its values, nesting and numbers."""
     text = read_text(path, what, failure, most=most, fix=fix)
     # Commas and brackets bound the number of values before any of them takes memory.
     containers = text.count("[") + text.count("{")
@@ -122,7 +121,7 @@ def read_json(
 
 
 def read_yaml(text: str, what: str, failure: Failure = RecipeError) -> Any:
-    """Parse YAML into plain values; a key that is given twice is an error, and tags make no objects."""
+    """Parse YAML into plain values; raise `failure` for a duplicate key. Tags create no objects."""
     try:
         return yaml.load(text, _Limited)
     except yaml.YAMLError as error:
@@ -141,7 +140,7 @@ class _Limited(yaml.SafeLoader):
         self._sizes: dict[str, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """As PyYAML's; raises `YAMLError` where the text is nested too deep, or holds too many values."""
+        """Compose a node as PyYAML does; raise `YAMLError` if the text is nested too deeply or holds too many values."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         name: str | None = getattr(event, "anchor", None)
         if isinstance(event, yaml.AliasEvent):
@@ -165,7 +164,7 @@ class _Limited(yaml.SafeLoader):
             raise yaml.YAMLError(f"it holds more than {YAML_NODES} values, with its aliases expanded")
 
     def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
-        """As PyYAML's; raises `YAMLError` for a number that is too long."""
+        """Compose a scalar as PyYAML does; raise `YAMLError` for a number with too many characters."""
         node = super().compose_scalar_node(anchor)
         if node.tag.rpartition(":")[2] in ("int", "float") and len(node.value) > DIGITS:
             raise yaml.YAMLError(
@@ -174,7 +173,7 @@ class _Limited(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As PyYAML's; raises `YAMLError` for a key that is given twice."""
+        """Construct a mapping as PyYAML does; raise `YAMLError` for a duplicate key."""
         lines: dict[str, int] = {}
         for key, _ in getattr(node, "value", ()):
             if isinstance(key, yaml.ScalarNode):
@@ -187,7 +186,7 @@ class _Limited(yaml.SafeLoader):
 
 
 def reason(error: BaseException) -> str:
-    """The reason of a system error, in a few words."""
+    """Return the reason of a system error in a few words."""
     return (
         _clipped(getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".").lower()
     )

@@ -1,1 +1,1 @@
-"""Memories: what a sequence or a stream keeps of its keys and values."""
+"""KV memories: which keys and values of a sequence or a video stream are kept."""

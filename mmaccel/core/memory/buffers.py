@@ -1,4 +1,4 @@
-"""Room for memories: the buffer that they grow in, rows that are given back, and what the host has."""
+"""Growing buffers for KV memories, row numbers of a stream's units (frames), and the host's available memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ def grow_buffer(
     share: float | None = None,
     pinned: bool = False,
 ) -> Tensor:
-    """Return `buffer` if it has room for `length` along `axis`, else a larger copy of its first `used` entries (None:
-    all).
+    """Return `buffer` if it has room for `length` along `axis`, else a larger copy of its first `used` entries (None: all).
 
-    like    gives shape, type and device where there is no buffer yet
-    fill    the value of the new places; None leaves them uninitialised
-    share   room beyond `length`, as a share of it; None: an eighth, between `ROOM_MIN` and `ROOM_MAX` places
-    pinned  the copy is in host memory that a device can read
+    like    gives shape, type and device if there is no buffer yet
+    fill    value of the new entries; None leaves them uninitialised
+    share   extra room as a share of `length`; None: an eighth, between `ROOM_MIN` and `ROOM_MAX` entries
+    pinned  allocate the copy in pinned host memory
     """
     if buffer is not None and buffer.shape[axis] >= length:
         return buffer
@@ -54,29 +53,29 @@ def grow_buffer(
 
 
 class UnitRows:
-    """Which row each unit of a stream has, on the host, where rows of units that are no more are given back.
+    """Maps the units (frames) of a stream to rows of a buffer, on the host; rows of forgotten units are reused.
 
-    The first rows are those of the units `old` [k], ascending, and row n behind these is that of unit n + `gap`; until
-    `keep` is called a unit's row is its number.
+    The first rows belong to the units `old` [k], ascending, and each row n after them to unit n + `gap`; until `keep` is
+    called a unit's row is its number.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Each unit has the row of its number."""
+        """Reset the mapping: the buffer row of each unit (frame) is its number."""
         self.old, self.gap = torch.zeros(0, dtype=torch.long), 0
 
     def keep(self, rows: int, kept: Tensor) -> None:
-        """Of the first `rows` rows, which are all, those `kept` [k] stay, as the first ones."""
+        """Keep of the buffer's `rows` rows only those at indices `kept` [k], and renumber them from 0."""
         self.old, self.gap = self.units(rows)[kept], self.gap + rows - len(kept)
 
     def units(self, rows: int) -> Tensor:
-        """[rows] the units of the first rows."""
+        """Return the units (frames) that the first `rows` rows of the buffer belong to."""
         return torch.cat([self.old, torch.arange(len(self.old), max(rows, len(self.old))) + self.gap])[:rows]
 
     def rows(self, units: Tensor) -> Tensor:
-        """The rows of `units`, of any shape; -1 for those that have none any more."""
+        """Return the buffer rows of `units` (frames), of any shape; -1 for forgotten ones."""
         if not self.gap:
             return units
         fresh, at = units - self.gap, torch.searchsorted(self.old, units)
@@ -84,19 +83,19 @@ class UnitRows:
         return torch.where(fresh >= len(self.old), fresh, torch.where(known, at, -1))
 
     def below(self, end: int) -> int:
-        """Rows of units below `end`."""
+        """Return the number of buffer rows of units (frames) numbered below `end`."""
         return max(end - self.gap, int(torch.searchsorted(self.old, end))) if self.gap else end
 
     def told(self) -> dict[str, Any]:
-        """JSON-ready, for `read`."""
+        """Return the mapping from units (frames) to buffer rows as a JSON-ready dictionary, for `read`."""
         return {"old": self.old.tolist(), "gap": self.gap} if self.gap else {}
 
     def read(self, told: dict[str, Any], units: int) -> int:
-        """Be as when `told` gave this, of a stream of so many units; gives how many rows there are."""
+        """Restore the mapping that `told` returned, for a stream of `units` units (frames); return the number of rows."""
         (gap,) = checkpoint_io.numbers([told.get("gap", 0)], "index: gap", units + 1)
         old = checkpoint_io.numbers(told.get("old", []), "index: old", units)
         if old != sorted(set(old)) or len(old) > units - gap:
-            raise ModelError("index: old units cannot be; the file is damaged.")
+            raise ModelError("index: old does not fit the stream; the file is damaged.")
         self.old, self.gap = torch.tensor(old, dtype=torch.long), gap
         return units - gap
 
@@ -114,13 +113,13 @@ system's control groups."""
 
 
 def host_total() -> int:
-    """Bytes of memory of the host, or of the container around this process where that is less."""
+    """Return the bytes of host memory, or of the container around this process if that is less."""
     limits = (_numbers(GROUP / limit).get("", UNKNOWN) for limit, *_ in FORMS)
     return min(_numbers(MEMINFO, 1024).get("MemTotal", UNKNOWN), UNKNOWN, *limits)
 
 
 def host_available() -> int:
-    """Bytes that can still be taken without harm; the system's copies of files give way and do not count as used."""
+    """Return the bytes of host memory that can still be allocated; the file cache does not count as used."""
     left = _numbers(MEMINFO, 1024).get("MemAvailable", UNKNOWN)
     for limit, use, stat, begin in FORMS:
         most = _numbers(GROUP / limit).get("", UNKNOWN)

@@ -1,4 +1,4 @@
-"""The contract of a memory that keeps frames instead of keys and values."""
+"""Interface of a memory that stores frames instead of keys and values, and encodes some of them again for each question."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mmaccel.core.memory.kv import StreamState
 
 
 class FrameMemory(StreamState):
-    """A memory that keeps frames instead of keys and runs the model on some of them at a question. It goes through no pass
-    itself: what a question sees is made by `fresh`, filled with the units of `pick`."""
+    """A stream memory that stores frames and runs the model on some of them for each question. It takes no forward pass
+    itself: the question runs on the memory from `fresh`, filled with the units from `pick`."""
 
     @abstractmethod
     def keep(self, frames: Tensor) -> None:
-        """Take in frames [n * pace, 3, H, W], whole units, in the order of the stream."""
+        """Store frames [n * pace, 3, H, W]: whole units, in the order of the stream."""
 
     @abstractmethod
     def pick(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
-        """The units to run for a question: number and frames [pace, 3, H, W], ascending. `paid` are what a target's question
-        paid to units by number, where this is the memory of a draft that was told; empty: not known."""
+        """Return the units to run for a question, ascending: number and frames [pace, 3, H, W]. `paid`: for a draft's
+        memory, unit number -> attention that the target's question paid to it; empty: not known."""
 
     @abstractmethod
     def fresh(self) -> StreamState:
-        """An empty memory for one question."""
+        """Return an empty KV memory, in which the picked frames and one question are run."""

@@ -1,4 +1,4 @@
-"""The contract of a memory: what a sequence or stream keeps of its keys and values, and what a query gets to see."""
+"""Interfaces of KV memories: what a sequence or video stream keeps of its keys and values, and what each query sees."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from mmaccel.core.registry import Policy, refuse_former_names
 class KVView:
     """The keys and values that the queries of one layer see.
 
-    key, value [B, G, N, D]; `column` [N] long, the sequence column of each key, or None when key n is column n.
-    `sinks` and `window` (None: no limit) restrict each query further: it sees keys of the first `sinks` columns and those
-    less than `window` columns behind it, so that a verified window of rows sees what one row at a time would.
+    key, value [B, G, N, D]; `column` [N] long, the sequence column of each key, or None if key n is column n. `sinks` and
+    `window` (None: no limit) restrict each query further: it sees keys of the first `sinks` columns and those less than
+    `window` columns behind it, so that rows that are verified together see what each would see alone.
 
-    In a stream the columns are the view's own, 0 .. N - 1 in the order of the keys, and the `n` queries stand at the last
-    `n` of them; `query` [B, H, n, D] are the queries as the memory turned them. `bias` [m] float32 is added to the scores of
-    the first m keys. `layout` [1, N] says what the columns are, where the recipe's pattern may choose among them: the
-    same object for all layers that show as many of each kind. There is no bias then.
+    In a stream the columns are the view's own, 0 .. N - 1 in the order of the keys, and the `n` queries are the last `n` of
+    them; `query` [B, H, n, D] are the queries after RoPE, which the memory applies. `bias` [m] float32 is added to the
+    scores of the first m keys. `layout` [1, N] describes the columns if the recipe's sparse pattern may choose among them:
+    the same object for all layers that show as many of each kind. There is no bias then.
     """
 
     key: Tensor
@@ -45,7 +45,7 @@ class KVView:
 
 
 class KVState(ABC):
-    """The memory of one batch of sequences, all layers."""
+    """The KV cache of one batch of sequences, for all layers."""
 
     in_place: bool = False
     """It is buffers of columns of which a query sees the first ones, all of them; see `buffers`."""
@@ -56,42 +56,42 @@ class KVState(ABC):
 
     @abstractmethod
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Take in the keys and values [B, G, n, D] of `n` new columns of one layer."""
+        """Add keys and values [B, G, n, D] of `n` new columns to one layer."""
 
     @abstractmethod
     def view(self, layer: int, query: Tensor) -> KVView:
-        """The keys and values that `query` [B, H, n, D] of the last `n` appended columns sees at this layer, theirs too."""
+        """Return the keys and values of `layer` that `query` [B, H, n, D] of the last `n` appended columns may attend to."""
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
-        """Told the hidden state [B, n, E] entering `layer`; a memory elsewhere starts to fetch for the next layer."""
+        """Take the hidden states [B, n, E] that enter `layer`; an offloaded memory can start to fetch for the next layer."""
 
     @abstractmethod
     def accept(self, keep: int | Tensor) -> None:
-        """Keep of the columns last appended the first `keep`, or those at the given indices (a tree's path)."""
+        """Of the last appended columns keep the first `keep`, or those at the given indices (a path of a token tree)."""
 
     @abstractmethod
     def length(self) -> int:
-        """Columns seen and not rolled back, whether still held or not."""
+        """Return the number of columns appended and not rolled back, including those evicted since."""
 
     @abstractmethod
     def held_columns(self) -> int:
-        """Columns whose keys are still held (the largest layer)."""
+        """Return the number of columns whose keys are still held (by the layer that holds most)."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all columns of the KV cache."""
 
     @abstractmethod
     def reorder(self, rows: Tensor) -> None:
-        """Take the batch rows `rows` [B'] (beam search, dropping finished sequences)."""
+        """Select the batch rows `rows` [B'] (beam search, dropping finished sequences)."""
 
     def nbytes(self) -> int:
-        """Bytes held on the device."""
+        """Return the bytes that the KV cache holds on the device."""
         return 0
 
     @contextmanager
     def question_scope(self) -> Iterator[None]:
-        """A question on a stream: what is appended inside is dropped at exit."""
+        """Context for a question on a stream: columns appended inside are dropped at exit."""
         start = self.length()
         try:
             yield
@@ -100,40 +100,40 @@ class KVState(ABC):
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Roll back to `length` columns; raises `ModelError` when the policy cannot reach back so far."""
+        """Roll back to the first `length` columns; raises `ModelError` if the policy cannot roll back that far."""
 
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [B, G, capacity, D] of each layer, with room for `room` more columns after those held: those of a
-        memory that is `in_place` are written there, past `append`, and told by `wrote`."""
-        raise ModelError(f"{type(self).__name__} is not written in place.")
+        """Return keys and values [B, G, capacity, D] of each layer, with room for `room` more columns after those held. Only
+        for a memory that is `in_place`: callers write new columns there instead of calling `append`, then call `wrote`."""
+        raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     def wrote(self, count: int) -> None:
-        """The `count` columns after those held were written to the `buffers` of all layers."""
-        raise ModelError(f"{type(self).__name__} is not written in place.")
+        """Record that `count` new columns were written into the `buffers` of all layers, after those held."""
+        raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     follows: ClassVar[bool] = False
     """Whether it is a part of the recipe's own memory, so that a pruner has been at work."""
 
     def lacks(self, layer: int) -> int:
-        """How many of the columns of the sequence `layer` does not hold, all of them of the prompt."""
+        """Return how many prompt columns of the sequence `layer` does not hold, because a pruner dropped them."""
         return 0
 
     def save(self, path: str | Path) -> None:
-        """Write the state into the folder `path`, which exists (`mmaccel.core.files.checkpoint_io`); raises OSError."""
+        """Write the state into the existing folder `path` (`mmaccel.core.files.checkpoint_io`); raises OSError."""
         raise ModelError(f"{type(self).__name__} cannot be saved; choose another kv policy.")
 
     def load(self, path: str | Path) -> None:
-        """Read what `save` wrote, into a state just opened; raises `ModelError` when it does not fit."""
+        """Read what `save` wrote into a newly opened state; raises `ModelError` if it does not fit."""
         raise ModelError(f"{type(self).__name__} cannot be loaded; choose another kv policy.")
 
     def counters(self) -> dict[str, float]:
-        """Figures for the report, which prints a name with the word "bytes" in MiB and one that ends in "_s" in seconds."""
+        """Return figures for the report, which prints names with "bytes" in MiB and names that end in "_s" in seconds."""
         return dict(held=float(self.held_columns()), seen=float(self.length()), bytes=float(self.nbytes()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVPolicy(Policy, ABC, kind="kv"):
-    """A choice of memory; `open` gives a state that lives as long as one sequence or stream."""
+    """Which keys and values a sequence keeps: a KV cache policy. `open` returns the state of one batch of sequences."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = False  # whether answers equal those of a model that keeps everything
@@ -143,7 +143,7 @@ class KVPolicy(Policy, ABC, kind="kv"):
 
     @property
     def rollback_limit(self) -> int | None:
-        """How many of the last columns can be rolled back; None means all."""
+        """How many of the last cache columns can be rolled back; None: all."""
         return None
 
     def footprint(self, tokens: int, pace: int) -> Footprint:
@@ -156,16 +156,16 @@ class KVPolicy(Policy, ABC, kind="kv"):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stream:
-    """Facts of a stream that its memory gets when it is opened.
+    """Facts of a video stream that its KV memory gets when it is opened.
 
-    A stream is: head tokens (the prompt before the video) | units, numbered from 0 | the tokens of a question. A *unit* is
-    what the model takes as one step of time, a frame or a temporal patch of `pace` frames.
+    A stream is: the prompt before the video (head) | units, numbered from 0 | the tokens of a question. A *unit* is what the
+    model takes as one step of time: a frame, or a temporal patch of `pace` frames.
 
     unit    P, tokens of a unit
-    words   the first and the last so many of them are no visual tokens
+    words   numbers of tokens at the begin and at the end of each unit that are text, such as a time stamp
     head    tokens before the video
     pace    frames of a unit
-    places  where head, units and text stand for the rotary embedding
+    places  rotary positions of head, units and text
     dtype   of keys and values
     """
 
@@ -177,31 +177,29 @@ class Stream:
     words: tuple[int, int] = (0, 0)
 
     def units(self, frames: int) -> int:
-        """How many units `frames` frames are: a budget in frames, rounded up to whole units."""
+        """Return how many units (temporal patches of frames) `frames` frames are, rounded up."""
         return -(-frames // self.pace)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamPass:
-    """What kind of pass runs next through the layers, and on how many frames and rows.
+    """Describes the next forward pass of a stream: its kind, its rows and its frames.
 
-    kind     "head": the prompt before the video, once. "units": new units of the stream. "proxy": the prompt's own words
-             after a question, run after each pass of units for a memory that needs "proxy", and forgotten. "question": all
+    kind     "head": the prompt before the video, once. "units": new units of the stream. "proxy": the chat template's words
+             after a question, run after each pass of units for a memory that needs "proxy", and dropped. "question": all
              tokens from the end of the video to the first of the answer. "answer": tokens of the answer, one or more
     rows     tokens of the pass, n
     first, count  number of the first unit, and how many ("units"); units are consecutive
     times    seconds from the start of the stream at which each unit was shown ("units")
-    look     [count, E] float32, the mean over each unit's tokens of its visual features, as the projector gave them
-    pending  the first rows of a question that are tokens of units the memory has not taken in yet; they stand after all
-             units, as so many more. A multiple of P
-    words    rows ``words[0] .. words[1]`` of a question are the user's own words; by their queries memories are searched
-    room     columns that may follow a question as its answer
-    weigh    whether `evidence` is asked for after a question, so that what weighs it has to be kept
-    layout   [1, rows - pending] of the rows of a question behind those of units, where the recipe's pattern may plan them:
-             its views have a layout then; None: they are dense
-    branches  the tree that the rows of an answer are: they stand at their depth, and see their own branches; None: a chain.
-             Only where the memory's policy `allows_branches`
-    pause    to be called between two layers of `end_pass` of "units": lets tokens of answers go, which read snapshots
+    look     [count, E] float32, mean visual feature (projector output) of each unit
+    pending  the first rows of a question that are tokens of units not yet in the memory, after all others. A multiple of P
+    words    rows ``words[0] .. words[1]`` of a question are the user's own words; memories are searched by their queries
+    room     tokens that an answer may add after a question
+    weigh    whether `evidence` will be called after a question, so that what it needs has to be kept
+    layout   [1, rows - pending] of the rows of a question behind those of units, if the recipe's pattern may plan them:
+             views have a layout then; None: they are dense
+    branches  the tree of an answer's rows, placed by depth; None: a chain. Only if the memory's policy `allows_branches`
+    pause    to be called between two layers of `end_pass` of "units": lets answers on snapshots decode meanwhile
     """
 
     kind: Literal["head", "units", "proxy", "question", "answer"]
@@ -220,9 +218,10 @@ class StreamPass:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """How much an answer is based on one unit: the share of layers that attended to it (retrieved or in the local window),
-    the share that retrieved it, and its part of all that reached the answer from units (`Evidence`); None: not known."""
+class UnitEvidence:
+    """How much an answer rests on one unit (frame): the share of layers that attended to it (retrieved or in the local
+    window), the share that retrieved it, and its part of all that reached the answer from units (`Evidence`; None: not
+    computed)."""
 
     share: float
     retrieved: float
@@ -231,9 +230,9 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class CacheSlot:
-    """Where the rows of a question or an answer go at one layer: behind the first `column` columns of buffers key and value
-    [1, G, N, D], whose keys are turned; `angles` are the cosines and sines [1, 1, n, D] of the rows, `bias` that of
-    `KVView`. A row sees the columns up to its own. There is room for `MARGIN` rows at least."""
+    """Where the rows of a question or an answer are written at one layer: after the first `column` columns of buffers key
+    and value [1, G, N, D], whose keys are after RoPE; `angles` are the rows' cosines and sines [1, 1, n, D], `bias` that of
+    `KVView`. A row sees the columns up to its own. There is room for at least `MARGIN` rows."""
 
     key: Tensor
     value: Tensor
@@ -247,14 +246,14 @@ MARGIN = 64
 
 
 class StreamState(KVState):
-    """The memory of one stream (batch 1). Keys and queries arrive before rotation; the memory turns them.
+    """The KV memory of one video stream (batch 1). Keys and queries arrive before RoPE; the memory applies it.
 
-    A pass goes: ``begin_pass(stream_pass)``; for each layer, in order, ``append`` and ``view`` (and before them ``ahead``,
-    for policies that need "hidden"); ``end_pass()``. What a pass of kind "head" or "units" appended belongs to the stream
-    once it has ended; when a pass breaks off, the session calls ``restore`` with what ``checkpoint`` gave before the clip.
-    Passes of kind "question" and "answer" run inside ``question_scope()``, which drops all they appended; "proxy" is dropped
-    at ``end_pass()``. `length()` counts the stream's columns, and inside a question the question's and answer's too;
-    `truncate` reaches back to the beginning of the question. `counters` has "units" taken in, and "resident" on the device.
+    A forward pass is: ``begin_pass(stream_pass)``; for each layer in order ``append`` and ``view`` (before them ``ahead``,
+    for policies that need "hidden"); ``end_pass()``. Columns of a "head" or "units" pass belong to the stream once it has
+    ended; if a pass fails, the session calls ``restore`` with what ``checkpoint`` gave before the clip. "question" and
+    "answer" passes run inside ``question_scope()``, which drops all they appended; "proxy" is dropped at ``end_pass()``.
+    `length()` counts the stream's columns, and inside a question the question's and answer's too; `truncate` reaches back to
+    the begin of the question. `counters` has "units" taken in, and "resident" on the device.
     """
 
     recalls_alike: bool = False  # whether all layers show a question the same tokens of the same units
@@ -262,15 +261,15 @@ class StreamState(KVState):
 
     @abstractmethod
     def begin_pass(self, stream_pass: StreamPass) -> None:
-        """The next pass is `stream_pass`."""
+        """Prepare the stream's memory for the forward pass that `stream_pass` describes."""
 
     @abstractmethod
     def end_pass(self) -> None:
-        """The pass is through all layers."""
+        """Finish the current forward pass, after all layers have run."""
 
     @abstractmethod
     def units(self) -> int:
-        """Units taken in."""
+        """Return the number of units (frames) that the stream's memory has taken in."""
 
     @abstractmethod
     def checkpoint(self) -> Any:
@@ -278,7 +277,7 @@ class StreamState(KVState):
 
     @abstractmethod
     def restore(self, mark: Any) -> None:
-        """Be as at the moment of `checkpoint`, whatever came after it, a broken pass included."""
+        """Return the memory to its state at `checkpoint`, also after a pass that failed."""
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         """Return the memory as it is now, for one question, or None if frames have to wait until an answer has ended. One is
@@ -287,95 +286,95 @@ class StreamState(KVState):
         return None
 
     def between(self, first: int, end: int) -> None:
-        """Told of a snapshot that its question is on the units ``first .. end`` alone: it retrieves no others."""
+        """Restrict this snapshot's question to the units (frames) ``first .. end``: it retrieves no others."""
 
     parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
 
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
-        """In place of `view`, for callers that rotate and write the rows themselves: the slot, or None: use `view`."""
+        """Return where a caller that applies RoPE itself writes new keys and values; None: it has to call `view`."""
         return None
 
     def all_write_slot(self) -> list[CacheSlot] | None:
-        """Of an answer, `write_slot` of all layers, before any has run; nothing is appended then. None: one by one."""
+        """Return `write_slot` of all layers for an answer's tokens, before any layer runs; None: ask layer by layer."""
         return None
 
     def fit(self, first: int, count: int) -> int:
-        """How many of `count` units from number `first` on may go in one pass, at least 1."""
+        """Return how many of `count` units (frames) from number `first` on may go in one pass, at least 1."""
         return count
 
     def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
-        """After how many units the question `stream_pass` gets its positions, asked before it runs, and whether these are
-        the units' own: then all units; fewer where the shown units are closed up (an upper bound if not known yet)."""
+        """Return how many units (frames) come before question `stream_pass` by its positions (called before it runs), and
+        whether units keep their own positions: then all units count, else those shown, as they get consecutive positions (an
+        upper bound if not yet known)."""
         return self.units(), True
 
     def begin_ingest(self) -> None:
-        """Units that come from now on, until `idle`, are of a stored video: they see those before them since then, and their
-        views have a `layout`. Called before each clip, of a policy that `ingests`."""
+        """Start an ingestion: units (frames) until `idle` are of a stored video, each sees all earlier ones of it, and views
+        have a `layout`. Called before each clip, if the policy `ingests`."""
 
     def idle(self) -> None:
-        """Nothing more comes for now: what was put off while units came is done, and an ingestion ends."""
+        """End an ingestion, and do work that was put off while units (frames) came; no more units come for now."""
 
     def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
-        """Forget units that are too old, by the seconds at which each was `shown`. Those that are `pinned` stay, and from
-        now on also when room is made. Gives the numbers of all that were forgotten since this was last asked."""
+        """Forget units (frames) that are too old, by the seconds at which each was `shown`, except `pinned` ones, which from
+        now on stay even if memory is full. Return the numbers of all units forgotten since the last call."""
         return []
 
-    def evidence(self) -> dict[int, Seen]:
-        """Units that the last question attended to, and how: number of a unit -> `Seen`."""
+    def evidence(self) -> dict[int, UnitEvidence]:
+        """Return the units (frames) that the last question attended to: unit number -> `UnitEvidence`."""
         return {}
 
     def summaries(self, layer: int) -> int:
-        """While a question runs: how many columns between head and units in the view of `layer` are tokens of no unit."""
+        """Return, in a question, how many columns of the view of `layer`, between head and frames, are summary tokens."""
         return 0
 
     def seen(self, layer: int) -> Tensor | None:
-        """While a question runs: the stream tokens [m] long behind the columns that `layer` sees, without head and
-        summaries: of each its unit's number times P, plus its index in the unit. None: not known."""
+        """Return, during a question, the stream tokens [m] long that `layer` sees, without head and summaries: unit (frame)
+        number * P + index in the unit. None: not known."""
         return None
 
-    def seen_only(self, layer: int, columns: Tensor) -> None:
-        """Told, while a question runs, that a pruner leaves of the columns before it only `columns` [k] of the view of
-        `layer`: `evidence` weighs these alone."""
+    def note_shown_columns(self, layer: int, columns: Tensor) -> None:
+        """Record, during a question, that a pruner leaves only `columns` [k] of the view of `layer` before the question;
+        `evidence` counts these alone."""
 
     def note_listed_rows(self, layer: int, rows: int) -> None:
-        """Told, while a question runs, that its first `rows` rows saw at `layer` what a pattern listed: `evidence` weighs
-        the others alone."""
+        """Record, during a question, that its first `rows` rows were sparse at `layer`; `evidence` uses the others."""
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
-        """Answer from now on as a memory of `policy` does, which differs from its own in `query_time_fields` alone."""
+        """Use from now on the `query_time_fields` of `policy`: fields that matter only to questions."""
 
     def clusters(self) -> dict[str, Tensor]:
-        """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer; entries
-        are equal parts of units, in their order."""
+        """Return level name -> cluster index [L or 1, N] at each layer, for a memory that clusters, else {}; each unit
+        (frame) has the same number of consecutive entries."""
         return {}
 
     def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
-        """Asked before units are run, with their features [n, P, E]: the features to run, [m, P, E], and for each of the m
-        how many consecutive units it stands for. The m are numbered from then on; what may be merged with units still to
-        come is held back until then (`waiting`)."""
+        """Merge similar units (frames) before they are run, given features [n, P, E]: return the features to run, [m, P, E],
+        and for each how many consecutive units it represents. Units are numbered after merging; those that may be merged
+        with later units are held back (`waiting`)."""
         return features, [1] * features.shape[0]
 
     def waiting(self) -> Tensor | None:
-        """Features [w, P, E] that `merge` keeps back, merged as of now: a question sees them after all units."""
+        """Return the features [w, P, E] of frames that `merge` holds back, merged as of now; a question sees them last."""
 
     def accept(self, keep: int | Tensor) -> None:
-        raise ModelError("kv: this memory rolls back by truncate; use a draft that proposes chains.")
+        raise ModelError("kv: this memory cannot verify token trees; use a draft that proposes chains.")
 
     def reorder(self, rows: Tensor) -> None:
         raise ModelError("kv: a stream is one sequence; ask without beams.")
 
     def close(self) -> None:
-        """Give back what is held outside the device (host memory, files)."""
+        """Release what the memory holds outside the device (host memory, files)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPolicy(KVPolicy):
-    """A memory that can hold an endless stream; `stream` opens it. Budgets are fields in frames.
+    """A KV memory for an endless video stream; `open_stream` opens it. Budgets are fields in frames.
     needs    "hidden": the hidden states entering each layer (`ahead`); "look": the units' mean visual features;
              "proxy": passes of kind "proxy" after each chunk
-    clip     units that go through the layers together; None leaves it to the session
-    query_time_fields  fields that matter at a question alone: what is kept of a stream is the same for all their values
-    ingests  takes in stored videos by `VideoSession.ingest` (`StreamState.begin_ingest`), under a sparse pattern too
+    clip     units in one forward pass; None leaves it to the session
+    query_time_fields  fields that matter only to a question: what is kept of a stream is the same for all their values
+    ingests  accepts stored videos by `VideoSession.ingest` (`StreamState.begin_ingest`), under a sparse pattern too
     allows_branches  the rows of an answer may be a tree (`StreamPass.branches`), of which `accept` then keeps one path
     """
 
@@ -390,11 +389,11 @@ class StreamPolicy(KVPolicy):
         raise RecipeError(f"kv {self.name!r} is a memory of streams; call generate, or use a VideoSession.")
 
     def for_layers(self, share: float) -> StreamPolicy:
-        """The memory of a share of the layers, on one of several devices: it has that share of budgets in bytes."""
+        """Return the policy for a share of the layers, on one of several devices: budgets in bytes shrink by that share."""
         return self
 
     @abstractmethod
     def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        """A fresh memory for one stream; raises `RecipeError` for fields that do not fit it."""
+        """Return a new KV memory for one video stream; raises `RecipeError` for fields that do not fit the stream."""

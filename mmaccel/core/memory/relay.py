@@ -1,4 +1,4 @@
-"""Methods that an object hands on to the objects it is made of."""
+"""Defines methods that delegate to the objects an object is made of."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class _Relay:
 
 
 def relay(to: Callable[..., Any]) -> Any:
-    """In the body of a class, ``append = view = relay(to)``: methods of these names, which return ``to(self, name, ...)`` of
-    what they are given. What they do stands where the class they derive from declares them."""
+    """Define delegating methods in a class body: ``append = view = relay(to)`` makes methods of these names, each of which
+    returns ``to(self, name, *args, **kwargs)``. Their documentation is that of the base class."""
     return _Relay(to)

@@ -1,4 +1,4 @@
-"""The memory of a stream whose model lies on several devices: one memory for the layers of each."""
+"""The KV memory of a stream whose model is spread over several devices: one memory for the layers of each device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.frames import FrameMemory
-from mmaccel.core.memory.kv import Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState, UnitEvidence
 from mmaccel.core.memory.relay import relay
 
 SPLIT = "split.json"
@@ -25,7 +25,7 @@ SPLIT = "split.json"
 
 @dataclass(frozen=True, eq=False)
 class LayerRange(ModelView):
-    """A model as the memory of some of its layers sees it: `layers` are all that it has, numbered from 0, on device `at`."""
+    """The `ModelView` of some consecutive `layers` of a model, numbered from 0, on device `at`."""
 
     layers: range = field(kw_only=True)
     at: torch.device = field(kw_only=True)
@@ -57,7 +57,7 @@ def split_stream(
     view: ModelView,
     home: torch.device,
 ) -> StreamState:
-    """`StreamPolicy.stream` of a model whose decoder layer n lies on ``devices[n]``: a memory for the layers of each."""
+    """Open the stream memory of a model whose decoder layer n is on ``devices[n]``: one memory for each device's layers."""
     begins = [n for n, device in enumerate(devices) if n == 0 or device != devices[n - 1]]
     parts: list[tuple[range, torch.device, StreamState]] = []
     try:
@@ -79,7 +79,7 @@ def split_stream(
 
 
 def load_stream(state: StreamState, path: Path) -> None:
-    """`StreamState.load`, of a folder that was written with as many layers on each device; raises `ModelError`."""
+    """Load a saved memory into `state`; raises `ModelError` unless it was saved with the same layers on each device."""
     own = state._layers if isinstance(state, SplitState) else None
     told = (
         checkpoint_io.read_json(path / SPLIT, {"layers": list})["layers"] if (path / SPLIT).exists() else None
@@ -109,9 +109,9 @@ def _first(split: SplitState, name: str, *given: Any, **named: Any) -> Any:
 
 
 class SplitState(StreamState):
-    """Memories of consecutive layers, each on the device of its layers, as one. All take in the same units.
+    """Several stream memories as one, each for consecutive layers on their device. All hold the same units (frames).
 
-    Devices work on several passes at once: nothing here waits for one of them.
+    Devices work on several passes at once: no method waits for one of them.
     """
 
     def __init__(self, parts: Sequence[tuple[range, torch.device, StreamState]]) -> None:
@@ -121,7 +121,7 @@ class SplitState(StreamState):
         self.recalls_alike = self._states[0].recalls_alike
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
-        """A snapshot of each device's memory; None where one of them has none."""
+        """Return a snapshot of the memories of all devices; None if one of them supports none."""
         taken = [state.snapshot(stream, pause) for state in self._states]
         if None in taken:
             return None
@@ -133,10 +133,12 @@ class SplitState(StreamState):
 
     @property
     def parts(self) -> bool:  # type: ignore[override]
-        """Whether the memories of all devices let units come between two layers of a question."""
+        """Whether the memories of all devices accept units (frames) between two layers of a question."""
         return all(state.parts for state in self._states)
 
-    append = view = ahead = write_slot = summaries = seen = seen_only = note_listed_rows = relay(_of_layer)
+    append = view = ahead = write_slot = summaries = seen = note_shown_columns = note_listed_rows = relay(
+        _of_layer
+    )
     end_pass = begin_ingest = idle = set_query_fields = between = relay(_each)
     accept = truncate = reset = relay(_each)
     units = length = shown_units = waiting = relay(_first)
@@ -202,15 +204,15 @@ class SplitState(StreamState):
             count = state.fit(first, count)
         return count
 
-    def evidence(self) -> dict[int, Seen]:
-        """The mean over layers; of what reached the answer (`Seen.score`) too, for each part follows it on its own."""
+    def evidence(self) -> dict[int, UnitEvidence]:
+        """Return the evidence averaged over layers; each device's memory computes its `UnitEvidence.score` by itself."""
         whole, found = sum(self._layers), [state.evidence() for state in self._states]
-        out: dict[int, Seen] = {}
+        out: dict[int, UnitEvidence] = {}
         for unit in sorted({unit for one in found for unit in one}):
-            each = [one.get(unit, Seen(0.0, 0.0, 0.0)) for one in found]
+            each = [one.get(unit, UnitEvidence(0.0, 0.0, 0.0)) for one in found]
             scores = [one.score for one in each]
             score = None if None in scores else self._mean(scores, whole)
-            out[unit] = Seen(
+            out[unit] = UnitEvidence(
                 self._mean([x.share for x in each], whole),
                 self._mean([x.retrieved for x in each], whole),
                 score,
@@ -233,7 +235,7 @@ class SplitState(StreamState):
         }
 
     def counters(self) -> dict[str, float]:
-        """Sums of bytes and of seconds, and the largest of all other figures."""
+        """Return the memories' figures: sums of bytes and seconds, and the largest of all others."""
         found = [state.counters() for state in self._states]
         return {
             name: sum(one.get(name, 0.0) for one in found)

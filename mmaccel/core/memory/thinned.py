@@ -1,4 +1,4 @@
-"""The memory of a pruned prompt: the layers after a cut hold fewer columns, and outside nobody has to know."""
+"""The KV memory of a pruned prompt: layers after a pruning stage hold fewer columns, under the interface of a whole one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from mmaccel.core.prefill.prune import TokenPruner, others, thin
 
 
 class PrunedKVState(KVState):
-    """One memory for each stretch of layers between two cuts, each counting its own columns.
+    """The KV cache of one sequence whose prompt is pruned between layers: one memory for each run of layers between two
+    stages.
 
-    Columns of the whole sequence are what `length` and `truncate` speak of; part k holds those of the prompt in `kept[k]`
-    (None: all) and everything after the prompt. Of one sequence.
+    `length` and `truncate` count columns of the whole sequence; part k holds the prompt columns `kept[k]` (None: all) and
+    all later columns.
     """
 
     def __init__(self, pruner: TokenPruner, depth: int, part: Callable[[int], KVState]) -> None:
@@ -40,16 +41,16 @@ class PrunedKVState(KVState):
         self._before: Tensor | None = None
 
     def expect(self, count: int) -> None:
-        """Told before a pass: the columns of the sequence it brings, those that will be dropped included."""
+        """Announce the next forward pass: the number of its new columns, including those that will be pruned."""
         self._coming = count
 
     def begin(self, layout: TokenLayout) -> None:
-        """A prompt of this layout is about to be cut."""
+        """Announce a prompt with this layout, before its columns are pruned."""
         self.prompt = layout.length
         self._visual = [self.pruner.candidates(layout).numel()]
 
     def keep_columns(self, part: int, columns: Tensor | None, layout: TokenLayout) -> None:
-        """Layers from ``starts[part]`` on hold `columns` of what the part before holds (None: all), which are `layout`."""
+        """Record that layers of `part` and later ones hold only `columns` (None: all) of those of the previous part."""
         if columns is not None:
             before = self.kept[part - 1] if part else None
             held = columns if before is None else before[columns]
@@ -60,11 +61,11 @@ class PrunedKVState(KVState):
             self._watched = at
 
     def part_of(self, layer: int) -> int:
-        """The part that holds `layer`."""
+        """Return the index of the part (run of layers between two pruning stages) that holds `layer`."""
         return self._owner[layer]
 
     def size(self, part: int, length: int) -> int:
-        """How many of the first `length` columns of the sequence `part` holds."""
+        """Return how many of the first `length` columns of the sequence the layers of `part` hold."""
         kept = self.kept[part]
         if kept is None:
             return length
@@ -72,7 +73,7 @@ class PrunedKVState(KVState):
         return inside + max(length - self.prompt, 0)
 
     def held_by(self, part: int, length: int) -> Tensor | None:
-        """The columns of the first `length` of the sequence that `part` holds; None: all."""
+        """Return which of the first `length` columns of the sequence the layers of `part` hold; None: all."""
         kept = self.kept[part]
         if kept is None:
             return None
@@ -81,7 +82,7 @@ class PrunedKVState(KVState):
         return torch.cat([kept, torch.arange(self.prompt, length, device=kept.device)])
 
     def thinned(self, part: int, layout: TokenLayout) -> TokenLayout:
-        """The part of a whole sequence's layout that `part` still holds."""
+        """Return the layout of the columns that the layers of `part` hold after pruning, given the layout of all."""
         held = self.held_by(part, layout.length)
         return layout if held is None else thin(layout, held)
 
@@ -117,11 +118,9 @@ class PrunedKVState(KVState):
         return view
 
     def recall(self, query: Tensor, key: Tensor, column: Tensor | None = None) -> Tensor | None:
-        """[n] ascending: the columns of the prompt that a decoded token sees after `scoring_layer`; None: all.
-
-        query [1, H, 1, D] and key [1, G, N, D], the token's own among them, are those of that layer. column [N], ascending:
-        what the token sees of a memory that lets columns go (None: all); the choice, and its share, are of these.
-        """
+        """Return [n] ascending: the prompt columns that a decoded token sees after `scoring_layer`, by its attention there,
+        with `query` [1, H, 1, D] over `key` [1, G, N, D], its own included; None: all. `column` [N], ascending: which
+        columns the keys are if the memory has evicted some; only these, and shares of these, are chosen."""
         if self._watched is None:
             return None
         groups = key.shape[1]
@@ -146,7 +145,7 @@ class PrunedKVState(KVState):
         return 0 if kept is None else self.prompt - kept.numel()
 
     def renumbers(self, layer: int) -> bool:
-        """Whether the columns that `layer` holds have the positions 0, 1, 2, ..."""
+        """Return whether the columns that `layer` holds have consecutive positions 0, 1, 2, ..."""
         return self.pruner.compact and self.kept[self._owner[layer]] is not None
 
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
@@ -197,8 +196,8 @@ class PrunedKVState(KVState):
         return sum(part.nbytes() for part in self._parts)
 
     def counters(self) -> dict[str, float]:
-        """Beside the usual ones: `held_mean` over the layers (`held` is the most of one), `visual`, the tokens of the
-        prompt that may go, and those left from each cut's layer on."""
+        """Return the memory's figures; also `held_mean` over layers (`held` is the largest), `visual`, the prompt tokens
+        that may be dropped, and how many of them are left after each stage."""
         mean = sum(self._parts[part].held_columns() for part in self._owner) / len(self._owner)
         counters = {**super().counters(), "held_mean": mean, "visual": float(self._visual[0])}
         cuts = [stage.layer for stage in self.pruner.stages(len(self._owner))]

@@ -1,1 +1,1 @@
-"""Sparse prefill: patterns, their plans, the attention of a layer, and the pruning of tokens."""
+"""Sparse prefill: sparse attention patterns, their block plans, the attention of a layer, and token pruning."""

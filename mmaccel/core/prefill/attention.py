@@ -1,8 +1,7 @@
-"""One attention layer of a forward pass: the memory gives a view, the pattern a plan, a backend computes it, the meter
-counts.
+"""The attention of one layer in a forward pass: the KV memory gives a view, the pattern a plan, a backend runs it.
 
-An `AttentionConfig` is decided once, when a recipe is attached or a session opened; a `ForwardPass` is one pass of the
-language model over new columns, of a call or of a stream.
+An `AttentionConfig` is fixed when a recipe is attached or a session opened; a `ForwardPass` is one pass of the language
+model over new columns, of a call or of a stream.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ BIASED = "sparse: {} planned no pass whose memory adds a bias to the scores of i
 
 @dataclass(eq=False)
 class AttentionConfig:
-    """The recipe's choices that every attention layer follows.
+    """The recipe's attention settings, shared by all layers.
 
     kernel  an operator of the schema of `ops.block_attend`; None: plans cannot be run
-    windows  the same for windows of streams where the recipe is sparse (else it is `kernel`); None: masks are written out
-    sliding  layers that see so many last columns alone, and are dense
+    windows  the same for sliding windows of streams under a sparse recipe (else it is `kernel`); None: explicit masks
+    sliding  layer -> window size of layers with sliding-window attention, which are dense
     """
 
     recipe: Recipe
@@ -65,8 +64,8 @@ class AttentionConfig:
     def plan(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, queries: TokenLayout, keys: TokenLayout
     ) -> AttentionPlan | None:
-        """The plan of a layer by its pattern: see `SparsePattern.plan_layer`. Compiled where that pays, from a prompt's
-        second layer on: what the host knows of the layouts it has learned by then."""
+        """Return the plan of a layer by its pattern (see `SparsePattern.plan_layer`). Where it pays, planning is compiled,
+        from a prompt's second layer on: by then the facts that the host reads of the layouts are cached."""
         pattern = self.recipe.sparse.at(layer)
         plan = pattern.plan_layer
         if not pattern.compiles or not (query.is_cuda or COMPILE in os.environ):
@@ -83,7 +82,7 @@ class AttentionConfig:
         return made
 
     def check_length(self, tokens: int) -> None:
-        """Warn, once for each attached recipe, of a prompt much longer or shorter than that of the search."""
+        """Warn, once per attached recipe, if a prompt's length is far from that on which the patterns were searched."""
         context = self.recipe.sparse.context
         if context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
             return
@@ -96,9 +95,8 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class Note:
-    """Facts that the multimodal model passes to the text model beside its arguments: the layout of the new columns,
-    whether they are tokens to verify and of which tree, and the probes. Also `mask`, and images that see themselves
-    whole."""
+    """Facts of a forward pass that the multimodal model passes on to the text model: the layout of the new columns, whether
+    they are draft tokens to verify and their tree, probes, a `mask`, and `images` with bidirectional attention."""
 
     layout: TokenLayout | None = None
     mask: Tensor | None = None
@@ -116,16 +114,16 @@ NOTE, PASS = "mmaccel_note", "mmaccel_pass"
 class ForwardPass(PrefillPass):
     """New columns `start .. start + n` of a batch, on their way through the layers.
 
-    config    what the layers follow
-    prefill   whether it is a prompt, which a pattern may serve and which is counted; all else is dense
+    config    attention settings of the layers
+    prefill   whether this is part of a prompt, which may run sparse and is counted; all else is dense
     rest      columns of the prompt that come after this pass
-    branches  of tokens to verify: the tree that they are
-    probes    what reads what the layers compute
-    stream    whether the memory alone says what rows see: its view's columns are 0 .. N - 1, the last ones are new
-    check     called at each layer; what it raises breaks the pass off
-    pruning   what a pruner of the target's prompt keeps of the pass, for its cuts between layers
-    meter     counts it; None: that of `config`
-    images    those whose tokens see each other whole
+    branches  the token tree formed by draft tokens to verify
+    probes    read what the layers compute
+    stream    whether the memory alone decides what rows see: its view's columns are 0 .. N - 1, the last ones new
+    check     called at each layer; what it raises aborts the pass
+    pruning   state of the target's pruner, for its stages between layers
+    meter     counts query-key pairs; None: that of `config`
+    images    images whose tokens attend to each other in both directions
     """
 
     config: AttentionConfig
@@ -156,11 +154,11 @@ class ForwardPass(PrefillPass):
     """By what compiled layers find this pass, which is no tensor."""
 
     def pays(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
-        """Whether the pattern of `layer` beats dense attention to `view` (None: all), from sizes and measured costs.
+        """Return whether the pattern of `layer` is faster than dense attention to `view` (None: all), by sizes and measured
+        costs.
 
-        It does if it does at its bound. If not, what it is expected to list decides, and how far it was from that in the
-        pass before, of an ingestion, or else how far the last sparse layer was: of estimates only the data tell. That layer
-        is waited for, whose attention may still be running.
+        It is faster if even the most blocks that it may list are. Otherwise the expected number of blocks decides, scaled by
+        how far this was off in the previous pass (of an ingestion) or at the last sparse layer, whose count is waited for.
         """
         choice = self.config.choice
         if choice is None or choice.costs is None:
@@ -231,7 +229,7 @@ class ForwardPass(PrefillPass):
         return self.layout.take(slice(self.start, None))
 
     def part(self, begin: int, end: int) -> ForwardPass:
-        """The pass over new columns ``begin .. end`` of this one."""
+        """Return the forward pass over only the new columns ``begin .. end`` of this one."""
         layout, start = self.layout.take(slice(0, self.start + end)), self.start + begin
         rest = self.layout.length - layout.length + self.rest
         return replace(self, layout=layout, start=start, rest=rest, ends=self._ends)
@@ -259,8 +257,8 @@ class ForwardPass(PrefillPass):
         return tails
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[B, H, n, D]: attention of the new columns, query [B, H, n, D]; key, value [B, G, N, D]: all keys, or anything
-        when a memory has taken them in."""
+        """Compute attention [B, H, n, D] of the new columns for query [B, H, n, D]. key, value [B, G, N, D]: all keys and
+        values; ignored if a KV memory holds them."""
         if self.check is not None:
             self.check()
         # Layers without keys of their own may be run for the last rows alone.

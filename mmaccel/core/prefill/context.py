@@ -1,9 +1,9 @@
 """Context parallelism: the processes of a mesh each hold the whole model and a share of a prompt's rows.
 
-Norms, products and rotation of a layer are of a process's own rows, and so is what its memory keeps. For attention the
-processes gather queries, keys and values of that layer, make the same plan of it, and each computes an equal share of the
-listed blocks (`share`); for each row the partial results are merged by log-sum-exp where the row is held. A pass of few
-rows, such as a decoded token, is every process's; each attends to the keys that it holds, and the results are merged alike.
+Each process computes norms, products and RoPE of its own rows, and its KV memory holds their keys. For attention the
+processes gather that layer's queries, keys and values, make the same plan, and each computes an equal share of the listed
+blocks (`share`); partial results of each row are merged by log-sum-exp in the process that holds it. A pass of few rows,
+such as a decoded token, runs in every process; each attends to the keys that it holds, and the results are merged alike.
 
 Letters as in `attention.py`; R processes.
 """
@@ -40,7 +40,7 @@ Sizes = tuple[int, ...]
 
 
 class Context:
-    """The processes of a mesh of one dimension, which call the model alike: with the same inputs, in the same order."""
+    """The processes of a one-dimensional mesh that share a model's rows (context parallelism) and make the same calls."""
 
     def __init__(self, mesh: DeviceMesh, recipe: Recipe, sliding: Mapping[int, int]) -> None:
         """Raises `RecipeError` for a recipe that does not run so, and `ModelError` for what is no such mesh."""
@@ -66,13 +66,13 @@ class Context:
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
     def agreed(self, choice: Choice) -> Choice:
-        """The first process's choice of a backend: each measured by itself, and all have to plan alike."""
+        """Return the first process's choice of a backend, for all processes, as all have to plan alike."""
         found = [choice]
         dist.broadcast_object_list(found, group=self.group, group_src=0)
         return found[0]
 
     def sizes(self, rows: int) -> Sizes:
-        """How many of `rows` rows each process takes, by rank: a division as even as can be."""
+        """Return how many of `rows` rows each process takes, by rank: as even as possible."""
         ends = [rows * rank // self.size for rank in range(self.size + 1)]
         return tuple(end - begin for begin, end in pairwise(ends))
 
@@ -86,8 +86,8 @@ class Context:
         return [one.narrow(dim, 0, count) for one, count in zip(whole.chunk(self.size), sizes, strict=True)]
 
     def merged(self, out: Tensor, lse: Tensor, sizes: Sizes) -> Tensor:
-        """[B, H, own rows, D]: the attention of this process's rows, from the partial results of all, out [B, H, n, D] with
-        lse [B, H, n]."""
+        """Return the attention [B, H, own rows, D] of this process's rows, merged from the partial results of all processes,
+        out [B, H, n, D] with lse [B, H, n]."""
         own = sizes[self.rank]
 
         def swapped(x: Tensor) -> Tensor:
@@ -102,17 +102,17 @@ class Context:
         return torch.cat([_joined(*pair).to(out.dtype) for pair in pairs], 1)
 
     def state(self, memory: KVState) -> SharedState:
-        """A `SharedState` around `memory`, which holds this process's columns of a sequence."""
+        """Return a `SharedState` around `memory`, which holds this process's columns of a sequence."""
         return SharedState(memory, self)
 
     def around(
         self, forward: Callable[..., Any], of_columns: Callable[..., dict[str, Any]], states: object
     ) -> Callable[..., Any]:
-        """`forward` of the text model as it runs on this process's rows of what it is given; the result is of all rows.
-        `of_columns` gives the arguments of some columns; `states` are the layers that are no attention."""
+        """Wrap `forward` of the text model so that each process runs its own rows; the result has all rows. `of_columns`
+        returns the arguments for some columns; `states` are recurrent layers, which are refused."""
         if states:
             raise ModelError(
-                "context_mesh: layers with a running state take rows in turn; leave it out for this model."
+                "context_mesh: recurrent layers cannot split a sequence over processes; leave it out for this model."
             )
 
         @wraps(forward)
@@ -120,7 +120,7 @@ class Context:
             given: ForwardPass = kwargs.pop(PASS)
             if kwargs.get("output_attentions"):
                 raise ModelError(
-                    "output_attentions: no process has all the weights under context_mesh; leave it out."
+                    "output_attentions: under context_mesh no process has all attention weights; leave it out."
                 )
             rows = given.layout.length - given.start
             sizes = self.sizes(rows) if given.prefill and rows >= MIN_ROWS else None
@@ -142,10 +142,10 @@ class Context:
 
 
 class SharedState(KVState):
-    """The columns of a sequence that a process holds, in a memory that counts those alone.
+    """The KV memory of a sequence under context parallelism: `memory` holds this process's columns.
 
-    pieces  of each pass how many of its columns each process took in, the first process the first ones
-    coming  the same of the pass that runs
+    pieces  for each pass, how many of its columns each process added, in order of rank
+    coming  the same for the current pass
     """
 
     def __init__(self, memory: KVState, context: Context) -> None:
@@ -154,7 +154,7 @@ class SharedState(KVState):
         self.coming: Sizes = ()
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Of a pass that every process runs whole, `coming` is of the last one alone."""
+        """Add this process's new columns; in a pass of few rows, which every process runs whole, only the last one adds."""
         count = self.coming[self.context.rank]
         self.memory.append(layer, key[:, :, :count], value[:, :, :count])
         if layer == 0:
@@ -165,7 +165,7 @@ class SharedState(KVState):
     )
 
     def whole(self, layer: int, query: Tensor) -> KVView:
-        """All columns, in order, from all processes."""
+        """Return all columns of the sequence, in order, gathered from all processes."""
         held = self.memory.view(layer, query)
         sizes = tuple(sum(counts) for counts in zip(*self.pieces, strict=True))
 
@@ -182,7 +182,7 @@ class SharedState(KVState):
         return sum(map(sum, self.pieces))
 
     def accept(self, keep: int | Tensor) -> None:
-        raise ModelError("context_mesh: tokens to verify have no place in a shared memory; leave draft out.")
+        raise ModelError("context_mesh: a split KV cache cannot verify drafts; leave draft out.")
 
     def truncate(self, length: int) -> None:
         left, pieces = length, list[Sizes]()
@@ -202,13 +202,13 @@ class SharedState(KVState):
 
 @dataclass(frozen=True, eq=False)
 class SharedPass(ForwardPass):
-    """A pass of which each process computes its rows, `sizes` of all; None: every process computes all, which are few."""
+    """A forward pass under context parallelism in which process r computes ``sizes[r]`` rows; None: each computes all."""
 
     context: Context | None = None
     sizes: Sizes | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of one layer, as `ForwardPass.attend`, for the rows that this process holds."""
+        """Compute attention of one layer, as `ForwardPass.attend` does, for the rows of this process."""
         context, state = self.context, self.state
         assert context is not None and isinstance(state, SharedState)
         if self.sizes is None:
@@ -298,10 +298,10 @@ def _attended(
 
 
 def share(plan: AttentionPlan, rank: int, size: int) -> AttentionPlan:
-    """The listed blocks of `plan` that process `rank` of `size` computes; made once, without a read on the host.
+    """Return the listed blocks of `plan` that process `rank` of `size` computes; cached, without a host read.
 
-    The lists of a head stand one after another, and each process takes one contiguous run of them. The runs of any two
-    processes differ by at most one block in all (by one for each head where heads share lists).
+    The lists of a head are concatenated, and each process takes one contiguous run of them. The runs of any two processes
+    differ by at most one block in all (by one for each head where heads share lists).
     """
 
     def made() -> AttentionPlan:

@@ -1,8 +1,8 @@
-"""Attention beyond causality: images whose tokens see each other whole.
+"""Bidirectional attention within images, beside causal attention.
 
-In models such as Gemma 3 a token of an image also sees those of the same image behind it. Where a layer is dense, the rows
-of an image see all keys up to its end. Where a pattern planned what is before each row, the keys behind it are a plan of
-their own, and the two are merged by their log-sum-exps: exactly, for they share no pair.
+In models such as Gemma 3 a token of an image also sees later tokens of the same image. In a dense layer, the rows of an
+image see all keys up to its end. In a sparse layer, the plan covers the keys before each row; the later keys are a plan of
+their own, and both results are merged by log-sum-exp, exactly, as they share no pair.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images whose tokens see each other whole, in the layers `layers`."""
+    """Images whose tokens attend to each other in both directions, in the given `layers`."""
 
     spans: tuple[Span, ...]
     layers: frozenset[int]
 
     def of(self, layer: int, start: int, layout: TokenLayout) -> NewImages | None:
-        """The columns of `layout` from `start` on that see themselves in `layer`; None if there are none."""
+        """Return the images among the columns of `layout` from `start` on, for `layer`; None if there are none."""
         if layer not in self.layers:
             return None
         spans = tuple(one for one in self.spans if start <= one[1] and one[2] <= layout.length)
         return NewImages(spans, start, layout) if spans else None
 
-    def uncut(self, end: int) -> int:
-        """The first column from `end` on at which no image is cut."""
+    def next_cut(self, end: int) -> int:
+        """Return the first column from `end` on at which a prompt can be cut without splitting an image."""
         while (
             later := max((past for _, begin, past in self.spans if begin < end < past), default=end)
         ) > end:
@@ -49,7 +49,7 @@ class Images:
         return end
 
     def of_sequence(self, sequence: int, begin: int, end: int) -> Images:
-        """The columns ``begin .. end`` of one sequence of a batch, counted from `begin` on."""
+        """Return the images within columns ``begin .. end`` of one sequence of a batch, counted from `begin`."""
         inside = (one for one in self.spans if one[0] == sequence and begin <= one[1] and one[2] <= end)
         own = ((0, b - begin, past - begin) for _, b, past in inside)
         return replace(self, spans=tuple(own))
@@ -57,21 +57,21 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class NewImages:
-    """Images among the new columns of a pass, those of `layout` from `start` on."""
+    """Images among the new columns of a pass: those of `layout` from `start` on."""
 
     spans: tuple[Span, ...]
     start: int
     layout: TokenLayout
 
     def pairs(self, batch: int) -> Tensor:
-        """[batch, 1] float64: pairs of a token and one behind it in the same image."""
+        """Return [batch, 1] float64: the number of pairs of an image token and a later one of the same image."""
         counts = [[0.0] for _ in range(batch)]
         for b, begin, past in self.spans:
             counts[b][0] += (past - begin) * (past - begin - 1) / 2
         return torch.tensor(counts, dtype=torch.float64)
 
     def opened(self, unseen: Tensor, columns: Tensor) -> Tensor:
-        """`unseen` [B, 1, n, N], the keys at `columns` [N] that new columns do not see, without those of their own image."""
+        """Return `unseen` [B, 1, n, N], which hides keys at `columns` [N] from new columns, without pairs in one image."""
         rows = torch.arange(self.start, self.layout.length, device=columns.device)[:, None]
         open_ = torch.zeros_like(unseen)
         for b, begin, past in self.spans:
@@ -79,7 +79,7 @@ class NewImages:
         return unseen & ~open_
 
     def later(self, query: Tensor, key: Tensor) -> AttentionPlan:
-        """The plan of these pairs, one for all layers whose query [B, H, n, D] and key [B, G, N, D] have these sizes."""
+        """Return the attention plan of pairs of an image token and a later one of its image; cached for all layers."""
         sizes = len(query), query.shape[1], query.shape[2], key.shape[2], self.layout.length
         memo, name = self.layout.memo, ("later", self.spans, sizes)
         return remember(memo, name, lambda: later_plan(self.spans, *sizes, key.device))
@@ -96,7 +96,7 @@ class NewImages:
         scale: float,
         backend: BlockAttend | None,
     ) -> Tensor:
-        """[B, H, n, D]: what `plan` lists and the rest of each image, and all of `tails`; None: all everywhere."""
+        """Compute attention [B, H, n, D] by `plan` and within images; rows `tails`, or all if `plan` is None, densely."""
 
         def dense(some: slice, begin: int, end: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = v.new_empty(len(q[some]), q.shape[1], end - begin, v.shape[-1])
@@ -186,8 +186,8 @@ def _image(
 def later_plan(
     spans: Sequence[Span], batch: int, heads: int, rows: int, keys: int, total: int, device: torch.device
 ) -> AttentionPlan:
-    """The pairs of a token and one behind it in the same image: of `total` columns, the last `rows` of which ask, and the
-    last `keys` of which are held. Blocks are of one image each."""
+    """Return the plan of pairs of an image token and a later one of the same image, for `total` columns of which the last
+    `rows` are queries and the last `keys` are held. Blocks never span two images."""
     columns: list[list[int]] = [[] for _ in range(batch)]
     numbers: list[list[int]] = [[] for _ in range(batch)]
     for number, (b, begin, end) in enumerate(spans):

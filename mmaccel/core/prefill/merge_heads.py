@@ -1,4 +1,4 @@
-"""Merge plans of heads with different patterns into one, so that they need few operator calls."""
+"""Merges plans of heads with different patterns into one plan, so that they need few operator launches."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ ALIGNED = 128
 def merge_plans(
     shares: Sequence[Share], heads: int, group: int, queries: TokenLayout, keys: TokenLayout
 ) -> AttentionPlan | None:
-    """The plan of `heads` heads, each in one of `shares`; None when all are dense.
+    """Return one plan for `heads` heads, each of which is in one of `shares`; None if all are dense.
 
-    The rows of each head's parts follow one another, and the spans of all are side by side: a head that lacks one has
-    empty lists there, and beyond its rows is padding (-1). Spans share a slot when their ranges do, moved to begin at 0;
-    nothing is rounded, and no list grows. Heads whose lists are runs of blocks in their order are a part of their own, for
-    an operator may read the lists of neighbours together there; so is each merge group of those whose parts share rows.
-    `group` query heads share a key/value head.
+    The rows of each head's parts follow one another, and the spans of all are side by side: a head that lacks one has empty
+    lists there, and beyond its rows is padding (-1). Spans share a slot when their ranges do, shifted to begin at 0; nothing
+    is rounded, and no list grows. Heads whose lists are runs of blocks in their order are a part of their own, as an
+    operator may read the lists of neighbours together there; so is each merge group of parts that share rows. `group` query
+    heads share a key/value head.
 
-    Dense heads are not listed: at a million tokens the full lists of one head take 0.7 GB, and block lists run below the
-    rate of a dense kernel. They are in the plan's `dense`, and one dense call serves them.
+    Dense heads are not listed: at a million tokens the full lists of one head take 0.7 GB, and block lists run slower than a
+    dense kernel. They are in the plan's `dense`, and one dense call computes them.
     """
     sparse = [(tuple(some), plan) for some, plan in shares if plan is not None and len(some)]
     dense = [head for some, plan in shares if plan is None for head in some]
@@ -77,7 +77,7 @@ def merge_plans(
 def joined(parts: Sequence[Part], heads: int, blocks: tuple[int, int]) -> Part:
     """Merge all `parts` of a group into one part for all `heads` heads, so that one launch computes them.
 
-    `blocks` are the tokens of a block of queries and of keys.
+    `blocks` are the block sizes of queries and of keys, in tokens.
     """
     packer = TensorPacker()
     make = _part(packer, [(tuple(range(heads)), parts)], None, blocks)
@@ -86,7 +86,7 @@ def joined(parts: Sequence[Part], heads: int, blocks: tuple[int, int]) -> Part:
 
 
 def adjacent(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[int, int]]:
-    """Runs begin .. end of adjacent heads, of `most` at most."""
+    """Yield runs begin .. end of adjacent heads, each of at most `most` heads."""
     begin = 0
     for at in range(1, len(heads) + 1):
         if at == len(heads) or heads[at] != heads[at - 1] + 1 or at - begin == most:
@@ -95,8 +95,8 @@ def adjacent(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[int, i
 
 
 class Slice(NamedTuple):
-    """Where a tensor [b, h, n, ...] will be among the packed elements of its type; its heads begin at head `first`, or it is
-    one for all of them (h = 1)."""
+    """Where a tensor [b, h, n, ...] is in the packed buffer of its type (see `TensorPacker`); its heads begin at head
+    `first`, or it is shared by all heads (h = 1)."""
 
     kind: int
     begin: int
@@ -105,7 +105,7 @@ class Slice(NamedTuple):
 
 
 class TensorPacker:
-    """Puts many pieces of tensors together: each `put` is noted, and `flush` writes all of them in two launches."""
+    """Packs many pieces of tensors into a few buffers: `put` records a piece, and `flush` writes all in two launches."""
 
     def __init__(self) -> None:
         self._sources: list[Tensor] = []
@@ -116,7 +116,7 @@ class TensorPacker:
         self._made: list[Tensor] = []
 
     def add(self, shape: tuple[int, ...], value: int, dtype: torch.dtype, first: int = 0) -> Slice:
-        """A tensor of `shape` [b, h, n], or of lists [b, h, n, 5], that is `value` wherever nothing is put."""
+        """Reserve a tensor of `shape` [b, h, n], or of lists [b, h, n, 5], filled with `value` wherever nothing is put."""
         kind, size = block_lists.KINDS.index(dtype), prod(shape)
         to = Slice(kind, self._ends[kind], shape, first)
         self._ends[kind] += size + -size % ALIGNED
@@ -129,7 +129,7 @@ class TensorPacker:
     def put(
         self, to: Slice, heads: Sequence[int], t: Tensor, begin: int, more: int = 0, shift: int = 0
     ) -> None:
-        """Write `t` [b or 1, heads or 1, n, ...] plus `more` into the columns from `begin` of `heads`.
+        """Record a write of `t` [b or 1, heads or 1, n, ...] plus `more` into the columns from `begin` of `heads`.
 
         In lists `more` is added to where each begins, and `shift` to its last number.
         """
@@ -160,17 +160,17 @@ class TensorPacker:
         return before
 
     def flush(self) -> None:
-        """Make all tensors."""
+        """Write all pieces recorded by `put` into the packed buffers."""
         fills = len(self._fills) // len(block_lists.FIELDS)
         self._made = block_lists.copy_pieces(self._sources, [*self._fills, *self._puts], fills, self._ends)
 
     def tensor(self, of: Slice) -> Tensor:
-        """The tensor of a slice, after `flush`."""
+        """Return the packed tensor at a `Slice`, after `flush`."""
         return self._made[of.kind][of.begin : of.begin + prod(of.shape)].view(of.shape)
 
 
 class Piece(NamedTuple):
-    """A span of some heads, whose first row is `begin` of theirs."""
+    """A key span of some heads, whose first query row is `begin` among their rows."""
 
     heads: tuple[int, ...]
     begin: int
@@ -178,12 +178,12 @@ class Piece(NamedTuple):
 
     @property
     def hi(self) -> int:
-        """The end of its range, moved to begin at 0."""
+        """The end of the range of distances of this piece's span, shifted to begin at 0."""
         return FAR if self.span.hi >= FAR else self.span.hi - self.span.lo
 
     def keys(self, known: list[Tensor]) -> Any:
-        """What tells its keys from others: where they lie, or while a graph is traced, which tensors they are; `known` are
-        those that were asked for before."""
+        """Return an identity of the span's keys: their addresses, or while a graph is traced their index in `known`, to
+        which new tensors are added."""
         traced = torch.compiler.is_compiling()  # an address is not known there
         keys = [t for t in (self.span.k_row, self.span.k_pos, self.span.bias) if t is not None]
         return tuple((_number(t, known) if traced else t.data_ptr(), t.shape, t.stride()) for t in keys)

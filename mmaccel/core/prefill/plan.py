@@ -1,13 +1,13 @@
-"""The one currency of sparse attention: an order of rows, spans of keys, and a list of key blocks for each query block.
+"""`AttentionPlan`, the form of all sparse attention: query rows in some order, spans of keys, key blocks per query block.
 
-A *row* is an address in the query or key tensor; a *position* is the coordinate in which a span's range test measures.
-A query row i sees a key row j of a span iff their blocks are listed, j is present, and
-``lo <= q_pos[i] - k_pos[j] < hi``. With a key's position its rank in the span, and a query's position the number of the
-span's keys at or before it, minus one, ``lo >= 0`` is causality, whatever the order (MMInference section 2.4 measures
-windows and slashes inside a modality; section 3 permutes rows and columns).
+A *row* is an index into the query or key tensor; a *position* is the coordinate that a span's range test compares. Query row
+i sees key row j of a span iff their blocks are listed, j is present, and ``lo <= q_pos[i] - k_pos[j] < hi``. With a key's
+position its rank in the span, and a query's position the number of the span's keys at or before it, minus one, ``lo >= 0``
+is causality, whatever the order (MMInference section 2.4 measures windows and slashes inside a modality; section 3 permutes
+rows and columns).
 
-Letters: B batch, H query heads, P rows of a part (whole blocks), N keys of a span (whole blocks), M query blocks.
-Leading dimensions b and h are B and H, or 1 where all sequences or heads share the order.
+Letters: B batch, H query heads, P rows of a part (whole blocks), N keys of a span (whole blocks), M query blocks. Leading
+dimensions b and h are B and H, or 1 where all sequences or heads share the order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import ABSENT, FULL, TEST, BlockLists, KeySpan, Part, remember
-from mmaccel.backends.ops.block_lists import edges, listed_area, narrowed, packed, reach
+from mmaccel.backends.ops.block_lists import block_bounds, compacted, listed_area, reach, restrict_rows
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 
@@ -32,18 +32,18 @@ _put = lru_cache(256)(torch.inference_mode(False)(torch.tensor))
 
 
 def numbered(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    """`heads` as an index on `device`, sent there once. Traced, it is a constant: a cached one would be one for all."""
+    """Return `heads` as an index tensor on `device`, copied there once; in a traced graph it is a constant."""
     return torch.tensor(heads, device=device) if torch.compiler.is_compiling() else _put(heads, device=device)
 
 
 class HeadRun(NamedTuple):
-    """Equally many query heads of each of several adjacent key/value groups: their keys are a slice, not a copy."""
+    """Query heads of adjacent key/value groups, equally many of each, so that their keys are a slice and not a copy."""
 
     heads: tuple[int, ...]
     groups: slice
 
     def of(self, query: Tensor) -> Tensor:
-        """The queries [B, h, n, D] of these heads; a view where the heads are adjacent."""
+        """Return the queries [B, h, n, D] of these heads; a view if the heads are adjacent."""
         first, last = self.heads[0], self.heads[-1]
         if last - first + 1 == len(self.heads):
             return query[:, first : last + 1]
@@ -51,7 +51,7 @@ class HeadRun(NamedTuple):
 
 
 def head_runs(heads: Sequence[int], group: int) -> list[HeadRun]:
-    """Split query `heads` into `HeadRun`s: adjacent key heads with equally many of them share one. `group` is H / G."""
+    """Split query `heads` into `HeadRun`s; adjacent key/value heads with equally many share one. `group` is H / G."""
     by_group: dict[int, list[int]] = {}
     for head in sorted(heads):
         by_group.setdefault(head // group, []).append(head)
@@ -68,10 +68,10 @@ def head_runs(heads: Sequence[int], group: int) -> list[HeadRun]:
 
 @dataclass(frozen=True, eq=False)
 class DenseHeads:
-    """Heads that no part of a plan serves: their queries see every valid key not after them, by the dense operator.
+    """The heads of a plan that use dense causal attention, computed by the dense operator.
 
-    heads ascending; of the queries, whose layout is `queries`, the first `rows`; keys the layout of all keys. sinks and
-    window as of `AttentionPlan.within`, None for no window.
+    heads ascending; of the queries, whose layout is `queries`, only the first `rows`; `keys` is the layout of all keys.
+    sinks and window as in `AttentionPlan.within`; None for no window.
     """
 
     heads: tuple[int, ...]
@@ -82,7 +82,7 @@ class DenseHeads:
     window: int | None = None
 
     def mask(self) -> Tensor:
-        """[B, n_query, n_key] bool: the pairs that are computed, the same for every one of `heads`."""
+        """Return [B, n_query, n_key] bool: the query-key pairs computed, the same for each dense head."""
         q, k = self.queries, self.keys
         seen = (k.position[:, None] <= q.position[:, :, None]) & k.valid[:, None] & q.valid[:, :, None]
         if self.window is not None:
@@ -91,22 +91,22 @@ class DenseHeads:
         return seen & (torch.arange(q.length, device=q.device) < self.rows)[:, None]
 
     def pairs(self) -> Tensor:
-        """[B] float64: how many pairs each of the heads computes."""
+        """Return [B] float64: how many query-key pairs each dense head computes."""
         q = self.queries.take(slice(0, self.rows))
         most = self.keys.length if self.window is None else self.sinks + self.window
         return ((q.position + 1).clamp(max=most) * q.valid).sum(1).double()
 
     def to(self, device: torch.device | str) -> DenseHeads:
-        """The same with its layouts on `device`."""
+        """Return these dense heads with their layouts on `device`."""
         return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """What one attention layer computes: disjoint parts, or merge groups of parts that share rows over disjoint keys.
+    """What one attention layer computes: disjoint parts of query rows, or groups of parts with equal rows and disjoint keys.
 
-    `batch`, `heads`, `n_query`, `n_key` are the sizes of the tensors it is for. `dense`: heads that no part serves. `memo`:
-    what was derived of this plan; no copy takes it along.
+    `batch`, `heads`, `n_query`, `n_key` are the sizes of the tensors it is for. `dense`: heads with dense attention. `memo`
+    caches what is derived from this plan; copies start empty.
     """
 
     parts: tuple[Part, ...]
@@ -121,11 +121,11 @@ class AttentionPlan:
 
     @property
     def overlap(self) -> bool:
-        """Whether parts may share rows."""
+        """Whether parts of the plan may share query rows."""
         return any(part.merge_group for part in self.parts)
 
     def first(self, rows: int) -> AttentionPlan:
-        """This plan without the query rows from `rows` on; made once."""
+        """Return this attention plan for only the first `rows` query rows; cached."""
 
         def cut() -> AttentionPlan:
             dense = replace(self.dense, rows=rows) if self.dense is not None else None
@@ -134,10 +134,10 @@ class AttentionPlan:
         return remember(self.memo, ("first", rows), cut)
 
     def within(self, sinks: int, window: int) -> AttentionPlan:
-        """This plan without the pairs of keys outside the first `sinks` columns and not less than `window` columns behind
-        their query, which are the last of the columns; made once. Of the rest each pair stays, and lists grow shorter.
+        """Return this plan restricted to the first `sinks` columns and those less than `window` columns behind each query
+        (queries are the last columns); cached. All other pairs are dropped, and lists grow shorter.
 
-        Raises `RecipeError` where spans have keys of their own, which have no column.
+        Raises `RecipeError` if spans have keys of their own, which have no column.
         """
         if window >= self.n_key:
             return self
@@ -150,7 +150,7 @@ class AttentionPlan:
 
         def cut() -> AttentionPlan:
             how = sinks, self.n_key - self.n_query - window, self.block_q, self.block_k
-            parts = tuple(narrowed(part, *how) for part in self.parts)
+            parts = tuple(restrict_rows(part, *how) for part in self.parts)
             dense = self.dense and replace(self.dense, sinks=sinks, window=window)
             return replace(self, parts=parts, dense=dense)
 
@@ -166,12 +166,11 @@ class AttentionPlan:
         return list(found.values())
 
     def count_mask(self) -> Tensor:
-        """[B, H, n_query, n_key] uint8: in how many spans a pair is computed. Anything above 1 is a fault of the planner.
-        Columns of `own_keys` follow."""
+        """Return [B, H, n_query, n_key] uint8: in how many spans each pair is; above 1 is a bug. `own_keys` follow."""
         return self._scattered(torch.uint8, lambda span: torch.ones_like(span.k_row, dtype=torch.uint8))
 
     def to_bias(self) -> Tensor:
-        """As `count_mask`, float32: what spans add to the logit of each pair that they compute."""
+        """Return what spans add to the logit of each pair, float32, in the shape of `count_mask`."""
 
         def bias(span: KeySpan) -> Tensor:
             return torch.zeros_like(span.k_row, dtype=torch.float32) if span.bias is None else span.bias
@@ -206,12 +205,12 @@ class AttentionPlan:
         return total
 
     def to_mask(self) -> Tensor:
-        """[B, H, n_query, n_key] bool: the exact pairs this plan computes, columns of `own_keys` behind. For tests and
-        pictures, not for long inputs."""
+        """Return [B, H, n_query, n_key] bool: exactly the pairs that this plan computes, followed by columns of `own_keys`.
+        For tests and pictures, not for long inputs."""
         return self.count_mask() > 0
 
     def count_listed_pairs(self) -> Tensor:
-        """[B, H] float64: present query rows times present keys, summed over the listed blocks; no host read."""
+        """Return [B, H] float64: present query rows times present keys, summed over the listed blocks; no host read."""
         B, H = self.batch, self.heads
         device = self.parts[0].q_row.device
         total = torch.zeros(B, H, dtype=torch.float64, device=device)
@@ -225,22 +224,22 @@ class AttentionPlan:
         return total
 
     def to(self, device: torch.device | str) -> AttentionPlan:
-        """This plan with its tensors on `device`."""
+        """Return this attention plan with its tensors on `device`."""
         dense = self.dense.to(device) if self.dense is not None else None
         moved: dict[int, Tensor] = {}
         return replace(self, parts=tuple(part.to(device, moved) for part in self.parts), dense=dense)
 
 
 def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole: bool) -> None:
-    """Raise `RecipeError` for a plan that cannot be that of query [B, H, n, D] and key [B, G, N, D]; no device read.
+    """Raise `RecipeError` if `plan` does not fit query [B, H, n, D] and key [B, G, N, D]; no device read.
 
-    who  the pattern; whole  no row is padding, so that each has to stand in a part
+    who  the pattern; whole  no row is padding, so that each must be in a part
     """
     B, H, n, _ = query.shape
     for name, size in (("batch", B), ("heads", H), ("n_query", n), ("n_key", key.shape[2])):
         if (planned := getattr(plan, name)) != size:
             raise RecipeError(
-                f"sparse {who!r}: the plan's {name} is {planned}, and the layer's is {size}; make it of its tensors."
+                f"sparse {who!r}: the plan's {name} is {planned}, and the layer's is {size}; plan from its tensors."
             )
     served = [0] * H
     for part in plan.parts:
@@ -306,7 +305,7 @@ def _check_extra(span: KeySpan, where: str, sizes: Sequence[int]) -> None:
 
 
 def element_mask(part: Part, span: KeySpan, block_q: int, block_k: int) -> Tensor:
-    """[b, h, P, N] bool: the pairs of one span, in the plan's order. A FULL block skips the test, as the kernels do."""
+    """Return [b, h, P, N] bool: the pairs of one span, in the plan's order. FULL blocks skip the test, as in kernels."""
     kind = span.lists.table().repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)
     gap = span.q_pos[..., :, None] - span.k_pos[..., None, :]
     inside = (gap >= span.lo) & (gap < span.hi)
@@ -318,7 +317,7 @@ def element_mask(part: Part, span: KeySpan, block_q: int, block_k: int) -> Tenso
 
 
 def pad_rows(rows: Tensor, block: int, value: int = -1) -> Tensor:
-    """`rows` [..., n] lengthened with `value` to whole blocks (at least one)."""
+    """Return `rows` [..., n] padded with `value` to whole blocks (at least one)."""
     short = -rows.shape[-1] % block if rows.shape[-1] else block
     return torch.nn.functional.pad(rows, (0, short), value=value) if short else rows
 
@@ -336,12 +335,12 @@ def span_by_range(
     table: Tensor | None = None,
     **known: Any,
 ) -> KeySpan:
-    """A span of which each query block lists the blocks in which a pair may pass the range test; no host read.
+    """Return a span that lists, for each query block, the key blocks in which a pair may pass the range test; no host read.
 
     The positions of the keys ascend. A list is one run: from the first block that any row of the query block reaches to the
-    last, so that it also holds what lies between when positions jump within a query block. With `table` [b, h, M, key
-    blocks] it is the True entries of the run alone, with room for all of them. `known`: `ordered`, `ranks` and `q_first` of
-    `KeySpan`, what the caller knows of the tensors.
+    last, including blocks between them if positions jump within a query block. With `table` [b, h, M, key blocks], only the
+    True entries of the run are listed, with room for all of them. `known`: `ordered`, `ranks` and `q_first` of `KeySpan`,
+    facts that the caller knows of the tensors.
     """
     row, kind = reach(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
     if table is None:
@@ -350,7 +349,7 @@ def span_by_range(
     first, count, head, tail, _ = torch.split(row.expand(b, h, m, 5), 1, -1)
     number = torch.arange(n, device=table.device)
     listed = table & (number >= first) & (number < first + count)
-    index, upto = packed(listed, number)
+    index, upto = compacted(listed, number)
     head, tail, count = (upto.gather(-1, (first + t).clamp(max=n)) for t in (head, tail, count))
     begin = (torch.arange(b * h * m, device=table.device) * n).view(b, h, m, 1)
     row = torch.cat([begin, count, head, tail, torch.zeros_like(begin)], -1)
@@ -369,15 +368,15 @@ def span_from_table(
     block_k: int,
     **known: Any,
 ) -> KeySpan:
-    """A span that lists the True entries of `table` [b, h, M, key blocks]; positions in any order. Blocks in which no pair
-    passes the range test are dropped, the rest classified. Reads sizes on the host.
+    """Return a span that lists the True entries of `table` [b, h, M, key blocks]; positions in any order. Blocks in which no
+    pair passes the range test are dropped, the rest classified. Reads sizes on the host.
 
     In each list the blocks that need a test come last.
     """
     b, h, m, n = table.shape
     row, index = table.reshape(b * h * m, n).nonzero(as_tuple=True)
-    *of_queries, _ = edges(q_row, q_pos, block_q)
-    *of_keys, kind = edges(k_row, k_pos, block_k)
+    *of_queries, _ = block_bounds(q_row, q_pos, block_q)
+    *of_keys, kind = block_bounds(k_row, k_pos, block_k)
     q_min, q_max = (edge.expand(b, h, m).reshape(-1) for edge in of_queries)
     k_min, k_max = (edge.expand(b, h, n).reshape(-1) for edge in of_keys)
     key = (row // m) * n + index

@@ -1,9 +1,8 @@
-"""The contract of a token pruner: which visual tokens are worth keeping, judged by signals of a model's prefill.
+"""The interface of token pruners, which choose the visual tokens to keep by signals of a model's prefill; and `Probe`, which
+reads such signals while the layers run.
 
-And what reads such signals while the layers run, a `Probe`.
-
-Visual tokens are those of images and of videos. Letters: S columns, m visual tokens that may go, n rows of text, E hidden
-size.
+Visual tokens are those of images and of videos. Letters: S columns, m visual tokens that may be dropped, n rows of text, E
+hidden size.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ vision_key        [S, D]: its key there, a mean over heads; 0 elsewhere
 
 
 class Signals(dict[str, Tensor]):
-    """The signals that a pruner reads at one layer; reading one that it did not declare raises an error."""
+    """The signals that a pruner reads at one layer; reading an undeclared one raises `RecipeError`."""
 
     def __missing__(self, name: str) -> Tensor:
         raise RecipeError(
@@ -45,10 +44,10 @@ NO_COLUMNS = TokenLayout.text(1, 0)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PrefillPass:
-    """The values of a pass over new columns ``start .. start + n`` of a batch that a `Probe` reads.
+    """What a `Probe` may read of a forward pass over new columns ``start .. start + n`` of a batch.
 
-    layout  every column up to the last new one; of a stream none
-    state   the memory; None: the caller hands over all keys
+    layout  every column up to the last new one; empty for a stream
+    state   the KV memory; None: the caller passes all keys
     """
 
     layout: TokenLayout = NO_COLUMNS
@@ -57,11 +56,11 @@ class PrefillPass:
 
 
 class Probe:
-    """Reads what the layers of one pass compute, and no other; an error raised here ends it. Override what is to be read."""
+    """Reads what the layers of one forward pass compute; override its methods. An error raised in one aborts the pass."""
 
     def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
-        """`hidden` [B, n, E], the new columns of `run`, enters `layer`; where `layer` is the number of layers, it leaves
-        the last one.
+        """Read the input `hidden` [B, n, E] of `layer` for the new columns of `run`; the number of layers stands for the
+        last output.
 
         Called only for the layers that the draft's pruner of the attached recipe reads.
         """
@@ -69,18 +68,18 @@ class Probe:
     def attending(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
-        """Inputs of the attention of `layer`, before it is computed: query [B, H, n, D]; key, value [B, G, N, D]."""
+        """Read the inputs of the attention of `layer`: query [B, H, n, D]; key, value [B, G, N, D]."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One place at which a pruner drops tokens of a prompt.
+    """One point at which a pruner drops tokens of a prompt.
 
-    layer      decoder layers that have run before it; 0 is before the language model
-    hidden     the states it reads, each by the number of layers run before it, at most `layer`
+    layer      decoder layers run before it; 0 is before the language model
+    hidden     the hidden states it reads, each by the number of layers run before it, at most `layer`
     attention  the layers whose attention it reads, in groups that are averaged; between layers of the target, `layer`
                itself or the one before
-    share      the share of the prompt's candidates that is left by it
+    share      the share of the prompt's candidates that remains after it
     """
 
     layer: int
@@ -89,13 +88,13 @@ class Stage:
     share: float = 1.0
 
     def count(self, at: Tensor, total: int | None) -> int:
-        """How many of the candidates `at` [m] stay, `total` being those that the prompt had before any cut (None: m)."""
+        """Return how many of the candidate tokens `at` [m] this stage keeps; `total` is their number before all stages."""
         return min(quota(self.share, at.numel() if total is None else total), at.numel())
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Result of a cut: the kept columns [n], ascending, and their new states [n, E], or None if these are unchanged."""
+    """Result of a pruning stage: the kept columns [n], ascending, and their new states [n, E] (None: unchanged)."""
 
     columns: Tensor
     states: Tensor | None = None
@@ -103,16 +102,16 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPruner(Policy, ABC, kind="prune"):
-    """Chooses the columns to keep, from signals it declares. Text and marks (such as LLaVA's newline) always stay.
+    """Chooses which tokens to keep, by signals it declares. Text and marks (such as LLaVA's newline) are always kept.
 
-    stage   whose columns go: those of the target before its language model ("frames") or between its layers ("layer"), or
-            those of a "draft"'s prompt, by signals of the target, whose own output then stays as it is
+    stage   which tokens are dropped: the target's before its language model ("frames") or between its layers ("layer"),
+            or those of a "draft"'s prompt, by signals of the target, whose own output then does not change
     needs   names of `SIGNALS` it reads
     prunes  the modalities it prunes: images, videos or both; tokens of others stay
     group   frames (or temporal patches) that it prunes together
 
-    compact  number the kept tokens anew, 0, 1, 2, ... on every rotary axis; otherwise each keeps its own position, so that
-             M-RoPE's time and place stay true, and text stands where it stood
+    compact  renumber the kept tokens 0, 1, 2, ... on every rotary axis; otherwise each keeps its original position, M-RoPE's
+             time and place included
     """
 
     stage: ClassVar[Literal["frames", "layer", "draft"]]
@@ -129,69 +128,69 @@ class TokenPruner(Policy, ABC, kind="prune"):
             cls.stage = vars(cls)["seat"]
 
     def candidates(self, layout: TokenLayout) -> Tensor:
-        """[m] the columns of `layout` (batch 1) that it may drop; none: it does nothing to such a prompt."""
+        """Return the columns [m] of `layout` (batch 1) that this pruner may drop; empty if it does nothing to the prompt."""
         at = candidates(layout)
         prunes = torch.tensor(sorted(self.prunes), device=at.device)
         return at[torch.isin(layout.modality[0, at], prunes)]
 
     @abstractmethod
     def stages(self, depth: int) -> tuple[Stage, ...]:
-        """The cuts of a model of `depth` layers, by layer, ascending; a draft's pruner has one.
+        """Return the stages for a model of `depth` layers, by layer, ascending; a draft's pruner has one.
 
         Raises `RecipeError` for a model that is too shallow.
         """
 
     @abstractmethod
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
-        """[n] long, ascending: the columns of `layout` (batch 1) that stay at the cut `stage`.
+        """Return [n] long, ascending: the columns of `layout` (batch 1) to keep at `stage`.
 
-        Signals have the columns of `layout`, in which earlier cuts are done. `total` is how many candidates the prompt had
-        before any cut, which retention is counted in; None: those of `layout`.
+        `signals` have the columns of `layout`, without those dropped at earlier stages. `total` is the number of candidates
+        in the prompt before any stage, to which retention refers; None: those of `layout`.
         """
 
     def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
-        """What `keep` keeps, and the states it has from here on where it takes up what is dropped."""
+        """Return the columns that `keep` keeps, with new hidden states if dropped tokens are merged into kept ones."""
         return Kept(self.keep(signals, layout, stage, total))
 
     def on_stream(self) -> TokenPruner | None:
-        """What acts in its place on a stream, where a question sees keys and values of what was read before it and no
-        states; None: it has no part in one. A pruner of stage "layer" acts on what the question recalls (`RecallPruning`),
-        in layouts whose frames are the units shown, by rank, with no cells. A `compact` one of stage "frames" acts on each
-        `group` of frames before it is stored, as one unit, of which it leaves `left`."""
+        """Return the pruner to use on a stream, where a question sees cached keys and values but no hidden states; None:
+        unsupported. A pruner of stage "layer" acts on what the question retrieves (`RecallPruning`), in layouts whose frames
+        are the units shown, by rank, without cells. A `compact` one of stage "frames" acts on each `group` of frames before
+        it is stored as one unit of `left` tokens."""
         return self if self.stage == "layer" and self.needs <= {"attention"} else None
 
     def left(self, tokens: int) -> int:
-        """How many tokens it leaves on a stream of a group of frames of `tokens` each."""
+        """Return how many tokens this pruner keeps of a group of frames of `tokens` tokens each, on a video stream."""
         raise RecipeError(
             f"prune {self.name!r} does not say how many tokens of a frame are left; write left."
         )
 
     @property
     def scoring_layer(self) -> int | None:
-        """The layer by whose attention a decoded token's view of the video is chosen, for all layers after it; or None."""
+        """The layer whose attention chooses the video tokens that a decoded token sees in later layers; None: all."""
         return None
 
     def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
-        """The cached columns of candidates that a decoded token sees: [n] long, ascending, out of `columns` [m].
+        """Return the cached visual columns that a decoded token sees: [n] long, ascending, out of `columns` [m].
 
-        attention [m]: the token's attention to them at `scoring_layer`, a mean over heads. before [m]: the same at the step
-        before, or None at the first. None: those chosen last stay.
+        attention [m]: the token's attention to them at `scoring_layer`, averaged over heads. before [m]: the same at the
+        previous step, or None at the first. None: keep the last choice.
         """
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuotaPruner(TokenPruner):
-    """A pruner that keeps a share of the candidates: authors write `choose`, and `stages`.
+    """A pruner that keeps a fixed share of the candidates: subclasses write `choose` and `stages`.
 
-    retention  the share of the candidates that stays, rounded down to a whole token
+    retention  the share of the candidates that is kept, rounded down to a whole token
     """
 
     retention: float = limited(0.1, SHARE)
 
     @abstractmethod
     def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
-        """[count] which of the candidates stay, by their place in `at` [m], their columns of `layout`; 0 <= count < m."""
+        """Return [count] indices into `at` [m] (candidate columns of `layout`) of the tokens to keep; 0 <= count < m."""
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         at = candidates(layout)
@@ -201,11 +200,11 @@ class QuotaPruner(TokenPruner):
 
 @dataclass(frozen=True, kw_only=True)
 class ScorePruner(QuotaPruner):
-    """A pruner that scores every candidate and keeps the best: authors write `score`, and `stages`."""
+    """A pruner that scores every candidate and keeps the highest: subclasses write `score` and `stages`."""
 
     @abstractmethod
     def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
-        """Scores [m] of the candidate tokens in columns `at` [m] of `layout`; the highest are kept."""
+        """Return scores [m] of the candidate tokens in columns `at` [m] of `layout`; the highest are kept."""
 
     def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         told = signals.get("score")  # [S]: of a stream (`core.streams.listening`)
@@ -213,7 +212,7 @@ class ScorePruner(QuotaPruner):
 
 
 def checked_stages(pruner: TokenPruner, depth: int) -> tuple[Stage, ...]:
-    """The cuts of a model of `depth` layers; raises `RecipeError` for what `pruner` declares and no model can give."""
+    """Return the stages of `pruner` for a model of `depth` layers; raises `RecipeError` for an impossible declaration."""
     who, stages = f"prune {pruner.name!r}", tuple(pruner.stages(depth))
     for name in pruner.needs:
         if name not in SIGNALS:
@@ -260,7 +259,7 @@ def _layers(first: int, last: int) -> str:
 
 
 def checked_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -> Tensor:
-    """`columns` that `pruner` keeps of `layout`; raises `RecipeError` where it must not keep these. One device read."""
+    """Return `columns` that `pruner` keeps of `layout`; raises `RecipeError` if they are not valid. One device read."""
     who = f"prune {pruner.name!r}: keep"
     if columns.dtype != torch.long or columns.ndim != 1:
         raise RecipeError(f"{who} gives {list(columns.shape)} {columns.dtype}; give columns [n], long.")
@@ -281,12 +280,12 @@ def checked_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -
 
 
 def quota(share: float, count: int) -> int:
-    """How many of `count` tokens `share` of them is, rounded down; 0.29 of 100 is 29, whatever the binary fraction says."""
+    """Return `share` of `count` tokens, rounded down, exactly: 0.29 of 100 is 29 despite binary rounding."""
     return int(share * count + 1e-9)
 
 
 def candidates(layout: TokenLayout) -> Tensor:
-    """[m] the columns that a pruner may drop, in a layout of one sequence: the tokens of images and video frames."""
+    """Return the columns [m] that a pruner may drop, in a layout of one sequence: tokens of images and video frames."""
     return _may_go(layout).nonzero()[:, 0]
 
 
@@ -297,7 +296,7 @@ def _may_go(layout: TokenLayout) -> Tensor:
 
 
 def frames(layout: TokenLayout) -> list[Tensor]:
-    """Indices of the candidate tokens of each frame, in order. An image counts as a frame, and all its tiles as another."""
+    """Return the candidate columns of each frame, in order. An image is one frame, and all its tiles are another."""
     at = candidates(layout)
     number = torch.stack([layout.segment[0, at], layout.frame[0, at]])
     sizes = torch.unique_consecutive(number, return_counts=True, dim=1)[1]
@@ -305,7 +304,7 @@ def frames(layout: TokenLayout) -> list[Tensor]:
 
 
 def alike(layout: TokenLayout) -> list[Tensor]:
-    """The candidates of the frames of each size, [frames, size]: what is done with every frame is done at once."""
+    """Return the candidate columns of frames, grouped by frame size: a tensor [frames, size] for each size."""
     by_size: dict[int, list[Tensor]] = {}
     for frame in frames(layout):
         by_size.setdefault(len(frame), []).append(frame)
@@ -313,7 +312,7 @@ def alike(layout: TokenLayout) -> list[Tensor]:
 
 
 def staying(layout: TokenLayout, *chosen: Tensor) -> Tensor:
-    """[n] ascending: the `chosen` candidates and every column that is no candidate."""
+    """Return [n] ascending: the `chosen` candidates and every column that is not a candidate."""
     stays = ~_may_go(layout)
     if chosen:
         stays[torch.cat(chosen)] = True
@@ -321,18 +320,18 @@ def staying(layout: TokenLayout, *chosen: Tensor) -> Tensor:
 
 
 def others(chosen: Tensor, among: int) -> Tensor:
-    """[among - n] ascending: the places out of `among` that are not `chosen` [n]."""
+    """Return [among - n] ascending: the indices below `among` that are not in `chosen` [n]."""
     left = torch.ones(among, dtype=torch.bool, device=chosen.device)
     left[chosen] = False
     return left.nonzero()[:, 0]
 
 
 def question(layout: TokenLayout) -> Tensor:
-    """[n] the columns of the question.
+    """Return the columns [n] of the question.
 
-    The text after the last visual token, and what stands of the same message before it; that alone where nothing but the
-    markup of the chat follows. Where the chat's markup is not known (`TokenLayout.asked` is empty) the text after the last
-    visual token, all text where none follows. A sequence without text is asked by its last column.
+    They are the words of the last user message (`TokenLayout.asked`): the text after the last visual token and text of the
+    same message before it, or only the latter if just chat markup follows. If the chat markup is unknown (`asked` is empty):
+    the text after the last visual token, or all text if none follows; without text, the last column.
     """
     rows = (layout.asked[0] & layout.valid[0]).nonzero()[:, 0]
     if rows.numel():
@@ -343,9 +342,9 @@ def question(layout: TokenLayout) -> Tensor:
 
 
 def observers(layout: TokenLayout, last: int | None = None) -> Tensor:
-    """[n] the columns whose attention to the visual tokens is read: the text after the last of them, which has read the
-    question wherever that stands; the last column where no text follows, for none before it sees them all. All text where
-    there is no visual token. `last`: of the last columns alone, those of a turn."""
+    """Return the columns [n] whose attention to the visual tokens is read: the text after the last visual token, or, if none
+    follows, the last column, as no earlier row sees them all. Without visual tokens, all text. `last`: only of the last
+    columns, those of a turn."""
     text, after = _text(layout)
     if last is not None:
         after = after & (text >= layout.length - last)
@@ -360,18 +359,18 @@ def _text(layout: TokenLayout) -> tuple[Tensor, Tensor]:
 
 
 def best(score: Tensor, count: int) -> Tensor:
-    """Indices [count] of the largest scores, ascending. Of equal scores the first counts, on every device."""
+    """Return the indices [count] of the largest scores, ascending; of equal scores the first, on every device."""
     return score.float().sort(descending=True, stable=True).indices[:count].sort().values
 
 
 def spread(count: int, among: int, device: torch.device | str = "cpu") -> Tensor:
-    """[count] ascending, distinct: `count` of `among` places, in the middles of `count` equal stretches."""
+    """Return [count] ascending, distinct: `count` indices below `among`, evenly spaced."""
     return ((2 * torch.arange(count, device=device) + 1) * among).div(
         2 * max(count, 1), rounding_mode="floor"
     )
 
 
 def thin(layout: TokenLayout, columns: Tensor) -> TokenLayout:
-    """The layout of what stays: frames, cells and segments as they were, ranks among what stays."""
+    """Return the layout of only the given columns: frames, cells and segments unchanged, positions renumbered."""
     left = layout.take(columns)
     return replace(left, position=(left.valid.long().cumsum(1) - 1).clamp(min=0))

@@ -1,8 +1,7 @@
-"""A pruner at work on a question to a stream: of what a layer recalls, the question and its answer see a part.
+"""Token pruning for a question on a stream: of what each layer retrieves, the question and its answer see only a part.
 
-The video went through all layers before there was a question: its states are gone, and its keys and values stay. What a
-pruner drops between two layers is dropped from what the later ones show. Letters: H query heads, N columns that a layer
-shows, n rows of a question.
+The video was prefilled before the question came: its hidden states are gone, its keys and values stay. What a pruner drops
+between two layers is hidden from later layers. Letters: H query heads, N columns that a layer shows, n rows of a question.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.dense_attend import paid
+from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState, grow_buffer
@@ -24,12 +23,12 @@ from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_colu
 from mmaccel.core.report import Meter
 
 
-def _own(around: AroundMemory, name: str, *given: Any, **named: Any) -> Any:
+def _own(around: WrappedMemory, name: str, *given: Any, **named: Any) -> Any:
     return getattr(around.state, name)(*given, **named)
 
 
-class AroundMemory(StreamState):
-    """The memory `state` as one question and its answer see it; what subclasses leave alone is the memory's own."""
+class WrappedMemory(StreamState):
+    """Wraps the stream memory `state` for one question and its answer; methods that a subclass does not define delegate."""
 
     def __init__(self, state: StreamState) -> None:
         self.state = state
@@ -49,9 +48,9 @@ class AroundMemory(StreamState):
         self._pass, self._tail = stream_pass, self.state.length() - self._start + stream_pass.rows
         self.state.begin_pass(stream_pass)
 
-    view = write_slot = summaries = seen = seen_only = note_listed_rows = append = ahead = end_pass = relay(
-        _own
-    )
+    view = write_slot = summaries = seen = note_shown_columns = note_listed_rows = append = ahead = (
+        end_pass
+    ) = relay(_own)
     accept = truncate = length = held_columns = units = reset = checkpoint = restore = relay(_own)
 
     @contextmanager
@@ -78,17 +77,17 @@ class AroundMemory(StreamState):
 
 
 def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
-    """Warn, and note in the report, that `pruner` does nothing to this prompt."""
+    """Warn, and note in the report, that `pruner` did nothing, as the prompt has no tokens that it prunes."""
     what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
     meter.note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
     warn(f"{sentence}.")
 
 
-class InTime(AroundMemory):
-    """The memory `state` as a question on the units ``first .. end`` alone sees it: the head, of units these, and no summary
-    tokens, which stand for others too.
+class TimeRangeMemory(WrappedMemory):
+    """Wraps the stream memory `state` so that a question sees only the units (frames) ``first .. end`` and the head, and no
+    summary tokens, which stand for other units too.
 
-    count  tokens of units that a layer shows, the most of any
+    count  the most tokens of units that any layer shows
     """
 
     def __init__(self, state: StreamState, stream: Stream, first: int, end: int) -> None:
@@ -122,20 +121,20 @@ class InTime(AroundMemory):
             inside = self._inside(tokens).nonzero()[:, 0].to(view.key.device)
             self._columns[layer] = torch.cat([torch.arange(head, device=inside.device), first + inside])
             self.count = max(self.count, len(inside))
-            self.state.seen_only(layer, self._columns[layer])
+            self.state.note_shown_columns(layer, self._columns[layer])
         return replace(self._shown(layer, view, base), bias=None)
 
 
-class RecallPruning(AroundMemory):
-    """The memory `state` as one question and its answer see it, which `pruner` shows fewer tokens of units.
+class RecallPruning(WrappedMemory):
+    """Wraps the stream memory `state` so that a question and its answer see only the visual tokens that `pruner` keeps.
 
-    The head, summary tokens and all rows of the question stay, those of images, of other videos and of a unit not yet
-    complete among them. Where all layers show the same columns, a stage drops by the attention of the layers that it names,
-    and what it drops is gone from all later ones. Where layers recall units of their own (`StreamState.recalls_alike`) the
-    columns of one say nothing of another's: from the layer of a stage on, each drops to the stage's share by its own
-    attention. So too for what a decoded token sees (`TokenPruner.scoring_layer`). What is dropped stays in the memory.
+    The head, summary tokens and all rows of the question stay, including images, other videos and an incomplete unit (frame)
+    in it. If all layers show the same columns, a stage drops tokens by the attention of the layers it names, for all later
+    layers. If layers retrieve different units (`StreamState.recalls_alike`), each layer from a stage on drops to the stage's
+    share by its own attention. The same holds for what a decoded token sees (`TokenPruner.scoring_layer`). The memory keeps
+    what is dropped.
 
-    counts  tokens of units that were shown, as "visual", and from the layer of each stage on; the most of any layer
+    counts  tokens of units shown, as "visual", and from the layer of each stage on; the most of any layer
     """
 
     def __init__(
@@ -206,7 +205,7 @@ class RecallPruning(AroundMemory):
         if left is not None:
             key = key[:, torch.cat([left, torch.arange(base, key.shape[1], device=key.device)])]
         at = torch.arange(key.shape[1] - rows, key.shape[1], device=key.device)
-        return paid(query[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
+        return mean_weights(query[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
 
     def _cut(self, stage: Stage, attention: list[Tensor], layout: TokenLayout, left: Tensor | None) -> Tensor:
         """[k] the columns before the question that stay at `stage`, of those that are `left` (None: all)."""
@@ -228,7 +227,7 @@ class RecallPruning(AroundMemory):
         """Count what `layer` shows, and tell the memory, whose evidence weighs that alone."""
         if (columns := self._columns.get(layer)) is not None:
             self._count(_name(max(at for at in self._stages if at <= layer)), len(columns) - first)
-            self.state.seen_only(layer, columns)
+            self.state.note_shown_columns(layer, columns)
 
     def _count(self, name: str, count: int) -> None:
         self.counts[name] = max(self.counts[name], float(count))
@@ -244,7 +243,7 @@ class RecallPruning(AroundMemory):
         if layer == by and (alike or layer > self._scoring):
             column = torch.tensor([view.key.shape[2] - 1], device=device)
             scale = view.key.shape[-1] ** -0.5
-            looks = paid(query[0], view.key[0], column, scale, view.bias)[0, at]
+            looks = mean_weights(query[0], view.key[0], column, scale, view.bias)[0, at]
             before, chosen = self._glanced.get(layer, (None, None))
             new = self.pruner.recall(looks, at, before)
             self._glanced[layer] = looks, chosen if new is None else new

@@ -1,4 +1,4 @@
-"""The contract of a sparse prefill pattern, how its plan is computed by the operator of a backend, and rows of a tree."""
+"""The interface of sparse prefill patterns; runs their plans by a backend's operator; also attention of token trees."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ BlockAttend = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class SparsePattern(Policy, ABC, kind="sparse"):
-    """Which key blocks each block of queries attends to in prefill.
+    """Which key blocks each query block attends to in prefill.
 
-    Subclasses are frozen keyword dataclasses: parameters are fields, ranges are checked at birth, nothing on a device is
-    kept. `block` is the edge of a block in tokens, for queries and keys alike.
+    Subclasses are frozen keyword dataclasses: parameters are fields, ranges are checked at creation, no device tensors are
+    kept. `block` is the block size in tokens, for queries and keys alike.
 
-    adaptive  the plan looks at queries and keys, not only at the layout
+    adaptive  the plan depends on queries and keys, not only on the layout
     rounded   the plan lists whole blocks beyond the paper's element mask (element <= plan <= its block closure)
-    dense     it plans nothing by itself: prefill stays dense
-    reads_values  the plan looks at values too, as pooled keys need pooled values: `plan` is given `value`
-    compiles  inductor may compile `plan` as one graph; one that reads the device runs as it is written
+    dense     it plans nothing: prefill stays dense
+    reads_values  the plan depends on values too, as pooled keys need pooled values: `plan` is given `value`
+    compiles  inductor may compile `plan` as one graph; a plan that reads the device cannot be compiled
     """
 
     adaptive: ClassVar[bool] = False
@@ -90,67 +90,65 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        """The plan of one layer; None stands for dense attention.
+        """Return the plan of one layer; None means dense attention.
 
-        query [B, H, n_query, D] and key [B, G, n_key, D] after rotation, H a multiple of G; layouts of the same lengths,
-        `q_layout.position` and `k_layout.position` in the same count. Queries may be the last rows of a longer sequence.
+        query [B, H, n_query, D] and key [B, G, n_key, D] after RoPE, H a multiple of G; layouts of the same lengths;
+        `q_layout.position` and `k_layout.position` count alike. Queries may be the last rows of a longer sequence.
         """
 
     def plan_of(
         self, run: HeadRun, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        """Like `plan`, for the heads `run` of query [B, H, n_query, D] and key [B, G, n_key, D], the layer's tensors.
+        """Plan only the heads `run` (see `plan`) of a layer's query [B, H, n_query, D] and key [B, G, n_key, D].
 
-        A pattern that looks at few rows of the queries need not have those of some heads copied.
+        Override it in a pattern that reads few query rows, to avoid a copy of all rows of some heads.
         """
         return self.plan(run.of(query), key[:, run.groups], q_layout, k_layout)
 
     def plan_layer(
         self, query: Tensor, key: Tensor, value: Tensor | None, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        """Like `plan`, with the values [B, G, n_key, D] too, for a pattern that reads them."""
+        """Return `plan` of one layer, with the values [B, G, n_key, D] for a pattern that reads them."""
         more = {} if value is None or not self.reads_values else {"value": value}
         return self.plan(query, key, q_layout, k_layout, **more)
 
     def bind(self, model: ModelView) -> SparsePattern:
-        """Return this pattern adapted to `model`; called once, at attaching. Raises `RecipeError` if it cannot."""
+        """Return this pattern adapted to `model`; called once at attach. Raises `RecipeError` if it cannot be."""
         return self
 
     @property
     def context(self) -> int | None:
-        """The length of the prompts, in tokens, that its budgets were chosen for; None: any."""
+        """The prompt length, in tokens, for which this pattern's budgets were chosen; None: any."""
         return None
 
     def at(self, layer: int) -> SparsePattern:
-        """The pattern of one layer: itself, unless it differs between layers."""
+        """Return the pattern of one layer: itself, unless it differs between layers."""
         return self
 
     @abstractmethod
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
-        """The most key blocks the pattern can list for one head and `n_query` rows over `n_key` keys; host numbers alone."""
+        """Return the most key blocks listed for one head, `n_query` rows and `n_key` keys; from host numbers alone."""
 
     def expected_blocks(
         self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
     ) -> float:
-        """About how many key blocks the pattern lists for one head and `n_query` rows over `n_key` keys, before it has seen
-        a query: what only queries can tell counts with its least value. `layouts`, of queries and keys, are read once and
-        may make it more exact. By this "auto" decides whether a prompt is worth a plan.
-        """
+        """Estimate the key blocks listed for one head, `n_query` rows and `n_key` keys, before any query is seen: what only
+        queries can tell counts with its least value. `layouts`, of queries and keys, are read once to refine it. Backend
+        "auto" decides by it whether a prompt is planned or dense."""
         return self.max_blocks_total(n_query, n_key)
 
     def per_head(self, heads: int) -> tuple[str, ...]:
-        """The name of the pattern of each head of a layer, for the report; within a boundary as "boundary(pattern)"."""
+        """Return the name of each head's pattern in a layer, for the report; within a boundary as "boundary(pattern)"."""
         return (self.name,) * heads
 
 
 def attend_plan(
     plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scale: float, backend: BlockAttend
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one layer: out [B, H, n_query, D] in the type of the query, and its lse [B, H, n_query].
+    """Run a plan: return attention [B, H, n_query, D] of one layer in the query's type, and its lse [B, H, n_query].
 
-    Rows that no part serves, or that see no key, are zero with lse = -inf. Parts that share rows are merged exactly by
-    their log-sum-exps. Heads that the plan leaves dense go through the dense operator, which knows no log-sum-exp: theirs
-    is NaN.
+    Rows that are in no part, or that see no key, are zero with lse = -inf. Parts that share rows are merged exactly by their
+    log-sum-exps. Heads that the plan leaves dense use the dense operator, which gives no log-sum-exp: theirs is NaN.
     """
     n, all_heads = query.shape[2], tuple(range(query.shape[1]))
     group, blocks = len(all_heads) // key.shape[1], (plan.block_q, plan.block_k)
@@ -195,7 +193,7 @@ def attend_plan(
 
 
 def launches(plan: AttentionPlan) -> list[Part]:
-    """The parts of a plan, those of a merge group that are for all heads as one; made once for a plan."""
+    """Return the parts of a plan to launch, with parts of a merge group that are for all heads joined into one; cached."""
 
     def made() -> list[Part]:
         groups: dict[int, list[Part]] = {}
@@ -227,7 +225,7 @@ def _same_rows(one: Part, other: Part) -> bool:
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over two disjoint sets of keys from that over each: out [..., D], lse [...]; in the type of the lse."""
+    """Merge attention over two disjoint key sets: out [..., D], lse [...] of each; the result is in the type of the lse."""
     total = torch.logaddexp(lse, other_lse)
     safe = total.masked_fill(total == -torch.inf, 0.0)
     mine, theirs = (lse - safe).exp()[..., None], (other_lse - safe).exp()[..., None]
@@ -235,7 +233,7 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The kernel that computes windows of many rows without a mask, or None where masks are as good."""
+    """Return the kernel for sliding windows of many rows without an explicit mask, or None where a mask serves as well."""
     if dtype not in (torch.float16, torch.bfloat16):
         return None
     try:
@@ -245,7 +243,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[
 
 
 def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
-    """The backend of a recipe on a model; "auto" may measure, the making of the recipe's plans included."""
+    """Choose the attention backend for a recipe on a model; "auto" may measure costs, including the planning time."""
     device, sizes = view.device, view.geometry
     if recipe.sparse.dense and recipe.backend == "auto":
         return select.Choice(select.choose(device), "the recipe is dense and lists no block")
@@ -260,7 +258,7 @@ def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
 def planner(
     pattern: Any, shape: measure.Shape, device: torch.device
 ) -> Callable[[int], Callable[[], object]]:
-    """What makes, of a number of tokens, a call that plans a layer of so many: what `measured_costs` times."""
+    """Return a function of a token count n, which returns a call that plans a layer of n tokens (`measured_costs`)."""
 
     def plan(n: int) -> Callable[[], object]:
         place = torch.arange(n, device=device)[None]
@@ -277,9 +275,10 @@ def planner(
 def window_plan(
     rows: int, keys: int, sinks: int, window: int, heads: int, device: torch.device
 ) -> AttentionPlan:
-    """What `dense_attend` computes for one sequence of `keys` columns whose last `rows` ask, under `window` and `sinks`.
+    """Return the plan of what `dense_attend` computes for `keys` columns, the last `rows` of which are queries, with
+    `window` and `sinks`, for one sequence.
 
-    From sizes alone, so that one plan serves all layers of a pass, and all passes of a full window. No host read.
+    It depends on sizes alone: one plan serves all layers of a pass, and all passes of a full window. No host read.
     """
     start, sinks = keys - rows, min(sinks, keys)
     columns = torch.arange(keys + -keys % TILE, dtype=torch.int32, device=device)
@@ -302,8 +301,8 @@ def window_plan(
 def attend_branches(
     branches: Branches, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float, end: int
 ) -> Tensor:
-    """[B, H, n, D]: rows of a tree, each of which sees what was there before the tree, and its own branch; the last of them
-    is column `end` - 1."""
+    """Compute attention [B, H, n, D] of the rows of a token tree: each sees all earlier columns and its own branch; the last
+    row is column `end` - 1."""
     device = query.device
     sees, depth = branches.sees.to(device), branches.depth.to(device)
     first = end - sees.shape[1]
@@ -323,7 +322,7 @@ def attend_branches(
 
 
 def to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """`value` [] on its way to the host, which is not waited for, and the event that it has come."""
+    """Start copying scalar `value` [] to the host; return it and the event of its arrival (None: it has arrived)."""
     if not value.is_cuda:
         return value, None
     host = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)

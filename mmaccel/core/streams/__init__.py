@@ -1,1 +1,1 @@
-"""Streams: a session that watches and answers, what runs it, and its files."""
+"""Video streams: the session that watches and answers, what runs it, and its files."""

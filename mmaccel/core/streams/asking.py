@@ -1,5 +1,4 @@
-"""A question on a stream, run up to its first token, on a memory that is as before when its answer is over; and the answer,
-which the decoding loop runs."""
+"""Runs a question on a stream up to its first token, with the memory restored when the answer ends; and its decoding."""
 
 from __future__ import annotations
 
@@ -18,26 +17,26 @@ from torch import Tensor
 from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
-from mmaccel.core.decoding.generate import CarefulDraft, Deadline, Evidence, FinishReason, Speculation
+from mmaccel.core.decoding.generate import Deadline, Evidence, FinishReason, GuardedDraft, Speculation
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.frames import FrameMemory
-from mmaccel.core.memory.kv import Seen, StreamPass, StreamState
+from mmaccel.core.memory.kv import StreamPass, StreamState, UnitEvidence
 from mmaccel.core.prefill.attention import MIN_ROWS
-from mmaccel.core.prefill.recalled import InTime, RecallPruning, tell_idle
+from mmaccel.core.prefill.recalled import RecallPruning, TimeRangeMemory, tell_idle
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.listening import Listening
+from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import (
-    Around,
-    Choosing,
+    MemoryWrapper,
     Question,
     RunningStates,
     StreamInfo,
+    TokenChoice,
     joined,
     kept,
 )
-from mmaccel.core.streams.stream_runner import CarefulDraftStream, StreamRunner, filled, frame_size
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, filled, frame_size
 
 FEW = 4
 """Units of a memory of frames that go through the vision tower at a time."""
@@ -56,17 +55,18 @@ def asked(
     settings: Mapping[str, Any] | None = None,
     between: tuple[float, float] | None = None,
 ) -> Iterator[QuestionRunner]:
-    """A question (`StreamModel.question`) on `live`, run up to its first token; at exit the memory is as before.
+    """Context that runs a question (`StreamModel.question`) on `live` up to its first token; at exit the memory is as
+    before.
 
-    room    tokens may follow
-    weigh   its evidence will be asked for
-    beside  it sees the stream as it is now, and gives way to frames between its layers and its tokens, as far as the memory
-            lets these come meanwhile (`StreamState.snapshot`); the caller holds the `turns` of the model
+    room    tokens that the answer may have
+    weigh   whether its evidence will be asked for
+    beside  it sees the stream as it is now, and yields to frames between its layers and its tokens if the memory supports
+            that (`StreamState.snapshot`); the caller holds the `turns` of the model
     settings  by which tokens are chosen (`StreamAdapter.choosing`)
-    between   seconds of the stream: of units it sees those that were shown from the one to the other
+    between   (begin, end) in seconds of the stream: it sees only units that were shown then
 
-    Raises `ModelError`, before anything is run, where the model has no position left for an answer, and `Ended` when the
-    deadline comes before the first token.
+    Raises `ModelError`, before anything is run, if the model has no position left for an answer, and `Ended` if the deadline
+    comes before the first token.
     """
     if live.ingests:
         raise ModelError("ask: a video is being ingested; ask when that call has ended.")
@@ -79,13 +79,13 @@ def asked(
     def pause(reading: bool) -> None:
         # Not of `taken` itself, which keeps this function.
         if gives_way and (gives_way[0] or not reading):
-            adapter.turns.give_way(inside=reading)
+            adapter.turns.yield_lock(inside=reading)
 
     asking, waiting, places = adapter.question(question), state.waiting(), stream.places
     inside = None if between is None else _units_between(info, *between)
     if between is not None and info.times[-1] > between[1]:
         waiting, info = None, replace(info, pending=None)
-    choosing = Choosing()
+    choosing = TokenChoice()
     if settings:
         assert isinstance(adapter, StreamAdapter)
         ids = torch.cat([adapter.head(), asking.ids])[None]
@@ -149,7 +149,7 @@ def asked(
     numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
     timed = None
     if inside is not None and not isinstance(seen_as, FrameMemory):
-        state = timed = InTime(state, stream, *inside)
+        state = timed = TimeRangeMemory(state, stream, *inside)
         evidence = _evidence_in(evidence, *inside)
     state = live.around(state, stream, seen, numbers)
     if acts is not None and (acts.stage == "layer" or acts.scoring_layer is not None):
@@ -168,7 +168,7 @@ def asked(
     runner = QuestionRunner(
         *given, live.beside, live.around, check, pause, lambda: live.counters(seen_as), choosing
     )
-    runner.shares = taken is not None and running is None and type(live.around) is Around
+    runner.shares = taken is not None and running is None and type(live.around) is MemoryWrapper
     with state.question_scope(), kept(running):
         runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts)})
         meter.prompt_tokens = runner.length()
@@ -182,7 +182,7 @@ def asked(
             yield runner
         finally:
             # The scope's end changes what a pass of frames reads.
-            adapter.turns.finish_passes()
+            adapter.turns.wait_for_paused()
 
 
 def _picked(
@@ -192,7 +192,7 @@ def _picked(
     check: Callable[[], None],
     meter: Meter,
     running: RunningStates | None,
-) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
+) -> tuple[StreamState, Callable[[], dict[int, UnitEvidence]]]:
     """A memory of the frames that a memory of frames picks, and what the answer is based on."""
     fresh, picked = state.fresh(), state.pick(getattr(live.around, "paid", {}))
     live.around.cut(0)
@@ -210,7 +210,7 @@ def _picked(
         begins = [info.spans[number][0] for number, _ in some]
         live.run_units(fresh, torch.cat(runs), begins, meter=meter, check=check, running=running)
     fresh.idle()
-    return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}
+    return fresh, lambda: {number: UnitEvidence(1.0, 1.0, None) for number, _ in picked}
 
 
 def _units_between(info: StreamInfo, begin: float, end: float) -> tuple[int, int]:
@@ -226,12 +226,12 @@ def _units_between(info: StreamInfo, begin: float, end: float) -> tuple[int, int
 
 
 def _evidence_in(
-    evidence: Callable[[], dict[int, Seen]], first: int, end: int
-) -> Callable[[], dict[int, Seen]]:
+    evidence: Callable[[], dict[int, UnitEvidence]], first: int, end: int
+) -> Callable[[], dict[int, UnitEvidence]]:
     return lambda: {number: seen for number, seen in evidence().items() if first <= number < end}
 
 
-def _shown(info: StreamInfo, evidence: Mapping[int, Seen]) -> tuple[Evidence, ...]:
+def _shown(info: StreamInfo, evidence: Mapping[int, UnitEvidence]) -> tuple[Evidence, ...]:
     spans, times = info.spans, info.times
     return tuple(
         Evidence((first, first + count - 1), times[first], seen.share, seen.retrieved, seen.score)
@@ -240,8 +240,8 @@ def _shown(info: StreamInfo, evidence: Mapping[int, Seen]) -> tuple[Evidence, ..
 
 
 def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.device) -> TokenLayout | None:
-    """[1, rows] what the rows of the question `asking` are, those of a video's marks first, where the pattern of `recipe`
-    may plan some of them."""
+    """Return the layout [1, rows] of the rows of question `asking`, those of a video's end marks first, if the pattern of
+    `recipe` may plan some; else None."""
     if recipe.sparse.dense or rows < MIN_ROWS or rows <= recipe.dense_tail:
         return None
     count = len(asking.ids)
@@ -255,21 +255,21 @@ def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.devi
 
 @dataclass(eq=False)
 class QuestionRunner(Runner):
-    """A question and its answer on the memory of a stream: the target of the decoding loop.
+    """The `Runner` of a question and its answer on a stream's memory: the target of the decoding loop.
 
     live      the stream
-    running   what layers carry beside the memory `state`
+    running   recurrent states beside the memory `state`
     ids       [n] of the words after the video
     left      the tokens of an answer for which the model has positions
     meter     counts what is decoded
-    evidence  gives the frames that the answer is based on, after the question has run
-    question  its text, and `beside` the stream of a draft, which is asked it too
+    evidence  returns the frames that the answer is based on, after the question has run
+    question  its text; `beside`: the stream of a draft, which is asked it too
     check     called between two layers of the question; may raise `Ended`
     pause     called with False between two passes of the answer
-    counted   gives the figures of the memory
+    counted   returns the figures of the memory
     choosing  how the tokens of the answer are chosen
-    shares    whether steps of the answer may be those of others on the model, too
-    around    what is laid round the memory while it lasts; `Listening` tells a draft's pruner what it attended to
+    shares    whether steps of the answer may be batched with other answers on the model
+    around    wraps the memory meanwhile; `AttentionRecording` records its attention for a draft's pruner
     logits    [1, V] of the first token, set by `prefill`
     """
 
@@ -283,18 +283,18 @@ class QuestionRunner(Runner):
     meter: Meter
     evidence: Callable[[], tuple[Evidence, ...]]
     question: Any
-    beside: CarefulDraftStream
-    around: Around
+    beside: GuardedDraftStream
+    around: MemoryWrapper
     check: Callable[[], None]
     pause: Callable[[bool], None]
     counted: Callable[[], dict[str, float]]
-    choosing: Choosing
+    choosing: TokenChoice
     shares: bool = field(default=False, init=False)
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Logits [1, V] after a question; `inputs` holds its `stream_pass` and `embeds` [n, E]. Raises `Ended` when the
-        deadline passes before the last layer."""
+        """Run a question; return logits [1, V] of its last token. `inputs` has its `stream_pass` and `embeds` [n, E]. Raises
+        `Ended` if the deadline passes before the last layer."""
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
         how = {"check": self.check, "meter": self.meter, "running": self.running}
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
@@ -325,8 +325,8 @@ class QuestionRunner(Runner):
     def decode(
         self, strategy: DraftStrategy, most: int, put: Callable[[str], None] | None
     ) -> tuple[str, tuple[int, ...], FinishReason]:
-        """Decode at most `most` tokens after the prefill: the text, its ids, and why it ends. `put` gets new text as it
-        comes. Warns when the answer ends with the model's positions."""
+        """Decode at most `most` tokens after the prefill: return the text, its ids, and why it ended. `put` gets each new
+        piece of text. Warns if the model's positions are used up."""
         adapter = self.adapter
         assert isinstance(adapter, StreamAdapter)
         ends, tokens, shown = adapter.ends(), list[int](), ""
@@ -367,11 +367,11 @@ class QuestionRunner(Runner):
                 text(whole=False)
 
         meter = self.meter.sequence()
-        draft = CarefulDraft(meter)
+        draft = GuardedDraft(meter)
         try:
             with beside.dropping() as stream:
                 if stream is not None:
-                    heard = self.around.heard() if isinstance(self.around, Listening) else None
+                    heard = self.around.heard() if isinstance(self.around, AttentionRecording) else None
                     stream.ask(self.question, most, *([] if heard is None else [heard]))
             more: dict[str, Any] = {
                 "max_new_tokens": most,

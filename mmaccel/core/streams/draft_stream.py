@@ -1,4 +1,4 @@
-"""A draft's own stream in this process."""
+"""The video stream of a draft model that runs in this process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.decoding.watching import DraftStream, Heard
+from mmaccel.core.decoding.watching import DraftStream, QuestionAttention
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import QuestionRunner, asked
-from mmaccel.core.streams.listening import Guided
-from mmaccel.core.streams.parts import Around
+from mmaccel.core.streams.listening import GuidedWrapper
+from mmaccel.core.streams.parts import MemoryWrapper
 from mmaccel.core.streams.saved_stream import check_model, lasting, read_stream, write_stream
 from mmaccel.core.streams.stream_runner import StreamRunner
 
@@ -27,14 +27,14 @@ FACTS = "stream.json"
 
 
 class LocalDraftStream(DraftStream):
-    """A `StreamRunner` on the draft's model, with a memory `kv` of its own; it begins with the first frames. Of what a
-    question recalls the draft reads what `prune` leaves: `counts` are its tokens, before and after."""
+    """A `DraftStream` on a draft model in this process, with its own KV memory `kv`; it begins with the first frames. Of
+    what a question retrieves the draft reads only what `prune` keeps; `counts` are its tokens, before and after."""
 
     def __init__(
         self, adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None, prune: TokenPruner | None = None
     ) -> None:
         self._adapter, self._kv, self._chunk, self._prune = adapter, kv, chunk, prune
-        self._guided: Guided | None = None
+        self._guided: GuidedWrapper | None = None
         self._live: StreamRunner | None = None
         self._asked: tuple[str, int] | None = None
         self._question = ExitStack()
@@ -65,16 +65,16 @@ class LocalDraftStream(DraftStream):
     def counts(self) -> dict[str, float]:
         return {} if self._guided is None else self._guided.counts
 
-    def ask(self, question: str, room: int, heard: Heard | None = None) -> None:
+    def ask(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
         self._asked = question, room
         pruned = self._prune is not None and heard is not None
-        self._guided = Guided(self._prune, heard) if pruned else None  # type: ignore[arg-type]
+        self._guided = GuidedWrapper(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
     def read(self, deadline: Deadline | None = None) -> QuestionRunner:
-        """Run the question that was asked: what goes on after it, until `done`; raises `Ended` at the deadline."""
+        """Run the question that was asked; return its runner, valid until `done`. Raises `Ended` at the deadline."""
         if self._live is None or self._asked is None:
-            raise ModelError("the draft has seen no frame, or was asked nothing.")
-        self._live.around = self._guided or Around()
+            raise ModelError("the draft has watched no frame, or has no question.")
+        self._live.around = self._guided or MemoryWrapper()
         return self._question.enter_context(asked(self._live, *self._asked, weigh=False, deadline=deadline))
 
     def done(self) -> None:

@@ -1,4 +1,4 @@
-"""How a session takes in frames: clip by clip, each wholly or not at all, while questions are answered in between."""
+"""How a session takes in frames: clip by clip, each entirely or not at all, while questions are answered in between."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torch import Tensor
 
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline, Ended
-from mmaccel.core.decoding.watching import Watching
-from mmaccel.core.errors import ModelError, RecipeError, tell_kept, warn
+from mmaccel.core.decoding.watching import DraftStreamSettings
+from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.parts import Clip, Turns
-from mmaccel.core.streams.sources import Event, later, reopened
-from mmaccel.core.streams.standing import Standing
-from mmaccel.core.streams.stream_runner import CarefulDraftStream, StreamRunner, shown_at
+from mmaccel.core.streams.parts import Clip, FairLock
+from mmaccel.core.streams.sources import Event, later, reconnecting
+from mmaccel.core.streams.standing import StandingQuestion
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, shown_at
 
 Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]
 
 
-class Intake:
-    """A stream that takes in frames. Threads hold, in this order:
+class FrameIntake:
+    """Base of `VideoSession`: takes in frames. Threads hold these locks, in this order:
 
-    _source  while a call of `watch` or `ingest` lasts, so that the frames of two calls do not mix
+    _source  during a call of `watch` or `ingest`, so that frames of two calls do not mix
     _stream  while a clip is taken in, and while the stream is saved, loaded or closed
-    _asking  while a question is answered; a clip that fails waits for it before it is taken back
+    _asking  while a question is answered; a clip that fails waits for it before it is rolled back
     the model's `turns`, for one pass of frames, one token, or some layers of a question
     """
 
@@ -46,15 +46,15 @@ class Intake:
     _closed = _changed = False
 
     def __init__(self) -> None:
-        self._source, self._stream, self._asking = Turns(), Turns(), Turns()
+        self._source, self._stream, self._asking = FairLock(), FairLock(), FairLock()
         self._cancelled = threading.Event()
         self.events: deque[Event] = deque(maxlen=1000)
         """What befell sources that are reconnected, and what the memory let go of; the last ones."""
-        self._standing: list[Standing] = []
+        self._standing: list[StandingQuestion] = []
 
     @property
     def frames(self) -> int:
-        """Frames watched."""
+        """Number of video frames that the session has watched so far."""
         return 0 if self._live is None else len(self._live.info.times)
 
     def _deadline(self, timeout: float | None) -> Deadline:
@@ -71,7 +71,7 @@ class Intake:
         cancelled.set()
 
     @contextmanager
-    def _working(self, *turns: Turns, deadline: Deadline | None = None) -> Iterator[None]:
+    def _working(self, *turns: FairLock, deadline: Deadline | None = None) -> Iterator[None]:
         """Hold `turns` while the session is open."""
         # What is made in inference mode cannot be written to outside of it, and a stream may outlive the mode. A memory has
         # keys and values of the weights' type, whatever autocast makes of a product.
@@ -147,7 +147,7 @@ class Intake:
             over = end.reason
         except Exception as error:
             if done and apart:
-                tell_kept(error, done)
+                note_frames_kept(error, done)
             raise
         if over is not None:
             why = "it reached its timeout" if over == "timeout" else "it was cancelled"
@@ -161,13 +161,15 @@ class Intake:
         if not reconnect:
             return opens()
         begin = self._live.info.times[-1] if self._live is not None else 0.0
-        return reopened(opens, deadline.check, self.events.append, begin, lambda one: one.times or [], later)
+        return reconnecting(
+            opens, deadline.check, self.events.append, begin, lambda one: one.times or [], later
+        )
 
     _waited = 0.0
 
     @property
     def waited_s(self) -> float:
-        """Seconds that calls with frames, and their passes, have waited for the model."""
+        """Seconds that calls with frames, and their forward passes, have waited for a model in use by others."""
         return self._waited + (0.0 if self._live is None else self._live.waited_s)
 
     @contextmanager
@@ -259,8 +261,8 @@ class Intake:
             self._live = None
         return taken
 
-    def _beside(self) -> CarefulDraftStream:
+    def _beside(self) -> GuardedDraftStream:
         """The stream of the draft, where it asks for one."""
-        draft, told = self.recipe.draft, Watching(self._processor, self._kv, self.recipe.chunk)
+        draft, told = self.recipe.draft, DraftStreamSettings(self._processor, self._kv, self.recipe.chunk)
         watches = draft.active and "video" in draft.needs
-        return CarefulDraftStream(partial(draft.watch, self._stream_adapter.view, told) if watches else None)
+        return GuardedDraftStream(partial(draft.watch, self._stream_adapter.view, told) if watches else None)

@@ -1,4 +1,4 @@
-"""A draft's own pruner on a stream: what the target's question attends to, and what a draft then reads of its recall."""
+"""Pruning of a draft's retrieved tokens on a stream, guided by the attention of the target's question."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.dense_attend import paid
-from mmaccel.core.decoding.watching import Heard
+from mmaccel.backends.ops.dense_attend import mean_weights
+from mmaccel.core.decoding.watching import QuestionAttention
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner
-from mmaccel.core.prefill.recalled import AroundMemory, RecallPruning
-from mmaccel.core.streams.parts import Around
+from mmaccel.core.prefill.recalled import RecallPruning, WrappedMemory
+from mmaccel.core.streams.parts import MemoryWrapper
 
 
-class Listening(Around):
-    """Lays a `StreamListener` round the memory of each question to a target of `depth` layers, for a draft's `pruner`.
+class AttentionRecording(MemoryWrapper):
+    """Wraps the memory of each question to a target of `depth` layers in a `RecordingMemory`, for a draft's `pruner`.
 
-    For a pruner that reads states, those that entered its layers are kept on the host for each token of units, as they came:
-    ``states[layer]``, pieces [n, E].
+    For a pruner that reads hidden states, the input of its layers is kept on the host for each token of units (frames), in
+    order: ``states[layer]``, pieces [n, E].
     """
 
     def __init__(self, pruner: TokenPruner, depth: int) -> None:
-        (self._stage,), self._made = pruner.stages(depth), list[StreamListener]()
+        (self._stage,), self._made = pruner.stages(depth), list[RecordingMemory]()
         self._pruner = pruner
         self.states: dict[int, list[Tensor]] = {layer: [] for layer in self._stage.hidden}
         self._asked: dict[int, Tensor] = {}
@@ -43,7 +43,7 @@ class Listening(Around):
         return {"input_hooks": {layer: partial(note, layer) for layer in heard}} if heard else {}
 
     def unit_states(self, layer: int) -> Tensor:
-        """[n, E] what entered `layer`, of all tokens of units."""
+        """Return the recorded input [n, E] of `layer` for the tokens of all units (frames)."""
         if len(self.states[layer]) > 1:
             self.states[layer] = [torch.cat(self.states[layer])]
         return self.states[layer][0] if self.states[layer] else torch.zeros(0, 1)
@@ -72,21 +72,21 @@ class Listening(Around):
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
     ) -> StreamState:
-        self._made = [StreamListener(state, self._stage, stream, before, numbers)]
+        self._made = [RecordingMemory(state, self._stage, stream, before, numbers)]
         return self._made[0]
 
-    def heard(self) -> Heard | None:
-        """Attention of the last question to frames, or None; can be read once."""
+    def heard(self) -> QuestionAttention | None:
+        """Return the attention of the last question to frames, or None; can be read once."""
         made, self._made = self._made, []
         return made[0].heard(self._score if self.states else None) if made else None
 
 
-class StreamListener(AroundMemory):
+class RecordingMemory(WrappedMemory):
     """Wraps the memory `state` and records, for a draft's pruner, the question's attention to frames at the layers that
     `stage` reads; for a pruner that reads hidden states, which tokens of frames any layer sees.
 
-    The layers that are read run without captured steps while the question is read, and with them from its first token on.
-    A pruner of the target drops out of what is shown after this: what it drops has been heard.
+    Layers that are read run without CUDA graphs during the question, and with them from its first token on. A pruner of the
+    target acts after this, so tokens that it drops are recorded too.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class StreamListener(AroundMemory):
                     return view
                 key, turned = view.key[0], query if view.query is None else view.query
                 at = torch.arange(key.shape[1] - rows, key.shape[1], device=key.device)
-                looks = paid(turned[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
+                looks = mean_weights(turned[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
                 self._heard[layer] = tokens.to(key.device), looks.mean(0)[first:base]
         return view
 
-    def heard(self, score: Callable[..., Tensor] | None = None) -> Heard:
-        """What was heard of the question; `score` makes something else of the tokens that were seen."""
+    def heard(self, score: Callable[..., Tensor] | None = None) -> QuestionAttention:
+        """Return the recorded attention of the question to frames; `score` computes other scores for the tokens seen."""
         groups, unit = self._stage.attention, self._stream.unit
         if not self._heard:
             none, rows = torch.zeros(0, dtype=torch.long), 1 if score else len(groups)
-            return Heard(self._stage, unit, none, torch.zeros(rows, 0))
+            return QuestionAttention(self._stage, unit, none, torch.zeros(rows, 0))
         home = next(iter(self._heard.values()))[0].device
         parts = {layer: (tokens.to(home), looks.to(home)) for layer, (tokens, looks) in self._heard.items()}
         tokens = torch.unique(torch.cat([one for one, _ in parts.values()]))
@@ -146,17 +146,17 @@ class StreamListener(AroundMemory):
                     one, looks = parts[layer]
                     out[n].index_add_(0, torch.searchsorted(tokens, one), looks / len(group))
         numbers = torch.tensor(self._numbers, dtype=torch.long, device=home)
-        return Heard(self._stage, unit, numbers[tokens // unit] * unit + tokens % unit, out)
+        return QuestionAttention(self._stage, unit, numbers[tokens // unit] * unit + tokens % unit, out)
 
 
-class Guided(Around):
-    """Lays a `GuidedRecall` round the memory of a draft for one question.
+class GuidedWrapper(MemoryWrapper):
+    """Wraps a draft's memory in a `GuidedRecall` for one question.
 
-    counts  what it showed
-    paid    what the target's question paid to each unit that it saw, by number
+    counts  numbers of visual tokens that it showed
+    paid    unit (frame) number -> attention that the target's question paid to it
     """
 
-    def __init__(self, pruner: TokenPruner, heard: Heard) -> None:
+    def __init__(self, pruner: TokenPruner, heard: QuestionAttention) -> None:
         self._pruner, self._heard = pruner, heard
         self.counts: dict[str, float] = {}
         units, paid = (heard.tokens // heard.unit).tolist(), heard.paid.sum(0).tolist()
@@ -173,11 +173,12 @@ class Guided(Around):
 
 
 class GuidedRecall(RecallPruning):
-    """The memory of a draft, of whose recalled units a question sees what the draft's `pruner` leaves of each layer's.
+    """A draft's stream memory during a question, reduced in each layer to the retrieved tokens that the draft's `pruner`
+    keeps.
 
-    The pruner is given what the target's question paid to the same tokens (`Heard`), as if by one row. What the target did
-    not see it paid nothing to; of a memory that cannot say which tokens it shows all are alike, and where all are alike the
-    pruner of attention spreads its choice evenly.
+    The pruner's signal is the attention that the target's question paid to the same tokens (`QuestionAttention`), as one
+    row; 0 for tokens that the target did not see. If a memory cannot tell which tokens it shows, all have equal scores, and
+    the pruner by attention then chooses evenly spaced ones.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class GuidedRecall(RecallPruning):
         pruner: TokenPruner,
         stream: Stream,
         before: int,
-        heard: Heard,
+        heard: QuestionAttention,
         numbers: Sequence[int],
     ) -> None:
         super().__init__(state, pruner, stream, 0, before)

@@ -1,4 +1,4 @@
-"""`AsyncVideoSession`: a `VideoSession` under asyncio, which takes in frames and answers questions at once."""
+"""`AsyncVideoSession`: a `VideoSession` for asyncio, which takes in frames while it answers questions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.core.streams.intake import How, Progress
 from mmaccel.core.streams.session import Messages, VideoSession
-from mmaccel.core.streams.standing import Change, Standing
+from mmaccel.core.streams.standing import Change, StandingQuestion
 
 Done = TypeVar("Done")
 
 
 @contextmanager
-def settled() -> Iterator[None]:
-    """Within, Python's garbage collector passes over what is there now (`gc.freeze`), the libraries' objects and the model's
-    above all: a full collection of these holds a token up for a third of a second. For commands, whose process is their
-    own."""
+def gc_frozen() -> Iterator[None]:
+    """Context in which the garbage collector skips all present objects (`gc.freeze`), the model above all: a full collection
+    would delay a token by a third of a second. For commands, which own their process."""
     gc.collect()
     gc.freeze()
     try:
@@ -36,10 +35,10 @@ def settled() -> Iterator[None]:
 
 
 class AsyncReply(AsyncIterator[str]):
-    """An answer under way: ``async for piece in reply`` gives its text as it comes, ``await reply`` the whole `Answer`.
+    """An answer being generated: ``async for piece in reply`` gives its text in pieces, ``await reply`` the whole `Answer`.
 
-    `answer` is None until it is whole. Cancelling the task that waits for it, `aclose`, or leaving it to be collected, as a
-    `break` out of the loop does, ends the answer with the token under way.
+    `answer` is None until it is complete. Cancelling the waiting task, `aclose`, or dropping the object, as a `break` out of
+    the loop does, ends the answer after the current token.
     """
 
     def __init__(self, work: Callable[[Callable[[str], None]], Answer], deadline: Deadline) -> None:
@@ -84,18 +83,18 @@ class AsyncReply(AsyncIterator[str]):
         return self.answer
 
     async def aclose(self) -> None:
-        """End the answer, and wait until the model has left it."""
+        """End the answer, and wait until the model is free."""
         self._deadline.cancel()
         with suppress(Exception):
             await asyncio.shield(self._task)
 
 
 class AsyncVideoSession:
-    """`VideoSession` with calls that are awaited: ``await watch(frames)``, ``async for text in ask(question)``.
+    """A `VideoSession` for asyncio: ``await watch(frames)``, ``async for text in ask(question)``.
 
-    Arguments, results and errors are those of `VideoSession`; `session` is the one that this wraps, whose own calls may be
-    used as well. A question sees the stream as it is when its turn comes, and frames are taken in while it is answered.
-    Cancelling a task ends its pass: `watch` keeps the frames that the model has read.
+    Arguments, results and errors are those of `VideoSession`; `session` is the wrapped one, whose own calls may be used as
+    well. A question sees the stream as it is when its turn comes, and frames are taken in while it is answered. Cancelling a
+    task ends its forward pass: `watch` keeps the frames that the model has read.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class AsyncVideoSession:
 
     @classmethod
     async def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> AsyncVideoSession:
-        """A session with the recipe and the stream that `save` wrote to `path`."""
+        """Return a session with the recipe and the stream that `save` wrote to `path`."""
         live = cls.__new__(cls)
         live.session = await threaded(lambda: VideoSession.resume(model, processor, path))
         return live
@@ -124,7 +123,7 @@ class AsyncVideoSession:
         timeout: float | None = None,
         reconnect: bool = False,
     ) -> int:
-        """Take in frames as `VideoSession.watch` does; gives their number. `progress` is called in another thread."""
+        """Take in frames as `VideoSession.watch` does; return their number. Another thread calls `progress`."""
         return await self._take_in("watch", video, times, fps, progress, timeout, reconnect)
 
     async def ingest(
@@ -135,7 +134,7 @@ class AsyncVideoSession:
         *,
         timeout: float | None = None,
     ) -> int:
-        """Take in a stored video as `VideoSession.ingest` does; gives its frames. `progress` is called in another thread."""
+        """Take in a stored video as `VideoSession.ingest` does; return its frames. Another thread calls `progress`."""
         return await self._take_in("ingest", video, None, fps, progress, timeout)
 
     async def _take_in(
@@ -161,7 +160,7 @@ class AsyncVideoSession:
         evidence: bool = True,
         **how: Any,
     ) -> AsyncReply:
-        """An `AsyncReply`: iterate over it for the pieces of text as they come, or await it for the whole `Answer`.
+        """Return an `AsyncReply`: iterate over it for pieces of the text, or await it for the whole `Answer`.
 
         The other arguments are those of `VideoSession.ask`; work begins at once.
         """
@@ -169,8 +168,8 @@ class AsyncVideoSession:
         ask = self.session._answering(question, max_new_tokens, evidence, deadline, **how)
         return AsyncReply(ask, deadline)
 
-    def on(self, question: str, call: Callable[[Change], object], **how: Any) -> Standing:
-        """Ask `question` while frames come, and `call` (async or not) in the loop when the answer changes."""
+    def on(self, question: str, call: Callable[[Change], object], **how: Any) -> StandingQuestion:
+        """Ask `question` again while frames come, and run `call` (async or not) in the loop when the answer changes."""
         loop = asyncio.get_running_loop()
 
         def tell(turn: Change) -> None:
@@ -182,15 +181,15 @@ class AsyncVideoSession:
         return self.session.on(question, tell, **how)
 
     async def save(self, path: str | Path) -> None:
-        """Write the stream into the folder `path` (safetensors and JSON), in the place of what was saved there."""
+        """Write the stream into the folder `path` (safetensors and JSON), replacing a session saved there."""
         await threaded(lambda: self.session.save(path))
 
     async def load(self, path: str | Path) -> None:
-        """Go on from what `save` wrote with the same model and kv; if that cannot be used, the session is as it was."""
+        """Continue from what `save` wrote, with the same model and kv; on an error the session stays as it was."""
         await threaded(lambda: self.session.load(path))
 
     async def close(self) -> None:
-        """End all calls, and give back what the stream holds."""
+        """End all calls, and release what the stream holds."""
         self.session.cancel()
         await threaded(self.session.close)
 
@@ -199,31 +198,31 @@ class AsyncVideoSession:
         self.session.cancel()
 
     def report(self) -> Report:
-        """The recipe in use, and figures of the last answer, as `VideoSession.report` has them."""
+        """Return the recipe in use and figures of the last answer, as `VideoSession.report` does."""
         return self.session.report()
 
     def counters(self) -> dict[str, float]:
-        """Figures of the memory."""
+        """Return figures of the stream's KV memory."""
         return self.session.counters()
 
     def clusters(self) -> dict[str, Tensor]:
-        """Clusters of a memory that has them: name of a level -> cluster [L or 1, N] of each entry at each layer. Entries
-        are equal parts of the steps of time that `shown` lists."""
+        """Return level name -> cluster index [L or 1, N] at each layer, for a memory that clusters frames, else {}. Each
+        step of time in `shown` has N / len(shown) consecutive entries."""
         return self.session.clusters()
 
     @property
     def frames(self) -> int:
-        """Frames watched."""
+        """Number of video frames watched so far."""
         return self.session.frames
 
     @property
     def seconds(self) -> float:
-        """When the last frame was shown, from the start of the stream."""
+        """When the last frame was shown, in seconds from the start of the stream."""
         return self.session.seconds
 
     @property
     def shown(self) -> list[float]:
-        """The seconds at which each step of time, a frame or what the model takes as one, began."""
+        """The seconds at which each step of time (a frame, or a temporal patch of frames) began."""
         return self.session.shown
 
     async def __aenter__(self) -> AsyncVideoSession:
@@ -237,7 +236,7 @@ class AsyncVideoSession:
 
 
 def threaded(work: Callable[[], Done]) -> asyncio.Future[Done]:
-    """Run `work` in a thread of its own and return its result; it runs to its end even if nobody waits any more."""
+    """Run `work` in a new thread and return a future of its result; it runs to its end even if nobody waits for it."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Done] = loop.create_future()
 
@@ -258,7 +257,7 @@ def threaded(work: Callable[[], Done]) -> asyncio.Future[Done]:
 
 
 async def ended_with(work: asyncio.Future[Done], deadline: Deadline) -> Done:
-    """What `work` gives; a task that is cancelled while it waits cancels `deadline` and waits for the end of the pass."""
+    """Return the result of `work`; if the waiting task is cancelled, cancel `deadline` and wait for the pass to end."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""Types that sessions, streams and models exchange, and the turns that threads take on a model."""
+"""Types that sessions, streams and models exchange, and `FairLock`, the fair lock of threads that share a model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Moment = tuple[int, Sequence[float]]
 
 @dataclass(frozen=True, eq=False)
 class Clip:
-    """Frames [T, 3, H, W] with the seconds at which each was shown and their rate, where these are known; `part`: of a
-    source whose length is not known."""
+    """Frames [T, 3, H, W] with the seconds at which each was shown and their rate, None where unknown; `part`: it is a piece
+    of a source of unknown length."""
 
     frames: Tensor
     times: list[float] | None
@@ -39,9 +39,9 @@ class Clip:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Tokens [n] after the video and its marks, and their input embeddings [n, E]; ``words[0] .. words[1]`` of them are the
-    user's own, and none from `visual` on stands for an image or a video; `layout` [1, n] says which do, None: none does;
-    `after` [A, n] as `PositionIds` has it."""
+    """Token ids [n] after the video and its end marks, with input embeddings [n, E]. ``words[0] .. words[1]`` are the user's
+    own; from `visual` on no token stands for an image or a video; `layout` [1, n] tells their modality (None: all are text);
+    `after` [A, n] are positions as in `PositionIds`."""
 
     ids: Tensor
     words: tuple[int, int]
@@ -52,9 +52,9 @@ class Question:
 
 
 @dataclass(frozen=True, eq=False)
-class Choosing:
-    """How the tokens of an answer are chosen: `warp` and `generator` as `Prompt` has them, and whether the answer ends with
-    the last of `stop` (ids [1, S])."""
+class TokenChoice:
+    """How the tokens of an answer are chosen: `warp` and `generator` as in `Prompt`, and `stop`, which tells of ids [1, S]
+    whether the answer ends with the last one."""
 
     warp: Callable[[Tensor, Tensor], Tensor] | None = None
     generator: torch.Generator | None = None
@@ -62,42 +62,42 @@ class Choosing:
 
 
 class RunningStates(ABC):
-    """Recurrent states of layers that have no keys and values (linear attention). A state has seen all rows of the stream;
-    no memory chooses among them."""
+    """Recurrent states of layers without keys and values (linear attention). They have read all rows of the stream; no
+    memory policy selects among these."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """The states as they are now, for `back` to return to."""
+        """Return the present recurrent states, for `back`."""
 
     @abstractmethod
     def back(self, mark: Any) -> None:
-        """Return to the states that `mark` gave."""
+        """Restore the recurrent states returned by `mark`."""
 
     @abstractmethod
     def crop(self, count: int) -> None:
-        """Go back by the last `count` rows, which belong to an answer."""
+        """Roll the recurrent states back by the last `count` rows, which belong to an answer."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """All states by name, to be saved."""
+        """Return all recurrent states by name, to be saved."""
 
     @abstractmethod
     def put(
         self, read: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
     ) -> None:
-        """Be as when `tensors` gave what `read` gives for names with shapes and types; raises what that raises."""
+        """Restore saved recurrent states; `read` returns tensors for given names, shapes, types, or raises."""
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """[n, E] parts [., E] of what enters the layers, one after the other; those without what others have beside them
-    (`StreamModel.unit_embeds`) have zeros."""
+    """Concatenate parts [., E] of the layers' input to [n, E]; parts without the extra features that others carry
+    (`StreamModel.unit_embeds`) are padded with zeros."""
     wide = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, wide - part.shape[1])) for part in parts])
 
 
 @contextmanager
 def kept(running: RunningStates | None) -> Iterator[None]:
-    """Context in which recurrent states may change; they are restored at exit."""
+    """Context that restores the recurrent states at exit."""
     mark = None if running is None else running.mark()
     try:
         yield
@@ -110,13 +110,13 @@ def kept(running: RunningStates | None) -> Iterator[None]:
 class StreamInfo:
     """Facts of a stream other than its memory.
 
-    size     (height, width) of the frames of the first clip; `unit` the tokens of a unit of them
-    fps      the rate of the first clip, for which positions are made
-    marks    [m, E] features of what ends any video
-    timed    whether the times of frames are known, and not made up: positions in seconds then follow them
-    spans    (first frame, frames) of each unit; `times` the seconds at which each frame was shown
-    pending  frames of a unit not yet complete; `raw` their (height, width)
-    pins     stretches of seconds whose frames the memory is not to let go of
+    size     (height, width) of the frames of the first clip; `unit`: tokens of a unit of them
+    fps      the rate of the first clip, from which positions are made
+    marks    [m, E] features of the tokens that end any video
+    timed    whether the frames' times are known, not made up: positions in seconds then follow them
+    spans    (first frame, frames) of each unit; `times`: the seconds at which each frame was shown
+    pending  frames of an incomplete unit; `raw`: their (height, width)
+    pins     (begin, end) in seconds, whose frames the memory must not forget
     """
 
     size: tuple[int, int]
@@ -131,33 +131,32 @@ class StreamInfo:
     pins: list[tuple[float, float]] = field(default_factory=list)
 
     def shown(self, first: int, count: int | None = None) -> list[float]:
-        """Times in seconds of `count` units from unit `first` on; of all that follow if `count` is None."""
+        """Return the times in seconds of `count` units (frames) from unit `first` on; all later ones if None."""
         end = None if count is None else first + count
         return [self.times[frame] for frame, _ in self.spans[first:end]]
 
     def moments(self, pace: int, frames: Sequence[int]) -> list[Moment]:
-        """What is written beside units of `pace` frames that begin with `frames`."""
+        """Return the `Moment`s (frame number, seconds) of units of `pace` frames whose first frames are `frames`."""
         return [(frame, self.times[frame : frame + pace]) for frame in frames]
 
 
-class Around:
-    """Wraps the memory of a stream while a question lasts, for example to prune what it shows. This class wraps nothing:
-    subclasses do."""
+class MemoryWrapper:
+    """Wraps the memory of a stream during a question, for example to prune what it shows. This base class wraps nothing."""
 
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
     ) -> StreamState:
         """`state`, or what wraps it, for one question on `stream`. The first `before` rows of the question are not its words
-        but units that wait, and the end of the video. `numbers`: for each unit of the memory its number in the stream as
-        shown, the same for every model of this pace, however their memories merge or choose units."""
+        but pending units and the end of the video. `numbers`: for each unit of the memory its number in the stream as shown,
+        the same for every model of this pace, however their memories merge or choose units."""
         return state
 
     def run_options(self, kind: str) -> dict[str, Any]:
-        """Arguments of `StreamModel.run` for a pass of this kind."""
+        """Return extra arguments of `StreamModel.run` for a forward pass of `kind` ("units", "question", ...)."""
         return {}
 
     def cut(self, tokens: int) -> None:
-        """The memory has gone back to so many tokens of units."""
+        """Forget what was recorded after the first `tokens` video tokens: the memory was rolled back to them."""
 
 
 WAIT_S = 0.05
@@ -173,11 +172,11 @@ class _Waiter(NamedTuple):
     since: float
 
 
-class Turns:
+class FairLock:
     """A lock that is given to threads in the order in which they asked for it; its holder may take it again.
 
-    Who works for long gives way in between: those that wait then have their turns, and it goes on after them. A pass of
-    frames stands still for tokens alone, which read snapshots: nothing else may see half of what it writes.
+    A long holder yields in between: waiting threads get their turns, and it continues after them. A forward pass of frames
+    yields only to answer tokens, which read snapshots: nothing else may see what it has half written.
     """
 
     def __init__(self) -> None:
@@ -195,8 +194,8 @@ class Turns:
 
     @contextmanager
     def holding(self, deadline: Any = None, token: bool = False) -> Iterator[float]:
-        """Hold the lock, for steps of tokens if `token`; gives the seconds that this took. Raises `Ended` when the deadline
-        comes first."""
+        """Context that holds the lock (for answer tokens if `token`) and gives the seconds waited. Raises `Ended` if the
+        deadline comes first."""
         began = monotonic()
         self._acquire(deadline, token)
         try:
@@ -204,31 +203,30 @@ class Turns:
         finally:
             self._release()
 
-    def give_way(self, inside: bool = False) -> None:
-        """Let those that wait have their turns, and go on after them: with the next token, or, `inside`, with a pass of the
-        model that is under way. What passes put on a model is taken back in order: only one may stand still so at a time,
-        and others stand still for tokens alone."""
+    def yield_lock(self, inside: bool = False) -> None:
+        """Release the lock to waiting threads, then continue: with the next token or, `inside`, with the forward pass under
+        way. Only one pass may pause for all at a time; others pause only for answer tokens."""
         if inside and self._paused:
-            self.let_tokens()
+            self.yield_to_answers()
         else:
             self._aside(lambda: bool(self._waiting), token=not inside, inside=inside)
 
-    def let_tokens(self) -> None:
-        """In the middle of a pass: let tokens that have waited for `PATIENCE_S` have their turns, and nothing else."""
+    def yield_to_answers(self) -> None:
+        """In the middle of a pass, let answer tokens that have waited for `PATIENCE_S` have their turns, nothing else."""
         self._aside(lambda: self._still is None and self._late() is not None, still=True)
 
     def between(self, device: torch.device, *_: Any) -> None:
-        """Between two layers of a pass, on `device`, which falls at most one layer behind while a token waits."""
+        """Between two layers of a pass on `device`: yield to answer tokens; while one waits, stay at most a layer ahead."""
         with self._lock:
             waits = any(one.token for one in self._waiting)
         if waits and device.type == "cuda":
             behind, self._behind = self._behind, torch.cuda.current_stream(device).record_event()
             if behind is not None:
                 behind.synchronize()
-        self.let_tokens()
+        self.yield_to_answers()
 
-    def finish_passes(self) -> None:
-        """Go on when no pass stands still in the middle."""
+    def wait_for_paused(self) -> None:
+        """Wait until no forward pass is paused in the middle."""
         self._aside(lambda: self._still is not None)
 
     def _aside(
@@ -254,7 +252,7 @@ class Turns:
             self._paused = self._paused and not inside
 
     def decode(self, one: Speculation, shares: bool) -> None:
-        """Decode an answer, while the lock is held; if it `shares` steps, then with others as soon as there are any."""
+        """Decode an answer while holding the lock; if it `shares` steps, in a batch with other answers if there are any."""
         self.answers += shares
         try:
             while not one.ended:
@@ -269,12 +267,12 @@ class Turns:
 
     @cached_property
     def batch(self) -> Batch:
-        """Where answers that share steps are decoded; each round is a turn."""
+        """The `Batch` in which answers that share steps are decoded; each round holds the lock."""
         return Batch(holding=partial(self.holding, token=True))
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Within, the holder leaves the lock to others; then it is the next to wait for it."""
+        """Context in which the holder releases the lock; at exit it waits to hold it again."""
         with self._lock:
             assert self._holder == threading.get_ident()
             depth = self._depth
@@ -291,7 +289,7 @@ class Turns:
             self._depth = depth
 
     def forked(self) -> None:
-        """In a forked process only the thread that forked goes on."""
+        """Reset the lock in a forked process, in which only the forking thread runs on."""
         mine = self._holder == threading.get_ident()
         self._lock, self._waiting = threading.Lock(), deque()
         self._holder, self._depth = (self._holder, self._depth) if mine else (None, 0)
@@ -351,12 +349,12 @@ class Turns:
             mine.event.set()
 
 
-_turns: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[nn.Module, FairLock] = WeakKeyDictionary()
 
 
-def turns_of(model: nn.Module) -> Turns:
-    """The turns under which passes of streams run on a text model."""
-    return _turns.setdefault(model, Turns())
+def fair_lock_of(model: nn.Module) -> FairLock:
+    """Return the lock that streams on `model` share, one for each text model."""
+    return _turns.setdefault(model, FairLock())
 
 
 def _forked() -> None:

@@ -1,4 +1,4 @@
-"""A stream on disk: its film and its memory, within the folder that `session_io` fills, and how it is read back."""
+"""A saved stream (its frame times and its KV memory), in the folder that `session_io` fills: written and read here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.listening import Listening
+from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import StreamInfo
 from mmaccel.core.streams.stream_runner import StreamRunner
 
@@ -53,7 +53,7 @@ SIZES: dict[str, Callable[[Any], bool]] = {
 
 
 def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
-    """Write a stream's film and memory into `folder`, which exists; the facts `read_stream` asks for. Raises OSError."""
+    """Write a stream's times and memory into the existing `folder`; return facts for `read_stream`. Raises OSError."""
     adapter, info = live.adapter, live.info
     assert isinstance(adapter, StreamAdapter)  # a prompt's stream ends with its call
     (folder / MEMORY).mkdir()
@@ -66,7 +66,9 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
     if info.pending is not None:
         tensors["pending"] = info.pending
     around = live.around
-    states = {n: around.unit_states(n) for n in around.states} if isinstance(around, Listening) else {}
+    states = (
+        {n: around.unit_states(n) for n in around.states} if isinstance(around, AttentionRecording) else {}
+    )
     # A memory of frames has no states between questions.
     heard = {n: kept for n, kept in states.items() if len(kept) == len(info.spans) * info.unit > 0}
     tensors |= {f"heard {layer}": kept for layer, kept in heard.items()}
@@ -91,10 +93,12 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
 
 
 def check_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter) -> None:
-    """Raise `ModelError` unless the model of `facts` is that of `adapter`, in its type."""
+    """Raise `ModelError` unless `facts` name the weights and the type of the model of `adapter`."""
     dtype = _name(adapter.dtype)
     if facts["model"] != adapter.signature():
-        raise ModelError(f"{where} was saved from another model; give the model it was saved with (--model MODEL).")
+        raise ModelError(
+            f"{where} was saved from another model; give the model it was saved with (--model MODEL)."
+        )
     if facts["dtype"] != dtype:
         kind = shown(facts["dtype"])[1:-1]
         raise ModelError(
@@ -105,9 +109,9 @@ def check_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter) -> N
 def read_stream(
     data: Path, told: Path, facts: dict[str, Any], adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None
 ) -> StreamRunner:
-    """The stream that `write_stream` wrote into the folder `data`, whose `facts` the file `told` has, with `kv` as memory.
+    """Read the stream that `write_stream` wrote into folder `data`, with its `facts` from file `told`, into a memory `kv`.
 
-    Raises `ModelError` where they do not fit.
+    Raises `ModelError` if they do not fit.
     """
     for name, fits in SIZES.items():
         if name not in facts or not fits(facts[name]):
@@ -126,7 +130,10 @@ def read_stream(
             live.running.put(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))
         if (units := live.state.units()) != facts["units"]:
             raise damaged(data, f"the memory holds {units} units of {facts['units']}")
-        if isinstance(live.around, Listening) and facts.get("heard") == sorted(live.around.states) != []:
+        if (
+            isinstance(live.around, AttentionRecording)
+            and facts.get("heard") == sorted(live.around.states) != []
+        ):
             shape, kind = (units * facts["unit"], adapter.view.geometry.hidden), adapter.dtype
             for layer in live.around.states:
                 wanted: checkpoint_io.Wanted = {f"heard {layer}": (shape, kind)}
@@ -139,7 +146,7 @@ def read_stream(
 
 
 def lasting(kv: KVPolicy) -> dict[str, Any] | None:
-    """The fields of a memory of streams that matter before a question, JSON-ready; None for another one."""
+    """Return a stream memory's fields that matter before a question, JSON-ready; None for other policies."""
     if not isinstance(kv, StreamPolicy):
         return None
     fields = plain(Recipe(kv=kv).to_dict()["kv"]).items()
@@ -155,7 +162,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def plain(value: Any) -> Any:
-    """As it is after a way through JSON."""
+    """Return `value` as it is after a round trip through JSON; raises `ModelError` if it cannot be stored."""
 
     def refuse(one: Any) -> None:
         raise ModelError("recipe: it holds an object that cannot be saved; name its policies instead.")

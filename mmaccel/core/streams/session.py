@@ -1,4 +1,4 @@
-"""A stream that never ends: `VideoSession` takes in frames as they come and answers questions in between."""
+"""`VideoSession`: watches an endless video stream and answers questions about it in between."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import asked
-from mmaccel.core.streams.intake import Intake, Progress
-from mmaccel.core.streams.standing import Change, Standing
+from mmaccel.core.streams.intake import FrameIntake, Progress
+from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 def as_turns(question: str | Messages) -> Messages:
-    """A text, or pieces of a turn, as a turn of the user; messages as they are."""
+    """Return `question` as messages: a text or content pieces become one user message; messages are returned unchanged."""
     if isinstance(question, str) or not question or "role" not in question[0]:
         return [{"role": "user", "content": question}]
     return question
 
 
-class VideoSession(Intake):
-    """One stream on one model: `watch` any number of times, `ask` in between, `save`, `load`, `close`.
+class VideoSession(FrameIntake):
+    """A video stream on one model: `watch` any number of times, `ask` in between, `save`, `load`, `close`.
 
-    model      a model of a supported family, not accelerated; it is untouched between two calls
+    model      a model of a supported family, not accelerated; it is unchanged between two calls
     processor  its processor (`mmaccel.load_processor`)
     recipe     a name, a mapping, a YAML path or a `Recipe`, whose kv is a memory of streams
 
     A question never changes the stream, even when it fails. A `watch` that fails or is interrupted keeps nothing of that
-    call; when it reads a path, it keeps the clips before the failure. One loss remains: with spill "drop_oldest" and a full
+    call; when it reads a path, it keeps the clips before the failure. One exception: with spill "drop_oldest" and a full
     host memory, new frames overwrite the oldest, and a failed `watch` does not bring these back. `counters` counts them as
-    "host_dropped"; calls with fewer frames lose fewer.
-    Sessions on one model do not see each other and may be used from several threads: passes take turns. Raises
-    `RecipeError` or `ModelError` in one sentence.
+    "host_dropped"; calls with fewer frames lose fewer. Sessions on one model are independent and may be used from several
+    threads: their passes take turns. Raises `RecipeError` or `ModelError` in one sentence.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class VideoSession(Intake):
 
     @classmethod
     def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> VideoSession:
-        """A session with the recipe and the stream that `save` wrote to `path`."""
+        """Return a session with the recipe and the stream that `save` wrote to `path`."""
         session = cls(model, processor, session_io.recipe_of(Path(path)))
         session.load(path)
         return session
@@ -83,21 +82,21 @@ class VideoSession(Intake):
         timeout: float | None = None,
         reconnect: bool = False,
     ) -> int:
-        """Take in frames: [T, 3, H, W] uint8, a list of images, a `media.Video` or a path. Gives their number.
+        """Take in frames: [T, 3, H, W] uint8, a list of images, a `media.Video` or a path. Returns their number.
 
-        times  seconds of each frame, ascending; else the video's own, moved to follow what was watched before, or one every
-               ``1 / fps``. `fps` is also the rate at which a path is read (0.5). Where the model's positions are seconds,
-               as Qwen2.5-VL's are, they follow the times; where units are closed up, or the first clip has neither times
-               nor a rate, they follow the first clip's rate.
+        times  seconds of each frame, ascending; else the video's own, shifted to follow what was watched before, or one
+               every ``1 / fps``. `fps` is also the rate at which a path is read (0.5). If the model's positions are seconds,
+               as Qwen2.5-VL's are, they follow the times; if units get consecutive positions, or the first clip has neither
+               times nor a rate, they follow the first clip's rate.
         `progress(done, total)` counts frames; `total` is None for a path. After an error the session keeps nothing of this
-        call; of a path without `times` it keeps the clips before the error. A live source that sends nothing for 10 s gives
-        `VideoStalled`; watch it again to wait longer. For spill "drop_oldest" see the class.
-        `timeout`: seconds from the start of this call. When they are over, or `cancel` is called, the call ends after the
-        current pass of frames, or at once while it waits for frames of a path. The session keeps the frames that the model
-        has read, leaves out the others, and a warning gives the number kept. Of a live source the model reads what has come
-        once nothing came for half a second. `reconnect`: a source that stalls, breaks off or ends is opened again, each time
-        later, until the call is cancelled or its time is over; `events` has what befell it, and frames go on at the time at
-        which they come. For endless ones: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
+        call; of a path without `times` it keeps the clips before the error. A live source that sends nothing for 10 s raises
+        `VideoStalled`; watch it again to wait longer. For spill "drop_oldest" see the class. `timeout`: seconds from the
+        start of this call. When they are over, or `cancel` is called, the call ends after the current pass of frames, or at
+        once while it waits for frames of a path. The session keeps the frames that the model has read, drops the others, and
+        a warning gives the number kept. Of a live source the model reads what has come once nothing came for half a second.
+        `reconnect`: a source that stalls, fails or ends is opened again, after growing delays, until the call is cancelled
+        or times out; `events` records this, and frames continue at the time at which they come. For endless sources,
+        watch each clip of ``mmaccel.media.clips(...)``.
         """
         return self._take_in("watch", video, times, fps, progress, self._deadline(timeout), reconnect)
 
@@ -109,12 +108,12 @@ class VideoSession(Intake):
         *,
         timeout: float | None = None,
     ) -> int:
-        """Take in a stored video, or an iterator of its clips, as `watch` does, but in passes of the recipe's `chunk`
-        (32 768 tokens), under its pattern. A frame sees all frames of the video before it, and not the window alone. At the
-        end, frames outside the window go where the memory puts frames that leave it. Gives the number of frames.
+        """Take in a stored video, or an iterator of its clips, as `watch` does, but in passes of the recipe's `chunk` (32768
+        tokens) with its sparse pattern. A frame sees all earlier frames of the video, not only the window. At the end,
+        frames outside the window go where the memory puts frames that leave it. Returns the number of frames.
 
-        `ingest_frames` of a memory says how far frames see, and `counters` what part of the frames up to them they saw
-        ("ingest_seen"). All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
+        `ingest_frames` of a memory limits how far back frames see, and `counters` say what share of the frames up to them
+        they saw ("ingest_seen"). All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
         """
         return self._take_in("ingest", video, None, fps, progress, self._deadline(timeout))
 
@@ -158,17 +157,17 @@ class VideoSession(Intake):
         between: tuple[float, float] | None = None,
         **settings: Any,
     ) -> Answer | Reply:
-        """Answer a question on what was watched so far; the stream is left as it was.
+        """Answer a question on what was watched so far; the stream stays as it was.
 
-        question  a text; pieces, ``{"type": "image", "image": ...}`` among them; or messages, ``{"role": "user", "content":
-                  ...}``: the turns of user and assistant before the question, and a system message, which is read behind the
-                  video, for the stream has read the template's own head. Earlier turns are text, and no part of the stream
-        max_new_tokens  tokens of the answer at most
-        stream    give the pieces of text as they come (`Reply`), instead of the whole `Answer`
+        question  a text; content pieces, such as ``{"type": "image", "image": ...}``; or messages, ``{"role": "user",
+                  "content": ...}``: earlier turns of user and assistant, and a system message, which is read after the
+                  video, for the stream begins with the template's own. Earlier turns are text, and no part of the stream
+        max_new_tokens  most tokens of the answer
+        stream    return the text in pieces as it is generated (`Reply`), instead of the whole `Answer`
         timeout   seconds from the start of this call; the answer then ends with the tokens generated so far, perhaps none
         evidence  also find the frames that the answer is based on; False answers a long question sooner
-        chat      read the turns in `history` before it, and keep question and answer there
-        between   seconds of the stream, such as (725.0, 730.0): it sees the frames alone that were shown from then to then
+        chat      read the turns in `history` before it, and append question and answer there
+        between   seconds of the stream, such as (725.0, 730.0): it sees only frames that were shown in that time
         settings  of `generate`: do_sample with temperature, top_k, top_p and a seed; repetition_penalty; stop_strings;
                   logits_processor or prefix_allowed_tokens_fn, as libraries make them for answers in JSON. Greedy without
 
@@ -252,19 +251,19 @@ class VideoSession(Intake):
         last: float | None = None,
         says: str | None = None,
         max_new_tokens: int = 16,
-    ) -> Standing:
-        """Ask `question` while frames come, and `call` with a `Change` when its answer is another than the time before.
+    ) -> StandingQuestion:
+        """Ask `question` again and again while frames come, and run `call` with a `Change` whenever its answer changes.
 
-        every  seconds of the stream between two times at least; one that is due while the last is answered is left out
-        last   ask of the frames of the last so many seconds alone; None: of all
-        says   call only when the answer begins to contain this ("yes"), and did not the time before
+        every  seconds of the stream between two questions at least; one that is due during the previous answer is skipped
+        last   ask only about the last so many seconds; None: about all frames
+        says   run `call` only when the answer begins to contain this text ("yes"), and the previous one did not
 
-        `call` runs in a thread of its own, as the questions do; frames do not wait for it. `Standing.cancel` ends it, and so
-        does `close`. Raises `ModelError` for a question that is none.
+        `call` runs in a thread of its own, as the questions do; frames do not wait for it. `StandingQuestion.cancel` ends
+        it, and so does `close`. Raises `ModelError` for an invalid question.
         """
         self._stream_adapter.tail(question)
         given = {"every": every, "last": last, "says": says, "most": max_new_tokens}
-        self._standing.append(one := Standing(self, question, call, **given))  # type: ignore[arg-type]
+        self._standing.append(one := StandingQuestion(self, question, call, **given))  # type: ignore[arg-type]
         return one
 
     def __len__(self) -> int:
@@ -275,20 +274,20 @@ class VideoSession(Intake):
 
     @property
     def seconds(self) -> float:
-        """When the last frame was shown, from the start of the stream."""
+        """When the last frame was shown, in seconds from the start of the stream."""
         return self._live.info.times[-1] if self._live is not None and self._live.info.times else 0.0
 
     def counters(self) -> dict[str, float]:
-        """Figures of the memory, between two passes of the model."""
+        """Return figures of the stream's KV memory, read between two forward passes."""
         with self._stream_adapter.turns.holding():
             return {} if self._live is None else self._live.counters()
 
     def report(self) -> Report:
-        """The recipe in use, and figures of the last answer, as `Accelerated.report` has them of a `generate`.
+        """Return the recipe in use and figures of the last answer, like `Accelerated.report` after `generate`.
 
         prompt_tokens are the columns of the stream, as its memory counts them, and of the question; `kv` counts what the
         memory holds now; kept and patterns are those of the last `ingest` under a pattern and of the question; peak_bytes
-        are since the last reset on CUDA. Before the first answer the figures of one are 0 or None.
+        are since the last reset on CUDA. Before the first answer its figures are 0 or None.
         """
         return self._told(self._meter, self.counters())
 
@@ -301,25 +300,25 @@ class VideoSession(Intake):
         return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 
     def clusters(self) -> dict[str, Tensor]:
-        """Clusters of a memory that has them: name of a level -> cluster [L or 1, N] of each entry at each layer.
+        """Return level name -> cluster index [L or 1, N] at each layer, for a memory that clusters frames, else {}.
 
-        Entries are equal parts of the steps of time that `shown` lists.
+        Each step of time in `shown` has N / len(shown) consecutive entries.
         """
         with self._stream_adapter.turns.holding():
             return {} if self._live is None else self._live.state.clusters()
 
     @property
     def shown(self) -> list[float]:
-        """The seconds at which each step of time, a frame or what the model takes as one, began."""
+        """The seconds at which each step of time (a frame, or a temporal patch of frames) began."""
         return [] if self._live is None else self._live.info.shown(0)
 
     def pin(self, begin: float, end: float) -> None:
-        """Keep what was or will be shown from `begin` to `end`, in seconds of the stream, whatever else the memory lets go
-        of for its age or for want of room (`keep_seconds`, spill "drop_oldest"), until `unpin`. Saved with the stream."""
+        """Keep frames shown from `begin` to `end`, in seconds of the stream, past or future, even if the memory forgets
+        others for age or lack of room (`keep_seconds`, spill "drop_oldest"), until `unpin`. Saved with the stream."""
         self._pins(begin, end).append((float(begin), float(end)))
 
     def unpin(self, begin: float, end: float) -> None:
-        """Take a `pin` of the same seconds back."""
+        """Undo a `pin` of the same stretch of seconds."""
         pins = self._pins(begin, end)
         if (begin, end) not in pins:
             raise ModelError(
@@ -337,14 +336,14 @@ class VideoSession(Intake):
         return self._live.info.pins
 
     def save(self, path: str | Path) -> None:
-        """Write the stream into the folder `path` (safetensors and JSON); what was saved there gives way to a whole one."""
+        """Write the stream into the folder `path` (safetensors and JSON), atomically replacing a session saved there."""
         with self._working(self._stream):
             if self._live is None:
                 raise ModelError("save: the session has seen no frame; watch something first.")
             session_io.save(Path(path), self.recipe, self._live)
 
     def load(self, path: str | Path) -> None:
-        """Go on from what `save` wrote with the same model and kv; when that cannot be used, the session is as it was."""
+        """Continue from what `save` wrote, with the same model and kv; on an error the session stays as it was."""
         with self._working(self._stream, self._asking):
             given = self._stream_adapter, self.recipe, self._kv, self._beside
             before, self._live = self._live, session_io.load(Path(path), *given)
@@ -352,7 +351,7 @@ class VideoSession(Intake):
                 before.close()
 
     def close(self) -> None:
-        """Give back what the stream holds; a second call does nothing."""
+        """Close the session and release what its stream holds; a second call does nothing."""
         for one in self._standing:
             one.cancel()
         with self._stream.holding(), self._asking.holding(), self._stream_adapter.turns.holding():

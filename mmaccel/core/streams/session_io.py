@@ -1,13 +1,13 @@
-"""A session on disk: what a save writes into its folder and may remove, and how a session is read back.
+"""Saves a session to a folder and loads it: which files a save writes and may remove, and how they are read back.
 
-A save writes ``film.safetensors`` and the memory's own files into a new folder within the session's, ``data-1``,
-``data-2``, ..., and then moves `session.json` into place. That lists the files with their sizes and checksums, which are
-checked before anything is read, as its own checksum is; a store of units checks its own pieces while it reads them.
+A save writes ``film.safetensors`` and the memory's own files into a new folder within the session's, ``data-1``, ``data-2``,
+..., and then moves `session.json` into place. That lists the files with their sizes and checksums, which are verified before
+anything is read, as its own checksum is; a host store verifies its own files while it reads them.
 
-A save that is killed leaves the former `session.json` with its files, or the new one with its own. At the end the files
-that the former list names are removed, one by one. A note, `.mmaccel-saving.json`, says what is to be removed, so that the
-next save ends what a killed one left. Every other file stays where it is. The new files are on the disk before their list
-is, and the former ones go when the list is on the disk, so that a loss of power does the same as a kill.
+A save that is killed leaves the former `session.json` with its files, or the new one with its own. At the end the files that
+the former list names are removed, one by one. A note, `.mmaccel-saving.json`, lists what is to be removed, so that the next
+save completes what a killed one left. All other files stay. New files are synced to disk before their list, and former ones
+removed after that, so that a power failure has the same effect as a kill.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mmaccel.core.streams.saved_stream import (
     read_stream,
     write_stream,
 )
-from mmaccel.core.streams.stream_runner import CarefulDraftStream, StreamRunner
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
 
 FORMAT, VERSION = "mmaccel session", 5
 UNSEALED = 2
@@ -59,7 +59,7 @@ KINDS = {"format": str, "version": int, "recipe": dict, "files": dict, "model": 
 
 
 def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
-    """Write a session into the folder `path`; raises `ModelError` where that cannot be."""
+    """Save a session to the folder `path`; raises `ModelError` if it cannot be written."""
     writable(path)
     # Where a link leads to: the link stays, and what it led to is what is written anew.
     place = path.resolve()
@@ -97,7 +97,7 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
 
 
 def recipe_of(path: Path) -> Recipe:
-    """The recipe that a session was saved with; raises `ModelError` if the saved session cannot be opened."""
+    """Return the recipe of the session saved at `path`; raises `ModelError` if it cannot be opened."""
     return saved_recipe(path, _read(path)["recipe"])
 
 
@@ -106,12 +106,12 @@ def load(
     adapter: StreamAdapter,
     recipe: Recipe,
     kv: StreamPolicy,
-    beside: Callable[[], CarefulDraftStream],
+    beside: Callable[[], GuardedDraftStream],
 ) -> StreamRunner:
     """Load a saved session: its stream, with the memory `kv`, and its draft's stream, which `beside` opens.
 
-    Raises an `MmaccelError` when the stream does not fit the model, and warns when the draft's does not. Reads again if
-    another process saves to the folder meanwhile and removes files.
+    Raises an `MmaccelError` if the stream does not fit the model, and warns if the draft's does not. Retries if another
+    process saves to the folder meanwhile and removes files.
     """
     left = READS
     while True:
@@ -140,7 +140,7 @@ def load(
 
 
 def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON-ready facts with the CRC-32 over all of them."""
+    """Return JSON-ready `facts` with a CRC-32 checksum of all of them added."""
     bare = {name: value for name, value in facts.items() if name != CHECKSUM}
     return {**bare, CHECKSUM: zlib.crc32(json.dumps(bare, sort_keys=True).encode())}
 
@@ -220,7 +220,7 @@ def _check_file(where: Path, name: str, known: Any) -> None:
 
 
 def writable(path: Path) -> None:
-    """Raises `ModelError` where a session cannot be saved to `path` because something else is there, which is left alone."""
+    """Raise `ModelError` if a session cannot be saved to `path`, for example because other files are there."""
     try:
         place = path.resolve()
         above = next(one for one in (place, *place.parents) if one.exists())
@@ -237,7 +237,7 @@ def writable(path: Path) -> None:
 
 
 def ours(name: str) -> bool:
-    """Whether a path within the folder is one that a save writes."""
+    """Return whether a path within a session's folder is one that a save writes."""
     parts = PurePosixPath(name).parts
     if ".." in parts or not parts or "\0" in name:
         return False

@@ -1,4 +1,4 @@
-"""A source that is opened again when it falls silent, breaks off or ends, each time later; what happened is on record."""
+"""Reopens a live source when it stalls, fails or ends, after growing delays, and records what happened."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FIRST_S, MOST_S, STEP_S = 0.5, 30.0, 0.05
 
 @dataclass
 class Event:
-    """What befell a stream. Its source sent nothing (`stall`), broke off (`fault`) or ended (`end`), after a frame that was
-    shown at `seconds` of the stream: `why` is the error's sentence; `lasted` the seconds until frames came again, None until
-    then. Or its memory let go of frames (`let_go`), the last of which was shown at `seconds`: those of `lasted` seconds."""
+    """What happened to a stream. Its source sent nothing ("stall"), failed ("fault") or ended ("end") after a frame shown at
+    `seconds` of the stream: `why` is the error, `lasted` the seconds until frames came again (None until then). Or its
+    memory forgot frames ("let_go"): the last of them was shown at `seconds`, and they span `lasted` seconds."""
 
     kind: Literal["stall", "fault", "end", "let_go"]
     seconds: float
@@ -29,12 +29,12 @@ class Event:
 
 
 def later(clip: Clip, seconds: float) -> Clip:
-    """The clip so many seconds later."""
+    """Return the clip with all times increased by `seconds`."""
     assert clip.times is not None
     return replace(clip, times=[moment + seconds for moment in clip.times])
 
 
-def reopened(
+def reconnecting(
     opens: Callable[[], Any],
     check: Callable[[], None],
     note: Callable[[Event], None],
@@ -42,11 +42,11 @@ def reopened(
     times: Callable[[Part], Sequence[float]],
     later: Callable[[Part, float], Part],
 ) -> Generator[Part, None, None]:
-    """The clips of a source, opened anew by `opens` whenever it is over, until `check` raises.
+    """Yield the clips of a source, which `opens` opens again whenever it is over, until `check` raises.
 
-    Frames go on at the time at which they come: after a break as many seconds later as it lasted. `note` is told of each
-    break as it begins; `begin` is when the stream's last frame was shown; `times` gives the seconds of a clip's frames, and
-    `later` the clip that comes so many seconds later.
+    After a break, times continue from the last frame plus the seconds that the break lasted. `note` gets each break as it
+    begins; `begin` is when the stream's last frame was shown; `times` returns the seconds of a clip's frames, and `later`
+    the clip shifted by some seconds.
     """
     last, since, wait = begin, time.monotonic(), FIRST_S
     event: Event | None = None

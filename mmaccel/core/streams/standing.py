@@ -1,4 +1,4 @@
-"""A standing question: asked again and again while frames come, and told of when its answer turns."""
+"""`StandingQuestion`: a question that a session asks repeatedly while frames come, to report when its answer changes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mmaccel.core.errors import ModelError, warn
 
 @dataclass(frozen=True)
 class Change:
-    """The `answer`, with its evidence, that a question had when the stream was at `seconds`; `before` is what was said the
-    time before, None the first time."""
+    """A changed answer to a repeated question: `answer` (with evidence) at `seconds` of the stream; `before` is the previous
+    text, None the first time."""
 
     question: str
     answer: Answer
@@ -22,11 +22,11 @@ class Change:
     seconds: float
 
 
-class Standing:
-    """A question that a session asks every so many seconds of its stream; see `VideoSession.on`.
+class StandingQuestion:
+    """A question that a session asks every few seconds of its stream; see `VideoSession.on`.
 
-    asked   the second of the stream at which it was asked last; None: not yet
-    failed  what ended it, if anything did
+    asked   the second of the stream at which it was last asked; None: not yet
+    failed  the error that ended it, or None
     """
 
     def __init__(
@@ -53,12 +53,11 @@ class Standing:
         self._thread.start()
 
     def came(self) -> None:
-        """Tell the question's thread that the session has new frames: it asks again if `every` seconds of the stream have
-        passed. Returns at once."""
+        """Tell the question's thread that frames came: it asks again if `every` seconds have passed. Returns at once."""
         self._came.set()
 
     def cancel(self) -> None:
-        """Ask no more. A question under way ends with its answer, of which nothing is told."""
+        """Stop asking. A running question ends with its answer, which is not reported."""
         self._over = True
         self._came.set()
 

@@ -1,4 +1,4 @@
-"""Runs one stream: frames through the vision tower and the layers into a memory, and questions on top of it."""
+"""`StreamRunner`: runs the frames of one stream through the vision tower and the layers into its memory, and questions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.attention import MIN_ROWS
-from mmaccel.core.streams.listening import Listening
-from mmaccel.core.streams.parts import Around, Clip, StreamInfo, kept
+from mmaccel.core.streams.listening import AttentionRecording
+from mmaccel.core.streams.parts import Clip, MemoryWrapper, StreamInfo, kept
 
 WATCHED = (
     "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
@@ -40,11 +40,11 @@ SLOW, SLOW_S = 2.0, 20.0
 """How many times what all else takes, and how many seconds, a draft's stream may hold up one that is watched."""
 
 
-class CarefulDraftStream:
-    """The draft's stream beside that of a session: its failure ends the draft alone.
+class GuardedDraftStream:
+    """Wraps the stream of a session's draft so that its failure ends only drafting.
 
-    `stream` is None where the draft watches nothing, and after a failure, whose reason `failed` has. One that holds up the
-    stream for more than `SLOW` times what all else takes cannot keep up, and has failed too.
+    `stream` is None without a draft that watches, and after a failure, whose reason is `failed`. A draft that takes more
+    than `SLOW` times as long as everything else is too slow, which counts as a failure.
     """
 
     def __init__(self, watch: Callable[[], DraftStream] | None = None) -> None:
@@ -57,7 +57,7 @@ class CarefulDraftStream:
 
     @contextmanager
     def dropping(self) -> Iterator[DraftStream | None]:
-        """Run what may fail with the draft's stream; None where there is none."""
+        """Context that gives the draft's stream (or None); an error inside drops the draft and is not raised."""
         try:
             yield self.stream
         except Exception as error:
@@ -72,7 +72,7 @@ class CarefulDraftStream:
                     stream.close()
 
     def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
-        """Take in frames, if there are any."""
+        """Give frames to the draft's stream, if there are any."""
         with self.dropping() as stream:
             if stream is None or not len(frames):
                 return
@@ -88,24 +88,24 @@ class CarefulDraftStream:
                 )
 
     def idle(self) -> None:
-        """No more frames come for now."""
+        """Tell the draft's stream that no more frames come for now."""
         with self.dropping() as stream:
             if stream is not None:
                 stream.idle()
 
     def mark(self) -> Any:
-        """The draft's stream as it is now, for `back` to return to; None where there is no draft any more."""
+        """Return the present state of the draft's stream, for `back`; None without a draft."""
         with self.dropping() as stream:
             return None if stream is None else stream.mark()
 
     def back(self, mark: Any) -> None:
-        """Return the draft's stream to where it was when `mark` was made."""
+        """Restore the draft's stream to its state at `mark`."""
         with self.dropping() as stream:
             if stream is not None:
                 stream.back(mark)
 
     def close(self) -> None:
-        """Give back what is held; a second call does nothing."""
+        """Release what the draft's stream holds; a second call does nothing."""
         with self.dropping() as stream:
             self.stream = None
             if stream is not None:
@@ -113,21 +113,21 @@ class CarefulDraftStream:
 
 
 class StreamRunner:
-    """Runs one stream on a model: its facts, its memory, and the stream of a draft `beside` it."""
+    """Runs one video stream on a model: holds its facts `info`, its KV memory `state`, and a draft's stream `beside`."""
 
     def __init__(self, adapter: StreamModel, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
-        self.adapter, self.kv, self.info, self.beside = adapter, kv, info, CarefulDraftStream()
+        self.adapter, self.kv, self.info, self.beside = adapter, kv, info, GuardedDraftStream()
         self.hidden = "hidden" in kv.needs
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
         rows = ROWS.get(adapter.device.type, 1 << 15) if chunk is None else chunk
         self.bulk = max(1, rows // info.unit)
         pruner, depth = adapter.attention.recipe.draft.pruner, adapter.view.geometry.layers
-        self.around = Around() if pruner is None else Listening(pruner, depth)
+        self.around = MemoryWrapper() if pruner is None else AttentionRecording(pruner, depth)
         self._warned, self._full, self.ingests, self.pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
         places, head = adapter.position_ids(info.size, fps), adapter.head().numel()
-        words, pace, dtype = adapter.words_beside, adapter.pace, adapter.dtype
+        words, pace, dtype = adapter.text_around_unit, adapter.pace, adapter.dtype
         self.stream = Stream(unit=info.unit, words=words, head=head, pace=pace, places=places, dtype=dtype)
         one = len(set(adapter.layer_devices)) == 1
         opened = kv.open_stream if one else partial(split_stream, kv, adapter.layer_devices)
@@ -148,7 +148,7 @@ class StreamRunner:
         timed: bool = False,
         quiet: bool = False,
     ) -> StreamRunner:
-        """A stream of frames like `frames`, its head run; `timed`: their times are known; `quiet`: it warns of nothing."""
+        """Start a stream for frames like `frames`, and run the prompt before the video. `timed`: times are known."""
         size = frame_size(frames)
         features, marks = adapter.features(filled(frames[: adapter.pace], adapter.pace), size)
         unit = adapter.unit_embeds(features, [(0, [0.0])]).shape[1]
@@ -177,9 +177,9 @@ class StreamRunner:
         deadline: Deadline,
         ingest: bool = False,
     ) -> int:
-        """Take in frames [T, 3, H, W] shown at `moments`; calls `progress` with the number read so far. Gives the number
-        taken in: when the deadline comes first, those whose passes were complete. `ingest`: they are of a stored video, and
-        the state's `idle` follows."""
+        """Take in frames [T, 3, H, W] shown at `moments` (seconds); `progress` gets the number read so far. Return the
+        number taken in: if the deadline comes first, those of complete passes. `ingest`: they are of a stored video; call
+        the state's `idle` after it."""
         step = self.bulk if ingest else self._step
         if ingest:
             self.state.begin_ingest()
@@ -261,7 +261,7 @@ class StreamRunner:
         self.run_units(state, features, begins)
 
     def run_units(self, state: StreamState, features: Tensor, numbers: Sequence[int], **how: Any) -> None:
-        """Units of `features` [n, P, E], whose first frames are `numbers`, into a memory."""
+        """Run units with `features` [n, P, E], whose first frames have the `numbers`, into the memory `state`."""
         total, done, info, adapter = features.shape[0], 0, self.info, self.adapter
         if info.timed and state is self.state:
             self.stream.places.told(state.units(), info.shown(state.units()))
@@ -272,7 +272,7 @@ class StreamRunner:
             shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
             look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
             part, rows = adapter.unit_embeds(part, info.moments(adapter.pace, frames)), count * info.unit
-            told: dict[str, Any] = {"times": shown, "look": look, "pause": adapter.turns.let_tokens}
+            told: dict[str, Any] = {"times": shown, "look": look, "pause": adapter.turns.yield_to_answers}
             stream_pass = StreamPass(kind="units", rows=rows, first=first, count=count, **told)
             self.run_pass(state, stream_pass, part.flatten(0, 1), **how)
             done += count
@@ -291,7 +291,7 @@ class StreamRunner:
         self.run_pass(state, StreamPass(kind="head", rows=len(embeds)), embeds, **how)
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
-        """[n, E] final hidden states of the pass `stream_pass` over `embeds` [n, E], in `state`; see `StreamModel.run`."""
+        """Run `stream_pass` over `embeds` [n, E] with memory `state`; return final states [n, E] (`StreamModel.run`)."""
         how |= {} if self.beside.failed else self.around.run_options(stream_pass.kind)
         running = how.setdefault("running", self.running)
         with kept(running if stream_pass.kind == "proxy" else None):
@@ -303,23 +303,23 @@ class StreamRunner:
         return hidden
 
     def shown(self, unit: int) -> float:
-        """The seconds at which a unit was shown."""
+        """Return the time, in seconds of the stream, at which a unit (frame) was shown."""
         return self.info.times[self.info.spans[unit][0]]
 
     def pinned(self, unit: int) -> bool:
-        """Whether a unit was shown at a time that is pinned."""
+        """Return whether a unit (frame) was shown in a pinned stretch of time."""
         return any(begin <= self.shown(unit) <= end for begin, end in self.info.pins)
 
     # Going back.
 
     def mark(self) -> Any:
-        """The stream as it is now (memory, times, recurrent states, the draft's stream), for `back` to return to."""
+        """Return the present state of the stream (memory, times, recurrent states, draft's stream), for `back`."""
         info = self.info
         lengths, states = (len(info.spans), len(info.times)), self.running and self.running.mark()
         return self.state.checkpoint(), replace(info), *lengths, self.beside.mark(), states
 
     def back(self, mark: Any) -> None:
-        """Return to `mark`: lists are cut to their length at that time."""
+        """Restore the stream to its state at `mark`."""
         memory, info, spans, times, beside, states = mark
         del info.spans[spans:], info.times[times:]
         self.info = info
@@ -330,8 +330,8 @@ class StreamRunner:
         self.around.cut(self.state.units() * info.unit)
 
     def counters(self, state: StreamState | None = None) -> dict[str, float]:
-        """Those of the memory, or of its snapshot `state`, and what a pruner left of all units, or of what the last question
-        recalled."""
+        """Return figures of the memory (or of its snapshot `state`), and of what a pruner kept of all units (frames) or of
+        the last question's retrieved ones."""
         counted = {**(self.state if state is None else state).counters(), **self.pruned}
         left_out = self.adapter.left_out
         if left_out is not None:
@@ -343,18 +343,18 @@ class StreamRunner:
         return counted
 
     def close(self) -> None:
-        """Give back what is held outside the device, by the draft's stream too."""
+        """Release what is held outside the device, also by the draft's stream."""
         self.state.close()
         self.beside.close()
 
 
 def frame_size(frames: Tensor) -> tuple[int, int]:
-    """Height and width of frames [T, 3, H, W]."""
+    """Return height and width of frames [T, 3, H, W]."""
     return int(frames.shape[2]), int(frames.shape[3])
 
 
 def filled(frames: Tensor, pace: int) -> Tensor:
-    """`frames` with the last repeated, as processors do, to fill whole units."""
+    """Return `frames` with the last one repeated, as processors do, to fill whole units of `pace` frames."""
     short = -len(frames) % pace
     return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames
 
@@ -362,8 +362,9 @@ def filled(frames: Tensor, pace: int) -> Tensor:
 def shown_at(
     how: str, clip: Clip, given: list[float] | None, done: int, info: StreamInfo | None
 ) -> tuple[list[float], bool]:
-    """The seconds at which the frames of a clip are shown after the stream of `info`, and whether these are known; `given`
-    are those of all frames of a call, of which `done` came before. Raises `ModelError`, which names the call `how`."""
+    """Return the seconds at which a clip's frames are shown, following the stream of `info`, and whether they are known.
+    `given` are those of all frames of a call, `done` of which came before. Raises `ModelError`, which names the call
+    `how`."""
     count = clip.frames.shape[0]
     if not count:
         raise ModelError(f"{how}: the clip has no frames; give at least one.")
@@ -382,7 +383,7 @@ def shown_at(
 def moments(
     last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
 ) -> list[float]:
-    """Ascending seconds of `count` frames that follow one at `last`; `strict`: those given are not moved."""
+    """Return ascending seconds of `count` frames that follow one at `last`; `strict`: `given` ones are not shifted."""
     step = 1 / fps if fps else 1.0
     if given is None:
         return [(0.0 if last is None else last + step) + i * step for i in range(count)]

@@ -1,4 +1,4 @@
-"""Drafts: who guesses the next tokens for the target to verify. One idea a file; a new one is a file and a line here."""
+"""Drafting methods for speculative decoding, one per file; a new one needs a file and an import line here."""
 
 from mmaccel.policies.draft.off import Off as Off
 from mmaccel.policies.draft.parallel import Parallel as Parallel

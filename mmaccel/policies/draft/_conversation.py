@@ -1,4 +1,4 @@
-"""The prompts of a conversation that a draft model has read, so that each turn continues after the turns before."""
+"""The prompts of a conversation that a draft model has read, so that a later turn's draft continues from its KV cache."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ IDS = "mmaccel_ids"
 
 
 class Conversation:
-    """The tokens that a draft model's `runner` has run, the pruned ones too: prompts, and what was said between them.
+    """The tokens that a draft model's `runner` has run, pruned ones included: prompts, and the answers between them.
 
-    No prompt is read before it is needed (`tell`, then `read`). What was said after the last one can be taken back, no more:
-    before it may stand a video, of which the next turn has no pixels.
+    A prompt is read only when needed (`tell`, then `read`). Only the answer after the last prompt can be rolled back:
+    earlier there may be a video, whose pixels the next turn does not have.
     """
 
     def __init__(self, runner: Runner, device: torch.device | str) -> None:
@@ -32,18 +32,18 @@ class Conversation:
         self._told: list[tuple[Tensor, Mapping[str, Any]]] = []
 
     def tell(self, inputs: Mapping[str, Any], ids: Tensor) -> None:
-        """The next prompt is `ids` [S], of which `inputs` are the last columns, behind those of the turns before."""
+        """Announce the next prompt `ids` [S]; `inputs` are its last columns, which follow those of earlier turns."""
         self._told.append((ids.cpu(), inputs))
 
     def goes_on(self, ids: Tensor, past: TokenLayout) -> bool:
-        """Whether the prompt `ids` [S], of which the target holds `past`, can be read behind what was; forgets prompts that
-        were told, never read, and taken back since."""
+        """Return whether the prompt `ids` [S], of which the target holds `past`, continues this conversation; forget prompts
+        that were announced, never read, and since rolled back."""
         while self._told and not follows(self._told[-1][0], ids, past):
             self._told.pop()
         return bool(self._told) or (self._prompt > 0 and follows(self._ids[: self._prompt], ids, past))
 
     def read(self, keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Run what was told: logits [1, V] of the last prompt's last token. See `Runner.prefill` for the rest."""
+        """Run the announced prompts; return logits [1, V] after the last one. See `Runner.prefill` for the rest."""
         logits = torch.empty(0)
         for number, (ids, inputs) in enumerate(self._told, 1):
             columns = keep
@@ -80,7 +80,7 @@ class Conversation:
         return made
 
     def said(self, tokens: Tensor) -> Conversation:
-        """The turn is over, in which `tokens` [m] were said after its prompt; those that the runner has run are kept."""
+        """End the turn, in which `tokens` [m] were generated after its prompt; those that the draft has run are kept."""
         if not self._told:
             run = min(self.runner.length() - self._origin, tokens.numel())
             self.runner.truncate(self._origin + run)
@@ -88,11 +88,11 @@ class Conversation:
         return self
 
 
-def taken_up(
+def continued_conversation(
     who: str, left: Any, fresh: Conversation, inputs: Mapping[str, Any], ids: Tensor, past: TokenLayout | None
 ) -> Conversation:
-    """The conversation in which the prompt `ids` [S] is told: `left`, where it goes on from there, else `fresh`, where all
-    that the target holds of it (`past`) is text; `inputs` are of the columns behind. Raises `DraftError` elsewhere."""
+    """Return the conversation to which the prompt `ids` [S] was announced: `left` if the prompt continues it; else `fresh`,
+    if all that the target holds (`past`) is text. `inputs` are the columns after `past`. Otherwise raises `DraftError`."""
     talk = fresh
     if past is not None:
         if isinstance(left, Conversation) and left.goes_on(ids, past):
@@ -104,7 +104,7 @@ def taken_up(
 
 
 def check_text(who: str, past: TokenLayout) -> None:
-    """Raise `DraftError` where the target holds images or videos, which a draft that did not read them cannot have."""
+    """Raise `DraftError` if the target's cache (`past`) holds images or videos, which this draft has not read."""
     if bool((past.modality != TEXT).any()):
         raise DraftError(
             f"{who}: past_key_values holds images or videos that this draft did not read; give the cache that a call with "
@@ -113,8 +113,8 @@ def check_text(who: str, past: TokenLayout) -> None:
 
 
 def follows(known: Tensor, ids: Tensor, past: TokenLayout) -> bool:
-    """Whether the prompt `ids` [S], of which the target holds `past`, continues `known` [n] without an image or video
-    between that `known` has not."""
+    """Return whether prompt `ids` [S], of which the target holds `past`, continues `known` [n], with no image or video in
+    between that `known` lacks."""
     n = known.numel()
     if n > past.length or not torch.equal(known, ids[:n].cpu()):
         return False

@@ -1,5 +1,4 @@
-"""Writing after a prompt, for `parallel`: `Local` in this process, `_remote_drafter.Remote` in another; to the pipeline they
-are alike."""
+"""Decoding of the draft model for `parallel`: `Local` in this process, `_remote_drafter.Remote` in another."""
 
 from __future__ import annotations
 
@@ -24,19 +23,19 @@ SUPPORT = 1024
 
 @dataclass(frozen=True)
 class TokenDistribution:
-    """The distribution of a sampled token, on the host: token ids [k] int32, and probabilities [k] float32 that sum to 1."""
+    """The distribution that a token was sampled from, on the host: ids [k] int32, probabilities [k] float32 with sum 1."""
 
     ids: Tensor
     weights: Tensor
 
     def packed(self) -> bytes:
-        """How many tokens there are (uint32), their ids, and their probabilities."""
+        """Return the distribution as bytes: the number of tokens (uint32), their ids, and their probabilities."""
         pieces = self.ids.numpy().tobytes(), self.weights.numpy().tobytes()
         return len(self.ids).to_bytes(4, "little") + b"".join(pieces)
 
     @staticmethod
     def dense(rows: Sequence[TokenDistribution], vocab: int, device: torch.device) -> Tensor:
-        """[n, vocab] float32: the distributions of n tokens, zero for tokens that could not be sampled."""
+        """Return the distributions of n tokens as a tensor [n, vocab] float32, zero for tokens not in them."""
         out = torch.zeros(len(rows), vocab, device=device)
         row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(one.ids) for one in rows]))
         column, weight = (torch.cat([getattr(one, name) for one in rows]) for name in ("ids", "weights"))
@@ -46,8 +45,8 @@ class TokenDistribution:
 
 @dataclass(frozen=True)
 class DraftedTokens:
-    """The draft's new `ids`, the seconds they took, the seconds of its prompt, and the distribution of each token; `odds` is
-    empty for greedy tokens."""
+    """The draft's new token `ids`, the seconds they took, the seconds of the prompt, and each token's distribution; `odds`
+    is empty for greedy tokens."""
 
     ids: list[int]
     seconds: float
@@ -56,9 +55,9 @@ class DraftedTokens:
 
 
 class DraftDecoder:
-    """Writes after a prompt. `line` are the tokens after the prompt, of which the first `_run` have been run.
+    """Decodes a draft after a prompt. `line` are the tokens after the prompt, of which the first `_run` have been run.
 
-    Under sampling a token is drawn from the draft's own distribution, as the target's sampling shapes it, cut to its
+    With sampling, a token is drawn from the draft's own distribution, under the target's sampling settings, cut to its
     `SUPPORT` likeliest tokens; otherwise it is the likeliest one.
     """
 
@@ -70,7 +69,7 @@ class DraftDecoder:
         self.prompt_s = 0.0
 
     def tell(self, inputs: Mapping[str, Any]) -> None:
-        """The prompt is of `inputs`; what was written after the one before it is part of it, as far as it agrees."""
+        """Announce the prompt `inputs`; it contains what was generated after the previous one and accepted."""
         inputs = dict(inputs)
         ids = inputs.pop(IDS, inputs["input_ids"])[0]
         self.talk.said(torch.tensor(self.line[: self._run], dtype=torch.long))
@@ -86,9 +85,8 @@ class DraftDecoder:
         seed: int,
         stream: LocalDraftStream | None = None,
     ) -> None:
-        """Run the prompt, or the columns `keep` of it, numbered anew if `compact`, behind the turns before; or the question
-        that `stream` was asked.
-        `warp` is the target's sampling, None for the likeliest tokens; `seed` is of the tokens that are drawn here."""
+        """Run the prompt after earlier turns, or only its columns `keep` (renumbered if `compact`); or the question of
+        `stream`. `warp` is the target's sampling, None for greedy; `seed` is for the tokens drawn here."""
         began = time.perf_counter()
         self._warp, self._random = warp, torch.Generator().manual_seed(seed)
         if stream is not None:
@@ -102,7 +100,7 @@ class DraftDecoder:
         self.prompt_s = time.perf_counter() - began
 
     def write(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
-        """Go back to the first `length` tokens, take `fix` as the next ones, and write `count` more."""
+        """Go back to the first `length` tokens, append `fix`, and generate `count` more."""
         began = time.perf_counter()
         self.line[length:] = fix
         # At least one token is run, for the logits after it.
@@ -140,8 +138,8 @@ def _likeliest(q: Tensor) -> TokenDistribution:
 
 
 class Local:
-    """A draft in this process, asked as `Remote` is. On a CPU it works when its window is collected; on CUDA on a stream of
-    its own."""
+    """A draft in this process, with the interface of `Remote`. On a CPU it runs when its window is collected; on CUDA in a
+    CUDA stream of its own."""
 
     def __init__(self, peer: ModelView, vocab: int, device: torch.device) -> None:
         self._writer = DraftDecoder(peer.runner(), peer.device, vocab)
@@ -158,7 +156,7 @@ class Local:
         stream: DraftStream | None = None,
         lasts: bool = False,
     ) -> None:
-        """As that of `Remote`; the prompt is read with the first window."""
+        """Start a prompt with the arguments of `Remote.begin`; the draft reads it with the first window."""
         self._writer.talk.runner.lasting = lasts
         warp = None if warp is None else _at(warp, inputs["input_ids"].device)
         self._unread: dict[str, Any] | None
@@ -190,20 +188,20 @@ class Local:
             return self._writer.write(*self._asked)
 
     def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
-        """Whether the prompt `ids` [S] is read behind what `leave` gave; `past` is what the target holds of it."""
+        """Return whether the draft can continue from `left` of the previous turn with prompt `ids` [S], after `past`."""
         if not (isinstance(left, DraftDecoder) and left.talk.goes_on(ids, past)):
             return False
         self._writer = left
         return True
 
     def leave(self, ids: Tensor) -> Any:
-        """State that the turn after that of prompt `ids` [S] may continue from."""
+        """Return the draft's state, from which the turn after prompt `ids` [S] may continue."""
         if self._unread is not None:
             self._writer.tell(self._unread["inputs"])
         return self._writer
 
     def close(self) -> None:
-        """Nothing is to be freed."""
+        """Do nothing, as a draft in this process has nothing to free."""
 
 
 def _at(warp: Warp, device: torch.device) -> Warp:

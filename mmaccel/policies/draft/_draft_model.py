@@ -1,4 +1,4 @@
-"""A draft model beside its target: finding it, checking that both have one vocabulary, reading the prompt."""
+"""Base classes of drafts by a second model: how it is found, checked for the target's vocabulary, and reads the prompt."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.decoding.watching import DraftStream, Watching
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy, registry, with_base_dir
 from mmaccel.core.streams.draft_stream import LocalDraftStream
-from mmaccel.policies.draft._conversation import Conversation, taken_up
+from mmaccel.policies.draft._conversation import Conversation, continued_conversation
 
 PADDING = 1024
 """Rows by which the embeddings of one vocabulary may differ."""
@@ -31,7 +31,7 @@ BESIDE = "beside"
 
 
 def folder_of(name: str, target: ModelView, model: str) -> str:
-    """The folder of the draft; raises `DraftError` if there is none next to the target's."""
+    """Return the draft model's folder; raises `DraftError` if it should be beside the target's, and is not."""
     if model != BESIDE:
         return model
     if target.folder is None:
@@ -49,12 +49,12 @@ def folder_of(name: str, target: ModelView, model: str) -> str:
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:
-    """Where the weights of a model lie, which may be spread over several devices."""
+    """Return the devices that hold a model's weights."""
     return list(dict.fromkeys(p.device for p in model.parameters()))
 
 
 def free_device(taken: Sequence[torch.device]) -> str:
-    """The device for a second process: the first CUDA device that the target leaves free, from its own first one on."""
+    """Return the device for a second process: the first CUDA device after the target's first that the target leaves free."""
     first = taken[0]
     if first.type != "cuda":
         return str(first)
@@ -64,12 +64,12 @@ def free_device(taken: Sequence[torch.device]) -> str:
 
 
 def check_vocabulary(name: str, ours: int, theirs: int) -> None:
-    """Raise `DraftError` unless a draft of `theirs` token embeddings can serve a target of `ours`: both may be paddings of
-    one vocabulary.
+    """Raise `DraftError` unless a draft with `theirs` token embeddings can serve a target with `ours`: both may be padded
+    forms of one vocabulary.
 
     Models of one family pad the same tokenizer to different multiples (151 936 and 152 064 rows, say). The rule: the counts
     differ by less than `PADDING` rows and by at most one in a hundred. Equal counts do not prove an equal tokenizer; a draft
-    with another one costs speed, never correctness, since no token is committed that the target did not agree to.
+    with another one costs speed, never correctness, as no token is committed that the target did not accept.
     """
     gap = abs(ours - theirs)
     if gap >= PADDING or gap * 100 > max(ours, theirs):
@@ -81,15 +81,15 @@ def check_vocabulary(name: str, ours: int, theirs: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerStrategy(DraftStrategy):
-    """The base of drafts by a model of the target's family, whose prompt a pruner may thin.
+    """The base of drafts by a model of the target's family, whose prompt may be pruned.
 
     model  folder, hub or shipped name of the draft model, or the loaded module; "beside" is the folder beside the target's
-           with its name and ``-draft``, the shipped draft of a shipped model; in a YAML file a folder counts from the file's
-           where it is there, or begins with a dot, and anything else is a name
+           with its name and ``-draft``, the shipped draft of a shipped model; in a YAML file a folder is relative to the
+           file's folder if it exists there or begins with a dot, and anything else is a name
     prune  a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
     kv     the memory of the draft's own stream, in a session; None: one like the target's
 
-    reads_text  the draft reads text alone, and a causal language model without vision will do too
+    reads_text  the draft reads only text, and may be a causal language model without vision
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"rollback", "video", "model"})
@@ -140,7 +140,7 @@ class PeerStrategy(DraftStrategy):
         return self.prune
 
     def unused(self, prompt: Prompt) -> list[str]:
-        """Fields that have no effect on this prompt, for the report."""
+        """Return notes for the report on the draft's fields that have no effect on this prompt."""
         if self.kv is None or prompt.stream is not None:
             return []
         return [f"its kv {self.kv.name!r} did nothing: it is of the stream that a draft has in a session"]
@@ -148,14 +148,14 @@ class PeerStrategy(DraftStrategy):
     def check(self, target: ModelView) -> None:
         self.peer(target)
 
-    def watch(self, target: ModelView, session: Watching) -> DraftStream:
+    def watch(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         peer = self.peer(target)
         adapter = adapter_for(peer.model).stream_adapter(peer.model, session.processor)
         return LocalDraftStream(adapter, self.kv or session.kv, session.chunk, self.prune)
 
     def peer(self, target: ModelView) -> ModelView:
-        """The draft model's view, in this process; raises `DraftError` for a missing model, another family and another
-        vocabulary."""
+        """Return the view of the draft model in this process; raises `DraftError` if it is missing, of another family or has
+        another vocabulary."""
         model = folder_of(self.name, target, self.model) if isinstance(self.model, str) else self.model
         try:
             reader = target.text_only(model) if self.reads_text else None
@@ -172,10 +172,10 @@ class PeerStrategy(DraftStrategy):
 
 
 class PeerState(DraftState):
-    """A draft model at work on one sequence, between the target's steps.
+    """A draft model on one sequence, which runs between the target's steps.
 
-    The prompt is read when tokens are first asked for: the target's first token is out by then, and what a pruner leaves is
-    known. `_pending` are committed tokens that the model has not run.
+    The prompt is read when tokens are first requested: by then the target's first token is out, and a pruner has chosen.
+    `_pending` are committed tokens that the model has not run.
     """
 
     def __init__(self, runner: Runner, device: torch.device, choice: PeerStrategy, vocab: int) -> None:
@@ -219,7 +219,7 @@ class PeerState(DraftState):
 
     def _tell(self, prompt: Prompt) -> None:
         inputs, ids, past = self._shown(prompt)
-        self._talk = taken_up(self._choice.name, prompt.left, self._talk, inputs, ids, past)
+        self._talk = continued_conversation(self._choice.name, prompt.left, self._talk, inputs, ids, past)
 
     def _shown(self, prompt: Prompt) -> tuple[Mapping[str, Any], Tensor, TokenLayout | None]:
         """What the draft is to read of `prompt`: its inputs, all ids [S], and those that the target holds."""

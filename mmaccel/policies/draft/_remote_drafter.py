@@ -1,7 +1,7 @@
 """A draft model in a second process: both ends of the connection, and how a prompt is sent over it.
 
 A prompt is a table of names, types and shapes, then the bytes of each tensor. The pixels of a long video are hundreds of
-megabytes. Only the connection copies them on the host, in a fifth of the time of `torch.save`, while the target computes.
+megabytes. They are copied on the host only by the socket, in a fifth of the time of `torch.save`, while the target runs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _OVER: WeakKeyDictionary[Worker, deque[int]] = WeakKeyDictionary()
 
 
 class RemoteTurn:
-    """Conversation state in the draft's process, whose last prompt was `known` [n]; its sequence there is `number`."""
+    """A conversation's state in the draft's process, whose last prompt was `known` [n]; its sequence there is `number`."""
 
     def __init__(self, worker: Worker, number: int, known: Tensor) -> None:
         self.worker, self.number, self.known = worker, number, known.cpu()
@@ -63,9 +63,9 @@ class RemoteTurn:
 
 
 class Remote(WireEnd):
-    """The end on the target's side, of one sequence: at most one `ask` is out at a time; what it wrote is `collect`ed.
+    """The target's end of one sequence in a draft's process: one `ask` at a time, whose tokens are then `collect`ed.
 
-    Several sequences may share the process, which serves what they ask for in the order in which it comes.
+    Several sequences may share the process, which serves requests in order of arrival.
     """
 
     def __init__(self, worker: Worker, vocab: int) -> None:
@@ -89,9 +89,9 @@ class Remote(WireEnd):
         inputs   the prompt as arguments of a model: ids, pixels, grids
         warp     how logits become probabilities when tokens are sampled; None: greedy
         pruned   the prompt is run only when `keep` has said with which columns
-        compact  whether columns that stay are numbered anew, without the gaps of those left out
+        compact  whether kept columns are renumbered, without the gaps of dropped ones
         seed     of the draft's random numbers
-        stream   the draft's own stream; the question that it was asked last is run in the place of `inputs`
+        stream   the draft's own stream; its last question is run instead of `inputs`
         lasts    whether the sequence is kept for a later turn of the conversation
         """
         for message in self._worker.drain():
@@ -107,16 +107,16 @@ class Remote(WireEnd):
         self._worker.post(BEGIN, *numbers, blob=packing(dict(inputs), _packed(warp)))
 
     def keep(self, columns: Tensor) -> None:
-        """Say which columns of the prompt are run."""
+        """Send to the draft's process which columns of the prompt to run."""
         self._worker.send(KEEP, self.number, blob=[columns.cpu().long().numpy().tobytes()])
 
     def ask(self, length: int, fix: Sequence[int], count: int) -> None:
-        """Go back to `length` tokens, take `fix`, write `count` more."""
+        """Request to go back to `length` tokens, append `fix`, and generate `count` more."""
         self._asked = count
         self._worker.send(WRITE, self.number, length, count, *fix)
 
     def collect(self, limit_s: float) -> DraftedTokens | None:
-        """The result of the request, or None if it does not arrive within `limit_s`."""
+        """Return the result of the request, or None if it does not arrive within `limit_s`."""
         until = time.monotonic() + limit_s
         while not self._answers:
             message = self._worker.receive(max(0.0, until - time.monotonic()))
@@ -161,7 +161,7 @@ class Remote(WireEnd):
         return tuple(odds) if whole else None
 
     def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
-        """As that of `Local`."""
+        """Return whether the draft can continue with prompt `ids` from `left` of the previous turn; see `Local`."""
         fits = isinstance(left, RemoteTurn) and left.worker is self._worker
         if not fits or not follows(left.known, ids, past):
             return False
@@ -174,7 +174,7 @@ class Remote(WireEnd):
         return RemoteTurn(self._worker, self.number, ids)
 
     def close(self) -> None:
-        """The sequence is over; the process frees what it holds of it unless a turn may follow, and stays for others."""
+        """End the sequence; the process frees it unless a later turn may follow, and stays for others."""
         if self._open.pop(self.number, None) is not None and self._worker.alive:
             try:
                 if not self._left:
@@ -189,7 +189,7 @@ class Remote(WireEnd):
 
 
 def serve(wire: Wire, options: dict[str, Any]) -> None:
-    """In the second process: load the draft, say that it is ready, write what is asked."""
+    """Main function of the draft's process: load the draft model, report that it is ready, and serve requests."""
     if options.get("threads"):
         torch.set_num_threads(options["threads"])
     own = torch.device(options["device"])
@@ -207,7 +207,7 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
             "family"
         )
     with beating(wire):
-        bare = [int(bare_step_s(family.runner(model), own) / MICRO)] if options.get("bare") else []
+        bare = [int(shortest_step_s(family.runner(model), own) / MICRO)] if options.get("bare") else []
     wire.send(READY, family.geometry(model).vocab, *bare)
 
     def watch(processor: Any, *given: Any) -> LocalDraftStream:
@@ -217,8 +217,8 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def bare_step_s(runner: Runner, device: torch.device | str) -> float:
-    """Seconds of a step after a very short prompt: no pruner makes steps faster than this."""
+def shortest_step_s(runner: Runner, device: torch.device | str) -> float:
+    """Return the seconds of a decode step after a very short prompt; with any pruner a step takes at least that."""
     ids = torch.zeros(1, 4, dtype=torch.long, device=device)
     runner.prefill({"input_ids": ids})
     times = []
@@ -236,8 +236,8 @@ def serve_decoder(
     device: torch.device | str = "cpu",
     watch: Callable[..., LocalDraftStream] | None = None,
 ) -> None:
-    """Answer until the wire breaks; `fresh` opens a `DraftDecoder` for each sequence, whose logits are on `device`, and
-    `watch` a stream (`ServedStreams`)."""
+    """Serve requests until the wire breaks; `fresh` opens a `DraftDecoder` for each sequence, whose logits are on `device`,
+    and `watch` a stream (`ServedStreams`)."""
     # Prompts that are not run yet: inputs, sampling, whether compact, seed; and the stream that was asked, if one was.
     waiting: dict[int, tuple[dict[str, Any], bytes, bool, int, LocalDraftStream | None]] = {}
     served = ServedStreams(wire, watch)
@@ -314,7 +314,7 @@ SLAB = 16 << 20
 
 
 def packing(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[Blob]]:
-    """Like `pack`, for use in another thread. Waits for the device work that makes these tensors, not for later work."""
+    """Return a function that packs `inputs` (see `pack`) in another thread, after the device work that makes them."""
     streams = []
     for device in {x.device for x in inputs.values() if isinstance(x, Tensor) and x.is_cuda}:
         streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
@@ -330,7 +330,7 @@ def packing(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[B
 
 
 def pack(inputs: Mapping[str, Any], more: bytes = b"") -> list[Blob]:
-    """Pack `inputs`, tensors and lists of numbers, and `more` into a message; tensors may be on any device."""
+    """Pack `inputs` (tensors, lists of numbers) and bytes `more` into a message; tensors may be on any device."""
     table: list[Any] = []
     parts: list[Blob] = []
     for name, x in inputs.items():
@@ -366,7 +366,7 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 def unpack(blob: bytearray) -> tuple[dict[str, Any], bytes]:
-    """The inputs and `more` that `pack` was given."""
+    """Return the inputs and the bytes `more` that `pack` was given."""
     at = 8 + int.from_bytes(blob[:8], "little")
     table, size = json.loads(blob[8:at])
     more = bytes(blob[at : at + size])

@@ -1,4 +1,4 @@
-"""A draft's own stream in the draft's process: both ends. Frames go over the wire; marks, memory and files stay there."""
+"""A draft's video stream in another process: both ends of the connection. Frames are sent; memory and files stay there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmaccel.core.decoding.watching import DraftStream, Heard, Watching
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings, QuestionAttention
 from mmaccel.core.decoding.worker import OWN, Blob, Message, Wire, Worker, beating
 from mmaccel.core.errors import DraftError
 from mmaccel.core.memory.relay import relay
@@ -31,7 +31,7 @@ _OPEN: WeakKeyDictionary[Worker, WeakValueDictionary[int, WireEnd]] = WeakKeyDic
 
 
 class WireEnd:
-    """The end on the target's side, of one sequence or stream of a process that several share; it has a number there."""
+    """The target's end of one sequence or stream in a draft process that several share; `number` identifies it there."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -48,9 +48,9 @@ class WireEnd:
 
 
 class RemoteDraftStream(DraftStream, WireEnd):
-    """The end on the target's side. The process reads a clip while the target goes on, and is at most one clip behind."""
+    """The target's end of a draft's stream. The process reads a clip while the target goes on, at most one clip behind."""
 
-    def __init__(self, worker: Worker, session: Watching) -> None:
+    def __init__(self, worker: Worker, session: DraftStreamSettings) -> None:
         super().__init__(worker)
         self._open[self.number] = self
         self._out = 0  # calls not answered yet
@@ -68,7 +68,7 @@ class RemoteDraftStream(DraftStream, WireEnd):
     def back(self, mark: Any) -> None:
         self._call("back")
 
-    def ask(self, question: str, room: int, heard: Heard | None = None) -> None:
+    def ask(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
         if heard is not None:
             heard = replace(heard, tokens=heard.tokens.cpu(), paid=heard.paid.cpu())
         self._call("ask", question, room, heard)
@@ -99,7 +99,7 @@ class RemoteDraftStream(DraftStream, WireEnd):
             self._call("close")
 
     def settle(self) -> None:
-        """Wait until the process has done all that it was asked for."""
+        """Wait until the draft's process has done all that was requested."""
         while self._out:
             message = None if self._answers else self._worker.receive(WAIT_S)
             if message is not None:
@@ -112,7 +112,7 @@ class RemoteDraftStream(DraftStream, WireEnd):
 
 
 class ServedStreams:
-    """The end in the process: `streams` by number, each made by `watch` of a processor, a memory, a chunk and a pruner."""
+    """The draft process's end of its streams: `streams` by number; `watch` opens one of processor, memory, chunk, pruner."""
 
     def __init__(self, wire: Wire, watch: Callable[..., LocalDraftStream] | None) -> None:
         self._wire, self._watch = wire, watch
@@ -120,7 +120,7 @@ class ServedStreams:
         self._marks: dict[int, Any] = {}
 
     def hear(self, message: Message) -> None:
-        """Do what a message for a stream asks for, and say that it is done."""
+        """Do what a message requests of a draft's stream, and report that it is done."""
         number, size = message.numbers
         name, given = pickle.loads(message.blob[:size], buffers=[memoryview(message.blob)[size:]])
         with beating(self._wire):

@@ -1,4 +1,4 @@
-"""Expected speed of a pipelined draft: the best window, and how much of the video the draft reads, from measured times."""
+"""Expected speed of a pipelined draft, from measured times: the best window, and whether the draft's prompt is pruned."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ ANSWERS = 2
 
 
 def tokens_per_round(keep: float, window: int) -> float:
-    """Tokens committed in a target step of the pipeline, each drafted token kept with probability `keep` on its own.
+    """Return the tokens committed per target step of the pipeline if each drafted token is accepted independently with
+    probability `keep`.
 
-    Two states: pre-verify commits one token; post-verify judges `window` and commits what is kept and one more, at most
-    `window`: (1 - keep^w) / (1 - keep) on average. It goes on with probability keep^w, pre-verify goes over to it with
-    `keep`. Weighted with the share of rounds in each state.
+    Two states: pre-verify commits one token; post-verify verifies `window` and commits the accepted and one more, at most
+    `window`: (1 - keep^w) / (1 - keep) on average. It stays with probability keep^w; pre-verify changes to it with `keep`.
+    Weighted with the share of rounds in each state.
     """
     if keep >= 1:
         return float(window)
@@ -36,15 +37,15 @@ def tokens_per_round(keep: float, window: int) -> float:
 
 
 def expected_gain(step_s: float, draft_s: float, keep: float, window: int) -> float:
-    """The speed-up over decoding alone, of target steps and draft steps of so many seconds."""
+    """Return the speed-up over plain decoding, for a target step of `step_s` and a draft step of `draft_s` seconds."""
     return tokens_per_round(keep, window) * step_s / max(window * draft_s, step_s)
 
 
 def best_window(step_s: float, draft_s: float, keep: float, most: int) -> tuple[int, float]:
-    """The window with the largest expected speed-up over decoding alone, and that speed-up.
+    """Return the window with the largest expected speed-up over plain decoding, and that speed-up.
 
-    step_s is a target step, draft_s a draft step; only the two whole numbers around their ratio can be best: a longer window
-    makes the target wait for more than it gains, a shorter one leaves the draft idle.
+    step_s is a target step, draft_s a draft step; only the two whole numbers around their ratio can be best: with a longer
+    window the target waits for more than it gains, with a shorter one the draft is idle.
     """
     ratio = step_s / max(draft_s, 1e-9)
     low = min(max(math.floor(ratio + 1e-9), 1), most)
@@ -55,13 +56,13 @@ def best_window(step_s: float, draft_s: float, keep: float, most: int) -> tuple[
 
 @dataclass
 class Pace:
-    """Running means of what a step takes, and of the share of drafted tokens that is kept; recent rounds count most.
+    """Running means of step times and of the draft's acceptance rate; recent rounds count most.
 
-    Context grows with every token, and both times with it: the means forget at `rate` a round. The first steps of a sequence
-    may take several times what others take, since they are compiled and captured: a time of less than half the mean starts
-    it anew, and one of more than twice the mean counts as twice.
+    Context grows with every token, and both times with it: the means decay at `rate` a round. The first steps of a sequence
+    may take several times as long as others, as they are compiled and captured: a time of less than half the mean resets it,
+    and one of more than twice the mean counts as twice.
 
-    pauses  how often in a row a draft was found not to pay, and `rest` the tokens that it rests at the next answer
+    pauses  how often in a row a draft was found not to pay; `rest`: the tokens that it pauses at the next answer
     """
 
     rate: float = 0.2
@@ -74,16 +75,16 @@ class Pace:
     rest: int = 0
 
     def go_on(self) -> None:
-        """Another answer begins: of what was judged before, the last `KNOWN` tokens count."""
+        """Begin another answer: of the tokens verified so far, only the last `KNOWN` count for the acceptance rate."""
         share = min(1.0, KNOWN / self.judged)
         self.judged, self.kept = self.judged * share, self.kept * share
 
     def step(self, seconds: float) -> None:
-        """Note the seconds of one target step."""
+        """Record the seconds of one target step."""
         self.step_s = self._mean(self.step_s, seconds)
 
     def drafted(self, seconds: float, count: int) -> None:
-        """`count` draft steps took `seconds` together."""
+        """Record that `count` draft steps took `seconds` together."""
         self.draft_s = self._mean(self.draft_s, seconds / count)
 
     def _mean(self, before: float, now: float) -> float:
@@ -92,13 +93,13 @@ class Pace:
         return before + self.rate * (min(now, 2 * before) - before)
 
     def judge(self, kept: int, refused: bool) -> None:
-        """Note that `kept` tokens of a window were accepted before the first refused one, if any."""
+        """Record that `kept` tokens of a window were accepted before the first refused one, if any."""
         self.rounds += 1
         self.judged += kept + refused
         self.kept += kept
 
     def pause(self, gain: float) -> int:
-        """How many tokens a draft of this expected gain rests, each time twice as many as the time before; 0: it works."""
+        """Return for how many tokens drafting pauses at this expected gain, doubled each time in a row; 0: no pause."""
         if self.rounds < SETTLED or gain > 1.0:
             self.pauses = 0 if gain > WORTH else self.pauses
             return 0
@@ -111,19 +112,19 @@ class Pace:
 
     @property
     def known(self) -> bool:
-        """Whether both times were measured."""
+        """Whether the step times of both target and draft were measured."""
         return self.step_s > 0 and self.draft_s > 0
 
 
 @dataclass
-class Tally:
-    """What the pipeline of one answer counted.
+class PipelineStats:
+    """Statistics of the pipeline during one answer.
 
     figures  rounds of each mode, rounds in which the draft was late, tokens drafted, pauses
-    streaks  drafted tokens kept in a row over windows, the paper's adaptive length; the last one goes on
-    windows  tokens that were asked for, window by window
-    ready    tokens that were there at the target's first, after `prompt_s` seconds in which the draft read the prompt
-    gain     what the best window is expected to be worth
+    streaks  drafted tokens accepted in a row over windows, the paper's adaptive length; the last one is open
+    windows  tokens requested, window by window
+    ready    tokens drafted by the target's first token, after `prompt_s` seconds in which the draft read the prompt
+    gain     expected speed-up of the best window
     """
 
     figures: dict[str, int] = field(
@@ -138,13 +139,13 @@ class Tally:
     gain: float | None = None
 
     def judged(self, kept: int, refused: bool) -> None:
-        """A round kept so many tokens; `refused`: and then the target said something else."""
+        """Record a round in which `kept` drafted tokens were accepted, and then one rejected if `refused`."""
         self.streaks[-1] += kept
         if refused:
             self.streaks.append(0)
 
     def notes(self, pace: Pace) -> list[str]:
-        """How often the target decoded without the draft, and why that paused, in words."""
+        """Return in words how often the target decoded without the draft, and why it paused."""
         notes = []
         if alone := self.figures["alone"]:
             steps = f"{alone} target step{'' if alone == 1 else 's'}"
@@ -158,7 +159,7 @@ class Tally:
         return notes
 
     def counters(self, pace: Pace, window: int) -> dict[str, float]:
-        """The figures for the report; `window` is the last one."""
+        """Return the pipeline's figures for the report; `window` is the last window."""
         streaks, windows = [*filter(None, self.streaks)] or [0], self.windows or [0]
         return {
             **{name: float(value) for name, value in self.figures.items()},
@@ -176,8 +177,8 @@ class Tally:
 
 
 @dataclass
-class Way:
-    """Measurements of a draft that reads all of the video, or of one that reads a part."""
+class ReadingStats:
+    """Measurements of a draft that reads the whole video, or of one that reads a pruned one."""
 
     judged: float = 0.0
     kept: float = 0.0
@@ -186,7 +187,7 @@ class Way:
     answers: int = 0
 
     def add(self, pace: Pace) -> None:
-        """Add the figures of an answer that has ended."""
+        """Add the measurements of an answer that has ended."""
         self.answers += 1
         self.judged += pace.judged - TOKENS_KNOWN
         self.kept += pace.kept - TOKENS_KNOWN * ASSUMED
@@ -198,7 +199,7 @@ class Way:
         return self.judged >= KNOWN or self.answers >= ANSWERS
 
     def gain(self, window: int | None, most: int) -> float:
-        """The expected speed-up over decoding alone, at `window` or, where that is None, at the best one up to `most`."""
+        """Return the expected speed-up over plain decoding, with `window`, or if None with the best window up to `most`."""
         if not self.step_s or not self.draft_s or self.judged < 1:
             return 0.0
         figures = self.step_s, self.draft_s, self.kept / self.judged
@@ -206,33 +207,34 @@ class Way:
 
 
 class Reading(NamedTuple):
-    """What the draft reads for one answer: what `pruner` keeps, or everything (None), and a `note` of it for the report; the
-    figures of the answer are of `way`."""
+    """What the draft reads for one answer: what `pruner` keeps, or everything (None); a `note` on it for the report; and the
+    `way` to which the answer's figures are added."""
 
-    way: Way
+    way: ReadingStats
     pruner: TokenPruner | None
     note: str
 
 
 @dataclass
-class Shares:
-    """The two ways of one accelerated model, measured apart by power of two of the prompt's length.
+class ReadingChoice:
+    """Measurements of a draft with the whole and with the pruned video, by power of two of the prompt's length.
 
-    bare_s  seconds of a draft step after hardly any prompt, or None where that was not measured
+    bare_s  seconds of a draft step after a minimal prompt, or None if not measured
     """
 
     bare_s: float | None = None
-    ways: dict[int, tuple[Way, Way]] = field(default_factory=dict)
+    ways: dict[int, tuple[ReadingStats, ReadingStats]] = field(default_factory=dict)
 
     def reading(
         self, pruner: TokenPruner, length: int, window: int | None, most: int, sampled: bool
     ) -> Reading:
-        """How to read a prompt of `length` tokens: the whole video first, once pruned to measure that, then the faster.
+        """Choose how to read a prompt of `length` tokens: the whole video first, once pruned to measure that, then the
+        faster.
 
-        A part is not tried where even steps with nothing to read, with as many tokens accepted, would not gain `WORTH`.
-        With `sampled` tokens and a given window it is always the whole: times must not change which tokens are sampled.
+        Pruning is not tried if even steps with nothing to read, with as many tokens accepted, would not gain `WORTH`. With
+        `sampled` tokens and a given window the whole is read: times must not change which tokens are sampled.
         """
-        whole, less = self.ways.setdefault(length.bit_length(), (Way(), Way()))
+        whole, less = self.ways.setdefault(length.bit_length(), (ReadingStats(), ReadingStats()))
         gain, of_part, thinned = whole.gain(window, most), less.gain(window, most), part(pruner)
         at_best = math.inf
         if self.bare_s and whole.draft_s:
@@ -252,11 +254,11 @@ class Shares:
         return Reading(way, chosen, f"it read {part(chosen)}: {why}")
 
     def close(self) -> None:
-        """Do nothing: there is nothing to free."""
+        """Do nothing, as there is nothing to free."""
 
 
 def part(pruner: Any) -> str:
-    """The share of the video that `pruner` leaves, in words."""
+    """Return in words which share of the video `pruner` keeps."""
     if pruner is None:
         return "the whole video"
     share = getattr(pruner, "retention", None)

@@ -1,4 +1,4 @@
-"""No draft: the target decodes one token at a time."""
+"""The `off` draft: no speculative decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmaccel.core.registry import register
 @register("draft", "off")
 @dataclass(frozen=True, kw_only=True)
 class Off(DraftStrategy):
-    """Propose nothing. Not active, so that decoding may be left to the model's own loop; in ours it changes no token."""
+    """Propose nothing: plain decoding, by the model's own loop if possible; in ours it changes no token."""
 
     active: ClassVar[bool] = False
 

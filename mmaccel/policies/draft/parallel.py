@@ -1,4 +1,4 @@
-"""Draft and verify at the same time: the next window is written while the target checks the last one."""
+"""The `parallel` draft (ParallelVLM): drafts the next window while the target verifies the last one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal
-from mmaccel.core.decoding.watching import DraftStream, Watching
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.decoding.worker import READY, Worker
 from mmaccel.core.errors import DraftError, RecipeError, at_least, limited
 from mmaccel.core.prefill.prune import TokenPruner
@@ -29,7 +29,7 @@ from mmaccel.policies.draft._draft_model import (
 )
 from mmaccel.policies.draft._remote_drafter import MICRO, SERVICE, Remote
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
-from mmaccel.policies.draft._window_model import Pace, Shares, Tally, Way, best_window
+from mmaccel.policies.draft._window_model import Pace, PipelineStats, ReadingChoice, ReadingStats, best_window
 
 FIRST_WINDOW = 4
 """Tokens of the start-up window, and of windows until both times are known."""
@@ -40,43 +40,43 @@ QUIET_S = 2.0
 @register("draft", "parallel")
 @dataclass(frozen=True, kw_only=True)
 class Parallel(PeerStrategy):
-    """ParallelVLM's pipeline: a draft writes window i while the target verifies window i - 1.
+    """ParallelVLM's pipeline: a draft generates window i while the target verifies window i - 1.
 
-    Pre-verify: the target runs the last committed token alone, which judges the first token of the window being written.
-    When it is kept, post-verify: the target runs the rest of that window, which judges it and the first token of the next
-    one. A refusal takes both sides back to pre-verify. The draft reads the prompt while the target does, and has a window
+    Pre-verify: the target runs the last committed token alone, which verifies the first token of the window being drafted.
+    If it is accepted, post-verify: the target runs the rest of that window, which verifies it and the first token of the
+    next one. A rejection returns both to pre-verify. The draft reads the prompt while the target does, and has a window
     ready when the target's first token comes. After ParallelVLM (arXiv 2603.19610, Algorithm 1), PEARL (arXiv 2408.11850).
 
-    Ids and counts are what travels in greedy decoding. When sampling the draft draws each token from its own distribution,
-    cut to the 1,024 likeliest, which travels with it, and the target keeps it with probability min(1, p / q), which is exact
+    In greedy decoding only ids and counts are exchanged. With sampling the draft draws each token from its own distribution,
+    cut to the 1,024 likeliest, which is sent with it, and the target keeps it with probability min(1, p / q), which is exact
     (Leviathan et al., arXiv 2211.17192). One beam, from an empty cache.
 
-    In a session the draft watches the frames that the target watches, its process one clip behind at most.
+    In a session the draft watches the frames that the target watches; its process is at most one clip behind.
 
-    The sequences of a batch go through the pipeline each in its own mode, a round of each in turn. One process writes for
-    all of them; while the target verifies one it writes for the others.
+    The sequences of a batch go through the pipeline each in its own mode, a round of each in turn. One process drafts for
+    all of them; while the target verifies one it drafts for the others.
 
     model     the draft's folder or shipped name, or "beside": the folder beside the target's with its name and ``-draft``;
               a loaded module, the target itself too, with `process` off
     window    tokens a round; None: the ratio of a target step to a draft step, measured as the context grows, rounded the
-              way that gains more. A measured window hangs on the clock, and with it the random numbers that tokens are drawn
-              with; so does a second process, which may be ready in time or not. Where a seed is to say the same text again,
+              way that gains more. A measured window depends on the clock, and with it the random numbers that tokens are
+              drawn with; so does a second process, which may be ready in time or not. For reproducible text with a seed,
               give a window and set `process` to false
     most      the longest measured window
     prune     a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
-    prune_when  "always"; or "measured": answer by answer the draft reads the whole video or what `prune` leaves of it,
-              whichever is expected to be faster by the steps and the share kept that were measured; in a session always
-              what `prune` leaves of what it recalls
+    prune_when  "always"; or "measured": answer by answer the draft reads the whole video or what `prune` keeps of it,
+              whichever is expected to be faster by the measured steps and acceptance rate; in a session always
+              what `prune` keeps of what it retrieves
     kv        the memory of the draft's own stream, in a session; null: one like the target's
     process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second CUDA
               stream, except in a session
-    device    where the second process computes; None: the CUDA device after the target's where there is one, else its own
+    device    of the second process; None: the CUDA device after the target's if there is one, else its own
     threads   of the second process on a CPU; None: as many as here
-    start_s, timeout_s  the longest wait for the process to be ready, and for a word of it while it works
+    start_s, timeout_s  the longest wait for the process to be ready, and for a message of it while it works
     """
 
     service: ClassVar[str] = SERVICE
-    unsharded: ClassVar[str | None] = "drafts by a clock, not by that of all processes"
+    no_tensor_parallel: ClassVar[str | None] = "drafts by a clock, not by that of all processes"
 
     window: int | None = limited(None, at_least(1, ", or null to have it measured"))
     most: int = limited(16, at_least(1))
@@ -109,7 +109,7 @@ class Parallel(PeerStrategy):
         else:
             super().check(target)
 
-    def watch(self, target: ModelView, session: Watching) -> DraftStream:
+    def watch(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         if not self.process:
             return super().watch(target, session)
         return RemoteDraftStream(
@@ -127,7 +127,7 @@ class Parallel(PeerStrategy):
         else:
             engine = Local(self.peer(target), vocab, target.device)
         measured = self.prune_when == "measured"
-        shares = target.hold("parallel shares", lambda: Shares(bare_s)) if measured else None
+        shares = target.hold("parallel shares", lambda: ReadingChoice(bare_s)) if measured else None
         return Pipeline(engine, self, devices_of(target.model), vocab, shares)
 
     def _worker(self, target: ModelView) -> Worker:
@@ -166,16 +166,16 @@ class _Turn:
 
 
 class Pipeline(DraftState):
-    """Algorithm 1 of the paper, on the draft's side.
+    """The draft's side of the pipeline (ParallelVLM, Algorithm 1).
 
     _said     committed tokens after the prompt
-    _line     the draft's tokens: the committed ones, then those it has drafted ahead. While a window is being drafted
+    _line     the draft's tokens: the committed ones, then those drafted ahead. While a window is being drafted
               (`_busy`) it stays as it was at the request
-    _due      whether the window that is being drafted is waited for; no longer once it is late
+    _due      whether to wait for the window being drafted; False once it is late
     _odds     for each index of `_line`, the distribution that a sampled token was drawn from
     devices   the target's devices
 
-    A draft that cannot gain pauses, and is given no prompt meanwhile; in a session that goes on over answers.
+    A draft that cannot gain pauses, and is given no prompt meanwhile; in a session the pause extends over answers.
     """
 
     def __init__(
@@ -184,12 +184,14 @@ class Pipeline(DraftState):
         choice: Parallel,
         devices: Sequence[torch.device],
         vocab: int,
-        shares: Shares | None = None,
+        shares: ReadingChoice | None = None,
     ) -> None:
         self._engine, self._choice = engine, choice
         self._shares = shares
         self._pruner: TokenPruner | None = choice.pruner
-        self._way: Way | None = None  # whose figures those of this answer are, where they are measured
+        self._way: ReadingStats | None = (
+            None  # whose figures those of this answer are, where they are measured
+        )
         self._read, self._unused = "", list[str]()
         self._waited = [device for device in devices if device.type == "cuda" and choice.process]
         self._said: list[int] = []
@@ -200,7 +202,7 @@ class Pipeline(DraftState):
         self._busy = self._due = False
         self._pace = Pace()
         self._window = choice.window or min(FIRST_WINDOW, choice.most)
-        self._tally = Tally()
+        self._tally = PipelineStats()
         self._resume, self._asked = 0, 0.0
         self._unsent: Any = None
 
@@ -343,7 +345,7 @@ class Pipeline(DraftState):
         self._pace.drafted(written.seconds, len(written.ids))
 
     def close(self) -> None:
-        """Raises `DraftError`, when all is closed, for a draft that has been silent for `QUIET_S` and more."""
+        """Close the draft; raises `DraftError` at the end if it has been silent for `QUIET_S` or more."""
         late = self._busy and not self._due and self._tally.figures["drafted"]
         silent = time.perf_counter() - self._asked if late else 0.0
         self._busy = False

@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts without a model, by copying what followed the last n tokens where they occurred before."""
+"""The `prompt_lookup` draft: no model; copies what followed the last n tokens at an earlier occurrence."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mmaccel.core.registry import register
 @register("draft", "prompt_lookup")
 @dataclass(frozen=True, kw_only=True)
 class PromptLookup(DraftStrategy):
-    """Finds the last tokens earlier in the prompt or the answer, and proposes what stood behind them.
+    """Find the last tokens earlier in the prompt or the answer, and propose the tokens that followed them.
 
-    The longest run of tokens is tried first, and the place nearest to the end. After prompt lookup decoding (Saxena 2023).
-    One beam, from an empty cache.
+    The longest n-gram is tried first, and its last occurrence. After prompt lookup decoding (Saxena 2023). One beam, from an
+    empty cache.
 
     window  the most tokens proposed
     ngram   the most last tokens that are looked for, down to one

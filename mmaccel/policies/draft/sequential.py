@@ -1,4 +1,4 @@
-"""Draft, then verify: a small model writes a window of tokens, the target checks them in one pass."""
+"""The `sequential` draft: a small model drafts a window of tokens, then the target verifies them in one pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sequential(PeerStrategy):
     model   folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated
     confidence  a window ends before a token whose likeliest choice has less than this probability, 0 to 1; the first is
-            drafted in any case; what was drawn decides nothing, so that sampling stays exact
+            always drafted; the drawn token has no influence, so sampling stays exact
     prune   a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
     kv      the memory of the draft's own stream, in a session; null: one like the target's
     """
@@ -49,9 +49,9 @@ class Sequential(PeerStrategy):
 
 
 class Drafter(PeerState):
-    """Within a round the runner has run drafted tokens past `_mark`, of which there are `_fed`.
+    """Drafts with a `sequential` model. Within a round the runner has run `_fed` drafted tokens after column `_mark`.
 
-    What is committed is noted and no more, so that a draft that rests costs nothing: `_tokens` are the prompt and what
+    Committed tokens are only recorded, so that a draft that is not used costs nothing: `_tokens` are the prompt and what
     followed, `_late` what of it the model has not run, in pieces.
     """
 

@@ -1,4 +1,4 @@
-"""The target drafts for itself, looking at a part of its own memory."""
+"""The `sparse_to_dense` draft: the target drafts for itself, with attention to a part of its KV cache."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mmaccel.policies.kv.full import FullState
 @register("draft", "sparse_to_dense")
 @dataclass(frozen=True, kw_only=True)
 class SparseToDense(DraftStrategy):
-    """The target's own weights draft over a sparse copy of its cache, and verify over the whole one.
+    """The target's own weights draft over a sparse copy of its KV cache, and verify over the whole cache.
 
-    In the prompt's pass each key/value head of each layer chooses the video columns that the question attends to most; all
-    text stays. What is drafted leaves no trace: after each verification the draft goes on from the target's own keys and
-    values. After Sparse-to-Dense (arXiv 2505.19155), which does not print how columns are scored: the mean attention of the
-    question's rows, by head, is our reading. Needs no second model; kv must be full. Of a pruned prompt each layer chooses
+    During prefill each key/value head of each layer chooses the video columns that the question attends to most; all text
+    stays. After each verification the draft continues from the target's own keys and values, so that drafted ones leave no
+    trace. After Sparse-to-Dense (arXiv 2505.19155), which does not say how columns are scored: the mean attention of the
+    question's rows, by head, is our choice. Needs no second model; kv must be full. In a pruned prompt each layer chooses
     among the columns that it holds.
 
     window     tokens drafted a round
@@ -68,7 +68,7 @@ class _Memory(FullState):
         self._chosen = [0] * layers
 
     def take(self, dense: KVState, chosen: list[Tensor], length: int) -> None:
-        """The columns `chosen` [G, n] of each layer, out of those it holds of the first `length` of `dense`."""
+        """Copy the columns `chosen` [G, n] of each layer, of those it holds of the first `length` of `dense`."""
         buffers: list[tuple[Tensor, Tensor] | None] = []
         for layer, columns in enumerate(chosen):
             view = dense.view(layer, torch.empty(0))
@@ -80,7 +80,7 @@ class _Memory(FullState):
         self._counts = list(self._chosen)
 
     def follow(self, dense: KVState, length: int) -> None:
-        """After a verification: the dense columns from the prompt's end to `length`, in the place of what was drafted."""
+        """After verification, replace the drafted columns by those of `dense` state from the prompt's end to `length`."""
         for layer in range(len(self._buffers)):
             view, lacks = dense.view(layer, torch.empty(0)), dense.lacks(layer)
             new = slice(self._prompt - lacks, length - lacks)

@@ -1,4 +1,4 @@
-"""A draft that never sees the video."""
+"""The `text_only` draft: a draft model that does not see the video."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mmaccel.policies.draft.sequential import Drafter, Sequential
 class TextOnly(Sequential):
     """Like `sequential`, but the draft's prompt has no image and video tokens, nor the tokens that mark them.
 
-    A draft step then costs what it costs on a short context, whatever the video's length. After Gagrani et al. 2024 (arXiv
+    A draft step then costs as much as on a short context, however long the video. After Gagrani et al. 2024 (arXiv
     2404.08856), whose draft is a small language model without vision. Here too `model` may be one, whatever transformers
-    loads as a causal language model with the target's tokenizer; of a model of the target's family it is the language
-    model. Placeholders of images and videos are never proposed. On a stream it reads the words before and after the video.
+    loads as a causal language model with the target's tokenizer; of a model of the target's family only the language model
+    is used. Placeholders of images and videos are never proposed. On a stream it reads the words before and after the video.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"rollback", "model"})
@@ -44,7 +44,7 @@ class TextOnly(Sequential):
 
 
 class TextDrafter(Drafter):
-    """A drafter that reads the text alone, as if there were neither video nor picture, and proposes no placeholder."""
+    """A `Drafter` that reads only the text, without videos and images, and proposes no placeholder."""
 
     def __init__(self, target: ModelView, *given: Any) -> None:
         super().__init__(*given)

@@ -1,4 +1,4 @@
-"""A draft of many branches: the target verifies a tree of guesses in one pass and keeps one path."""
+"""The `tree` draft: a draft model proposes a tree of tokens; the target verifies it in one pass and keeps one path."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ STATIC = (
 @register("draft", "tree")
 @dataclass(frozen=True, kw_only=True)
 class Tree(PeerStrategy):
-    """A smaller model drafts a tree of likely continuations; the target checks all branches under a tree mask.
+    """A smaller model drafts a tree of likely continuations; the target verifies all branches with a tree attention mask.
 
     Children are the most likely tokens, chosen without randomness. So sampling stays exact: the target draws its own token,
     and verification continues at the child with the same token. With an `attention` pruner this is SpecVLM (arXiv
     2508.16201); without, the paper's SD-Tree. After EAGLE's trees (arXiv 2401.15077, 2406.16858). One beam, from an empty
     cache.
 
-    On a stream the memory has to take trees (`StreamPolicy.allows_branches`), as all of ours do.
+    On a stream the memory must accept trees (`StreamPolicy.allows_branches`), as all of ours do.
 
     model  folder or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     shape  "static": EAGLE's 25 nodes in 5 levels; "dynamic": the `nodes` likeliest of `depth` levels of `width` nodes each

@@ -1,4 +1,4 @@
-"""Memories: what a sequence or a stream keeps of its keys and values. One idea a file; a new one is an import line here."""
+"""KV memory policies: which keys and values a sequence or stream keeps, one per file; a new one needs an import here."""
 
 from mmaccel.policies.kv._window import WindowedPolicy
 from mmaccel.policies.kv._windowed import StreamMemory

@@ -1,7 +1,7 @@
-"""The fields of memories that keep units on the host; `rekv` and `mosaic` are two choices of those with a window.
+"""The fields of memories that archive units (frames) on the host; `rekv` and `mosaic` are two choices of them.
 
-Their parts are fields: how units are found (`index`), retrieval while the stream is encoded, summary tokens, the cache and
-the prefetch.
+Their parts are fields: the `index` that finds units, retrieval while the stream is encoded, summary tokens, cache, and
+prefetching.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ Prefetch = Literal["off", "query", "projected"]
 
 
 @dataclass(frozen=True)
-class Former:
-    """A field of earlier versions.
+class FormerField:
+    """A policy field of earlier versions that no longer exists.
 
-    default  its value that holds for everything now
-    why      what took its place
-    part     the index of which it is a field now
-    speed    its other values, or their types, where they changed neither what is stored nor any answer: they are dropped,
-             with a warning
+    default  the value that now always holds
+    why      what replaced it
+    part     the index to which the field moved
+    speed    other values (or their types) that changed no stored data and no answer: they are dropped with a warning
     """
 
     default: Any = None
@@ -50,7 +49,8 @@ class Former:
 
 
 def renamed(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> None:
-    """Set field `new` to the `value` that a former spelling, `old`, comes to; raises where both are given and disagree."""
+    """Set field `new` to `value`, what a former field `old` means, with a warning; raises `RecipeError` if both are given
+    and disagree."""
     if new in given and given[new] != value:
         raise RecipeError(f"{who}: {old} means {new}: {value}, and {new} is given; leave the former out.")
     given[new] = value
@@ -61,12 +61,12 @@ def renamed(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> 
 class HostPolicy(StreamPolicy):
     """The fields of a memory that keeps units on the host.
 
-    host_bytes  host memory at most; None: as much as the host can spare
-    process_bytes  host memory at most of all sessions of the process; with "drop_oldest", one that needs room takes it from
+    host_bytes  most host memory; None: as much as the host can spare
+    process_bytes  most host memory of all sessions of the process; with "drop_oldest", one that needs room takes it from
                 the one that holds most, if both are on one model
     spill       what happens when it is used up: "refuse", "disk", or "drop_oldest", which forgets the oldest frames for
-                good as new ones come, also where the `watch` that brings these fails later
-    folder      where files go with spill "disk", in a YAML file counted from its folder; None: a temporary folder
+                good as new ones come, even if the `watch` that brings these fails later
+    folder      for files with spill "disk", in a YAML file relative to its folder; None: a temporary folder
     """
 
     host_bytes: int | None = limited(None, at_least(0))
@@ -82,7 +82,7 @@ class HostPolicy(StreamPolicy):
         return self if self.host_bytes is None else replace(self, host_bytes=int(self.host_bytes * share))
 
     def store(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
-        """An empty store of a stream's units."""
+        """Return an empty store for a stream's units (frames)."""
         shape = Shape(geometry.layers, geometry.kv_heads, stream.unit, geometry.head_dim, stream.dtype)
         own = {"spill": self.spill, "folder": self.folder, "together": self.process_bytes}
         return HostStore(shape, device, cap=self.host_bytes, **own)  # type: ignore[arg-type]
@@ -90,33 +90,33 @@ class HostPolicy(StreamPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class ArchivedPolicy(WindowedPolicy, HostPolicy):
-    """The fields of a memory that keeps units on the host and recalls some of them at a question.
+    """The fields of a memory that keeps units on the host and retrieves some of them for a question.
 
-    frames      recalled at a question, by each layer for itself; the local frames come on top
+    frames      retrieved for a question, by each layer for itself, in addition to the local frames
     index       how units are found, by name or with its fields: "frames" or "clusters" (`mmaccel describe clusters`)
-    encode_frames  while the stream is encoded, each layer of a pass retrieves so many frames; 0: it sees the window alone. A
-                frame that was stored under its window alone knows nothing of what came before, and questions about the order
+    encode_frames  while the stream is encoded, each layer of a pass retrieves so many frames; 0: it sees only the window. A
+                frame encoded under its window alone knows nothing of what came before, and questions about the order
                 of two things are then answered at chance, whatever they retrieve (`lab/LOG.md`). Above 0 what is stored
                 depends on how the stream is cut into passes, so on where calls of `watch` end too; not on questions
     encode_by   what retrieves then: the mean query of a "pass", or each "frame" by its own, one frame a pass
-    reps        summary tokens at most, those of the largest score first: one stands for each cluster, at its mean time
+    reps        most summary tokens, those of the highest scores first: one represents each cluster, at its mean time
                 (Mosaic V-C); null: all, 0: none
     cache       frames a layer that stay on the device after a question, for the next one
-    prefetch    fetch ahead for the next layer: what this layer's "query" finds in the next one's index (Mosaic VII-B), or
+    prefetch    for the next layer: what this layer's "query" finds in the next one's index (Mosaic VII-B), or
                 the next layer's query "projected" from the hidden states that enter this one; or "off". It changes no
                 answer
-    keep_seconds  frames older than this, counted from the newest, are let go of; None: none is for its age. Pinned ones
+    keep_seconds  frames older than this, counted from the newest, are forgotten; None: none for its age. Pinned ones
                 (`VideoSession.pin`) stay, and so does what is in the window
-    thin        let go of every second of them alone; of those twice as old, of three in four, and so on: what is kept grows
+    thin        forget only every second of them; of those twice as old, three in four, and so on: what is kept grows
                 with the logarithm of the stream's length
     host_bytes, process_bytes, spill, folder  the host's memory, see `HostPolicy`
     """
 
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames", "local"})
-    unsharded: ClassVar[str | None] = "chooses frames by the keys of all heads"
-    FORMER: ClassVar[Mapping[str, Former]] = {
-        "similarity": Former(part="frames"),
-        "copies": Former("coalesced", "the store brings frames by its best way", speed=("frame",)),
+    no_tensor_parallel: ClassVar[str | None] = "chooses frames by the keys of all heads"
+    FORMER: ClassVar[Mapping[str, FormerField]] = {
+        "similarity": FormerField(part="frames"),
+        "copies": FormerField("coalesced", "the store brings frames by its best way", speed=("frame",)),
     }
 
     frames: int = limited(64, at_least(1))
@@ -133,7 +133,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`fields` without the `FORMER` ones, of which those of the index are moved there; raises where one cannot be."""
+        """Return `fields` without `FORMER` ones; those of the index move there. Raises `RecipeError` if a value cannot."""
         given, moved = dict(fields), dict[str, Any]()
         for name, one in cls.FORMER.items():
             if name not in given:
@@ -181,7 +181,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
         return replace(own, host=None, evicts=self.spill == "drop_oldest")
 
     def outdated(self, unit: int, age: float) -> bool:
-        """Whether `unit`, shown `age` seconds before the newest, is let go of."""
+        """Return whether `unit` (a frame), shown `age` seconds before the newest, is to be forgotten."""
         if self.keep_seconds is None or age <= self.keep_seconds:
             return False
         return not self.thin or unit % 2 ** (int(math.log2(age / self.keep_seconds)) + 1) != 0
@@ -198,8 +198,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
 
 
 class SharedArchive(ArchivedMemory):
-    """An archived memory whose question may run while units arrive. Until then it reads shared data; after that,
-    copies."""
+    """An archived memory on which a question can run while frames arrive: on shared data until it changes, then a copy."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)

@@ -1,8 +1,8 @@
-"""The index that an archived memory searches: a representative key for each cluster of units, on the device, for each
+"""Interface of the index that an archived memory searches: on the device, a key for each cluster of units (frames), at each
 layer.
 
-Letters: L layers, C places for clusters, N units, d = G * D the size of a key. `rekv` has an index in which every unit is a
-cluster of its own, `mosaic` one of clusters inside visual clusters. An index is a part: any memory of `_archived` takes any.
+Letters: L layers, C places for clusters, N units, d = G * D the size of a key. In `rekv` every unit is a cluster of its own,
+in `mosaic` clusters are nested in visual clusters. Any archived memory can use any index.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SPARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class IndexPolicy(Policy, ABC):
-    """The choice of an index, as a part of a memory: ``index: {name: clusters, visual: 8}``.
+    """The choice of an index, as a field of a memory: ``index: {name: clusters, visual: 8}``.
 
-    similarity  of a representative key to a query: "dot" or "cosine"
-    ask_by      what a question searches by: the "mean" query of its words, or its "words", each for itself
+    similarity  of a cluster's key and a query: "dot" or "cosine"
+    ask_by      what a question searches by: the "mean" query of its words, or its "words", each alone
                 (`clusters.scored_by_words`); passes of the stream search by their mean query
     """
 
@@ -58,9 +58,9 @@ class IndexPolicy(Policy, ABC):
             raise RecipeError(f"{self.name}: the index opens nothing; set opens, its class of `Index`.")
 
 
-class Found(NamedTuple):
-    """What a layer retrieves: ascending `entries` [k]; which clusters were `picked` [C]; the score [C] of each, -inf where
-    the search did not look. Nothing is picked where the index has no summaries yet."""
+class SearchResult(NamedTuple):
+    """The result of a layer's search: ascending `entries` [k] (units: frames); which clusters were `picked` [C]; the score
+    [C] of each, -inf if it was not searched. No cluster is picked while the index has no summaries."""
 
     entries: Tensor
     picked: Tensor
@@ -68,18 +68,18 @@ class Found(NamedTuple):
 
 
 @dataclass(eq=False)
-class Survey:
-    """The units below `end` that can be retrieved, on the device; made once for all questions until the stream changes.
+class SearchTables:
+    """Search tables of the units (frames) below `end`, on the device; shared by all questions until the stream changes.
 
-    Tensors have room to grow, so that they stay where they are while the stream does.
+    Tensors have spare room, so that their addresses stay the same while the stream grows.
 
     entries  [n] ascending: the units that are not forgotten
-    lists    the rows of clusters, R = L layers of them
-    alive    of each layer, clusters that have units
+    lists    clusters and their units, R = L layers of them
+    alive    for each layer, number of clusters with units
     visual   [V] sizes of visual clusters; None: the search has one stage
     parent   [L, C] the visual cluster of each cluster, V for an empty one
-    number   [N] the unit of each row, where these are not the same (`Index.compact`)
-    rows     of units below `end`; None: as many
+    number   [N] the unit of each row, if they differ (`Index.compact`)
+    rows     number of rows of units below `end`; None: `end`
     ready    whether clusters have summaries
     """
 
@@ -95,10 +95,11 @@ class Survey:
 
 
 class Index(ABC):
-    """key [L, C, d]: the mean raw key of each cluster. For summary tokens also value [L, C, d], the mean value, and time
-    [L, C], the mean unit number. `prepare` makes what a search needs; then a search reads nothing back.
+    """An index over the units (frames) of a stream, on the device. key [L, C, d]: mean raw key of each cluster. For summary
+    tokens also value [L, C, d], the mean value, and time [L, C], the mean unit number. After `prepare`, a search reads
+    nothing back.
 
-    It is made of its `policy` for a stream, whose last `window` units are on the device; `summaries`: it keeps mean values.
+    It is made from its `policy` for a stream whose last `window` units are on the device; `summaries`: it keeps mean values.
     """
 
     by_look = False
@@ -128,24 +129,24 @@ class Index(ABC):
         """Units that the device knows of."""
         self._at = UnitRows()
         """Whoever asks speaks of units; tensors are by row, which is the same until `compact`."""
-        self._ready: Survey | None = None
+        self._ready: SearchTables | None = None
         self._fixed: dict[str, Tensor] = {}
 
     # The stream comes in.
 
     @abstractmethod
     def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
-        """New units: looks [n, E], if the index needs them; of each layer raw keys and values [1, G, n * P, D]; the units
-        [L, k] that their pass `retrieved`."""
+        """Add new units (frames): visual features [n, E] if needed (`look`); for each layer raw keys and values [1, G, n *
+        P, D]; and the units [L, k] that their pass `retrieved`."""
 
     def digest(self, keep: int = 0) -> None:
-        """Take in what has arrived, but for the last `keep` passes."""
+        """Process the units (frames) that arrived, except those of the last `keep` passes."""
 
     def digest_some(self) -> None:
-        """Take in a few of the units that have arrived, if that waits for no device."""
+        """Process a few of the arrived units (frames), if that does not wait for the device."""
 
     def forget(self, units: Sequence[int]) -> None:
-        """The keys and values of `units` are no more: they are not found again."""
+        """Exclude `units` (frames), whose keys and values are gone, from searches."""
         rows = self._at.rows(torch.tensor(list(units), dtype=torch.long))
         rows = rows[rows >= 0]
         self.absent = grow_buffer(self.absent, 0, int(rows.max()) + 1 if len(rows) else 0, fill=0, share=1.0)
@@ -153,13 +154,12 @@ class Index(ABC):
         self._ready = None
 
     def cut(self, end: int) -> None:
-        """Units from `end` on are others from now on, and are there."""
+        """Forget the units (frames) from `end` on; their numbers will be used for others."""
         self.absent = self.absent[: self._at.below(end)].clone()
         self._ready = None
 
     def compact(self) -> None:
-        """Give back the rows of units that are no more, where these are most of all; not between `checkpoint` and
-        `restore`, nor while a question is asked."""
+        """Free the rows of forgotten frames if most are; not between `checkpoint` and `restore`, nor in a question."""
         rows, gone = self._known(), int(self.absent.sum())
         if not rows or gone < LEAST or 2 * gone <= rows:
             return
@@ -176,45 +176,45 @@ class Index(ABC):
         """The rows `kept` [k] alone stay, as the first ones."""
 
     def refresh(self) -> None:
-        """Bring the device up to date."""
+        """Update the index's tensors on the device."""
 
-    def touched(self, found: dict[int, Found]) -> None:
-        """A question is over that retrieved this, layer by layer."""
+    def touched(self, found: dict[int, SearchResult]) -> None:
+        """Take note, after a question, of what each layer retrieved: layer -> `SearchResult`."""
 
     # Searches.
 
-    def prepare(self, end: int) -> Survey:
-        """Prepare tables for searches among the units below `end`."""
+    def prepare(self, end: int) -> SearchTables:
+        """Return the tables (`SearchTables`) for searches among the units (frames) below `end`; cached."""
         if self._ready is None or self._ready.end != end:
             self._ready = self._survey(end)
         return self._ready
 
     @abstractmethod
-    def _survey(self, end: int) -> Survey: ...
+    def _survey(self, end: int) -> SearchTables: ...
 
     @property
-    def _now(self) -> Survey:
+    def _now(self) -> SearchTables:
         assert self._ready is not None
         return self._ready
 
     def by(self, look: Tensor) -> None:
-        """The mean visual embedding [E] that the next searches are for, of frames or of a question's words."""
+        """Set the mean visual embedding [E] (of frames, or of a question's words) that the next searches compare with."""
 
-    def search(self, layer: int, query: Tensor, budget: int, end: int) -> Found:
-        """`budget` units below `end` (all, when they are fewer) for a query [d] float32 on the device: whole clusters by
-        score until the budget is full; of the last one those units of the largest score of their own."""
+    def search(self, layer: int, query: Tensor, budget: int, end: int) -> SearchResult:
+        """Return `budget` units (frames) below `end` (all, if fewer) for a query [d] float32: whole clusters by score until
+        the budget is full; of the last cluster the units with the highest own scores."""
         self.prepare(end)
         return self.search_ahead(layer, query[None], budget, 0)[0]
 
     def search_ahead(
         self, layer: int, queries: Tensor, budget: int, ahead: int, late: Any = None, words: Any = None
-    ) -> tuple[Found, Tensor | None]:
-        """`search` by the first of `queries` [1 or 2, d], and by the second, in the next layer, `ahead` units: of the last
-        cluster the oldest ones; -1 where there are no more. After `prepare`. Clusters are scored by `words`, of type
-        `clusters.Words`, if given; `late`, a `clusters.Late`, follow what is found."""
+    ) -> tuple[SearchResult, Tensor | None]:
+        """Search by the first of `queries` [1 or 2, d] (see `search`), and by the second in the next layer, for `ahead`
+        units (frames): of the last cluster the oldest; -1 for none. Call `prepare` first. `words` (`clusters.Words`), if
+        given, score the clusters; `late` (`clusters.Late`) units are appended to the result."""
         now, rows = self._now, slice(layer, layer + len(queries))
         if len(now.entries) <= budget:
-            entries, scores = now.entries, clusters.scored(self.key[rows], queries, self.cosine)
+            entries, scores = now.entries, clusters.score(self.key[rows], queries, self.cosine)
             picked = now.lists.size[layer] > 0
             coming: Tensor | None = entries if len(queries) > 1 else None
             if late is not None:
@@ -224,13 +224,13 @@ class Index(ABC):
             own = clusters.Own(*self._own_keys(layer), queries[0], self.cosine)
             owner, within, flat, first, size = (one[rows] for one in now.lists[:5])
             lists = clusters.Lists(owner, within, flat, first, size, now.lists.largest)
-            entries, coming = clusters.selected(before, lists, budget, ahead, own, late)
+            entries, coming = clusters.select(before, lists, budget, ahead, own, late)
             if now.number is not None:
                 entries = torch.cat([now.number[entries[:budget]], entries[budget:]])
                 if coming is not None:
                     coming = torch.where(coming < 0, coming, now.number[coming.clamp_min(0)])
             picked = before[0] < budget
-        return Found(entries, picked if now.ready else picked[:0], scores[0]), coming
+        return SearchResult(entries, picked if now.ready else picked[:0], scores[0]), coming
 
     def _candidates(
         self, rows: slice, queries: Tensor, budget: int, words: clusters.Words | None
@@ -238,14 +238,13 @@ class Index(ABC):
         """[R, C] scores of the clusters that may be retrieved, -inf elsewhere; how many units are in the clusters before
         each."""
         size = self._now.lists.size[rows]
-        return clusters.scores_and_preceding(
-            self._scored(self.key[rows], queries, size, words), size, None, None
-        )
+        scores = self._scored(self.key[rows], queries, size, words)
+        return clusters.scores_and_preceding(scores, size, None, None)
 
     def _scored(self, key: Tensor, queries: Tensor, size: Tensor, words: clusters.Words | None) -> Tensor:
         """[R, C] scores of clusters of `size` [R, C] with keys [R, C, d]."""
         if words is None:
-            return clusters.scored(key, queries, self.cosine)
+            return clusters.score(key, queries, self.cosine)
         return clusters.scored_by_words(key, words, size, self.cosine)
 
     @abstractmethod
@@ -255,32 +254,32 @@ class Index(ABC):
     # Summary tokens: clusters that stand for their units.
 
     def count(self, layer: int, budget: int, most: int) -> int:
-        """How many summary tokens there are beside a search for `budget` units, at most `most`: one for each cluster, those
-        that it retrieves last; none, if it retrieves everything."""
+        """Return the number of summary tokens beside a search for `budget` units (frames), at most `most`: one for each
+        cluster (retrieved ones last); 0 if everything is retrieved."""
         now = self._now
         return min(now.alive[layer] * (len(now.entries) > budget), most) if now.ready else 0
 
     @property
     def room(self) -> int:
-        """How many clusters a layer has room for, empty slots included."""
+        """Number of places for clusters per layer, empty ones included."""
         return int(self._now.lists.size.shape[1])
 
     def summarise(
-        self, layer: int, found: Found, out: Tensor, head: int, left: Tensor | None
+        self, layer: int, found: SearchResult, out: Tensor, head: int, left: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the k clusters of the largest score, that first, into `out` [2, G, k, D]; their time [k], and
-        what is added to the scores of the head and of these (`clusters.stand_ins`): -inf from place `left` [1] on, where
-        no cluster is. Retrieved clusters come last."""
+        """Write keys and values of the k best-scored clusters, best first and retrieved ones last, into `out` [2, G, k, D];
+        return their times [k] and the score bias of the head and of them (`clusters.summary_tokens`): -inf from index `left`
+        [1] on, where there is no cluster."""
         rows, size = (self.key[layer], self.value[layer]), self._now.lists.size[layer]
-        return clusters.stand_ins(
+        return clusters.summary_tokens(
             found.scores, found.picked, size, rows, self.time[layer], out, head, left, 0
         )
 
-    def stood_for(self, layer: int, found: Found, shares: Tensor) -> Tensor:
-        """[n, end]: what units get of the `shares` [n, k] of what `summarise` made; those of one cluster get the same."""
+    def share_by_unit(self, layer: int, found: SearchResult, shares: Tensor) -> Tensor:
+        """Return [n, end]: the `shares` [n, k] of summary tokens, divided evenly over the frames of their clusters."""
         now, (rows, few) = self._now, shares.shape
         size = now.lists.size[layer]
-        ids = clusters.stand_in_order(found.scores, found.picked, size)[:few]
+        ids = clusters.summary_order(found.scores, found.picked, size)[:few]
         # Two more places: of units that are in no cluster.
         out = shares.new_zeros(rows, len(size) + 2)
         out[:, ids] = shares / size[ids].clamp_min(1)
@@ -291,7 +290,7 @@ class Index(ABC):
         return shares.new_zeros(rows, now.end).index_copy_(1, now.number[:known], out)
 
     def _surveyed(self, end: int, room: int, absent: Tensor) -> dict[str, Any]:
-        """Of the `Survey` of units below `end`, by `room` rows: those that are not `absent` [rows], and numbers."""
+        """Of the `SearchTables` of units below `end`, by `room` rows: those that are not `absent` [rows], and numbers."""
         rows, some = len(absent), bool(absent.any())
         number = self._fix("number", self._at.units(room)) if self._at.gap else None
         here = torch.arange(rows, device=self.device)
@@ -301,7 +300,7 @@ class Index(ABC):
         return {"end": end, "entries": here, "number": number, "rows": rows}
 
     def copied(self) -> Index:
-        """What searches as this one does now, when `prepare` was last asked, whatever comes to this one."""
+        """Return a copy that searches as this index does now (after `prepare`), independent of later changes."""
         other = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -329,47 +328,47 @@ class Index(ABC):
         return self.key, self.value, self.time
 
     def mark(self) -> Hashable:
-        """Where everything lies that searches read; it stays the same until something has been moved."""
+        """Return the addresses and shapes of all tensors that searches read; it changes when one is moved."""
         return tuple((one.data_ptr(), one.shape) for one in (*self._places(), *self._fixed.values()))
 
     # The stream as a whole.
 
     @abstractmethod
     def checkpoint(self) -> Any:
-        """State for `restore` to return to."""
+        """Return the index's present state, for `restore`."""
 
     @abstractmethod
     def restore(self, mark: Any) -> None:
-        """Be as at `checkpoint`."""
+        """Return the index to its state at `checkpoint`."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all units (frames) from the index."""
 
     def owners(self) -> dict[str, Tensor]:
-        """Name of a level -> the cluster [L or 1, N] of each unit at each layer; empty where units are in none."""
+        """Return level name -> the cluster [L or 1, N] of each unit (frame) at each layer; empty without clusters."""
         return {}
 
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Return the bytes that the index holds on the device."""
         return sum(one.nbytes for one in (self.key, self.value, self.time, *self._fixed.values()))
 
     def counters(self) -> dict[str, float]:
-        """Figures for the report."""
+        """Return the index's figures for the report."""
         return {"index_bytes": float(self.nbytes())}
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write the index into `folder`."""
+        """Write the index of frames into `folder`."""
 
     @abstractmethod
     def load(self, folder: Path, units: int) -> None:
-        """Read what `save` wrote of a stream of `units` units; raises `ModelError` where it does not fit."""
+        """Read what `save` wrote for a stream of `units` units (frames); raises `ModelError` if it does not fit."""
 
 
 def unit_positions(places: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
-    """Positions [k * P] or [3, k * P] of the tokens of units `entries` [k], ascending, of `count`: their own, or
-    consecutive."""
+    """Return positions [k * P] or [3, k * P] of the tokens of units (frames) `entries` [k], ascending, of `count`: their
+    own, or if `compact` consecutive ones."""
     if compact:
         return places.units(0, len(entries))
     if len(entries) == count:
@@ -380,7 +379,8 @@ def unit_positions(places: PositionIds, entries: Tensor, count: int, compact: bo
 def summary_positions(
     places: PositionIds, time: Tensor, entries: Tensor, count: int, compact: bool, middle: int
 ) -> Tensor:
-    """[k] or [3, k]: token `middle` of the unit at the mean unit numbers `time` [k]; `compact`: where `entries` are then."""
+    """Return positions [k] or [3, k] of summary tokens: those of token `middle` of the unit (frame) at the mean unit number
+    `time` [k]; if `compact`, of the retrieved unit (`entries`) next in time."""
     if compact and len(entries) < count:
         numbers = torch.searchsorted(entries.to(time), time).clamp(max=len(entries) - 1)
     else:
@@ -390,9 +390,9 @@ def summary_positions(
     return places.chosen(numbers, count - 1, middle, not compact)
 
 
-def closed_up(units: Tensor, base: int, first: int, even: bool) -> Tensor:
-    """[n] where ascending `units` [n], all below `first`, stand where `base` is taken from them: what lies before the base
-    is closed up behind it, so that its order is still seen. All stand before the window."""
+def compact_places(units: Tensor, base: int, first: int, even: bool) -> Tensor:
+    """Return slots [n], counted from `base`, for ascending `units` [n], all below `first`: units (frames) before the base
+    move close behind it, so that their order remains visible. All stay before the window."""
     rank = torch.arange(len(units), device=units.device)
     room = first - base - 1 - rank[-1]
     there = torch.maximum(units - base, rank) if even else rank + room

@@ -1,6 +1,7 @@
-"""A stored video taken in by a windowed memory: its units see all before them, and leave for the window when it has ended.
+"""Ingestion of a stored video by a windowed memory: its units (frames) see all earlier ones; all but the window leave at the
+end.
 
-Letters: H query heads, G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before rotation)
+Letters: H query heads, G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before RoPE)
 unless said.
 """
 
@@ -31,11 +32,11 @@ TOGETHER = 64  # units of all layers that are copied at a time beside what they 
 
 
 class Bases:
-    """Offsets that are subtracted from positions (`PositionIds`), so that they stay within the model's limit while a
-    window is encoded.
+    """Offsets that are subtracted from positions (`PositionIds`), so that they stay within the model's limit while a window
+    is encoded.
 
-    Positions are the true ones up to the last unit that fits under the limit. From there on an offset is subtracted, a
-    multiple of `every`, the same for all chunks. It changes the distance to the prompt before the video, not distances
+    Positions are the true ones up to the last unit (frame) that fits under the limit. From there on an offset is subtracted,
+    a multiple of `every`, the same for all chunks. It changes the distance to the prompt before the video, not distances
     within the window. `reach` is the number of units at true positions; `spare` units before the window get positions too.
     """
 
@@ -51,11 +52,11 @@ class Bases:
         self.every = max(low - self.window, window - spare, 1)
 
     def of(self, unit: int) -> int:
-        """The base for the queries of a unit."""
+        """Return the offset (base) subtracted from the positions in the pass of unit (frame) `unit`."""
         return int(self._places.at(max(0, unit - self.window)) // self.every * self.every)
 
     def same(self, unit: int, count: int) -> int:
-        """How many of `count` units from `unit` on have its base."""
+        """Return how many of `count` units (frames) from `unit` on have the same base as it."""
         if self._places.even:
             return min(count, self.of(unit) + self.every + self.window - unit)
         base = self.of(unit)
@@ -63,12 +64,13 @@ class Bases:
 
 
 class Ingested:
-    """The head and the last `units` units of each layer, side by side in buffers that grow.
+    """The prompt before the video and the last `units` units (frames) of each layer during an ingestion, in buffers that
+    grow.
 
-    sides  of each layer keys and values [1, G, head + units * P, D], which it may write to
+    sides  keys and values [1, G, head + units * P, D] of each layer, which it may write to
     unit   P
-    most   units that fit
-    taken  units that were ingested, and `share` the sum over them of what part of the units up to them they saw
+    most   units that fit in memory
+    taken  units ingested; `share`: the sum over them of the share of earlier units that each saw
     """
 
     def __init__(self, sides: Sequence[Pair], head: int, unit: int, most: int) -> None:
@@ -77,7 +79,7 @@ class Ingested:
         self.taken, self.share = 0, 0.0
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
-        """All keys and values of a layer, those [1, G, n, D] of a pass last; they stay once `units` counts them."""
+        """Append keys and values [1, G, n, D] of a pass to a layer's buffers; return all of that layer."""
         used = self._head + self.units * self._unit
         end = used + key.shape[2]
         keys, values = (grow_buffer(side, 2, end, used=used) for side in self._sides[layer])
@@ -86,13 +88,13 @@ class Ingested:
         return keys[:, :, :end], values[:, :, :end]
 
     def of(self, layer: int, first: int, count: int) -> Pair:
-        """Keys and values [1, G, count * P, D] of `count` units of a layer, from the one of rank `first` on; views."""
+        """Return keys and values [1, G, count * P, D] of `count` units (frames) of a layer from `first` on, as views."""
         begin = self._head + first * self._unit
         key, value = (side[:, :, begin : begin + count * self._unit] for side in self._sides[layer])
         return key, value
 
     def drop(self, count: int) -> None:
-        """Forget the first `count` units of all layers."""
+        """Forget the first `count` units (frames) of all layers."""
         left = self.units - count
         for layer in range(len(self._sides) if count else 0):
             for side, kept in zip(self.of(layer, 0, left), self.of(layer, count, left), strict=True):
@@ -100,12 +102,12 @@ class Ingested:
         self.units = left
 
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Return the bytes that an ingestion holds on the device."""
         return sum(side.nbytes for pair in self._sides for side in pair)
 
 
 def units_that_fit(stream: Stream, geometry: Geometry, device: torch.device) -> int:
-    """How many units `Ingested` may hold in its share of the memory that is free on the device."""
+    """Return how many units (frames) `Ingested` may hold in its share of the device's free memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         taken = torch.cuda.memory_allocated(device)
@@ -119,14 +121,14 @@ def units_that_fit(stream: Stream, geometry: Geometry, device: torch.device) -> 
 
 
 def some_layers(layers: int, units: int) -> list[range]:
-    """All layers, in runs that are worked on at once where each has so many units."""
+    """Split all layers into runs that are processed at once if each has `units` units (frames)."""
     step = max(1, TOGETHER // max(1, units))
     return [range(first, min(first + step, layers)) for first in range(0, layers, step)]
 
 
 def unit_means(pairs: Sequence[Pair], side: int, tokens: int) -> Tensor:
-    """[L, n, G * D] float32: of each unit of `tokens` tokens the mean of its keys (`side` 0) or values (1), of all layers'
-    [1, G, n * P, D]."""
+    """Return each unit (frame)'s mean key (`side` 0) or value (1) [L, n, G * D] float32; units have `tokens` tokens, `pairs`
+    [1, G, n * P, D] are all layers'."""
     made, sides = list[Tensor](), [pair[side] for pair in pairs]
     for layers in some_layers(len(sides), sides[0].shape[2] // tokens):
         rows = torch.cat(sides[layers.start : layers.stop]) if len(layers) > 1 else sides[layers.start]
@@ -134,8 +136,8 @@ def unit_means(pairs: Sequence[Pair], side: int, tokens: int) -> Tensor:
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def moved_on(old: Ring | None, fresh: Ring, cut: int) -> tuple[Ring, Ring]:
-    """A window with what is `fresh` behind it and without its first `cut` columns, and a view of these."""
+def shift_window(old: Ring | None, fresh: Ring, cut: int) -> tuple[Ring, Ring]:
+    """Append `fresh` to a window and cut off its first `cut` columns; return the new window, and a view of that cut."""
     parts = [fresh] if old is None else [old, fresh]
     if parts[0].key.shape[2] < cut:
         parts = [Ring(*(torch.cat(side, 2) for side in zip(*parts, strict=True)))]
@@ -148,10 +150,10 @@ def moved_on(old: Ring | None, fresh: Ring, cut: int) -> tuple[Ring, Ring]:
 
 class IngestState(PassState):
     """State of a windowed memory while frames arrive: the prompt before the video, and ring buffers of the window. During an
-    ingestion the frames that it sees take the place of the window.
+    ingestion the earlier frames of the video replace the window.
 
-    Units of an ingestion see the head, what is retrieved for them, and all units before them since `begin_ingest` and in the
-    window then: at most `ingest` (None: what memory holds), and no more than have places within the model's limit.
+    Units of an ingestion see the head, what is retrieved for them, and all units before them since `begin_ingest` or in the
+    window then: at most `ingest` (None: what memory holds), and no more than have positions within the model's limit.
     """
 
     def __init__(

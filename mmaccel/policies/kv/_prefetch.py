@@ -1,5 +1,4 @@
-"""From the host to the layer that needs it: units that are cached, fetched ahead, or still missing; and the hidden states by
-which the next layer's query is predicted."""
+"""`Prefetcher`: copies units (frames) from the host to the layer that needs them, ahead or on demand; `QueryPrediction`."""
 
 from __future__ import annotations
 
@@ -36,24 +35,25 @@ class _Brought:
 
 
 class Prefetcher:
-    """Brings entries (units) of a layer together, for one question after the other; the host knows none of them.
+    """Copies the units (frames) that each layer of a question retrieves to one buffer on the device, without a sync with the
+    host.
 
-    Which are wanted is known to the device alone, and so is where they are: codes say it, the slots of the store first and
-    after them the units of three places on the device, each from where a slab of the store would begin. The places are the
-    `window`, of at most so many units; the cache, the `room` entries that each layer brought last; and what came ahead. A
-    place is a tensor [n, 2, G, P, D], laid out as the store's slots are, made when it is first written to; it stays where it
-    is. It is written on the compute lane and read on the wire's: who writes has waited for the readers.
+    Only the device knows which are wanted and where they are, as codes: slots of the store first, then units of three places
+    on the device, each numbered from where a slab of the store would begin. The places are the `window`; the cache, the
+    `room` units that each layer used last; and prefetched units. A place is a tensor [n, 2, G, P, D], laid out as the
+    store's slots are, allocated at its first write and never moved. It is written on the compute lane (CUDA stream) and read
+    on the copy lane; a writer waits for readers.
 
-    A question goes: `begin`; for each layer, `codes` of what it wants and `foretell` for the next one, `bring`, `prefetch`,
-    and `keep`. `codes`, `foretell` and `keep` are functions of tensors that stay where they are as long as `mark`
-    does, so that they can be replayed. What `prefetch` guessed wrongly is never seen, and what it left out is fetched before
-    `bring` returns: the result does not depend on the guess. All reads go one after the other on the wire's lane, so that
-    what came ahead has been read before the next layer's takes its place.
+    A question calls `begin`; for each layer `codes` of its units and `predict_codes` for the next layer, `bring`,
+    `prefetch`, and `keep`. `codes`, `predict_codes` and `keep` read tensors at fixed addresses while `mark` is unchanged, so
+    that a CUDA graph can replay them. A wrong prediction is never seen, and what it missed is copied before `bring` returns:
+    results do not depend on it. All copies run in order on the copy lane, so prefetched units are read before the next
+    layer's replace them.
 
-    counts  entries needed; of these cached, covered (fetched ahead), missing; entries guessed; entries covered by
-            transfers ahead that had ended before the device came to wait for them ("in_time"); transfers ahead ("ahead");
-            by how many seconds those that were in time came before ("slack_s"), and for how many seconds the device waited
-            for what was fetched ahead ("waited_s") and for the rest ("waited_missing_s")
+    counts  entries needed; of these cached, covered (prefetched), missing; entries guessed; entries covered by
+            prefetches that had ended before the device waited for them ("in_time"); prefetches ("ahead");
+            by how many seconds those in time came early ("slack_s"), and for how many seconds the device waited
+            for prefetched entries ("waited_s") and for the rest ("waited_missing_s")
     """
 
     def __init__(self, store: HostStore, layers: int, window: int, room: int) -> None:
@@ -80,8 +80,7 @@ class Prefetcher:
         self._crossed: Tensor | None = None
 
     def apart(self, window: int) -> Prefetcher:
-        """A prefetcher that neither caches nor predicts, for a question beside which others run; counted as this
-        one's."""
+        """Return a prefetcher without cache and prediction, for a question beside others; it shares the counters."""
         self.settle()
         other = Prefetcher(self._store, len(self._tables), window, 0)
         other._counts, other._seconds = self._counts, self._seconds
@@ -90,7 +89,7 @@ class Prefetcher:
     # A question.
 
     def begin(self, first: int) -> None:
-        """Start a question: make the tables of where entries are; those from `first` on are in the window."""
+        """Start a question: build the tables of where units (frames) are; those from `first` on are in the window."""
         self._first = first
         begins, rows = self._begins(), self._store.table.rows()
         told = [self._store.slot_count, begins[AHEAD]]
@@ -112,20 +111,20 @@ class Prefetcher:
         table[:, -1].fill_(-1)
 
     def mark(self) -> Hashable:
-        """Addresses and shapes of what `codes`, `foretell` and `keep` use; while equal, a graph of them can be replayed."""
+        """Return addresses and shapes of what `codes`, `predict_codes`, `keep` use; while equal, a graph can be replayed."""
         return tuple((one.data_ptr(), one.shape) for one in (self._known, self._tables, self._cached))
 
     def codes(self, layer: int, entries: Tensor) -> Tensor:
-        """[n] long: the code of the place where each of `entries` [n] of a layer is."""
+        """Return codes [n] long of where (host, window, cache, prefetched) each unit (frame) of `entries` [n] is."""
         return self._tables[layer][entries]
 
-    def foretell(self, layer: int, entries: Tensor) -> Tensor:
-        """[n] codes, for `prefetch`, of those of `entries` [n] (-1: none) that are on the host alone; -1 for the others.
-        From now on `codes` gives for these the places to which `prefetch` brings them."""
-        return clusters.foretold(self._tables[layer], entries, self._known[:1], self._known[1:])
+    def predict_codes(self, layer: int, entries: Tensor) -> Tensor:
+        """Return codes [n], for `prefetch`, of those of `entries` [n] (-1: none) that are only on the host; -1 for others.
+        From now on `codes` returns for these the places to which `prefetch` copies them."""
+        return clusters.host_slots(self._tables[layer], entries, self._known[:1], self._known[1:])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
-        """Start to fetch the frames that `foretell` predicted for a layer."""
+        """Start to copy the units (frames) that `predict_codes` predicted for a layer from the host."""
         if len(wanted) > self._sizes[AHEAD]:
             self._sizes[AHEAD], self._listed = len(wanted), None
             old = self._places.pop(AHEAD, None)
@@ -139,9 +138,9 @@ class Prefetcher:
     def bring(
         self, layer: int, entries: Tensor, code: Tensor | None, recalled: int, out: Tensor, window: Pair
     ) -> Mark | None:
-        """Keys and values of `entries` [n], by their codes where the store is `indexed`, into `out` [2, G, n * P, D],
-        where they are after the mark, if one is given; `window` are those [1, G, n * P, D] of the window. Entries after the
-        first `recalled` ones are not counted."""
+        """Copy keys and values of `entries` [n], by codes if the store is `indexed`, to `out` [2, G, n * P, D]; return the
+        mark after which they are there (None: they are). `window` [1, G, n * P, D]: the window's keys and values. Only the
+        first `recalled` entries are counted."""
         tokens = self._store.shape.tokens
         if code is None:
             gone = [unit for unit in entries.tolist() if unit < self._first]
@@ -164,8 +163,8 @@ class Prefetcher:
         return ready
 
     def recall(self, layer: int, entries: Tensor) -> Tensor:
-        """[2, G, n * P, D] of `entries` [n] that have left the window, for a pass of the stream; after `begin`. Of `counts`
-        these are no part, and the cache stays that of the last question."""
+        """Return keys and values [2, G, n * P, D] of `entries` [n] outside the window, for a pass of the stream; after
+        `begin`. They are not counted, and the cache stays that of the last question."""
         out = self._store.buffer(len(entries))
         if not self._store.indexed:
             self._store.fetch(layer, entries.tolist(), out)
@@ -175,7 +174,7 @@ class Prefetcher:
         return out
 
     def keep(self, layer: int, entries: Tensor, rows: Tensor) -> None:
-        """Cache `entries` [k], ascending, of `rows` [2, G, k * P, D], instead of what was cached; of too many the last."""
+        """Cache `entries` [k], ascending, with `rows` [2, G, k * P, D], in place of the former; of too many, the last."""
         count, skip = min(self.room, len(entries)), max(0, len(entries) - self.room)
         if count:
             place = self._place(CACHE)[layer * self.room :][:count]
@@ -185,16 +184,16 @@ class Prefetcher:
             self._cached[layer, count:].fill_(NEVER)
 
     def cut(self, end: int) -> None:
-        """Forget what is cached of the entries from `end` on."""
+        """Remove the units (frames) from `end` on from the cache."""
         # As if they were of a window: never marked.
         self._cached.masked_fill_(self._cached >= end, NEVER)
 
     def drop(self) -> None:
-        """Drop what was fetched ahead and never used."""
+        """Discard prefetched units (frames) that were not used."""
         self._ahead.clear()
 
     def tally(self) -> None:
-        """Count on the device what was gathered: once slots are added, codes mean other places."""
+        """Count on the device what was copied; call before slots are added, which changes the meaning of codes."""
         crossing, self._crossing = self._crossing, []
         if crossing:
             code = torch.cat(crossing)
@@ -202,7 +201,7 @@ class Prefetcher:
             self._crossed = count if self._crossed is None else self._crossed + count
 
     def settle(self) -> None:
-        """Count what was brought; waits for the device."""
+        """Update the counters of copied and prefetched frames; waits for the device."""
         self.tally()
         if self._crossed is not None:
             self._store.crossed(int(self._crossed))
@@ -218,12 +217,12 @@ class Prefetcher:
                 self._count(one, code)
 
     def counts(self) -> dict[str, float]:
-        """The counters named above, as numbers. Waits for the device."""
+        """Return the counters of copied and prefetched frames as numbers; waits for the device."""
         self.settle()
         return {**{name: float(count) for name, count in self._counts.items()}, **self._seconds}
 
     def coverage(self) -> float:
-        """Of the entries that were copied from the host for layers after the first, the share that was fetched ahead."""
+        """Return the share of units (frames) copied from the host, for layers after the first, that were prefetched."""
         return self._counts["covered"] / max(1, self._wanted_later)
 
     def nbytes(self) -> int:
@@ -289,14 +288,14 @@ class Prefetcher:
 
 
 class QueryPrediction:
-    """Predicts later queries: the mean change that each layer makes to the hidden states of a question, as in the last
-    question.
+    """Predicts the next layer's query of a question from this layer's hidden states plus the mean change that the layer made
+    in the last question.
 
-    Questions go through the same template and the same layers: most of what a layer adds is alike for all. On both tiny
-    models the next layer's own query of states moved so far finds 84% of what that layer retrieves, with a quarter more
-    asked for, and the query of the states as they are 68%.
+    Questions share the template and the layers, so most of what a layer adds is alike. On both tiny models the predicted
+    query finds 84% of what the next layer retrieves, with a quarter more units (frames) asked for; that of unchanged states
+    68%.
 
-    All of it lies on the device, where it stays, so that `next` can be replayed: known, seen [L, E] float32.
+    All tensors stay at fixed addresses on the device, so that `next` can be replayed: known, seen [L, E] float32.
     """
 
     def __init__(self, layers: int, hidden: int, device: torch.device) -> None:
@@ -306,22 +305,22 @@ class QueryPrediction:
         self._reached = -1
 
     def clear(self) -> None:
-        """Nothing was asked yet."""
+        """Forget how past questions changed from layer to layer."""
         self._known.zero_()
         self._reached = -1
 
     def next(self, layer: int, rows: Tensor, count: Tensor) -> Tensor:
-        """The hidden states that will enter the next layer, about, for those [1, n, E] of rows entering this one, of which
-        the first `count` [1] are a question's words. Notes what this layer shows of the one before."""
+        """Predict the hidden states [1, n, E] that will enter the next layer, from those entering this one, of which the
+        first `count` [1] are the question's words. Records the change that the previous layer made."""
         seen = self._seen[layer - 1] if layer else None
         return clusters.moved(rows[0], count, self._known[layer], self._before, seen)[None]
 
     def entered(self, layer: int) -> None:
-        """The states that enter a layer are given to `next`, or to what replays it."""
+        """Record that a layer's input was given to `next`, directly or by a graph replay."""
         self._reached = layer if layer == self._reached + 1 else -1
 
     def settle(self) -> None:
-        """The question is over: what it showed is known to the next."""
+        """End the question: the changes that its layers made predict the next question."""
         if self._reached > 0:
             self._known[: self._reached] = self._seen[: self._reached]
         self._reached = -1

@@ -1,6 +1,5 @@
-"""The memory whose older units lie on the host: what passes of the stream and questions retrieve of them, and summary tokens
-for the rest. On CUDA, the choice is captured as a graph when a question of the same kind comes for the second time, and
-replayed from then on.
+"""Base of memories that archive older units (frames) on the host: what passes of the stream and questions retrieve of them,
+and summary tokens for the rest. On CUDA, retrieval for a question is captured as a graph at its second run, then replayed.
 
 Letters: L layers, H query heads, G key/value heads, D head size, E hidden size, P tokens a unit, C places for clusters.
 """
@@ -19,10 +18,10 @@ from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import Stream, StreamPass
-from mmaccel.policies.kv._index import Found, Index, closed_up, summary_positions, unit_positions
+from mmaccel.policies.kv._index import Index, SearchResult, compact_places, summary_positions, unit_positions
 from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
-from mmaccel.policies.kv._window import Angles, Asked, Look, Pair, words_of
+from mmaccel.policies.kv._window import Angles, Look, Pair, QuestionView, words_of
 from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store.slabs import in_units, on_device
 
@@ -37,12 +36,12 @@ AHEAD = 1.25
 
 
 class ArchivedMemory(StreamMemory):
-    """Units that have left the window lie in `store`; `index` finds them, and `prefetcher` brings them.
+    """A stream memory whose units that left the window are in `store`; `index` finds them, and `prefetcher` copies them.
 
     While the stream is encoded, each layer of a pass retrieves `encode_budget` units by the mean query of the pass, so that
-    units are stored as they are after what came before (Mosaic VII-A). What is stored follows from the passes alone (a call
-    of `watch` ends with a pass), not from questions, the cache, or the way by which units come. Nothing is read back, and
-    nothing is fetched ahead: 8 frames of a layer cross the wire in less than a hundredth of the time of a pass.
+    units are encoded with earlier context (Mosaic VII-A). What is stored depends on the passes alone (a call of `watch` ends
+    a pass), not on questions, the cache or prefetching. This reads nothing back to the host and prefetches nothing: 8 frames
+    of a layer are copied in less than a hundredth of the time of a pass.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class ArchivedMemory(StreamMemory):
         self._known: tuple[Tensor | None, list[int]] = None, []
         # Whether the pass retrieves, and what its layers have retrieved.
         self._encodes, self._encoded = False, list[Tensor]()
-        self._found: dict[int, Found] = {}
+        self._found: dict[int, SearchResult] = {}
         self._entering: Tensor | None = None
         self._recalled = self._questions = 0
 
@@ -114,7 +113,7 @@ class ArchivedMemory(StreamMemory):
         # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
         slots = places.slots(self._first)
         where = places.chosen(
-            closed_up(units, base, slots, places.even) if base else units, slots, own=not base
+            compact_places(units, base, slots, places.even) if base else units, slots, own=not base
         )
         self.rope.apply_(rows[:1], self.rope.angles(where))
         return [(rows[:1], rows[1:])]
@@ -145,7 +144,7 @@ class ArchivedMemory(StreamMemory):
         return self.replays.room("told", (2 + self.geometry.layers,), torch.long)
 
     def idle(self) -> None:
-        """A question may be asked next; what the device was told before is not sent again."""
+        """Prepare the search tables for the next question; numbers that the device already has are not sent again."""
         super().idle()
         self.index.digest()
         self.index.prepare(self._begin)
@@ -173,7 +172,7 @@ class ArchivedMemory(StreamMemory):
     def _most(self) -> int:
         return self.budget + super()._most()
 
-    def _gather(self, layer: int, query: Tensor, stream_pass: StreamPass) -> Asked:
+    def _gather(self, layer: int, query: Tensor, stream_pass: StreamPass) -> QuestionView:
         if stream_pass.kind == "proxy":
             return super()._gather(layer, query, stream_pass)
         asking = query[0, :, slice(*words_of(stream_pass))]
@@ -216,7 +215,7 @@ class ArchivedMemory(StreamMemory):
 
     def _choose(
         self, layer: int, query: Tensor
-    ) -> tuple[Found, Tensor, Tensor | None, Tensor | None, int, Hashable | None]:
+    ) -> tuple[SearchResult, Tensor, Tensor | None, Tensor | None, int, Hashable | None]:
         """By raw queries [H, n, D] of the question's words, and the hidden states that enter the layer, where the next
         layer's query is predicted from them: what is retrieved; [k] ascending, all units that the layer sees; codes [k] of
         where they are, if the store has such; codes [n] of what to fetch for the next layer; how many summary tokens come
@@ -254,7 +253,7 @@ class ArchivedMemory(StreamMemory):
             if coded:
                 made.append(self.prefetcher.codes(layer, found.entries))
             if guessing and ahead is not None:
-                made.append(self.prefetcher.foretell(layer + 1, ahead))
+                made.append(self.prefetcher.predict_codes(layer + 1, ahead))
             return *found, *made
 
         name = None
@@ -262,12 +261,12 @@ class ArchivedMemory(StreamMemory):
             sizes = layer, budget, wide, more, reps, now.lists.largest, query.shape[1]
             name = sizes, self.compact, coded, self.prefetch, hidden is None
         entries, picked, scores, *made = choose() if name is None else self.replays(name, choose)
-        found = Found(entries[: len(entries) - more], picked, scores)
+        found = SearchResult(entries[: len(entries) - more], picked, scores)
         code, coming = made.pop(0) if coded else None, made[-1] if guessing else None
         return found, entries, code, coming, reps, name
 
     def _stand(
-        self, layer: int, found: Found, entries: Tensor, reps: int, name: Hashable | None, out: Tensor
+        self, layer: int, found: SearchResult, entries: Tensor, reps: int, name: Hashable | None, out: Tensor
     ) -> tuple[Angles, Tensor | None]:
         """Summary tokens into the first columns of `out` [2, G, m + k * P, D]; the angles of these and of `entries`, and a
         bias [h + m] of the scores of the head and the summary tokens, if any. Units need not have been brought."""
@@ -309,7 +308,7 @@ class ArchivedMemory(StreamMemory):
     def _folded(self, query: Tensor, count: Tensor | None = None) -> Tensor:
         """[d]: the mean of raw queries [H, n, D] of the first `count` [1] rows, or of all, against keys of all heads: the
         heads of a group summed, for they share their keys."""
-        return clusters.folded(query, count, self.geometry.kv_heads)
+        return clusters.mean_query(query, count, self.geometry.kv_heads)
 
     @contextmanager
     def question_scope(self) -> Iterator[None]:
@@ -345,7 +344,7 @@ class ArchivedMemory(StreamMemory):
         own = shares[:, few:].view(len(shares), -1, unit).sum(2)
         out = shares.new_zeros(len(shares), self._count).index_add_(1, entries, own)
         if few:
-            out[:, :begin] += self.index.stood_for(layer, found, shares[:, :few])
+            out[:, :begin] += self.index.share_by_unit(layer, found, shares[:, :few])
         return out
 
     # The stream as a whole.

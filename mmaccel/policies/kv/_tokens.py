@@ -1,10 +1,10 @@
-"""Base of stream memories with a fixed number of tokens: the best tokens stay on the device, the rest is lost.
+"""Base of stream memories that keep a fixed number of tokens on the device and drop the rest.
 
-Encoding: a query sees the head, every token that is held, and its own causal past. Keys are kept as they are before
-rotation, each with its column in the stream, and turned anew for every pass. Units go through the layers in clips that begin
-at multiples of the clip's length, so that memories change at the same moments however the stream is cut.
+Encoding: a query sees the prompt before the video, all kept tokens, and its own causal past. Keys are stored before RoPE,
+each with its column in the stream, and rotated for every pass. Units run in clips that begin at multiples of the clip's
+length, so that tokens are dropped at the same moments however the stream is cut.
 
-Letters: G key/value heads, H query heads, D head size, P tokens a unit, N tokens held by a layer.
+Letters: G key/value heads, H query heads, D head size, P tokens a unit (frame), N tokens held by a layer.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from mmaccel.core.errors import ModelError, at_least, limited
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import MARGIN, KVView, Stream, StreamPass, StreamPolicy, grow_buffer
-from mmaccel.policies.kv._window import Asked, Look, Pair, attention, mean_query
+from mmaccel.policies.kv._window import Look, Pair, QuestionView, attention, mean_query
 from mmaccel.policies.kv._windowed import StreamMemory
 
 
-class Held(NamedTuple):
-    """The tokens of one layer in order of time: raw keys and values [1, G, N, D], and columns [N] long."""
+class HeldTokens(NamedTuple):
+    """The kept tokens of one layer in order of time: raw keys and values [1, G, N, D], and columns [N] long."""
 
     key: Tensor
     value: Tensor
     column: Tensor
 
-    def take(self, index: Tensor) -> Held:
-        """The tokens at `index` [k]."""
+    def take(self, index: Tensor) -> HeldTokens:
+        """Return only the kept tokens at indices `index` [k]."""
         key, value = (side.index_select(2, index) for side in (self.key, self.value))
-        return Held(key, value, self.column[index])
+        return HeldTokens(key, value, self.column[index])
 
-    def and_then(self, other: Held) -> Held:
-        """These, and then the tokens of `other`."""
+    def and_then(self, other: HeldTokens) -> HeldTokens:
+        """Return these kept tokens followed by those of `other`."""
         key, value = (torch.cat(both, 2) for both in zip(self[:2], other[:2], strict=True))
-        return Held(key, value, torch.cat([self.column, other.column]))
+        return HeldTokens(key, value, torch.cat([self.column, other.column]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPolicy(StreamPolicy):
-    """The fields of a memory of tokens.
+    """The fields of a memory that keeps single tokens.
 
-    frames     kept, in tokens of each layer
-    positions  where kept tokens stand: "original" as long as the model's limit allows, then compact; or "compact" always
+    frames     budget of each layer, in frames' worth of tokens
+    positions  of kept tokens: "original" as long as the model's limit allows, then compact; or "compact" always
     """
 
     ingests: ClassVar[bool] = True
     allows_branches: ClassVar[bool] = True
-    unsharded: ClassVar[str | None] = "chooses tokens by the keys of all heads"
+    no_tensor_parallel: ClassVar[str | None] = "chooses tokens by the keys of all heads"
 
     frames: int = limited(64, at_least(1))
     positions: Literal["original", "compact"] = "original"
@@ -64,11 +64,11 @@ class TokenPolicy(StreamPolicy):
 
 
 class TokenMemory(StreamMemory):
-    """The base of memories of tokens; subclasses say which tokens stay (`_keep`) and what a question sees (`_pick`).
+    """The base of memories that keep single tokens; subclasses choose which (`_keep`) and what a question sees (`_pick`).
 
-    budget  tokens that a layer keeps once a clip is over: a whole number of units
+    budget  tokens that a layer keeps at the end of a clip: a whole number of units (frames)
     clip    units of a clip
-    FACTS   what a subclass counts in `_facts`, and its types: saved, and taken back with the stream
+    FACTS   name -> type of figures that a subclass keeps in `_facts`: saved, and restored with the stream
     """
 
     FACTS: ClassVar[dict[str, type]] = {}
@@ -80,7 +80,7 @@ class TokenMemory(StreamMemory):
         super().__init__(stream, geometry, model, device, window=0, local=0, positions=policy.positions)
         self.policy: Any = policy
         self.budget, self.clip = stream.units(policy.frames) * stream.unit, stream.units(policy.clip or 1)
-        self._held: list[Held | None] = [None] * geometry.layers
+        self._held: list[HeldTokens | None] = [None] * geometry.layers
         self._seen: dict[int, tuple[Tensor, int]] = {}
         # What the tokens of a layer got of the attention that chooses among them, until the pass is over.
         self._scores: dict[int, Tensor] = {}
@@ -90,7 +90,7 @@ class TokenMemory(StreamMemory):
     # What subclasses fill.
 
     @abstractmethod
-    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int]:
+    def _pick(self, layer: int, query: Tensor, held: HeldTokens) -> tuple[Tensor | None, int]:
         """What a question sees of `held`: indices [k] ascending, or None for all; and the first unit that it sees without
         having searched for it. query [H, D]: the mean of the question's raw queries."""
 
@@ -132,7 +132,7 @@ class TokenMemory(StreamMemory):
         column = torch.arange(
             stream_pass.first * P, (stream_pass.first + stream_pass.count) * P, device=key.device
         )
-        new, old = Held(key, value, column), self._held[layer]
+        new, old = HeldTokens(key, value, column), self._held[layer]
         whole = new if old is None else old.and_then(new)
         total = whole.column.shape[0]
         start = total - column.shape[0]
@@ -144,7 +144,7 @@ class TokenMemory(StreamMemory):
         key, value = torch.cat([head_key, turned], 2), torch.cat([head_value, whole.value], 2)
         return KVView(key, value, query=query, layout=self._layout(key.shape[2]))
 
-    def _gather(self, layer: int, query: Tensor, stream_pass: StreamPass) -> Asked:
+    def _gather(self, layer: int, query: Tensor, stream_pass: StreamPass) -> QuestionView:
         part: Pair | None = None
         held, seen = self._held[layer], 0
         if held is not None:
@@ -163,7 +163,7 @@ class TokenMemory(StreamMemory):
         key, value = (grow_buffer(None, 2, length, like=one, share=0.0) for one in parts[0])
         for whole, side in zip((key, value), zip(*parts, strict=True), strict=True):
             torch.cat(side, 2, out=whole[:, :, :base])
-        return Asked(key, value, base, seen)
+        return QuestionView(key, value, base, seen)
 
     def _move(self, stream_pass: StreamPass) -> None:
         total, P = stream_pass.first + stream_pass.count, self.stream.unit
@@ -173,7 +173,7 @@ class TokenMemory(StreamMemory):
             if new is None:
                 raise ModelError(f"kv: layer {layer} was left out of a pass.")
             column = torch.arange(stream_pass.first * P, total * P, device=new[0].device)
-            old, fresh = self._held[layer], Held(new[0], new[1], column)
+            old, fresh = self._held[layer], HeldTokens(new[0], new[1], column)
             self._held[layer] = fresh if old is None else old.and_then(fresh)
         self._count = self._first = total
 
@@ -280,7 +280,7 @@ class TokenMemory(StreamMemory):
             wanted |= {f"key.{layer}": side, f"value.{layer}": side, f"column.{layer}": ((-1,), torch.long)}
         found = checkpoint_io.read_tensors(folder / "tokens.safetensors", wanted, self.device)
         for layer in range(self.geometry.layers):
-            held = Held(*(found[f"{name}.{layer}"] for name in Held._fields))
+            held = HeldTokens(*(found[f"{name}.{layer}"] for name in HeldTokens._fields))
             rows = held.column.shape[0]
             outside = rows and (
                 int(held.column.min()) < 0 or int(held.column.max()) >= self._count * self.stream.unit
@@ -293,8 +293,9 @@ class TokenMemory(StreamMemory):
 
 
 def attended(query: Tensor, key: Tensor) -> Tensor:
-    """[N] float32: the share of attention that `key` [1, G, N, D] gets from `query` [1, H, n, D], the last n of its columns.
+    """Return the share of attention [N] float32 that each of `key` [1, G, N, D] gets from `query` [1, H, n, D], the last n
+    columns.
 
-    Both turned; causal, mean over rows and heads.
+    Both after RoPE; causal, mean over rows and heads.
     """
     return attention(query[0], key[0]).mean(0)

@@ -1,7 +1,6 @@
-"""The window under which a stream is encoded: its fields, positions and rotations; what a question is searched by, and what
-its answer is based on.
+"""The sliding window under which a stream is encoded: its fields, RoPE, search queries of a question, and evidence.
 
-Letters: G key/value heads, D head size, P tokens a unit. Keys are raw (before rotation) unless said.
+Letters: G key/value heads, D head size, P tokens a unit (frame). Keys are raw (before RoPE) unless said.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.dense_attend import paid
+from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, at_least, limited
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.footprint import Footprint
-from mmaccel.core.memory.kv import CacheSlot, Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.memory.kv import CacheSlot, Stream, StreamPass, StreamPolicy, StreamState, UnitEvidence
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [1, G, n, D]."""
@@ -31,7 +30,7 @@ Look = tuple[Tensor, int]
 """What a layer looked at: the units [k] that it recalled, and the first local one."""
 
 OWN = 1 / 6
-"""What is left of a row by itself behind all layers (`Rows.reached`); measured, see lab/LOG.md."""
+"""What is left of a row by itself behind all layers (`QuestionRows.reached`); measured, see lab/LOG.md."""
 
 WEIGHTS = 1 << 24  # attention weights in float32 that are there at a time
 
@@ -41,12 +40,12 @@ class WindowedPolicy(StreamPolicy):
     """The fields of a memory with a local window; budgets are in frames.
 
     window     frames, the current one included, that a query sees while the stream is encoded
-    local      of these, the last so many are seen by a question; the rest are recalled or not, like older ones
-    ingest_frames  frames, those of the pass included, that a query sees while a stored video is ingested; older ones are
-               then seen as far as its layer retrieves them. None: as many as half the free memory of the device holds. No
-               more than the model has positions for
-    positions  where a question sees units: "compact", one after the other as if nothing lay between them, or
-               "original", at their true places, and compact from the moment when these pass what the model was made for
+    local      number of the last of these that every question sees; others are seen only if retrieved, like older ones
+    ingest_frames  frames, those of the pass included, that a query sees while a stored video is ingested; older ones only if
+               its layer retrieves them. None: as many as half the free memory of the device holds. At most as many
+               as the model has positions for
+    positions  positions of the units that a question sees: "compact", consecutive, or "original", as in the stream, but
+               compact once these pass the model's limit
     """
 
     ingests: ClassVar[bool] = True
@@ -66,14 +65,14 @@ class WindowedPolicy(StreamPolicy):
         return Footprint(window=self.window, ingest=self.ingest_frames, shown=self.local)
 
     def sizes(self, stream: Stream) -> dict[str, Any]:
-        """The policy's fields, counted in units: frames, or what the model takes as one."""
+        """Return the policy's fields counted in units (steps of time: frames, or temporal patches of them)."""
         ingest = None if self.ingest_frames is None else stream.units(self.ingest_frames)
         units = {"window": stream.units(self.window), "local": stream.units(self.local), "ingest": ingest}
         return {**units, "positions": self.positions}
 
 
 class Ring(NamedTuple):
-    """The last units of one layer: raw keys, the same with RoPE for the base in force, values; [1, G, m * P, D]."""
+    """The last units (frames) of one layer: raw keys, keys with RoPE for the current base, and values; [1, G, m * P, D]."""
 
     key: Tensor
     turned: Tensor
@@ -84,9 +83,9 @@ UnitsOf = Callable[[int, Tensor], Tensor]  # of a layer's shares [n, N] of colum
 
 
 @dataclass(eq=False)
-class Asked:
-    """What a question sees at one layer: rotated keys and values, with room for more; `base` columns of it, in which `seen`
-    units stand after `few` summary tokens, come before the question; `bias` is that of `KVView`."""
+class QuestionView:
+    """What a question sees at one layer: keys with RoPE and values, with spare room; `base` columns come before the
+    question, of which `seen` units (frames), after `few` summary tokens; `bias` is that of `KVView`."""
 
     key: Tensor
     value: Tensor
@@ -97,8 +96,8 @@ class Asked:
 
 
 class Rope:
-    """Rotates keys and queries [1, heads, n, D]: `angles` are those of positions [n] or [3, n], `apply` rotates by them. The
-    angles of a name are made once until `forget`."""
+    """Applies RoPE to keys and queries [1, heads, n, D]: `angles` returns cosines and sines of positions [n] or [3, n],
+    `apply` rotates by them. Named angles are cached until `forget`."""
 
     def __init__(self, model: ModelView, dtype: torch.dtype) -> None:
         self.angles, self.apply, self.model = partial(model.angles, dtype=dtype), model.apply_rope, model
@@ -107,26 +106,27 @@ class Rope:
         self._size = 0
 
     def apply_(self, x: Tensor, angles: Angles) -> None:
-        """`apply` in place."""
+        """Apply RoPE with `angles` to `x` in place."""
         self.model.apply_rope_(x, angles)
 
     def size(self, positions: Tensor) -> int:
-        """How many of the D dimensions the rotary embedding rotates."""
+        """Return how many of the D dimensions of a head RoPE rotates."""
         self._size = self._size or self.angles(positions[..., :1])[0].shape[-1]
         return self._size
 
     def at(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
-        """The angles of `positions()` [n] or [3, n], made when `name` is new."""
+        """Return the cosines and sines of `positions()` [n] or [3, n], cached under `name`."""
         if name not in self._kept:
             self._kept[name] = self.angles(positions())
         return self._kept[name]
 
 
 class PassState(StreamState):
-    """Shared by all memories of keys: the current pass, and the columns that exist.
+    """Base of all stream memories of keys and values: the current forward pass, and the numbers of columns.
 
-    A stream has `_headed` columns of the head, `_count` units, and inside a question `_extra` columns of it and its answer,
-    behind `_pending` rows of units yet to come; the last pass appended `_last` of them.
+    A stream has `_headed` columns of the prompt before the video, `_count` units (frames), and in a question `_extra`
+    columns of it and its answer, after `_pending` rows of units not yet in the memory; the last pass appended `_last` of
+    them.
     """
 
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
@@ -156,7 +156,7 @@ class PassState(StreamState):
     def _keep_path(self, start: int, path: Tensor) -> None:
         """At each layer, of the columns of a question and its answer from `start` on, keep those at `path` [k] ascending,
         on the device, counted from there."""
-        raise ModelError("kv: this memory takes no trees; use a draft that proposes chains.")
+        raise ModelError("kv: this memory cannot verify token trees; use a draft that proposes chains.")
 
     def _after(self, units: int, extra: int, stream_pass: StreamPass, own: bool) -> Tensor:
         """[n] or [3, n]: where the rows of a question or an answer stand, behind `units` units and `extra` of its columns.
@@ -266,7 +266,7 @@ class PassState(StreamState):
 
 
 def words_of(stream_pass: StreamPass) -> tuple[int, int]:
-    """The rows of a question by which memories are searched."""
+    """Return the range (begin, end) of a question's rows whose queries search the memory."""
     return (
         stream_pass.words
         if stream_pass.words[1] > stream_pass.words[0]
@@ -275,21 +275,21 @@ def words_of(stream_pass: StreamPass) -> tuple[int, int]:
 
 
 def mean_query(query: Tensor, stream_pass: StreamPass) -> Tensor:
-    """[H, D] float32: the mean of the raw queries [1, H, n, D] of the question's words, or of all its rows."""
+    """Return [H, D] float32: the mean raw query of the question's words (or all rows), from queries [1, H, n, D]."""
     begin, end = words_of(stream_pass)
     return query[0, :, begin:end].float().mean(1)
 
 
 def attention(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[n, N] float32, mean over heads: what each row of query [H, n, D], the last n of the columns of key [G, N, D], gets of
-    each column. Both turned; causal; `bias` [b] is added to the scores of the first columns. Some rows at a time."""
+    """Return causal attention weights [n, N] float32, averaged over heads: query [H, n, D] belongs to the last n columns of
+    key [G, N, D]. Both are after RoPE; `bias` [b] is added to the scores of the first columns."""
     count, rows = key.shape[1], query.shape[1]
     step = max(1, WEIGHTS // (query.shape[0] // key.shape[0] * count))
     at = torch.arange(count - rows, count, device=key.device)
     out = torch.empty(rows, count, device=key.device)
     for first in range(0, rows, step):
         some = slice(first, first + step)
-        out[some] = paid(query[:, some], key, at[some], key.shape[2] ** -0.5, bias)
+        out[some] = mean_weights(query[:, some], key, at[some], key.shape[2] ** -0.5, bias)
     return out
 
 
@@ -299,8 +299,8 @@ class _Row(NamedTuple):
     turned: bool
 
 
-class Rows:
-    """The rows of a question from its first word on, as they looked at each layer; kept until it is over.
+class QuestionRows:
+    """The queries of a question's rows at each layer, from its first word on, kept to compute evidence after the question.
 
     Before `reached` is called, it only copies queries, whose buffers the next question overwrites.
     """
@@ -311,21 +311,21 @@ class Rows:
         self._kept = True
 
     def begin(self, stream_pass: StreamPass) -> None:
-        """A question comes."""
+        """Start to record a question's rows."""
         self._rows, self._first, self._count = {}, words_of(stream_pass)[0], stream_pass.rows
         self._listed, self._kept = 0, stream_pass.weigh
 
     def at(self, layer: int, query: Tensor, slot: CacheSlot, turned: bool) -> None:
-        """Queries [1, H, n, D] of all its rows at a layer, and where they sit; not `turned` ones stay as they are until
-        `hold`. They are kept if the question is to be weighed."""
+        """Record queries [1, H, n, D] of all its rows at a layer, and their cache slot; those without RoPE (not `turned`)
+        are copied by `hold`. They are kept only if evidence will be asked for."""
         if not self._kept:
             return
         own = query[0, :, self._first :]
         # The rows before may be many, those of a unit not yet complete: they would stay with it, layer by layer.
         self._rows[layer] = _Row(own.clone() if turned else own, slot, turned)
 
-    def seen_only(self, layer: int, columns: Tensor) -> None:
-        """Of what stands before the question, `layer` showed `columns` [k]."""
+    def note_shown_columns(self, layer: int, columns: Tensor) -> None:
+        """Record that of the columns before the question, `layer` showed only `columns` [k]."""
         if (row := self._rows.get(layer)) is not None:
             bias = row.slot.key.new_full((row.slot.column,), -torch.inf, dtype=torch.float32)
             bias[columns] = 0.0
@@ -334,11 +334,11 @@ class Rows:
             self._rows[layer] = row._replace(slot=replace(row.slot, bias=bias))
 
     def note_listed_rows(self, rows: int) -> None:
-        """A pattern chose what the first `rows` rows saw: their attention weights are not known; `reached` skips them."""
+        """Record that the first `rows` rows used sparse attention, so their weights are unknown; `reached` skips them."""
         self._listed = max(self._listed, rows)
 
     def hold(self) -> None:
-        """Copy the queries that are still in the layers' buffers; called when the question has passed all layers."""
+        """Copy queries that are still in the layers' buffers; called when the question has passed all layers."""
         raw = {layer: row for layer, row in self._rows.items() if not row.turned}
         if raw:
             # Of few rows, which a layer leaves where the next question's go: one launch for all.
@@ -347,17 +347,17 @@ class Rows:
             self._rows |= {layer: row._replace(query=one) for (layer, row), one in pairs}
 
     def clear(self) -> None:
-        """Forget the question: called when its answer has ended."""
+        """Forget the question's rows, when its answer has ended."""
         self._rows = {}
 
     @torch.no_grad()
     def reached(self, rope: Rope, head: int, units_of: UnitsOf, pause: Callable[[], None]) -> Tensor | None:
-        """[U]: each unit's share of all that reaches the last row, which predicts the first token; None: not known.
+        """Return [U]: each unit's (frame's) share of all that reaches the last row, which predicts the first token; or None.
 
-        Attention rollout (Abnar and Zuidema, 2020): behind each layer a row is made of what it was, what it gets of units,
-        and what it gets of rows before it as these were. Its own part is such that `OWN` of it is left behind all layers.
-        `units_of` (layer, shares [n, N]) gives [n, U], what units get of what columns behind the head get. What comes by
-        rows that a pattern listed for is left out; where these are all, nothing is known.
+        Attention rollout (Abnar and Zuidema, 2020): after each layer a row consists of its own former part, of what it gets
+        from units, and of what it gets from earlier rows. Its own part is such that `OWN` of it remains after all layers.
+        `units_of(layer, shares [n, N])` returns [n, U]: the shares of columns summed by unit. Rows with sparse attention are
+        left out; if all are, the result is None.
         """
         first = max(self._first, self._listed)
         if not self._rows or first >= self._count:
@@ -383,10 +383,11 @@ class Rows:
         return made / made.sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, Seen]:
-    """Evidence from what each layer looked at, and what reached the answer [count].
+def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, UnitEvidence]:
+    """Return the evidence, unit (frame) -> `UnitEvidence`, from what each layer attended to and each unit's share in the
+    answer, `reached` [count].
 
-    Also has units that no layer looked at, if more than an even share came from them, by way of their summary tokens.
+    Also has units that no layer attended to, if they have more than an even share, through their summary tokens.
     """
     layers = len(looks)
     recalled = Counter(number for chosen, _ in looks.values() for number in chosen.tolist())
@@ -394,6 +395,6 @@ def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[in
     parts = [None] * count if reached is None else reached.tolist()
     far = [number for number, part in enumerate(parts) if part is not None and part * count > 1]
     return {
-        one: Seen((recalled[one] + local[one]) / layers, recalled[one] / layers, parts[one])
+        one: UnitEvidence((recalled[one] + local[one]) / layers, recalled[one] / layers, parts[one])
         for one in sorted({*recalled, *local, *far})
     }

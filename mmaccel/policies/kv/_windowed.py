@@ -1,6 +1,6 @@
-"""Shared by stream memories with a local window: encoding under it, and how a question runs.
+"""Base of stream memories with a local window: encoding under the window, and how a question runs.
 
-Letters: G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before rotation) unless said.
+Letters: G key/value heads, D head size, P tokens a unit (frame), n columns of a pass. Keys are before RoPE unless said.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
-from mmaccel.core.memory.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, grow_buffer
-from mmaccel.policies.kv._ingest import IngestState, moved_on, some_layers
-from mmaccel.policies.kv._window import Asked, Look, Pair, Ring, Rows, mean_query, weigh
+from mmaccel.core.memory.kv import MARGIN, CacheSlot, KVView, Stream, StreamPass, UnitEvidence, grow_buffer
+from mmaccel.policies.kv._ingest import IngestState, shift_window, some_layers
+from mmaccel.policies.kv._window import Look, Pair, QuestionRows, QuestionView, Ring, mean_query, weigh
 
 
 class StreamMemory(IngestState):
-    """The base of windowed memories; subclasses archive what leaves the window and say what a question recalls.
+    """The base of windowed memories; subclasses archive what leaves the window and choose what a question retrieves.
 
-    New units see the head, the last ``window * P`` columns, their own included, and nothing else; so what a chunk gives does
-    not depend on how the stream is cut. Keys are turned at the units' own places, less a base (see `Bases`). A question sees
-    [head | recalled units in order of time | local units | question and answer], turned at compact or original places,
-    gathered once a layer and kept for the answer.
+    New units (frames) see only the prompt before the video (head) and the last ``window * P`` columns, theirs included,
+    however the stream is cut. Keys have the units' own positions, minus a base (see `Bases`). A question sees [head |
+    retrieved units in order of time | local units | question and answer], at compact or original positions, gathered once
+    per layer and kept for the answer.
 
-    A stored video is ingested as `IngestState` has it, and all but the window leaves when it has ended.
+    A stored video is ingested as in `IngestState`, and all but the window leaves when it has ended.
 
-    window, local, ingest: units. Subclasses fill `_gone` (units leave the window), `_recall` and `_bring` (a question),
-    `_rewind`, `_save` and `_load`, or replace `_gather`, which makes what a question sees. Which units a question recalls
-    stays on the device; how many they are the host knows.
+    window, local, ingest: units. Subclasses override `_gone` (units leave the window), `_recall` and `_bring` (a question),
+    `_rewind`, `_save` and `_load`, or replace `_gather`, which makes what a question sees. The numbers of retrieved units
+    stay on the device; the host knows how many there are.
     """
 
     recalls_alike = True
@@ -53,11 +53,11 @@ class StreamMemory(IngestState):
         self._always = self.compact
         # What layers appended in the pass, its keys turned.
         self._fresh: dict[int, Tensor] = {}
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, QuestionView] = {}
         # On a device what a question sees lies where it lay for the one before.
         self._kept, self._keeps = dict[int, Pair](), device.type == "cuda"
         self._looks: dict[int, Look] = {}
-        self._rows = Rows()
+        self._rows = QuestionRows()
 
     # What subclasses fill.
 
@@ -92,7 +92,7 @@ class StreamMemory(IngestState):
         elif stream_pass.kind != "answer":
             self.compact = self._closed(stream_pass)
         if stream_pass.kind == "question":
-            self._looks, self._rows = {}, Rows()
+            self._looks, self._rows = {}, QuestionRows()
             self._rows.begin(stream_pass)
 
     def set_query_fields(self, policy: Any) -> None:
@@ -221,7 +221,7 @@ class StreamMemory(IngestState):
         key, value = (side[:, :, : own.stop] for side in (slot.key, slot.value))
         return KVView(key, value, query=query, bias=slot.bias, layout=layout)
 
-    def _gather(self, layer: int, query: Tensor, stream_pass: StreamPass) -> Asked:
+    def _gather(self, layer: int, query: Tensor, stream_pass: StreamPass) -> QuestionView:
         """What the question of `stream_pass`, with raw queries [1, H, n, D], sees at a layer before its own columns."""
         begin, numbers = self._first, None
         if stream_pass.kind == "question":
@@ -247,7 +247,7 @@ class StreamMemory(IngestState):
         asked.seen = count
         return asked
 
-    def _space(self, layer: int, filled: int, room: int) -> tuple[Asked, Tensor]:
+    def _space(self, layer: int, filled: int, room: int) -> tuple[QuestionView, Tensor]:
         """What a question sees, its head alone written, with `room` columns after it; and the first `filled` of these
         [2, G, filled, D], to be written to."""
         key, value = self._head(layer)
@@ -260,7 +260,7 @@ class StreamMemory(IngestState):
             out[0, :, :count], out[1, :, :count] = key[0], value[0]
         if keeps:
             self._kept[layer] = out, key
-        return Asked(out[:1], out[1:], count + filled, 0), out[:, :, count : count + filled]
+        return QuestionView(out[:1], out[1:], count + filled, 0), out[:, :, count : count + filled]
 
     def _near(self, layer: int, begin: int, out: Tensor) -> None:
         """Keys and values of the units of the window from `begin` on into `out` [2, G, n * P, D]."""
@@ -290,7 +290,7 @@ class StreamMemory(IngestState):
                 if layer not in self._fresh:
                     raise ModelError(f"kv: layer {layer} was left out of a pass.")
                 key, value = self._new[layer]
-                ring, left = moved_on(self._rings[layer], Ring(key, self._fresh[layer], value), cut)
+                ring, left = shift_window(self._rings[layer], Ring(key, self._fresh[layer], value), cut)
                 self._rings[layer] = ring
                 gone.append((left.key.clone(), left.value.clone()))  # else all old windows stay until then
             if leaving:
@@ -317,7 +317,7 @@ class StreamMemory(IngestState):
     def reset(self) -> None:
         self.restore((0, 0, 0, [None] * len(self._heads), [None] * len(self._rings)))
 
-    def evidence(self) -> dict[int, Seen]:
+    def evidence(self) -> dict[int, UnitEvidence]:
         parts = self._rows.reached(self.rope, self.stream.head, self._units_of, self._pause)
         return weigh(self._looked(), self._count, parts)
 
@@ -333,8 +333,8 @@ class StreamMemory(IngestState):
         inside = torch.arange(self.stream.unit, device=numbers.device)
         return (torch.cat([numbers, local])[:, None] * self.stream.unit + inside).flatten()
 
-    def seen_only(self, layer: int, columns: Tensor) -> None:
-        self._rows.seen_only(layer, columns)
+    def note_shown_columns(self, layer: int, columns: Tensor) -> None:
+        self._rows.note_shown_columns(layer, columns)
 
     def note_listed_rows(self, layer: int, rows: int) -> None:
         self._rows.note_listed_rows(rows)

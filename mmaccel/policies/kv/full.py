@@ -1,5 +1,4 @@
-"""The memory that keeps everything; and what it has in common with others: a store for each layer of a sequence (`window`),
-all of a stream at its true places (`offload`)."""
+"""The `full` memory, which keeps all keys and values; base classes of `window` and `offload`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,15 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
-from mmaccel.core.memory.kv import KVState, KVView, Seen, Stream, StreamPolicy, StreamState, grow_buffer
+from mmaccel.core.memory.kv import (
+    KVState,
+    KVView,
+    Stream,
+    StreamPolicy,
+    StreamState,
+    UnitEvidence,
+    grow_buffer,
+)
 from mmaccel.core.memory.relay import relay
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._window import Pair, PassState
@@ -28,10 +35,10 @@ FILE = 4096
 @register("kv", "full")
 @dataclass(frozen=True, kw_only=True)
 class Full(StreamPolicy):
-    """Keep all keys and values of all layers on the device, in buffers that grow ahead of need; a view is a slice of them.
+    """Keep all keys and values of all layers on the device, in growing buffers; a view is a slice of them.
 
-    Exact, and any column can be rolled back: truncation moves a count. The buffers take the dtype, device and batch of what
-    is appended first. In a stream every query sees all that came before it, at its true place.
+    Exact, and any column can be rolled back: truncation changes a count. The buffers take the dtype, device and batch of
+    what is appended first. In a stream every query sees all that came before it, at its original position.
     """
 
     exact: ClassVar[bool] = True
@@ -51,10 +58,10 @@ class Full(StreamPolicy):
 
 
 class LayeredState(KVState):
-    """A memory in which each layer counts its columns by itself, so that it is right in the middle of a run too.
+    """Base of KV caches in which each layer counts its own columns, so that the cache is valid within a forward pass too.
 
-    A run appends to layers 0 .. L-1 in order; the length is layer 0's from its append on. Rolling back cuts the layers that
-    are longer, and leaves those that a broken run did not reach. Subclasses store (`_put`), cut and choose columns.
+    A forward pass appends to layers 0 .. L-1 in order; the length is that of layer 0. Rolling back cuts the layers that are
+    longer, and leaves those that an aborted pass did not reach. Subclasses store (`_put`), cut and choose columns.
     """
 
     def __init__(self, layers: int) -> None:
@@ -123,7 +130,7 @@ class LayeredState(KVState):
 
 
 class FullState(LayeredState):
-    """Buffers [B, G, capacity, D] for each layer, of which the counted columns are in use."""
+    """A KV cache of one buffer pair [B, G, capacity, D] per layer, of which the counted columns are in use."""
 
     in_place = True
 
@@ -134,14 +141,14 @@ class FullState(LayeredState):
         self._lent = set[int]()
 
     def lent(self) -> FullState:
-        """These columns with others behind them, until `given_back`; this one then writes to copies."""
+        """Return a state with these columns that may append others until `end_sharing`; this one then writes to copies."""
         other = copy.copy(self)
         other._counts, other._buffers, other._lent = list(self._counts), list(self._buffers), set()
         self._lent = set(range(len(self._buffers)))
         return other
 
-    def given_back(self, other: FullState) -> None:
-        """What was `lent` is over; what it made larger stays."""
+    def end_sharing(self, other: FullState) -> None:
+        """End the sharing with a state from `lent`; buffers that it enlarged are kept."""
         for layer in self._lent:
             self._buffers[layer] = other._buffers[layer]
         self._lent.clear()
@@ -157,7 +164,7 @@ class FullState(LayeredState):
         found = []
         for layer, held in enumerate(self._buffers):
             if held is None or self._counts[layer] != self._counts[0]:
-                raise ModelError("kv: a prompt must have gone through all layers before a step is laid out.")
+                raise ModelError("kv: buffers need a prompt that has run through all layers; run one first.")
             count = self._counts[layer]
             key, value = (grow_buffer(buffer, 2, count + room, used=count) for buffer in held)
             self._buffers[layer] = key, value
@@ -206,9 +213,10 @@ class FullState(LayeredState):
 
 
 class WholeStream(PassState):
-    """Every query of a stream sees every column before it, as in the plain model; so how the stream is cut changes nothing.
+    """Base of stream memories in which every query sees every earlier column, as in the plain model, however the stream is
+    cut.
 
-    Subclasses keep turned keys and values: `_show` takes in those of a pass and gives all, `_cut` forgets the last, and
+    Subclasses store keys after RoPE, and values: `_show` adds those of a pass and returns all, `_cut` drops the last, and
     `_keep_path` keeps some of them.
     """
 
@@ -255,9 +263,9 @@ class WholeStream(PassState):
     def seen(self, layer: int) -> Tensor | None:
         return torch.arange(self._count * self.stream.unit, device=self.device)
 
-    def evidence(self) -> dict[int, Seen]:
-        """Every layer sees every unit."""
-        return {number: Seen(1.0, 0.0, None) for number in range(self._count)}
+    def evidence(self) -> dict[int, UnitEvidence]:
+        """Return all units (frames) as evidence, since every layer sees all of them."""
+        return {number: UnitEvidence(1.0, 0.0, None) for number in range(self._count)}
 
     def counters(self) -> dict[str, float]:
         return {**super().counters(), "units": float(self._count), "resident": float(self._count)}
@@ -287,7 +295,7 @@ class WholeStream(PassState):
 
 
 class FullStream(WholeStream):
-    """A stream whose keys and values all stay, in the buffers of a `FullState`; keys are kept after RoPE."""
+    """The stream memory of `full`: all keys (after RoPE) and values, in the buffers of a `FullState`."""
 
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
         super().__init__(stream, geometry, model, device)
@@ -299,7 +307,7 @@ class FullStream(WholeStream):
         return taken  # type: ignore[no-any-return]
 
     def _answered(self, taken: Any) -> None:
-        self._state.given_back(taken._state)
+        self._state.end_sharing(taken._state)
 
     def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         self._state.append(layer, key, value)

@@ -1,4 +1,4 @@
-"""LiveVLM: compress the visual past by what recent frames look at, spread over time; recall pages of it for a question."""
+"""The `livevlm` memory: compresses past frames by recent frames' attention; a question retrieves pages of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmaccel.core.errors import Limit, at_least, between, limited
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
+from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attended
 
 
 @register("kv", "livevlm")
@@ -23,21 +23,20 @@ class LiveVLM(TokenPolicy):
 
     After Ning et al., "LiveVLM" (2505.15269, second version). After each clip of 32 frames the tokens older than the last
     `recent` frames are cut down to the budget (`spread`): first the most attended ones, then by score as many as their
-    stretch of the stream has room for. A question sees the recent frames and, layer by layer, the pages whose mean raw
-    keys suit its mean query. All of it is on the device. Exact as long as the stream is shorter than what a question
-    recalls.
+    stretch of the stream has room for. A question sees the recent frames and, layer by layer, the pages whose mean raw keys
+    best match its mean query. All of it is on the device. Exact while the stream is shorter than what a question retrieves.
 
-    Where the paper leaves room: the most attended tokens stay whatever their stretch holds already, and room that is left is
-    filled by score, so that each layer keeps the same number; of its last incomplete clip a stream holds all tokens, which
-    are recalled like the older ones.
+    Our choices where the paper is open: the most attended tokens stay whatever their stretch holds already, and remaining
+    room is filled by score, so that each layer keeps the same number; of its last incomplete clip a stream holds all tokens,
+    which are retrieved like the older ones.
 
     frames     kept in the long term, in tokens: 64 are 12 544 of LLaVA-OneVision (the paper: 12 000)
     recent     last frames that are kept, and seen by every question, whole
-    recall     of the long term, the share that a question sees; counted from the budget
+    recall     of the long term, the share that a question sees; relative to the budget
     scatter    of the budget, the share that goes to the most attended tokens wherever they are
     bucket     tokens that a stretch of the stream has room for; there are budget / bucket stretches
-    page       tokens recalled together
-    probes     tokens at the end of a clip whose queries rate the others; None: those of its last frame
+    page       tokens retrieved together
+    probes     tokens at the end of a clip whose queries score the others; None: those of its last frame
     positions  of kept tokens: "original", as in the paper, as long as the model's limit allows, then compact; or
                "compact" always
     """
@@ -58,17 +57,17 @@ class LiveVLM(TokenPolicy):
     def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        return LiveMemory(self, stream, geometry, model, device)
+        return LiveVLMMemory(self, stream, geometry, model, device)
 
 
-class LiveMemory(TokenMemory):
-    """Long-term tokens up to the last `recent` units, and those whole."""
+class LiveVLMMemory(TokenMemory):
+    """The stream memory of `livevlm`: selected older tokens, and all tokens of the last `recent` units (frames)."""
 
     _pages = _questions = 0
 
     @property
     def recent(self) -> int:
-        """Units that stay whole."""
+        """Number of the last units (frames) that are kept whole."""
         return self.stream.units(self.policy.recent)
 
     def _encode(
@@ -98,7 +97,7 @@ class LiveMemory(TokenMemory):
             rest = torch.arange(old, held.column.shape[0], device=kept.device)
             self._keep(layer, torch.cat([kept, rest]))
 
-    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int]:
+    def _pick(self, layer: int, query: Tensor, held: HeldTokens) -> tuple[Tensor | None, int]:
         size = self.policy.page
         begin = max(self._count - self.recent, 0)
         old = max(held.column.shape[0] - self.recent * self.stream.unit, 0)
@@ -128,10 +127,11 @@ class LiveMemory(TokenMemory):
 
 
 def spread(score: Tensor, where: Tensor, budget: int, scatter: float, room: int) -> Tensor:
-    """Indices, ascending, of `budget` of the tokens with `score` [N], each in a stretch `where` [N] long; N >= budget.
+    """Return indices, ascending, of `budget` of the tokens with `score` [N], each in a stretch `where` [N] long; N >=
+    budget.
 
-    The first ``scatter * budget`` by score stay. Of the rest, by score, those whose stretch has room yet, `room` tokens in
-    each. What is still missing then is taken by score alone. Of equal scores the older token goes first.
+    The first ``scatter * budget`` by score are kept. Of the rest, by score, those whose stretch has room: `room` tokens in
+    each. The remainder is filled by score alone. Of equal scores the older token goes first.
     """
     order = torch.sort(score, descending=True, stable=True).indices
     place = where[order]

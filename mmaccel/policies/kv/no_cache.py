@@ -1,4 +1,4 @@
-"""No memory of keys: frames are kept, and the model is run on some of them at each question."""
+"""The `no_cache` memory: stores frames instead of keys, and runs the model on some of them for each question."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ FILE = 64
 @register("kv", "no_cache")
 @dataclass(frozen=True, kw_only=True)
 class NoCache(StreamPolicy):
-    """Keep frames on the host; at a question take `frames` of them, evenly spaced over all so far, and run the plain model.
+    """Keep frames on the host; for a question take `frames` of them, evenly spaced over all so far, and run the plain model.
 
     The time to the first token includes the vision tower and the whole prompt. The plain baseline of the papers on streams.
-    While no more than `kept` frames have come all are kept, and the choice is that of an even spacing with both ends,
-    rounded down; then every second one goes, and every second one that comes is taken, and so on, so that the choice is
-    made among at least ``kept / 2`` evenly spaced ones.
+    Up to `kept` frames all are stored, and the choice is evenly spaced with both ends, rounded down; then every second one
+    is dropped, and of new ones every second is stored, and so on, so that the choice is made among at least ``kept / 2``
+    evenly spaced ones.
 
-    As the memory of a draft whose pruner reads attention it takes, of those kept, the frames that the target's question
+    As the memory of a draft whose pruner reads attention it takes, of those stored, the frames that the target's question
     attended to most: the draft then runs nothing while frames come, and reads what the target retrieved when asked.
 
-    frames  run at a question
-    kept    on the host at most; at least twice `frames`
+    frames  run for a question
+    kept    most frames on the host; at least twice `frames`
     """
 
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames"})
@@ -122,7 +122,7 @@ class _Frames(FrameMemory):
         return Full().open_stream(*self._parts)
 
     def begin_pass(self, *_: Any, **named: Any) -> Any:
-        raise ModelError("kv: a memory of frames goes through no pass; run the one it opens.")
+        raise ModelError("kv: a memory of frames runs no pass itself; run the memory that it opens.")
 
     end_pass = append = view = begin_pass
 

@@ -1,4 +1,4 @@
-"""Everything on the host, brought back layer by layer."""
+"""The `offload` memory: keeps everything on the host, and copies it back layer by layer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from mmaccel.policies.kv.store import Spill
 class Offload(HostPolicy):
     """Keeps all frames on the host; every pass copies the whole past of each layer to the device, and frees it again.
 
-    Exact: every query sees all that came before it, at its true position. The device holds one layer of the stream at a
+    Exact: every query sees all that came before it, at its original position. The device holds one layer of the stream at a
     time; the whole stream is copied for every chunk, question and token of an answer.
 
-    host_bytes, spill, folder  see `HostPolicy`; it keeps everything, so spill is "refuse" or "disk"
+    host_bytes, spill, folder  see `HostPolicy`; as it keeps everything, spill is "refuse" or "disk"
     """
 
     exact: ClassVar[bool] = True
@@ -48,7 +48,7 @@ class Offload(HostPolicy):
 
 
 class OffloadStream(WholeStream):
-    """Units on the host; the head and what a turn appends on the device."""
+    """The stream memory of `offload`: frames on the host; the prompt before the video and the question on the device."""
 
     def __init__(
         self, policy: Offload, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

@@ -1,4 +1,4 @@
-"""The last few frames: the floor that every memory has to beat."""
+"""The `recent` memory: only the last few frames, a baseline for other memories."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mmaccel.policies.kv._windowed import StreamMemory
 class Recent(WindowedPolicy):
     """Encodes under a sliding window; a question sees the last frames and the prompt before the video, nothing else.
 
-    SimpleStream (arXiv 2604.02317) asks every memory to beat an answer from the last four frames. This is not SimpleStream:
-    that runs the plain model afresh on those frames, and this shows keys and values that were encoded under the window,
-    which know of the frames before. Nothing but the window is kept.
+    SimpleStream (arXiv 2604.02317) asks every memory to beat an answer from the last four frames. This is not SimpleStream,
+    which runs the plain model anew on those frames: here keys and values were encoded under the window, with context from
+    earlier frames. Only the window is kept.
 
     local  frames a question sees
     """

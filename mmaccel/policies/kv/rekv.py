@@ -1,4 +1,4 @@
-"""ReKV: recall whole frames by the mean of their keys. Its index, by frame, is a part that other memories can take."""
+"""The `rekv` memory: retrieves whole frames by their mean keys; and its index `frames`, which other memories can use."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy
-from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, Survey
+from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, SearchTables
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
 
 
 class FrameIndex(Index):
-    """An index with one cluster for each unit: cluster n is unit n. It stays on the device; the host knows nothing of
-    it."""
+    """An index in which every unit (frame) is its own cluster: cluster n is unit n. It is kept entirely on the device."""
 
     def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
         first, end = self._units, self._units + pairs[0][0].shape[2] // self._tokens
@@ -45,7 +44,7 @@ class FrameIndex(Index):
             self.value = pad(self.value[:, rows], (0, 0, 0, more))
         self.time, self._units = self.time[:, :0], len(kept)
 
-    def _survey(self, end: int) -> Survey:
+    def _survey(self, end: int) -> SearchTables:
         room, rows = self.key.shape[1], self._at.below(end)
         number = torch.arange(room, device=self.device)
         gone = grow_buffer(self.absent, 0, room, fill=0, share=0.0)[:room]
@@ -61,7 +60,7 @@ class FrameIndex(Index):
         fixed = {name: self._fix(name, row.expand(self.layers, -1)) for name, row in made.items()}
         owner, within, flat, size = fixed.values()
         lists = clusters.Lists(owner, within, flat, flat, size, 1)
-        return Survey(lists=lists, alive=[count] * self.layers, ready=self.summaries, **told)
+        return SearchTables(lists=lists, alive=[count] * self.layers, ready=self.summaries, **told)
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
         return self.key.transpose(0, 1), layer, lambda units: self.key[layer, units].float()
@@ -117,7 +116,7 @@ class FrameIndex(Index):
 @register("index", "frames")
 @dataclass(frozen=True, kw_only=True)
 class Frames(IndexPolicy):
-    """Every unit is found by its own mean key before rotation, at each layer, as ReKV has it (ICLR 2025)."""
+    """Every unit (frame) is found by its own mean key before RoPE, at each layer, as in ReKV (ICLR 2025)."""
 
     opens: ClassVar = FrameIndex
 
@@ -128,10 +127,10 @@ class ReKV(ArchivedPolicy):
     """Encodes under a sliding window and keeps all frames on the host; each layer retrieves those nearest to the question.
 
     After Di et al., "Streaming Video Question-Answering with In-context Video KV-Cache Retrieval" (ICLR 2025): a frame is
-    represented by its mean key before rotation, a question by its mean query; each layer takes the best `frames`, in order
+    represented by its mean key before RoPE, a question by its mean query; each layer retrieves the best `frames`, in order
     of time and with consecutive positions, and keeps them for the answer. As in the paper's code no local window is seen by
-    a question (``local = 0``). It departs from it where the head stands while encoding (see `_ingest.Bases`), in one pass
-    over the question instead of two, and runs no language head while encoding.
+    a question (``local = 0``). Departures: the positions of the prompt before the video while encoding (see
+    `_ingest.Bases`), one pass over the question instead of two, and no language head while encoding.
     """
 
     local: int = 0

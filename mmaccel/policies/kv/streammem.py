@@ -1,4 +1,4 @@
-"""StreamMem: a memory of fixed size, kept by what the words of a prompt's own template attend to."""
+"""The `streammem` memory: fixed size; keeps the tokens to which the chat template's own words attend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmaccel.core.errors import between, limited
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
+from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attended
 
 MERGED = 8
 """Units of the clips within which units are merged."""
@@ -25,20 +25,20 @@ MERGED = 8
 class StreamMem(TokenPolicy):
     """Keeps the tokens that the template's words between question and answer attend to, and one prototype of each frame.
 
-    After Yang et al., "StreamMem" (2508.15717). Frames that look like the one before are merged with it. After each clip of
-    8 frames the template's words stand in for a question yet unknown (pieces of kind "proxy"); when a layer holds more than
-    the budget, the tokens that they attend to most stay, of the old memory and the new clip alike, and every new frame
-    leaves the mean of its keys and of its values, weighted by that attention, at its middle. A question sees all that is
-    held. Exact, with ``similar = None``, as long as the stream fits the budget.
+    After Yang et al., "StreamMem" (2508.15717). Frames similar to the one before are merged with it. After each clip of 8
+    frames the template's words stand in for a question yet unknown (passes of kind "proxy"); if a layer holds more than the
+    budget, the tokens that they attend to most are kept, of older tokens and the new clip alike, and every new frame leaves
+    the mean of its keys and of its values, weighted by that attention, at its middle. A question sees all that is held.
+    Exact, with ``similar = None``, as long as the stream fits the budget.
 
-    Where the paper leaves room: attention is averaged over the template's words and all heads; prototypes are part of the
-    budget, and compete like other tokens from the next clip on. The paper stretches positions by YaRN; here tokens move
-    together instead once original positions pass the model's limit.
+    Our choices where the paper is open: attention is averaged over the template's words and all heads; prototypes are part
+    of the budget, and compete like other tokens from the next clip on. The paper stretches positions by YaRN; here tokens
+    get compact positions once original ones pass the model's limit.
 
-    frames      kept, in tokens of each layer: 64 are 12 544 of LLaVA-OneVision (the paper: 6 000, 12 000 or 24 000)
-    similar     cosine of the features of frames, one after the other, from which on they are merged; None: never. Units are
-                merged within clips of 8, counted from the start of the stream; the last ones wait until it is known
-                with what they are merged, and a question sees them until then behind all others
+    frames      budget of a layer, in frames' worth of tokens: 64 are 12 544 of LLaVA-OneVision (paper: 6 000 to 24 000)
+    similar     cosine of the features of consecutive frames from which on they are merged; None: never. Units are
+                merged within clips of 8, counted from the start of the stream; the last ones are held back until it is known
+                with what they are merged, and a question sees them until then after all others
     prototypes  whether frames leave them
     positions   of kept tokens: "original" as long as the model's limit allows, then compact; or "compact" always
     """
@@ -52,14 +52,14 @@ class StreamMem(TokenPolicy):
     def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        return ProxyMemory(self, stream, geometry, model, device)
+        return StreamMemMemory(self, stream, geometry, model, device)
 
 
-class ProxyMemory(TokenMemory):
-    """Tokens of all time, chosen anew when the first proxy after the end of a clip has looked at them.
+class StreamMemMemory(TokenMemory):
+    """The stream memory of `streammem`: tokens are selected anew after each clip, by the attention of the first proxy pass.
 
-    chosen, whole  units at the last choice, and the first unit that has lost no token yet
-    merged, prototypes  units that were merged with another, and tokens that stand for frames
+    chosen, whole  units at the last selection, and the first unit that has lost no token yet
+    merged, prototypes  units that were merged with another, and tokens that represent frames
     """
 
     FACTS: ClassVar = {"chosen": int, "whole": int, "merged": float, "prototypes": float}
@@ -132,7 +132,7 @@ class ProxyMemory(TokenMemory):
             self._facts["prototypes"] += count / self.geometry.layers
         return True
 
-    def _prototypes(self, held: Held, score: Tensor) -> Held:
+    def _prototypes(self, held: HeldTokens, score: Tensor) -> HeldTokens:
         """One token of each unit that has lost none yet: the last ones held."""
         P = self.stream.unit
         count = min(self._count - self._facts["whole"], self.budget)
@@ -143,9 +143,9 @@ class ProxyMemory(TokenMemory):
             last = side[:, :, -count * P :].reshape(*side.shape[:2], count, P, side.shape[3]).float()
             sides.append((last * weight).sum(3).to(side.dtype))
         units = torch.arange(self._count - count, self._count, device=held.column.device)
-        return Held(sides[0], sides[1], units * P + P // 2)
+        return HeldTokens(sides[0], sides[1], units * P + P // 2)
 
-    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int]:
+    def _pick(self, layer: int, query: Tensor, held: HeldTokens) -> tuple[Tensor | None, int]:
         return None, self._count
 
     def checkpoint(self) -> Any:

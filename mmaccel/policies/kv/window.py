@@ -1,4 +1,4 @@
-"""Sinks and a local window: the first columns and the last ones."""
+"""The `window` memory: attention sinks and a local window (StreamingLLM)."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from mmaccel.policies.kv.full import LayeredState
 @register("kv", "window")
 @dataclass(frozen=True, kw_only=True)
 class Window(StreamPolicy):
-    """Every query sees the first `sinks` columns and the last `window`, its own included. Columns out of sight are freed.
+    """Every query sees the first `sinks` columns and the last `window`, its own included. Other columns are evicted.
 
-    A long append is seen by its own queries before anything of it goes, so the answer does not depend on how a prompt is cut
-    into chunks. After StreamingLLM (arXiv 2309.17453); unlike the paper, keys keep their original positions. Columns are
-    columns: the padding of a left-padded sequence takes up sinks.
+    Columns of a long append are evicted only after its own queries have seen them, so the result does not depend on how a
+    prompt is cut into chunks. After StreamingLLM (arXiv 2309.17453); unlike the paper, keys keep their original positions.
+    The padding of a left-padded sequence counts as columns, also as sinks.
 
-    In a stream the prompt before the video takes the place of the sinks, and `window` is rounded up to whole frames. A
-    question sees all of them; their positions continue after that prompt as if nothing lay between.
+    In a stream the prompt before the video replaces the sinks, and `window` is rounded up to whole frames. A question sees
+    all of them, at positions that continue after that prompt without a gap.
 
     A sparse pattern plans over the columns held, and of its plan each query sees what lies in its window.
 
-    sinks   first tokens that are never freed: models put spare attention there
+    sinks   first tokens that are never evicted, as models need attention sinks
     window  columns a query sees, its own included, at least 1
-    margin  columns held beyond the window for rolling back: the last run can always be taken back, and `margin` columns more
+    margin  columns held beyond the window for rollback: the last run can always be rolled back, and `margin` columns more
     """
 
     sequences: ClassVar[bool] = True
@@ -74,7 +74,8 @@ class _Held:
 
 
 class WindowState(LayeredState):
-    """Exactly sized tensors for each layer, joined anew at each append: what has left the reach goes then."""
+    """The KV cache of `window`: exactly sized tensors for each layer, concatenated anew by `append`, which evicts
+    columns."""
 
     def __init__(self, layers: int, sinks: int, window: int, margin: int) -> None:
         super().__init__(layers)
@@ -108,7 +109,7 @@ class WindowState(LayeredState):
 
     @contextmanager
     def question_scope(self) -> Iterator[None]:
-        """As in the contract, however long the turn: inside, nothing goes that was within reach at its start."""
+        """Context for a question, however long: inside, nothing is evicted that was within reach at its start."""
         before = self._pinned
         self._pinned = self.length() if before is None else before
         try:
@@ -148,8 +149,8 @@ class WindowState(LayeredState):
         seen = max(self._sinks, length - self._window + 1)
         if held is not None and seen < min(held.edge, length):
             raise ModelError(
-                f"kv: the last {self._counts[layer] - length} columns cannot be taken back, for keys that the next query "
-                f"would see have gone; raise margin, which is {self._margin}."
+                f"kv: the last {self._counts[layer] - length} columns cannot be rolled back, as keys that the next "
+                f"query would see have been evicted; raise margin, which is {self._margin}."
             )
 
     def _cut(self, layer: int, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Token pruners: which visual tokens are worth keeping. One idea a file; a new one is a file and an import line here."""
+"""Token pruners: which visual tokens to keep, one per file; a new one needs a file and an import line here."""
 
 from mmaccel.policies.prune.attention import AttentionPrune as AttentionPrune
 from mmaccel.policies.prune.dycoke import DyCoke as DyCoke

@@ -1,4 +1,4 @@
-"""SpecVLM's pruning: what the target's question attends to, and an even spread of the rest."""
+"""The `attention` pruner (SpecVLM): a draft keeps what the target's question attends to, and an even sample of the rest."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from mmaccel.core.registry import register
 @register("prune", "attention")
 @dataclass(frozen=True, kw_only=True)
 class AttentionPrune(QuotaPruner):
-    """Keep what the target's question attends to, then fill up evenly.
+    """Keep the visual tokens that the target's question attends to, then fill up evenly.
 
     A token's score is the attention it gets from the text after the last image or video, a mean over these rows, heads and
-    layers. A question that stands before is read through them: no row sees what comes after it. First the tokens of the
+    layers. A question before the video is read through these rows, as no row sees later tokens. First the tokens with the
     highest scores are taken until they hold `mass` of the total, at most the quota; the rest of the quota is spread evenly
-    over what is left, in order. After SpecVLM (arXiv 2508.16201); its even spread takes the ends of the video first, ours
-    the middles of equal stretches, and LLaVA's newline always stays.
+    over the other tokens, in order. After SpecVLM (arXiv 2508.16201); its even sample takes the ends of the video first,
+    ours the middles of equal stretches, and LLaVA's newline is always kept.
 
-    retention  share of the visual tokens that stays, rounded down
-    mass       share of the attention that the first, guided part holds; 1 is the attention alone
-    variation  score by the last layer's attention less the first layer's (ParallelVLM's ablation, Figure 9)
+    retention  share of the visual tokens that is kept, rounded down
+    mass       share of the attention that the first, guided part holds; 1 uses attention alone
+    variation  score by the last layer's attention minus the first layer's (ParallelVLM's ablation, Figure 9)
     """
 
     stage: ClassVar = "draft"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
+    no_tensor_parallel: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     mass: float = limited(0.4, SHARE)
     variation: bool = False

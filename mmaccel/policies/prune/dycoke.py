@@ -1,4 +1,4 @@
-"""DyCoke: frames that repeat the frame before them are thinned; a decoded token looks at what it attended to."""
+"""The `dycoke` pruner: drops tokens that repeat earlier frames; decoded tokens see only the most attended of the rest."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from mmaccel.core.registry import register
 @register("prune", "dycoke")
 @dataclass(frozen=True, kw_only=True)
 class DyCoke(TokenPruner):
-    """Two parts. Before the language model, within each four frames of a video: the second and the fourth frame lose the
-    share `drop` of their tokens that are most like the token of the same cell in the frame before, then the third loses as
-    much against the first. While decoding, layers from `layer` on see the best 1 - `forget` of the cached video tokens, by
-    the attention of the newest token in the layer before, a mean over heads; they are chosen anew when that attention has a
-    cosine below `refresh` with the one before it. What is not seen stays cached and can come back.
+    """Prunes redundant video tokens before the language model, and hides cached ones while decoding. First, within each four
+    frames of a video, the second and the fourth frame lose the share `drop` of their tokens that are most like the token of
+    the same cell in the frame before, then the third loses as much against the first. While decoding, layers from `layer` on
+    see the best 1 - `forget` of the cached video tokens, by the attention of the newest token in the layer before, a mean
+    over heads; they are chosen anew when that attention has a cosine below `refresh` with the last one. Unseen tokens stay
+    cached and may return.
 
-    Images stay whole in both parts: they have no frame before them.
+    Images are not pruned in either part, as they have no frame before them.
 
     Lossy. After Tao et al. (arXiv 2411.15024). What a frame loses is rounded so that (1 - drop) of it, rounded down, stays;
-    frames at the end that make no four are thinned as far as they go; frames of unlike grids are left alone. In the released
-    code a step that does not choose anew runs unpruned; here the choice stands.
+    a last group of fewer than four frames is pruned alike; frames of unlike grids are left alone. In the released code a
+    step that does not choose anew runs unpruned; here the last choice is kept.
 
-    On a stream four frames are thinned together before they are stored, as one unit of the memory, and kept tokens are
-    numbered anew (`compact`), for a memory has the same places for all units. The last four are filled up with the last.
+    On a stream four frames are pruned together before they are stored, as one unit of the memory, and kept tokens are
+    renumbered (`compact`), as a memory has the same positions for all units. The last four are filled up with the last.
     """
 
     stage: ClassVar = "frames"
@@ -45,7 +46,7 @@ class DyCoke(TokenPruner):
     refresh: float = limited(0.9, between(-1, 1, "a cosine, -1 to 1"))
 
     @property
-    def unsharded(self) -> str | None:  # type: ignore[override]
+    def no_tensor_parallel(self) -> str | None:  # type: ignore[override]
         return "forgets by the attention of all heads" if self.forget else None
 
     def stages(self, depth: int) -> tuple[Stage, ...]:

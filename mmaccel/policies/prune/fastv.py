@@ -1,4 +1,4 @@
-"""FastV: after the first layers, drop the visual tokens that the last word does not look at."""
+"""The `fastv` pruner: after the first layers, drops the visual tokens to which the last prompt token attends least."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from mmaccel.core.registry import register
 @register("prune", "fastv")
 @dataclass(frozen=True, kw_only=True)
 class FastV(ScorePruner):
-    """Before layer `layer` of the target, rank the tokens of images and videos by the attention that the last token of
-    the prompt paid them in the layer before, a mean over heads; the best `retention` goes on. Earlier layers keep all.
+    """Before layer `layer` of the target, rank the visual tokens by the attention that the last token of the prompt paid
+    them in the layer before, a mean over heads, and keep the best `retention` of them. Earlier layers keep all.
 
-    Lossy. After Chen et al. (arXiv 2403.06764): K is `layer`, R is 1 - `retention`; kept tokens keep their positions.
-    A share r on average over a depth L needs retention = (r L - layer) / (L - layer): see `averaging`.
+    Lossy. After Chen et al. (arXiv 2403.06764): K is `layer`, R is 1 - `retention`; kept tokens keep their positions. A
+    share r on average over a depth L needs retention = (r L - layer) / (L - layer): see `averaging`.
     """
 
     stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
+    no_tensor_parallel: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     retention: float = 0.5
     layer: int = limited(2, Limit(lambda layer: layer >= 1, "1 or more, for a layer before it must rank"))
 
     @classmethod
     def averaging(cls, share: float, depth: int, layer: int = 2) -> FastV:
-        """The one that keeps `share` of the visual tokens on average over `depth` layers; `RecipeError` when none does."""
+        """Create a FastV that keeps `share` of the visual tokens on average over `depth` layers; may raise `RecipeError`."""
         rest = (share * depth - layer) / (depth - layer)
         if not 0 <= rest <= 1:
             raise RecipeError(

@@ -1,4 +1,4 @@
-"""PyramidDrop: fewer and fewer visual tokens, stage by stage."""
+"""The `pyramid_drop` pruner: drops visual tokens at several stages, each of which keeps a share of the previous one's."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class PyramidDrop(ScorePruner):
     """At each stage keep the share `retention` of what the stage before kept, by the attention of the prompt's last token.
 
     The attention is that of the layer about to run, a mean over heads, computed for that one row. Counts are shares of the
-    whole prompt's visual tokens (a half, a quarter, an eighth), each rounded down, so that rounding does not add up.
+    whole prompt's visual tokens (a half, a quarter, an eighth), each rounded down, so that rounding does not accumulate.
 
-    Lossy. After Xing et al. (arXiv 2410.17247): λ is `retention`. The released code numbers what is left anew at every
-    stage; `compact` does so too, but as it would take time and place from M-RoPE it is off by default.
+    Lossy. After Xing et al. (arXiv 2410.17247): λ is `retention`. The released code renumbers the kept tokens at every
+    stage; `compact` does so too, but is off by default, as it loses M-RoPE's time and place.
 
-    stages_at  where the stages stand, as shares of the depth, rounded to a layer (8, 16 and 24 of 32)
+    stages_at  the stages, as shares of the depth, rounded to a layer (8, 16 and 24 of 32)
     """
 
     stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
-    unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
+    no_tensor_parallel: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     retention: float = 0.5
     stages_at: tuple[float, ...] = (0.25, 0.5, 0.75)

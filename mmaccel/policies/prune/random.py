@@ -1,4 +1,4 @@
-"""Visual tokens by lot, the same lot every time."""
+"""The `random` pruner: a random sample of the visual tokens, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmaccel.core.registry import register
 class RandomPrune(ScorePruner):
     """Keep a random share of the visual tokens, drawn without replacement from a generator seeded by `seed`.
 
-    The draw is made on the host, so that every device and process keeps the same. Baseline of ParallelVLM (Figure 7).
+    The draw is made on the host, so that every device and process keeps the same tokens. Baseline of ParallelVLM (Figure 7).
     """
 
     stage: ClassVar = "draft"

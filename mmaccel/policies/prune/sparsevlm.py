@@ -1,4 +1,4 @@
-"""SparseVLM: rates visual tokens by the attention of the question's visual words; dropped tokens are merged into few."""
+"""The `sparsevlm` pruner: ranks visual tokens by attention of a question's visual words; merges dropped ones into a few."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ LAYERS, DEPTH = (2, 6, 15), 32
 @register("prune", "sparsevlm")
 @dataclass(frozen=True, kw_only=True)
 class SparseVLM(TokenPruner):
-    """Text raters score the visual tokens after three layers; the best stay, the better of the rest are merged into a few.
+    """Rows of text (raters) score the visual tokens after three layers; the best are kept, better ones of the rest are
+    merged.
 
     Raters are chosen once, from the input embeddings: for each visual token a softmax of its products with the tokens of the
     text after the last image or video, averaged over the visual tokens; a rater is a token above the mean. A visual token's
     score is the attention the raters pay it in the layer just run, a mean over heads and raters. Words before the visual
-    tokens cannot look at them; where the question stands there, all rows after them, which have read it, are raters. The
-    count left by a stage is a share of the whole prompt's visual tokens, rounded down. Of the best `recycle` of
-    the dropped, t tokens, t // 10 + 1 cluster centres are found by density peaks over the `neighbours` nearest (states
-    scaled by the root of their size); each cluster becomes the mean of its members and stands where its centre stood,
-    beyond the count.
+    tokens cannot attend to them; if the question is there, all rows after them, which have read it, are raters. The count
+    left by a stage is a share of the whole prompt's visual tokens, rounded down. Of the best `recycle` of the dropped, t
+    tokens, t // 10 + 1 cluster centres are found by density peaks over the `neighbours` nearest (states scaled by the root
+    of their size); each cluster becomes the mean of its members, at the position of its centre, beyond the count.
 
     Lossy. After Zhang et al. (arXiv 2410.04417), first version; its layers 2, 6 and 15 of 32 and its counts of 300, 200 and
-    110 of 576 tokens are the defaults. Not taken over: the rank test that skips a stage, the noise against equal densities
-    (here the first wins), and numbering anew, which is `compact`.
+    110 of 576 tokens are the defaults. Not implemented: the rank test that skips a stage, the noise against equal densities
+    (here the first wins), and renumbering, which is `compact`.
 
-    layers   the layers after which to cut, from 0; None: 2, 6 and 15 of 32, in proportion to the depth
-    recycle  share of the dropped that is merged instead; 0 drops them all
+    layers   the layers after which to prune, from 0; None: 2, 6 and 15 of 32, in proportion to the depth
+    recycle  share of the dropped tokens that is merged instead; 0 drops them all
     raters   "chosen" as above, or "all" rows after the visual tokens. A stream has no embeddings of its video to choose by
              and no states to merge: there all are raters, and nothing is recycled
     """
 
     stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden", "attention"})
-    unsharded: ClassVar[str | None] = "judges tokens by the attention of all heads"
+    no_tensor_parallel: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     retention: tuple[float, ...] = (300 / 576, 200 / 576, 110 / 576)
     layers: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""Every so many-th visual token: pruning that knows nothing."""
+"""The `uniform` pruner: evenly spaced visual tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mmaccel.core.registry import register
 @register("prune", "uniform")
 @dataclass(frozen=True, kw_only=True)
 class UniformPrune(QuotaPruner):
-    """Keep visual tokens at even steps through all images and videos, the middle of each of `retention` x m equal stretches.
+    """Keep evenly spaced visual tokens of all images and videos, the middle of each of `retention` x m equal stretches.
 
-    The baseline without guidance of ParallelVLM (arXiv 2603.19610, Figure 7).
+    The unguided baseline of ParallelVLM (arXiv 2603.19610, Figure 7).
     """
 
     stage: ClassVar = "draft"

@@ -1,4 +1,4 @@
-"""UV-Prune: what the target came to find related to the question, whatever its place in the video."""
+"""The `uv` pruner (ParallelVLM): the draft keeps visual tokens that become most similar to the question in the target."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from mmaccel.core.registry import register
 @register("prune", "uv")
 @dataclass(frozen=True, kw_only=True)
 class UVPrune(ScorePruner):
-    """Unbiased verifier-guided pruning: keep the visual tokens whose likeness to the question grew most up to `layer`.
+    """Unbiased verifier-guided pruning: keep the visual tokens whose similarity to the question grew most up to `layer`.
 
-    The likeness S of a visual token and the question is the sum of the cosines between its state and the states of the
-    question's tokens; the question is the text after the last image or video, and the words of the same message before
-    it, where the chat's markup can be told from these. The sum over layers of Eq. 3 telescopes to S^L - S^base, so two
-    layers are read, and no attention scores: it works with every attention kernel. After ParallelVLM (arXiv 2603.19610,
-    §4.1), which leaves S^0 open: here it is the first layer's output. To take the likeness of the input embeddings away
-    instead changes little on the tiny models, on one of them next to nothing. The paper's sum is over all text.
+    The similarity S of a visual token and the question is the sum of the cosines between its state and the states of the
+    question's tokens; the question is the text after the last image or video, and words of the same message before it, if
+    these can be told from the chat's markup. The sum over layers of Eq. 3 telescopes to S^L - S^base, so two layers are
+    read, and no attention scores: it works with every attention kernel. After ParallelVLM (arXiv 2603.19610, §4.1), which
+    leaves S^0 open: here it is the first layer's output. Subtracting the similarity of the input embeddings instead changes
+    little on the tiny models, on one of them next to nothing. The paper's sum is over all text.
 
-    retention  share of the visual tokens that stays, 1 - alpha of the paper
+    retention  share of the visual tokens that is kept, 1 - alpha of the paper
     layer      L; None: min(20, three tenths of the target's depth, rounded up). The paper's is 20 for
                targets of 28 layers too
-    base       the layer whose likeness is taken away: 0 the embeddings, 1 the first layer's output; None: 1, and 0 where
+    base       the layer whose similarity is subtracted: 0 the embeddings, 1 the first layer's output; None: 1, and 0 if
                `layer` is 1
     variation  False scores by S^L alone (the paper's ablation)
-    contrast   score a token by what it has beyond the mean of its frame. Ours, for targets in which whole frames turn to the
-               question together: a few of them would then take the quota of all
+    contrast   score a token relative to the mean of its frame. Ours, for targets in which whole frames become similar to the
+               question: a few of them would otherwise take the whole quota
     """
 
     stage: ClassVar = "draft"

@@ -1,4 +1,4 @@
-"""VisionZip: keeps the tokens of each frame that its vision tower attends to, and merges the rest into a few."""
+"""The `visionzip` pruner: keeps tokens of each frame that its vision tower attends to, and merges the rest into a few."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class VisionZip(TokenPruner):
 
     Dominant: those that the other tokens of the frame attend to most in the vision tower's last layer, a mean over heads and
     queries (towers without a class token have no other measure). Contextual: of the rest, some at even steps; every token
-    that is neither joins the one whose vision key is most like its own (cosine), and the group becomes its mean. Both
-    stand in their own cells, so layouts stay true. An image is a frame; the finer tiles of one, which are scored each within
-    itself, are one more together.
+    that is neither joins the one whose vision key is most similar to its own (cosine), and the group becomes its mean. Both
+    keep their cells, so layouts stay valid. An image is a frame; its finer tiles, each scored within itself, are one more
+    frame together.
 
     Lossy. After Yang et al. (arXiv 2412.04467). The paper counts 54 dominant and 10 contextual tokens; as frames of models
     differ, the fields are shares; the defaults give 54 and 10 of LLaVA-OneVision's 196. Scores and keys are pooled as the
-    features are, where the model pools. The released code adds the mean to the contextual token; here that token is one of
+    features are, if the model pools. The released code adds the mean to the contextual token; here that token is one of
     those averaged.
 
-    retention   share of a frame's tokens that stays, rounded down
+    retention   share of a frame's tokens that is kept, rounded down
     carry       what rounding takes from a frame goes to the next of its size, so that the whole video keeps its share:
                 a tenth of frames of 16 tokens is then one or two of each, and not one
     contextual  share of those that are contextual, rounded to the nearest
 
-    On a stream each frame is pruned before it is stored, and kept tokens are numbered anew (`compact`), as in the released
-    code: a memory has the same places for all frames. There is no `carry` then, for all frames keep the same number.
+    On a stream each frame is pruned before it is stored, and kept tokens are renumbered (`compact`), as in the released
+    code: a memory has the same positions for all frames. `carry` is not allowed then, as all frames keep the same number.
     """
 
     stage: ClassVar = "frames"
@@ -67,7 +67,7 @@ class VisionZip(TokenPruner):
         return (Stage(0, hidden=(0,), share=self.retention),)
 
     def counts(self, number: int, size: int) -> list[int]:
-        """How many tokens each of `number` frames of `size` tokens keeps."""
+        """Return how many tokens each of `number` frames with `size` tokens keeps."""
         if not self.carry:
             return [quota(self.retention, size)] * number
         return [b - a for a, b in pairwise(quota(self.retention, n * size) for n in range(number + 1))]

@@ -1,4 +1,4 @@
-"""Sparse prefill patterns: one idea, one file, one name; importing this registers them all."""
+"""Sparse prefill attention patterns, one per file; importing this registers them all."""
 
 from mmaccel.policies.sparse.a_shape import AShape as AShape
 from mmaccel.policies.sparse.block_topk import BlockTopK as BlockTopK

@@ -1,4 +1,4 @@
-"""Sink and local window."""
+"""The `a_shape` pattern: attention sink and local window (StreamingLLM)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks,
 @register("sparse", "a_shape")
 @dataclass(frozen=True, kw_only=True)
 class AShape(IntraPattern):
-    """Every query sees the first `sink` tokens and the last `window`, itself counted; the rest is skipped.
+    """Every query sees the first `sink` tokens and the last `window`, itself included; nothing else.
 
-    Within a modality boundary both count in keys of the modality.
+    Within a modality boundary both count only keys of the modality.
 
     Exact: no block is rounded up, and with sink + window >= length it is dense attention. After MMInference (section 3.1,
     Tables 2 and 3: sink 128, local 1024 to 4096) and StreamingLLM (arXiv 2309.17453); unlike the latter, keys keep their
-    positions. Appendix C.3 of the former speaks of seven sinks; its tables, followed here, of 128.
+    positions. Appendix C.3 of the former mentions seven sinks; its tables, followed here, 128.
     """
 
     sink: int = limited(128, at_least(0))
@@ -34,13 +34,13 @@ class AShape(IntraPattern):
 
 
 def near_and_first(region: Region, sink: int, window: int) -> tuple[KeySpan, ...]:
-    """Spans over the last `window` of the keys not after a query, and the first `sink` of them. Either may be 0."""
+    """Return spans over the last `window` of the keys up to each query, and over the first `sink` keys; either may be 0."""
     near = (region.span(0, window),) if window else ()
     return (*near, region.span(window, FAR, first=sink)) if sink else near
 
 
 def near_and_first_blocks(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
-    """The most blocks that `near_and_first` lists: see `IntraPattern.max_blocks`."""
+    """Return the most blocks that `near_and_first` lists, as `IntraPattern.max_blocks` does."""
     keys = whole_blocks(n_key, block)
     near = min(spanned_blocks(block + window - 1, block), keys) if window else 0
     # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.

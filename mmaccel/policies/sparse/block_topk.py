@@ -1,4 +1,4 @@
-"""The blocks of keys that a cheap look at each block of queries finds heaviest."""
+"""The `block_topk` pattern: for each query block, the key blocks with the largest estimated attention."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ GAIN_S = 4e-11
 @register("sparse", "block_topk", compile=False)  # the choice of blocks alone is: `_CHOICE`
 @dataclass(frozen=True, kw_only=True)
 class BlockTopK(SparsePattern):
-    """A block of queries sees the fewest key blocks that hold `budget` of its estimated weight, at most `top` of them.
+    """Each query block sees the fewest key blocks that hold `budget` of its estimated attention, at most `top` of them.
 
-    Blocks that hold the first `sink` tokens, and those with the queries' own places, are always kept and counted first.
-    `budget` 1 keeps every block, up to `top`; a `top` of None is no limit.
+    The first `sink` tokens' blocks, and those on the diagonal, are always kept and counted first. `budget` 1 keeps every
+    block, up to `top`; a `top` of None is no limit.
 
     score="antidiagonal"  queries and keys in tiles of `stride`; the weight of a pair of tiles is the mean of the scores on
                           its antidiagonal, which every row, column and diagonal crosses, under a softmax over the tiles; a
                           block has the sum over its tiles (XAttention, arXiv 2503.16428)
     score="mean"          the softmax of the scores of mean queries and mean keys of whole blocks (the query-aware half of
-                          FlexPrefill, arXiv 2502.20766; `stride` plays no part)
+                          FlexPrefill, arXiv 2502.20766; `stride` is not used)
 
-    Each query head chooses for itself. Scores are made for runs of query blocks; kept is a bool for each pair of blocks.
-    Departures: where a prompt comes in chunks, tiles whose first key is not after their first query take part; the former
-    work thresholds per head by a table, the latter mixes in vertical-slash heads.
+    Each query head chooses for itself. Scores are computed for runs of query blocks; the choice is a bool per pair of
+    blocks. Departures: in chunked prefill, tiles whose first key is not after their first query take part; XAttention has
+    thresholds per head from a table, FlexPrefill also has vertical-slash heads.
     """
 
     adaptive: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Queries and keys sorted by modality, a pattern for each pair of modalities; and the base of all boundaries."""
+"""The `boundary_2d` pattern: one pattern per pair of query and key modality; and the base class of all boundaries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAIRS = tuple(f"{q}>{k}" for q in MODALITIES.values() for k in MODALITIES.values
 
 
 def inner(value: Any, where: str, block: int) -> IntraPattern | None:
-    """The pattern of a field of that kind, in blocks of `block` tokens; `where` names the field in errors."""
+    """Return the pattern given as a boundary's field, with blocks of `block` tokens; `where` names the field in errors."""
     pattern = policy("sparse", value, where)
     if pattern is None:
         return None
@@ -39,12 +39,12 @@ def inner(value: Any, where: str, block: int) -> IntraPattern | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary(RegionPattern):
-    """Groups of queries over groups of keys, each pair under a pattern of its own, all under one softmax.
+    """Groups of queries over groups of keys, each pair with a pattern of its own, all under one softmax.
 
-    What a pattern within a boundary measures, it measures in ranks among the keys of its group (MMInference, section 2.4),
-    and what it estimates, it estimates from the last queries of its group, whatever island they are in (section 3.2): the
-    weights that those queries give to the keys of the group, of all that they see. Causality is that of the sequence. In
-    chunked prefill the last queries of each chunk decide.
+    A pattern within a boundary measures distances in ranks among the keys of its group (MMInference, section 2.4), and
+    estimates from the last queries of its group, wherever they are (section 3.2): from the weights that these give to the
+    keys of the group, out of all that they see. Causality is that of the sequence. In chunked prefill the last queries of
+    each chunk are used.
     """
 
     adaptive: ClassVar[bool] = True
@@ -53,15 +53,15 @@ class Boundary(RegionPattern):
     @property
     @abstractmethod
     def groups(self) -> Groups:
-        """The groups, and the patterns between them."""
+        """The patterns of this boundary, by group of queries and group of keys (a modality, or None for all)."""
 
     @property
     def reads_layer(self) -> bool:
         return any(pattern and pattern.adaptive for row in self.groups.values() for pattern in row.values())
 
     def layer_parts(self, layer: LayerInputs) -> list[Part]:
-        census = layer.q_layout.census
-        return [p for q in self.groups if q is None or census[q] for p in self._parts(layer, q)]
+        max_tokens_of = layer.q_layout.max_tokens_of
+        return [p for q in self.groups if q is None or max_tokens_of[q] for p in self._parts(layer, q)]
 
     def _parts(self, layer: LayerInputs, q: int | None) -> list[Part]:
         """The parts of one group of queries."""
@@ -70,7 +70,7 @@ class Boundary(RegionPattern):
         spans: list[KeySpan] = []
         number, region = 0, None
         for k, pattern in self.groups[q].items():
-            if pattern is None or (k is not None and not layer.k_layout.census[k]):
+            if pattern is None or (k is not None and not layer.k_layout.max_tokens_of[k]):
                 continue
             region = layer.region(q, k)
             made = pattern.cached_parts(region)
@@ -104,15 +104,15 @@ class Boundary(RegionPattern):
         (queries, keys), share, total = layouts, seen_share(n_query, n_key), 0.0
         layer = LayerInputs.of_layouts(queries, keys, self.block)
         for q, patterns in self.groups.items():
-            rows = n_query if q is None else queries.census[q]
+            rows = n_query if q is None else queries.max_tokens_of[q]
             for k, pattern in patterns.items():
-                among = n_key if k is None else keys.census[k]
+                among = n_key if k is None else keys.max_tokens_of[k]
                 if pattern is not None and rows and among:
                     total += pattern.estimate_blocks(rows, among, share, layer.region(q, k))
         return total
 
     def per_head(self, heads: int) -> tuple[str, ...]:
-        """The boundary and, in brackets, the pattern that most pairs follow within it: that of videos, or of text."""
+        """Return, for each head, the boundary and in brackets its pattern for video (else text, else images)."""
         for m in (VIDEO, TEXT, IMAGE):
             patterns = self.groups[m if m in self.groups else None]
             pattern = patterns[m if m in patterns else None]
@@ -123,7 +123,7 @@ class Boundary(RegionPattern):
 
 @dataclass(frozen=True, kw_only=True)
 class OneSided(Boundary):
-    """A boundary on one side: a pattern for each modality, None (null) for one that is left out."""
+    """Base of boundaries on one side (queries or keys): one pattern per modality, or None (null) to leave it out."""
 
     text: Inner = "a_shape"
     image: Inner = "a_shape"
@@ -138,23 +138,22 @@ class OneSided(Boundary):
 
     @property
     def patterns(self) -> Mapping[int | None, IntraPattern | None]:
-        """The pattern of each modality."""
+        """The sparse pattern of each modality (text, image, video); None: left out."""
         return {m: getattr(self, name) for m, name in MODALITIES.items()}
 
 
 @register("sparse", "boundary_2d")
 @dataclass(frozen=True, kw_only=True)
 class Boundary2D(Boundary):
-    """The queries of each modality attend to the keys of each modality by a pattern of the pair's own.
+    """The queries of each modality attend to the keys of each modality by a pattern for that pair of modalities.
 
-    Rows and columns are permuted (MMInference, Algorithm 3): windows, columns and lines count in keys of the pair's
-    modality, so that they run on across whatever stands between its segments (section 2.4). A query and a key of one
-    modality are as far apart as tokens of it lie between them; a query of another modality stands at the last key not
-    after it.
+    Rows and columns are permuted (MMInference, Algorithm 3): windows, columns and lines count only keys of the pair's key
+    modality, so that they continue across segments of other modalities (section 2.4). The distance of a query and a key of
+    one modality is the number of tokens of it between them; a query of another modality counts as at the last key before it.
 
-    `default` holds the pattern of every pair ("a_shape", "dense", "grid", "vertical_slash", ...), by name, as a mapping
-    such as ``{"name": "a_shape", "window": 1024}``, or as an object; `pairs` that of some, as ``{"video>text": "grid"}``,
-    the queries' modality first. null leaves a pair out. The block of the boundary is theirs too.
+    `default` holds the pattern of every pair ("a_shape", "dense", "grid", "vertical_slash", ...), by name, as a mapping such
+    as ``{"name": "a_shape", "window": 1024}``, or as an object; `pairs` that of some, as ``{"video>text": "grid"}``, the
+    queries' modality first. null leaves a pair out. They all have the boundary's block size.
     """
 
     words: ClassVar[Mapping[str, str]] = {

@@ -1,4 +1,4 @@
-"""Every key not after the query: the pattern that leaves nothing out."""
+"""The `dense` pattern: full causal attention."""
 
 from __future__ import annotations
 

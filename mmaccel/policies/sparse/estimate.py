@@ -1,4 +1,4 @@
-"""Attention of the last queries: the signal of the adaptive patterns (MMInference, Algorithm 1, last_q = 64)."""
+"""Attention of the last queries, from which adaptive patterns estimate (MMInference, Algorithm 1, last_q = 64)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.lines import line_sums, reduces, row_totals
+from mmaccel.backends.ops.lines import has_kernel, line_sums, row_totals
 
 Score = Literal["contrast", "mean", "sum"]
 """How the lines of one class are weighed together."""
@@ -25,13 +25,12 @@ ROUNDS = 8
 
 @dataclass(frozen=True, eq=False)
 class SampleLayout:
-    """The last queries in one order, and which keys of another order they see; computed from the layouts alone.
+    """Which queries are sampled (the last ones in an order) and which keys they see; from the layouts alone.
 
-    query_row [B, L] long, their rows; at [B, L] long, rank of each among the keys, -1 where there is none.
-    row [B, n] long, the rows of the keys in the key tensor, or None when they are its first n.
-    seen [B, n] whether there is a key, no later than the last query.
-    final: the queries are known to be the last rows and the last of the keys, one after the other; runs: in so many runs of
-    ranks they are taken to lie, by which the faster way is chosen.
+    query_row [B, L] long: rows of the queries; at [B, L] long: rank of each among the keys, -1 for none. row [B, n] long:
+    rows of the keys in the key tensor, or None for its first n. seen [B, n]: whether there is a key, no later than the last
+    query. final: whether the queries are known to be the last rows and the last keys, in order; runs: estimated number of
+    runs of consecutive ranks, by which the faster algorithm is chosen.
     """
 
     query_row: Tensor
@@ -42,29 +41,29 @@ class SampleLayout:
     runs: int
 
     def of(self, query: Tensor) -> Tensor:
-        """[B, H, L, D]: the queries themselves, of query [B, H, n_query, D]."""
+        """Return the sampled queries [B, H, L, D] of query [B, H, n_query, D]."""
         L = self.at.shape[1]
         if self.final:
             return query[:, :, query.shape[2] - L :]
         return query.gather(2, self.query_row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3]))
 
     def before(self) -> Tensor:
-        """[B, L, n] bool: the keys before each query."""
+        """Return [B, L, n] bool: the keys before each sampled query."""
         return torch.arange(self.seen.shape[1], device=self.at.device) < self.at[..., None]
 
     @cached_property
-    def askers(self) -> Tensor:
-        """[B, 1, n] float32: the queries that see column j, which are as many as have a key on diagonal j; at least 1."""
+    def query_counts(self) -> Tensor:
+        """[B, 1, n] float32: number of sampled queries that see column j (or have a key on diagonal j), at least 1."""
         column = torch.arange(self.seen.shape[1], device=self.at.device)
         return (column <= self.at[..., None]).sum(1, keepdim=True).clamp(min=1).float()
 
 
 @dataclass(frozen=True, eq=False)
 class LastQueries:
-    """The attention of the last queries of an order to the keys of another.
+    """Computes the attention of the last queries of one order to the keys of another.
 
-    query [B, H, L, D], the queries; key [B, G, N, D], the tensor in which the keys lie. total [B, H, L] the log-sum-exp of
-    all that a query sees, when the keys are not all of it. pooled: the query heads of one key head share the mean of their
+    query [B, H, L, D]: the queries; key [B, G, N, D]: the tensor with the keys. total [B, H, L]: the log-sum-exp over all
+    keys that a query sees, if these are only some of them. pooled: query heads that share a key/value head share their mean
     weights.
     """
 
@@ -76,26 +75,26 @@ class LastQueries:
 
     @property
     def at(self) -> Tensor:
-        """Like that of `sample`."""
+        """Rank of each sampled query among the keys, as in `SampleLayout`."""
         return self.sample.at
 
     @property
     def width(self) -> int:
-        """n, the most keys there can be."""
+        """n, the largest number of keys that a query can see."""
         return self.sample.seen.shape[1]
 
     @property
     def fused(self) -> bool:
-        """Whether the device reduces the weights as it makes them."""
-        return self.query.is_cuda and reduces(self.query.device, self.query.dtype, *self.query.shape[2:])
+        """Whether a fused kernel reduces the attention weights without storing them."""
+        return self.query.is_cuda and has_kernel(self.query.device, self.query.dtype, *self.query.shape[2:])
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, int, bool]:
-        """What the operators that reduce the weights take first."""
+        """The first arguments of the operators that reduce attention weights to sums of columns and diagonals."""
         return self.query, self.key, self.sample.row, self.at, self.total, self.width, self.pooled
 
     def weights(self) -> Iterator[Tensor]:
-        """Softmax weights [B, h, L, n] float32 of consecutive runs of heads, all heads at once where memory allows."""
+        """Yield softmax weights [B, h, L, n] float32 of consecutive runs of heads, of all heads at once if memory allows."""
         first, group = 0, self.query.shape[1] // self.key.shape[1]
         for scores in self._scores():
             last = first + scores.shape[1]
@@ -109,15 +108,16 @@ class LastQueries:
             yield weight
 
     def totals(self) -> Tensor:
-        """[B, H, L] float32: the log-sum-exp of the scores of each query."""
+        """Return the log-sum-exp [B, H, L] float32 of each query's scores."""
         if self.fused:
             return row_totals(self.query, self.key, self.sample.row, self.at, self.width)
         return torch.cat([scores.logsumexp(-1) for scores in self._scores()], 1)
 
     def lines(self) -> tuple[Tensor, Tensor]:
-        """Weights of columns and of diagonals (query position minus key position), two tensors [B, H, n] float32.
+        """Return attention weights summed along columns and along diagonals (query minus key position), each [B, H, n]
+        float32.
 
-        Sums over the queries; divided by `askers`, means over the queries that have a key there.
+        The sums are over queries; divided by `query_counts`, they are means over the queries that have a key there.
         """
         if self.fused and self.sample.runs <= ROUNDS:
             column, diagonal = line_sums(*self.operands)
@@ -135,11 +135,11 @@ class LastQueries:
         return torch.cat(columns, 1), torch.cat(diagonals, 1)
 
     def entropy(self) -> Tensor:
-        """[B, H, L]: how widely each query spreads its weight."""
+        """Return the entropy [B, H, L] of each query's attention weights."""
         return torch.cat([torch.special.entr(weight).sum(-1) for weight in self.weights()], 1)
 
     def spread(self, found: Tensor) -> Tensor:
-        """[B, H, ...]: what was found [B, h, ...] for each head, or, pooled, once for the heads of a key head."""
+        """Expand results [B, h, ...] to all query heads [B, H, ...]; `pooled` ones are one per key/value head."""
         times = self.query.shape[1] // found.shape[1]
         return found if times == 1 else found.repeat_interleave(times, 1)
 
@@ -192,11 +192,11 @@ def _skewed(weight: Tensor) -> Tensor:
 
 
 def standing(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
-    """[..., B, H, n]: what a line of weight [..., B, H, n] counts for under `score`; seen [B, n] which lines there are.
+    """Return the score [..., B, H, n] of lines with `weight` [..., B, H, n] under `score`; seen [B, n]: which lines exist.
 
-    For "contrast" the logarithm of the weight, in standard deviations above the mean over the lines: it tames what draws
-    nearly everything, such as a sink. The weight of an even spread is 1 before the logarithm, and what is far below one
-    tenth of it is alike.
+    For "contrast" it is the logarithm of the weight, in standard deviations above the mean over the lines, which limits the
+    effect of a line with nearly all weight, such as a sink. Weights are scaled so that an even spread is 1; values far below
+    0.1 are not distinguished.
     """
     if score != "contrast":
         return weight
@@ -209,9 +209,9 @@ def standing(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
 
 
 def class_scores(value: Tensor, number: Tensor, seen: Tensor, classes: int, score: Score) -> Tensor:
-    """[..., B, H, classes]: how heavy each class of lines is; value [..., B, H, n] their `standing`.
+    """Return scores [..., B, H, classes] of classes of lines; value [..., B, H, n]: the lines' scores (from `standing`).
 
-    number [B or 1, H or 1, n] class of each line, seen [B, n] which lines there are.
+    number [B or 1, H or 1, n]: class of each line; seen [B, n]: which lines exist.
     """
     number = number.expand_as(value).long()
     there = seen[:, None].expand_as(value)
@@ -225,11 +225,10 @@ def class_scores(value: Tensor, number: Tensor, seen: Tensor, classes: int, scor
 
 
 def judged(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
-    """How heavy classes are, from the sums over their members, the largest members and their numbers.
+    """Return the scores of classes from the sums over their members, their largest members and numbers of members.
 
-    The mean leaves the largest member out: a line of a grid has many members, and without its largest one a single strong
-    column (a sink, the query itself) no longer looks like one. The contrast is that mean in standard errors. Both are
-    -inf where there are fewer than two members.
+    "mean" leaves the largest member out: a grid line has many strong members, a single strong column (a sink, the query
+    itself) only one. "contrast" is that mean in standard errors. Both are -inf for classes of fewer than two members.
     """
     if score == "sum":
         return total

@@ -1,4 +1,4 @@
-"""Evenly spaced lines: slashes, columns and rows of one stride, made dense by the order (class, position)."""
+"""The `grid` pattern (MMInference): evenly spaced slashes, columns and rows, made dense by sorting tokens by class."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ MOST_STRIDE = 1 << 16
 @register("sparse", "grid")
 @dataclass(frozen=True, kw_only=True)
 class Grid(IntraPattern):
-    """Every token has a class; a head attends along lines of one class. Exact, no block is rounded up.
+    """Attention along lines of one stride; each token has a class, its index modulo the stride. Exact: no block is rounded
+    up.
 
-    slash       a query of class c sees the keys of class (c - p) mod s not after it: lines parallel to the diagonal
-    vertical    every query sees the keys of class v not after it
-    horizontal  a query of class v sees every key not after it
-    window      every query sees the last `window` keys not after it, itself counted. 0, as the paper's algorithm: none
+    slash       a query of class c sees the earlier keys of class (c - p) mod s: lines parallel to the diagonal
+    vertical    every query sees the earlier keys of class v
+    horizontal  a query of class v sees every earlier key
+    window      every query sees the last `window` keys, itself included. 0, as in the paper's algorithm: none
     sink        every query sees the first `sink` keys. 0: none
 
-    The stride s and the phases p and v are estimated, head by head, from the last `last_q` queries (MMInference,
-    Algorithm 1). With no window and no sink, a query on no line sees nothing, and its output is zero. The authors' code
+    The stride s and the phases p and v are estimated, head by head, from the last `last_q` queries (MMInference, Algorithm
+    1). With no window and no sink, a query on no line sees nothing, and its output is zero. The authors' code
     (microsoft/MInference, `minference/modules/mminference.py`) adds to the lines a sink of all that precedes the video, a
     local window, and dense rows for the text after the video (here the recipe's `dense_tail`); its window is what Table 3
     prints as 1024. There the stride and the phases come from the table of heads, and a grid has no slash. What the paper
@@ -61,14 +62,14 @@ class Grid(IntraPattern):
                       most evenly, among the last ones
     estimate          "head": each query head by itself; "group": the heads that share a key head together
 
-    stride="free"   class = place mod s, with s searched in min_stride..max_stride
-    stride="frame"  class = number of the token in its frame, s = tokens of the largest frame (at most max_stride, beyond
-                    which classes wrap), so that neither ragged frames nor timestamps shift a line; tokens outside frames
-                    count on from the first token of the frame before them
+    stride="free"   class = position mod s, with s searched in min_stride..max_stride
+    stride="frame"  class = index of the token in its frame, s = tokens of the largest frame (at most max_stride, beyond
+                    which classes wrap), so that neither frames of unequal size nor timestamps shift a line; tokens outside
+                    frames count on from the first token of the frame before them
 
-    A sequence of fewer than 3 * min_stride tokens is one class, and so attended densely. One that has no frame, or a class
-    that holds more than 1 / min_stride of its tokens, takes a searched stride under "frame" too. Within a modality boundary
-    places and frames are those of the keys, and a query is of the class of the last key not after it.
+    A sequence of fewer than 3 * min_stride tokens is one class, and so attended densely. One without frames, or with a class
+    that holds more than 1 / min_stride of its tokens, gets a searched stride under "frame" too. Within a modality boundary
+    positions and frames are those of the keys, and a query has the class of the last key up to it.
     """
 
     adaptive: ClassVar[bool] = True
@@ -256,13 +257,12 @@ class Grid(IntraPattern):
 
 @dataclass(frozen=True, eq=False)
 class ClassOrder:
-    """Queries and keys by (class, rank) where all heads share the classes: from the layouts alone.
+    """Queries and keys sorted by (class, rank), if all heads share the classes; from the layouts alone.
 
     queries [3, B, P] int32: row, rank of the last key that it may see, and class; keys [3, B, N] int32: row, rank and class;
-    q_begin, k_begin [B, C + 1] int32 where classes begin.
-    k_row, k_pos [B, 1, N]: the rows and positions of the keys as the slashes of every head have them, with classes twice the
-    most keys of a class apart, so that no pair of two classes is within the range. Queries without a rank see nothing, and
-    are left out.
+    q_begin, k_begin [B, C + 1] int32: where each class begins. k_row, k_pos [B, 1, N]: rows and positions of the keys for
+    the slashes of every head; positions of different classes are so far apart (twice the most keys of a class) that no pair
+    of two classes is in range. Queries without a rank see nothing, and are left out.
     """
 
     queries: Tensor
@@ -274,7 +274,7 @@ class ClassOrder:
 
     @classmethod
     def of(cls, region: Region, frames: Frames, last: Tensor, k_row: Tensor) -> ClassOrder:
-        """That of the queries and keys of `region`, as `Grid._uncovered` leaves them to lines."""
+        """Return the order of the queries and keys of `region`; `last` and `k_row` exclude keys of window and sink."""
         number, at, most = frames.number[:, 0], region.at.long(), frames.most_keys
         edge = torch.arange(frames.widest + 1, device=at.device).expand(len(at), -1).contiguous()
 

@@ -1,4 +1,4 @@
-"""Keys sorted by modality, with a pattern for each modality that all queries follow."""
+"""The `k_boundary` pattern: keys sorted by modality, with one pattern per key modality for all queries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mmaccel.policies.sparse.boundary_2d import Groups, OneSided
 @register("sparse", "k_boundary")
 @dataclass(frozen=True, kw_only=True)
 class KBoundary(OneSided):
-    """All queries, whatever their modality, attend to the keys of each modality by a pattern of its own.
+    """All queries, of whatever modality, attend to the keys of each modality by that modality's own pattern.
 
-    The boundary lies between keys alone; queries go on across it, and the last ones of the prompt decide (MMInference,
-    section 2.3 and Figure 6a). Windows, columns and lines count in keys of their modality. `text`, `image` and `video`
-    each hold a pattern over orders ("a_shape", "dense", "grid", "vertical_slash", ...), by name, as a mapping such as
-    ``{"name": "grid", "stride": "free"}``, or as an object; null leaves a modality's keys out. The block of the boundary
-    is theirs too.
+    Only keys are split by modality; queries stay in order, and the last ones of the prompt are used for estimates
+    (MMInference, section 2.3 and Figure 6a). Windows, columns and lines count only keys of their modality. `text`, `image`
+    and `video` each hold a pattern over orders ("a_shape", "dense", "grid", "vertical_slash", ...), by name, as a mapping
+    such as ``{"name": "grid", "stride": "free"}``, or as an object; null leaves a modality's keys out. They all have the
+    boundary's block size.
     """
 
     @property

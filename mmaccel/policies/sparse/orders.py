@@ -1,5 +1,4 @@
-"""Orders of tokens, and the patterns over them: some queries of a layer over some of its keys, by themselves or within
-modality boundaries."""
+"""`Region`: some queries of a layer over some of its keys, each in an order; and `IntraPattern`, patterns over regions."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """Some tokens of each sequence, by position.
+    """Some tokens of each sequence, sorted by position.
 
-    row [B, n] rows of the tensor the tokens lie in, -1 past the last; position [B, n] their positions, FAR past the last;
-    rank [B, n] int32 0, 1, 2, ... count: the rows are 0 .. count - 1 in every sequence, as far as the host knows.
+    row [B, n]: rows of the tensor that holds the tokens, -1 past the last; position [B, n]: their positions, FAR past the
+    last; rank [B, n] int32: 0, 1, 2, ... count: if the host knows that the rows are 0 .. count - 1 in every sequence.
     """
 
     row: Tensor
@@ -45,9 +44,9 @@ class TokenOrder:
 def natural(
     layout: TokenLayout, member: Tensor | None = None, *, block: int, size: int | None = None
 ) -> TokenOrder:
-    """The valid tokens of `layout` (those of `member`, bool [B, S]) in their order, padded to whole blocks.
+    """Return the valid tokens of `layout` (those of `member`, bool [B, S]) in sequence order, padded to whole blocks.
 
-    `size` is the most tokens that any sequence has, where the host knows it; otherwise the length of the layout.
+    `size` is the most tokens of any sequence, if the host knows it; otherwise the length of the layout.
     """
     chosen = layout.valid if member is None else layout.valid & member
     B, S = chosen.shape
@@ -67,23 +66,23 @@ def natural(
 
 
 def at_or_before(keys: TokenOrder, queries: TokenOrder) -> Tensor:
-    """[B, n] int32: the rank of each query among `keys`, the number of keys not after it, minus one; -1 for padding."""
+    """Return the rank [B, n] int32 of each query among `keys`: the number of keys up to it, minus one; -1 for padding."""
     rank = torch.searchsorted(keys.position, queries.position, right=True) - 1
     return rank.masked_fill(queries.row < 0, -1).to(torch.int32)
 
 
 def whole_blocks(n: int, block: int) -> int:
-    """Blocks of `block` tokens that cover `n`."""
+    """Return the number of blocks of `block` tokens that cover `n` tokens."""
     return -(-n // block)
 
 
 def spanned_blocks(n: int, block: int) -> int:
-    """The most blocks that a run of `n` tokens can touch."""
+    """Return the largest number of blocks that a run of `n` tokens can touch."""
     return (n + block - 2) // block + 1 if n > 0 else 0
 
 
 def once(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
-    """The entry `name` of `memo`, made if it is missing; unlike `remember` also while a graph is traced."""
+    """Return the entry `name` of cache `memo`, made if missing; unlike `remember` also while a graph is traced."""
     if name not in memo:
         memo[name] = make()
     entry: T = memo[name]
@@ -92,13 +91,13 @@ def once(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A region of a layer's attention matrix: some queries, and some keys as they see them.
+    """A region of a layer's attention matrix: some queries, and some keys.
 
-    kinds           the modality of the queries and that of the keys, None for all of them
-    q_row [B, 1, P] the rows of the queries, by position; a part that has this very tensor is in their order
-    at [B, P]       rank of each query: the number of `keys` not after it, minus one; -1 where there is none
-    keys            by position; whatever a pattern measures it measures in ranks among them
-    ordered         as of a `Part` with q_row
+    kinds           the modality of the queries and that of the keys, None for all
+    q_row [B, 1, P] the rows of the queries, by position; a part with this very tensor is in their order
+    at [B, P]       rank of each query: the number of `keys` up to it, minus one; -1 for none
+    keys            by position; patterns measure all distances in ranks among them
+    ordered         as in a `Part` with q_row
     """
 
     layer: LayerInputs
@@ -109,18 +108,18 @@ class Region:
     ordered: int | None
 
     def part(self, spans: Sequence[KeySpan], merge_group: int = 0) -> Part:
-        """The part of all queries over `spans`."""
+        """Return the plan's `Part` for all queries of this region over key `spans`."""
         return Part(self.q_row, tuple(spans), None, merge_group, self.ordered, self.ordered)
 
     @property
     def q_first(self) -> int | None:
-        """The first rank of `at`, where the ranks of the queries follow each other; None where the host does not know."""
+        """The first rank of `at`, if the ranks of the queries are consecutive; None if the host does not know."""
         if self.ordered is None or not self.final:
             return None
         return self.layer.k_layout.length - self.layer.q_layout.length
 
     def span(self, lo: int, hi: int, first: int | None = None) -> KeySpan:
-        """The keys, or the `first` of them, whose ranks are in a range before those of the queries."""
+        """Return the span of the keys (or the `first` ones) whose distance in ranks before the query is lo .. hi - 1."""
         k_row, k_pos, ordered, block = self.keys.row, self.keys.rank, self.keys.count, self.layer.block
         if first is not None:
             width = min(whole_blocks(first, block) * block, len(self.keys))
@@ -132,17 +131,17 @@ class Region:
 
     @property
     def max_keys(self) -> int:
-        """The most keys there can be, a number of the host."""
+        """The largest number of keys that the region can have, known on the host."""
         return min(len(self.keys), self.layer.key.shape[2])
 
     @property
     def final(self) -> bool:
-        """Whether these are all queries and all keys, and the last of them, as `LayerInputs.final` says."""
+        """Whether these are all queries and all keys, and the queries the last keys (see `LayerInputs.final`)."""
         return self.kinds == (None, None) and self.layer.final
 
     @property
     def has_rank_ties(self) -> bool:
-        """Whether queries may have the same rank: the keys between them are left out."""
+        """Whether several queries may have the same rank, because the tokens between them are not among the keys."""
         return self.kinds[1] is not None and self.kinds[0] != self.kinds[1]
 
     def once(self, name: Hashable, make: Callable[[], T]) -> T:
@@ -150,7 +149,7 @@ class Region:
         return once(self.layer.memo, (name, self.kinds), make)
 
     def last(self, count: int, pooled: bool = False) -> LastQueries:
-        """The last `count` queries of this region, from which their softmax weights over its keys are computed on demand.
+        """Return the last `count` queries of this region, which compute their softmax weights over its keys on demand.
 
         The softmax runs over all keys that a query sees, also those outside the region. `pooled`: every query head gets the
         mean of the weights of the query heads that share its key head.
@@ -189,8 +188,8 @@ class Region:
 class LayerInputs:
     """The queries and keys of one layer, and the layouts of their tokens.
 
-    query [B, H, n_query, D]; run: of its heads those that are planned, None for all. key [B, G, n_key, D]: their keys.
-    totals: the log-sum-exp [B, H, L] over all keys of the last queries of a modality, by it and their number.
+    query [B, H, n_query, D]; run: the heads to plan, None for all. key [B, G, n_key, D]: their keys. totals: log-sum-exp [B,
+    H, L] over all keys of a modality's last queries, by modality and number of queries.
     """
 
     query: Tensor
@@ -203,14 +202,13 @@ class LayerInputs:
 
     @classmethod
     def of_layouts(cls, q_layout: TokenLayout, k_layout: TokenLayout, block: int) -> LayerInputs:
-        """Plan inputs of a layer from its layouts alone, without queries and keys."""
+        """Create the inputs of a plan from layouts alone, without queries and keys."""
         nothing = torch.empty(0, 0, k_layout.length, 0)
         return cls(nothing, nothing, q_layout, k_layout, block)
 
     @property
     def memo(self) -> dict[Hashable, Any]:
-        """Cache of a value that follows from the layouts; computed once for all layers, and kept with the layout of
-        the queries."""
+        """Cache of values that follow from the layouts, kept with the layout of the queries for all layers."""
         # The layout of the keys is held, so that its id stays its own.
         name = "regions", id(self.k_layout), self.block
         held: tuple[Any, dict[Hashable, Any]] = once(self.q_layout.memo, name, lambda: (self.k_layout, {}))
@@ -218,13 +216,12 @@ class LayerInputs:
 
     @property
     def heads(self) -> int:
-        """How many heads are planned."""
+        """Number of query heads to plan."""
         return self.query.shape[1] if self.run is None else len(self.run.heads)
 
     @property
     def final(self) -> bool:
-        """Whether no query and no key is padding, and the queries are the last of the keys, as far as the host knows: of
-        layouts of one memory."""
+        """Whether no token is padding and the queries are the last keys, as far as the host knows (layouts alike)."""
         queries, keys = self.q_layout, self.k_layout
 
         def last() -> bool:
@@ -234,7 +231,7 @@ class LayerInputs:
         return remember(self.memo, "final", last)
 
     def region(self, query: int | None = None, key: int | None = None) -> Region:
-        """The queries of one modality over the keys of another; None stands for all of them."""
+        """Return the region of the queries of one modality over the keys of another; None stands for all."""
         query, key = _apart(self.q_layout, query), _apart(self.k_layout, key)
 
         def of_queries() -> tuple[TokenOrder, Tensor]:
@@ -255,7 +252,7 @@ class LayerInputs:
         return Region(self, (query, key), q_row, at, keys, queries.count)
 
     def plan(self, parts: Sequence[Part]) -> AttentionPlan:
-        """The plan of this layer made of `parts`, or one in which nothing is seen if there are none."""
+        """Return the plan made of `parts`, or one in which nothing is seen if there are none."""
         if not parts:
             region = self.region()
             blind = replace(region, at=torch.full_like(region.at, -1), ordered=None)
@@ -268,26 +265,26 @@ def _apart(layout: TokenLayout, modality: int | None) -> int | None:
     """None for a modality that all tokens are of: their order is that of the whole."""
     if modality is None:
         return None
-    others = sum(count for m, count in layout.census.items() if m != modality)
-    return modality if others or not layout.census[modality] else None
+    others = sum(count for m, count in layout.max_tokens_of.items() if m != modality)
+    return modality if others or not layout.max_tokens_of[modality] else None
 
 
 def _order(layout: TokenLayout, modality: int | None, block: int) -> TokenOrder:
     if modality is None:
         return natural(layout, block=block)
-    return natural(layout, layout.modality == modality, block=block, size=layout.census[modality])
+    return natural(layout, layout.modality == modality, block=block, size=layout.max_tokens_of[modality])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPattern(SparsePattern):
-    """A pattern whose plan is made of regions: of one of all queries and keys, or of one for each boundary. What it derives
-    of a prompt's layouts is kept with them, by which a compiled plan would serve no other prompt."""
+    """A pattern whose plan is made of regions: one of all queries and keys, or one for each pair of a boundary. It caches
+    derived values with a prompt's layouts, which prevents compilation."""
 
     compiles: ClassVar[bool] = False
 
     @abstractmethod
     def layer_parts(self, layer: LayerInputs) -> Sequence[Part]:
-        """The parts of the plan of one layer."""
+        """Return the `Part`s of one layer's attention plan."""
 
     @cached_property
     def _key(self) -> str:
@@ -296,7 +293,7 @@ class RegionPattern(SparsePattern):
 
     @property
     def reads_layer(self) -> bool:
-        """Whether the plan depends on the tensors of a layer; one that does not is made once for all layers."""
+        """Whether the plan depends on the tensors of a layer; otherwise it is made once for all layers."""
         return self.adaptive
 
     def plan(
@@ -320,17 +317,17 @@ class RegionPattern(SparsePattern):
 
 @dataclass(frozen=True, kw_only=True)
 class IntraPattern(RegionPattern):
-    """A pattern that can be planned for any queries over any keys, and so within modality boundaries (section 3.2).
+    """A pattern for any queries over any keys, which can therefore also be used within modality boundaries (section 3.2).
 
-    Over the whole sequence it is the paper's no-boundary head: the modalities of tokens do not count.
+    Over the whole sequence it is the paper's no-boundary head: modalities are ignored.
     """
 
     @abstractmethod
     def parts(self, region: Region) -> tuple[Part, ...]:
-        """Parts over the queries of `region`, all its keys not after them at most."""
+        """Return the plan's `Part`s for the queries of `region`; each query sees at most the region's keys up to it."""
 
     def cached_parts(self, region: Region) -> tuple[Part, ...]:
-        """The parts of a region; of a pattern that looks at the layout alone, made once for all layers."""
+        """Return the plan's parts for a region; cached for all layers if the pattern depends on the layout alone."""
         if self.adaptive:
             return self.parts(region)
         return remember(region.layer.memo, (self._key, region.kinds), lambda: self.parts(region))
@@ -340,9 +337,9 @@ class IntraPattern(RegionPattern):
 
     @abstractmethod
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        """Upper bound of listed blocks: so many for each block of queries, and so many more in total.
+        """Return upper bounds (each, more) of listed key blocks: `each` for every query block, plus `more` in total.
 
-        gaps: keys may lie between queries that follow each other; ties: queries may have the same rank.
+        gaps: keys may lie between consecutive queries; ties: several queries may have the same rank.
         """
 
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
@@ -350,8 +347,8 @@ class IntraPattern(RegionPattern):
         return whole_blocks(n_query, self.block) * each + more
 
     def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
-        """About how many blocks are listed for `rows` queries over `keys` keys, of which each is after `share` of them on
-        the mean; `region` without tensors, where the layout is known. At best, where only the data tell."""
+        """Estimate the listed blocks for `rows` queries over `keys` keys, of which a query sees the share `share` on
+        average; `region` (without tensors) if the layout is known. Takes the best case if only the data can tell."""
         return min(
             self.max_blocks_total(rows, keys),
             whole_blocks(rows, self.block) * (share * keys / self.block + 1),
@@ -365,5 +362,5 @@ class IntraPattern(RegionPattern):
 
 
 def seen_share(n_query: int, n_key: int) -> float:
-    """The mean share of the keys that is not after the last `n_query` of them."""
+    """Return the mean share of the keys that the last `n_query` of them can see causally."""
     return (2 * n_key - n_query + 1) / (2 * n_key)

@@ -1,4 +1,4 @@
-"""A pattern for each head of each layer, by a table."""
+"""The `per_head` pattern: a table gives a pattern for each head of each layer."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class PerHead(SparsePattern):
                 f"per_head: table {self.table!r} was searched on other weights of this architecture; "
                 "run `mmaccel search` on this model for patterns that fit its heads."
             )
-        shape = adapter.whole_geometry(whole)
+        shape = adapter.global_geometry(whole)
         for layer, heads in self._named.items():
             if layer >= shape.layers:
                 raise RecipeError(
@@ -168,7 +168,7 @@ class PerHead(SparsePattern):
                     f"per_head: table[{layer}] has head {max(heads)}; the model has heads 0 to {shape.heads - 1}."
                 )
         bound = replace(self)
-        object.__setattr__(bound, "heads", adapter.own_heads(whole))
+        object.__setattr__(bound, "heads", adapter.local_heads(whole))
         return bound
 
     def at(self, layer: int) -> SparsePattern:
@@ -185,7 +185,7 @@ class PerHead(SparsePattern):
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        """The plan of layer 0; the road asks `at` for the pattern of each layer."""
+        """Return the plan of layer 0; callers use `at(layer)` for other layers."""
         return self.at(0).plan(query, key, q_layout, k_layout)
 
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
@@ -205,7 +205,7 @@ def _number(what: str, value: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerHeads(SparsePattern):
-    """One layer of `PerHead`: the pattern of each head that is named, and of the rest; `heads` of them, where known."""
+    """One layer of `PerHead`: the pattern of each named head, and of the rest; `heads`: number of heads, if known."""
 
     name: ClassVar[str] = PerHead.name
     adaptive: ClassVar[bool] = True
@@ -218,11 +218,11 @@ class LayerHeads(SparsePattern):
     heads: int | None = None
 
     def of(self, head: int) -> SparsePattern:
-        """The pattern of one head."""
+        """Return the sparse pattern of one head of this layer."""
         return self.named.get(head, self.rest)
 
     def kinds(self, heads: int) -> list[tuple[SparsePattern, list[int]]]:
-        """The different patterns of `heads` heads, each with the heads that follow it."""
+        """Return the different patterns of `heads` heads, each with the heads that use it."""
         kinds: list[tuple[SparsePattern, list[int]]] = []
         for head in range(heads):
             same = [some for known, some in kinds if known == self.of(head)]
@@ -274,10 +274,9 @@ class LayerHeads(SparsePattern):
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
-    """The table in a file: `model` (fingerprint), `weights` (their digest), `context` (tokens that its budgets are for),
-    `block`, `layers` (for each layer, for each head, a mapping with the `pattern` and what was measured), and whatever else
-    the search wrote. Raises `RecipeError` in one sentence.
-    """
+    """Read a table of head patterns: `model` (fingerprint), `weights` (their checksum), `context` (tokens that its budgets
+    are for), `block`, `layers` (for each layer and head a mapping with its `pattern` and measurements), and whatever else
+    the search wrote. Raises `RecipeError` in one sentence."""
     where = f"table {shown(str(path), outside.PATH)}"
     table = outside.read_json(path, where, RecipeError, fix=FIX)
     if not isinstance(table, dict) or table.get("kind") != KIND:
@@ -296,7 +295,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
 
 
 def choices(table: Mapping[str, Any]) -> dict[int, dict[int, Any]]:
-    """Layer -> head -> pattern, as `per_head` takes them."""
+    """Return layer -> head -> pattern of a table, as `per_head` takes them."""
     return {
         number: {h: head["pattern"] for h, head in enumerate(layer)}
         for number, layer in enumerate(table["layers"])
@@ -304,7 +303,7 @@ def choices(table: Mapping[str, Any]) -> dict[int, dict[int, Any]]:
 
 
 def difference(table: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    """How the model a table was searched on differs from `model` (a fingerprint), in a few words; None if it does not."""
+    """Return how the model of a table differs from `model` (a fingerprint), in a few words; None if it does not."""
     theirs = table["model"]
     for name in dict.fromkeys((*model, *theirs)):
         if theirs.get(name) != model.get(name):

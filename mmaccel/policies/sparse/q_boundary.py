@@ -1,4 +1,4 @@
-"""Queries sorted by modality, with a pattern for each modality over all keys."""
+"""The `q_boundary` pattern: queries sorted by modality, with one pattern per query modality over all keys."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mmaccel.policies.sparse.boundary_2d import Groups, OneSided
 @register("sparse", "q_boundary")
 @dataclass(frozen=True, kw_only=True)
 class QBoundary(OneSided):
-    """The queries of each modality attend to all keys, whatever their modality, by a pattern of their own.
+    """The queries of each modality attend to all keys, of whatever modality, by that modality's own pattern.
 
-    Rows are permuted, so that a modality's lines and windows, which its islands interrupt, run on in its queries
-    (MMInference, Algorithm 2). Places are those of the whole sequence. `text`, `image` and `video` each hold a pattern over
-    orders ("a_shape", "dense", "grid", "vertical_slash", ...), by name, as a mapping such as
-    ``{"name": "grid", "stride": "free"}``, or as an object; null leaves a modality's queries without keys. The block of the
-    boundary is theirs too.
+    Rows are permuted, so that the lines and windows of a modality that other segments interrupt are contiguous in its
+    queries (MMInference, Algorithm 2). Positions are those of the whole sequence. `text`, `image` and `video` each hold a
+    pattern over orders ("a_shape", "dense", "grid", "vertical_slash", ...), by name, as a mapping such as ``{"name": "grid",
+    "stride": "free"}``, or as an object; null leaves a modality's queries without keys. They all have the boundary's block
+    size.
 
-    One pattern for all queries alike is the pattern itself: the paper's no-boundary head needs no name of its own.
+    For one pattern for all queries, the paper's no-boundary head, use that pattern itself.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Own segment, and the summary columns of the segments before it."""
+"""The `sf_fixed` pattern (Sparse Transformer, fixed): a query's own segment, and summary tokens of earlier segments."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FRAMELESS = 128
 
 @dataclass(frozen=True, eq=False)
 class KeySegments:
-    """The segments of the keys of each sequence, by rank.
+    """The segments (frames, or runs of text) of the keys of each sequence, by rank among the keys.
 
-    number [B, N] number of the segment of each key, offset [B, N] its place in it, stride [B, 1] the most tokens of a
-    segment; size bounds the strides and count the segments, numbers of the host.
+    number [B, N]: segment of each key; offset [B, N]: its index in the segment; stride [B, 1]: most tokens of a segment;
+    size: upper bound of the strides; count: upper bound of the number of segments (both known on the host).
     """
 
     number: Tensor
@@ -36,7 +36,7 @@ class KeySegments:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentedPattern(IntraPattern):
-    """A pattern of Sparse Transformer, which counts in segments: a frame, or as many tokens of text each."""
+    """Base of the Sparse Transformer patterns, which divide keys into segments: frames, or runs of equally many tokens."""
 
     stride: int | Literal["frame"] = "frame"
     min_stride: int = 8
@@ -56,11 +56,11 @@ class SegmentedPattern(IntraPattern):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The least and the greatest stride that a sequence may have."""
+        """The smallest and the largest stride (tokens of a segment) that a sequence may have."""
         return (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride, self.stride)
 
     def segments(self, region: Region) -> KeySegments:
-        """Segments of `stride` tokens each, or under "frame" as the docstring of `SFFixed` says."""
+        """Return the segments of the region's keys: of `stride` tokens each, or frames (see the docstring of `SFFixed`)."""
         low, high = self.bounds
         most = max(1, whole_blocks(region.max_keys, low))
         rank = torch.arange(len(region.keys), device=region.at.device).expand_as(region.keys.row)
@@ -83,7 +83,7 @@ class SegmentedPattern(IntraPattern):
         return KeySegments(number, torch.where(fits, offset, rank % stride), stride, high, most)
 
     def segment_sizes(self, region: Region) -> tuple[int, int]:
-        """The stride and the most segments of a sequence: of frames, by one look at the layout."""
+        """Return the stride and the largest number of segments of a sequence; for frames, the layout is read once."""
         if self.stride != "frame":
             return self.stride, max(1, whole_blocks(region.max_keys, self.stride))
 
@@ -99,16 +99,16 @@ class SegmentedPattern(IntraPattern):
 @register("sparse", "sf_fixed")
 @dataclass(frozen=True, kw_only=True)
 class SFFixed(SegmentedPattern):
-    """A query sees its own segment up to itself, and `summary` tokens of each segment before: Sparse Transformer, fixed.
+    """A query sees its own segment up to itself, and `summary` tokens of each earlier segment: Sparse Transformer, fixed.
 
-    side="last"   the summary is the last tokens of a segment (Child et al. 2019, arXiv 1904.10509)
-    side="first"  its first ones, as MMInference describes its baseline (section 4.1)
+    side="last" the summary is the last tokens of a segment (Child et al. 2019, arXiv 1904.10509) side="first" its first
+    ones, as MMInference describes its baseline (section 4.1)
 
     stride="frame"  a segment is a frame with the marks in it; text is cut into segments as long as the longest frame of
                     its sequence, from the token after the frame on, so that timestamps are segments of their own. Frames
                     longer than max_stride are cut alike; a sequence without frames has segments of 128. A sequence whose
-                    segments are on average shorter than min_stride is cut evenly instead, so that `max_blocks` may count on
-                    it: the nearer to the frames, the tighter. In chunked prefill the longest frame is that of the keys
+                    segments are on average shorter than min_stride is cut evenly instead, so that `max_blocks` is an upper
+                    bound: the nearer to the frames, the tighter. In chunked prefill the longest frame is that of the keys
                     so far
     an int          segments of so many tokens, counted from the first
 
@@ -167,5 +167,5 @@ class SFFixed(SegmentedPattern):
 
 
 def fitting(pos: Tensor, most: int) -> Tensor:
-    """`pos` in 32 bits where no position exceeds `most`, a number of the host, that does not fit."""
+    """Return `pos` as int32, or as int64 if `most`, the largest position, does not fit in 32 bits."""
     return pos.to(torch.int64 if most >= 2**31 - 1 else torch.int32)

@@ -1,4 +1,4 @@
-"""Local window, and the keys at the query's own offset in every segment before."""
+"""The `sf_strided` pattern (Sparse Transformer, strided): a local window, and every stride-th earlier key."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mmaccel.policies.sparse.sf_fixed import KeySegments, SegmentedPattern, fitt
 @register("sparse", "sf_strided")
 @dataclass(frozen=True, kw_only=True)
 class SFStrided(SegmentedPattern):
-    """A query sees the last `stride` tokens, itself counted, and every stride-th before: Sparse Transformer, strided.
+    """A query sees the last `stride` tokens, itself included, and every stride-th token before: Sparse Transformer, strided.
 
     stride="frame"  the window is as long as the longest frame of the sequence; beyond it a query sees the keys at its own
-                    offset in their segment, which is its own cell in every frame before. Segments are those of
-                    `sf_fixed`: neither ragged frames nor timestamps shift the lines
+                    offset in their segments: its own cell in every earlier frame. Segments are those of `sf_fixed`, so
+                    neither frames of unequal size nor timestamps shift the lines
     an int          a window of so many tokens and every key with (query - key) mod stride = 0
 
-    The two stand in different orders, the tokens' own and (offset, place), so that each row is served by two parts over
+    The two sets need different key orders, the original one and (offset, position), so that each row is in two parts over
     disjoint keys, merged by their log-sum-exps. Exact: no block is rounded up. After Child et al. 2019 (arXiv 1904.10509)
     with the sizes of MMInference (Table 2: both the tokens of a frame).
     """

@@ -1,4 +1,4 @@
-"""Which stride and which phases a grid head has (MMInference, Algorithm 1), and the class of each token."""
+"""Estimates the stride and the phases of a `grid` head (MMInference, Algorithm 1), and the class of each token."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ REACH = 64
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """Classes of the keys of a grid head, and of the lines along which it attends; s, v and p as in `Grid`.
+    """Classes of the keys of each head of `grid`, and the lines along which it attends; s, v and p as in `Grid`.
 
-    number [B, h, N]: class of each key, in the order of the keys; that of padding is above all others. stride [B, h, 1]: s.
-    line [B, H, 1]: v of the vertical lines. dense [B, H, 1]: v of the horizontal ones. shift [B, H, 1]: p of the slashes.
-    h is 1 or H. most_keys: most keys of a class that a query can see. count: most classes, that of padding included.
-    frames: the `Frames` that gave all sequences their classes; None where a layer's queries and keys chose the stride.
+    number [B, h, N]: class of each key, in key order; padding has the highest. stride [B, h, 1]: s. line [B, H, 1]: v of the
+    vertical lines. dense [B, H, 1]: v of the horizontal ones. shift [B, H, 1]: p of the slashes. h is 1 or H. most_keys:
+    most keys of a class that a query can see. count: number of classes, with that of padding. frames: the `Frames` that gave
+    all sequences their classes; None if the stride was estimated from queries and keys.
     """
 
     number: Tensor
@@ -37,7 +37,7 @@ class Classes:
     frames: Frames | None = None
 
     def where(self, chosen: Tensor, other: Classes) -> Classes:
-        """The classes of the sequences `chosen` [B], and those of `other` elsewhere."""
+        """Return these classes for the sequences `chosen` [B], and those of `other` for the rest."""
         mixed: dict[str, Any] = {
             name: torch.where(chosen[:, None, None], getattr(self, name), getattr(other, name))
             for name in ("number", "stride", "line", "dense", "shift")
@@ -45,15 +45,15 @@ class Classes:
         return replace(self, **mixed, frames=None)
 
     def of_queries(self, at: Tensor) -> Tensor:
-        """[B, h, P]: the class of each query at [B, P], that of the key at its own rank; -1 where a query sees no key."""
+        """Return the class [B, h, P] of each query: that of the key at its rank `at` [B, P]; -1 if it sees no key."""
         own = self.number.gather(2, at.clamp(min=0).long()[:, None].expand(-1, self.number.shape[1], -1))
         return own.masked_fill(at[:, None] < 0, -1)
 
 
 @dataclass(frozen=True)
 class Search:
-    """How stride and phases are chosen. Strides low .. most are tried; slack, score: of `Grid`; rows: `horizontal_phase` is
-    "queries"; keys: the most there can be."""
+    """Settings of the search for stride (low .. most) and phases; slack, score: as in `Grid`; rows: whether
+    `horizontal_phase` is "queries"; keys: the largest number of keys."""
 
     low: int
     most: int
@@ -64,22 +64,22 @@ class Search:
 
 
 def most_keys(keys: int, low: int) -> int:
-    """The most of `keys` keys that a query can see of one class when no stride is below `low`."""
+    """Return the most of `keys` keys of one class that a query can see if no stride is below `low`."""
     return max(-(-keys // low), min(keys, 3 * low - 1))
 
 
 def strided_classes(
     sample: LastQueries, keys: TokenOrder, search: Search, *, by_columns: bool, by_diagonals: bool
 ) -> Classes:
-    """Assign keys to classes by rank modulo the best stride, with the phases of the heaviest lines.
+    """Classify keys by rank modulo the best stride, with the phases of the lines that get most attention.
 
-    The best stride is the smallest whose best lines weigh within the slack of the best of any. It weighs what its heaviest
-    class of columns and its heaviest class of diagonals weigh together, and nothing where three of it do not fit. Where
-    fewer than 3 * low keys are seen no stride repeats, and it is 1: one class, of which every line is made.
+    The best stride is the smallest whose score is within the slack of the best. The score of a stride is the sum of those of
+    its best class of columns and its best class of diagonals, -inf if three strides do not fit in the sequence. With fewer
+    than 3 * low keys the stride is 1: one class, attended densely.
     """
     layout, n, at = sample.sample, sample.width, sample.at[:, -1]
     # There is a diagonal of each distance at which the last query sees a column.
-    value = standing(torch.stack(sample.lines()) / layout.askers, layout.seen, search.score)
+    value = standing(torch.stack(sample.lines()) / layout.query_counts, layout.seen, search.score)
     columns, diagonals = value
     low, high = search.low, max(search.low, min(search.most, search.keys // 3))
     width = min(n, REACH * high)
@@ -104,7 +104,7 @@ def strided_classes(
     number = torch.where((keys.row >= 0)[:, None], keys.rank[:, None] % stride, search.most)
     own, classes = number[..., :n], search.most + 1
     line, shift = class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
-    dense = evenest(sample.entropy(), sample.at, own, classes) if search.rows else line
+    dense = most_even_class(sample.entropy(), sample.at, own, classes) if search.rows else line
     return Classes(number, stride, line, dense, shift, most_keys(search.keys, low), classes)
 
 
@@ -120,11 +120,11 @@ def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """Classes by the number of tokens in their frame: what follows from the layout alone.
+    """Classes of the keys by their index within their frame, modulo a stride; from the layout alone.
 
-    number [B, 1, N], stride [B, 1, 1]; fits [B] which sequences they serve: one that has 3 * low tokens, a frame, and no
-    class of more than 1 / low of its tokens. whole: they serve all; some: they serve any; most_keys: the most tokens of a
-    class; widest: the largest stride. memo: what else was derived of them.
+    number [B, 1, N], stride [B, 1, 1]; fits [B]: the sequences with these classes, which have at least 3 * low keys and one
+    frame, and at most 1 / low of the keys in any class. whole: all sequences fit; some: any does; most_keys: the most keys
+    of a class; widest: the largest stride. memo: cache of derived values.
     """
 
     number: Tensor
@@ -138,7 +138,7 @@ class Frames:
 
     @classmethod
     def of(cls, region: Region, low: int, high: int) -> Frames:
-        """Those of the keys of `region`, for strides of `low` to `high`; made once for a prompt."""
+        """Return the frame classes of the keys of `region`, for strides of `low` to `high`; cached for a prompt."""
         name = "frames", region.kinds[1], low, high
         return once(region.layer.memo, name, lambda: cls._made(region, low, high))
 
@@ -166,9 +166,9 @@ class Frames:
 
 
 def by_class(number: Tensor, most: int) -> Tensor:
-    """The order (class, rank) of tokens [..., n] by rank, whose classes are `number`; those from `most` on come last.
+    """Return the indices that sort tokens [..., n] by (class, rank); `number` are their classes, those >= `most` come last.
 
-    Sorts look at every bit: short numbers take a quarter of the launches.
+    Sorting costs time per bit of the numbers: 16-bit ones take a quarter of the launches.
     """
     number = number.clamp(max=most)
     return (number.to(torch.int16) if most < 2**15 else number).argsort(stable=True, dim=-1)
@@ -176,11 +176,11 @@ def by_class(number: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Pairing:
-    """Classes (position modulo the stride) of keys and of the last queries, computed from the layouts alone.
+    """Relations of the classes of keys and of the sampled last queries; from the layouts alone.
 
-    own [B, L] int32 the class of each query; paired [B, 1, L, phases] the class that a query's slash of each phase leads to;
-    members [B, phases] how many pairs of a query and a key before it have a phase. order [B, n] int32 the ranks by class,
-    start [B, widest + 1] int32 where each class begins in it, and the last ends.
+    own [B, L] int32: class of each query; paired [B, 1, L, phases]: class that a query's slash of each phase leads to;
+    members [B, phases]: number of pairs of a query and an earlier key with each phase. order [B, n] int32: key ranks sorted
+    by class; start [B, widest + 1] int32: where each class begins in it, and the end of the last.
     """
 
     own: Tensor
@@ -191,7 +191,7 @@ class Pairing:
 
     @classmethod
     def of(cls, sample: SampleLayout, frames: Frames, high: int) -> Pairing:
-        """That of the queries of `sample` and the keys of `frames`."""
+        """Return the class relations of the sampled queries `sample` and the keys of `frames`."""
         number = frames.number[..., : sample.seen.shape[1]]
         B, L = sample.at.shape
         own = number.gather(2, sample.at.clamp(min=0)[:, None])
@@ -208,7 +208,7 @@ class Pairing:
 
 
 def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes:
-    """The classes of `frames`, with the phases of the heaviest lines."""
+    """Return the classes of `frames`, with the phases of the lines that get most attention."""
     layout, classes = sample.sample, search.most + 1
     own = frames.number[..., : sample.width]
     pairing = once(frames.memo, ("pairing", id(layout)), lambda: Pairing.of(layout, frames, search.most))
@@ -216,14 +216,14 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
         order = pairing.order, pairing.start, pairing.own, pairing.members, frames.stride[:, 0, 0]
         line, shift, spread = class_phases(*sample.operands, order, search.score, search.rows)
         line, shift = sample.spread(line), sample.spread(shift)
-        dense = evenest(sample.spread(spread), sample.at, own, classes) if search.rows else line
+        dense = most_even_class(sample.spread(spread), sample.at, own, classes) if search.rows else line
     else:
         # What each query gives to each class of keys, its own key left out: that one is heavy whatever the phase.
         before = layout.before()[:, None]
         bins = own[:, :, None].expand(*before.shape)
         lines, shifts = [], []
         for weight in sample.weights():
-            value = standing(weight.sum(2) / layout.askers, layout.seen, search.score)
+            value = standing(weight.sum(2) / layout.query_counts, layout.seen, search.score)
             lines.append(
                 class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
             )
@@ -233,13 +233,13 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
             score = total if search.score == "sum" else total / pairing.members[:, None].clamp(min=1)
             shifts.append(score.argmax(-1, keepdim=True))
         line, shift = torch.cat(lines, 1), torch.cat(shifts, 1)
-        dense = evenest(sample.entropy(), sample.at, own, classes) if search.rows else line
+        dense = most_even_class(sample.entropy(), sample.at, own, classes) if search.rows else line
     most, whole = (frames.most_keys, frames) if frames.whole else (most_keys(search.keys, search.low), None)
     return Classes(frames.number, frames.stride, line, dense, shift, most, classes, whole)
 
 
-def evenest(spread: Tensor, at: Tensor, number: Tensor, classes: int) -> Tensor:
-    """[B, H, 1]: the class of the greatest mean of the entropies spread [B, H, L], of queries at the ranks at [B, L]."""
+def most_even_class(spread: Tensor, at: Tensor, number: Tensor, classes: int) -> Tensor:
+    """Return [B, H, 1]: the class whose queries, at ranks `at` [B, L], have the largest mean entropy `spread` [B, H, L]."""
     at = at[:, None]
     own = number.gather(2, at.clamp(min=0).expand(-1, number.shape[1], -1)).long()
     there = (at >= 0).expand_as(spread).float()

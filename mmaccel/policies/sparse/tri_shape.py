@@ -1,4 +1,4 @@
-"""Sink, local window, and dense last queries."""
+"""The `tri_shape` pattern: sink, local window, and dense last queries."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mmaccel.policies.sparse.orders import Region, whole_blocks
 class TriShape(AShape):
     """Like `a_shape`; in addition the last `bottom` queries of a sequence see every earlier key.
 
-    In chunked prefill these are the last queries of each chunk, as with the estimates of adaptive patterns: what comes
-    after a chunk is not known to it, and its dense rows cost bottom / chunk of dense attention. Within a modality boundary
-    they are the last queries of the modality. The dense rows are a part of their own, so that their long lists stand apart.
+    In chunked prefill these are the last queries of each chunk, as with the estimates of adaptive patterns: a chunk does not
+    know what comes after it, and its dense rows cost bottom / chunk of dense attention. Within a modality boundary they are
+    the last queries of the modality. The dense rows are a part of the plan by themselves, as their lists are long.
 
-    Exact: no block is rounded up. After SCBench (LI et al. 2025, arXiv 2412.10319) with the sizes of MMInference
-    (Table 2: sink 128, local 4096, bottom 128).
+    Exact: no block is rounded up. After SCBench (LI et al. 2025, arXiv 2412.10319) with the sizes of MMInference (Table 2:
+    sink 128, local 4096, bottom 128).
     """
 
     bottom: int = limited(128, at_least(0, " queries"))

@@ -1,4 +1,4 @@
-"""Columns and diagonals that the last queries look at."""
+"""The `vertical_slash` pattern (MInference): the columns and diagonals to which the last queries attend most."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MOST_ENTRIES = 1 << 28
 class VerticalSlash(IntraPattern):
     """Every query sees the `vertical` strongest columns and the blocks that the `slash` strongest diagonals touch.
 
-    Strength is the softmax weight of the last `last_q` queries of a head, summed along the line; the main diagonal is
-    always kept, so that a token sees itself. Columns are exact. Diagonals are rounded: in blocks of the tokens' order, a
-    block that a kept diagonal touches is seen whole, as far as causality goes. A column that stands in such a block is
-    computed once. After MInference and MMInference (Appendix C.3, Table 3).
+    Strength is the softmax weight of the last `last_q` queries of a head, summed along the line; the main diagonal is always
+    kept, so that a token sees itself. Columns are exact. Diagonals are rounded: in blocks of the tokens' order, a block that
+    a kept diagonal touches is seen whole, up to causality. A column in such a block is computed once. After MInference and
+    MMInference (Appendix C.3, Table 3).
 
-    sink: so many first keys are among the columns whatever the last queries think of them, 0 in the paper; MInference's
-    released code has 30. Rows before may look at the first tokens where the last ones do not.
+    sink: number of first keys that are always among the columns, 0 in the paper; MInference's released code has 30. Earlier
+    rows may attend to the first tokens even if the last ones do not.
 
-    nearest: so many of the nearest diagonals are among those kept, 1 (the main one) in the paper; MInference's released code
-    has 100.
+    nearest: number of nearest diagonals that are always kept, 1 (the main one) in the paper; MInference's released code has
+    100.
 
-    estimate="head" weighs each query head by itself, "group" the heads that share a key head together. Within a modality
-    boundary diagonals count in keys of the modality.
+    estimate="head" estimates for each query head alone, "group" for the heads that share a key head together. Within a
+    modality boundary diagonals count only keys of the modality.
     """
 
     adaptive: ClassVar[bool] = True
@@ -91,17 +91,17 @@ class VerticalSlash(IntraPattern):
 
 
 class QueryBlockRuns(NamedTuple):
-    """The blocks of queries by the runs of ranks in them, which tell what a diagonal touches: from the layouts alone.
+    """Query blocks by their ranks among the keys, from which the blocks that diagonals touch follow; from the layouts alone.
 
-    What a block of ranks that follow each other touches, told in blocks before its first, is the same for all that begin
-    at the same rank within a key block and are as long: one list a shape, and one shape where queries are in the order of
-    the sequence. Blocks whose ranks jump, at the islands of a modality, have lists of their own.
+    Query blocks of consecutive ranks that begin at the same offset in a key block and are equally long touch the same key
+    blocks, relative to their first: they share one list, a shape. There is one shape if queries are in the order of the
+    sequence. Blocks whose ranks jump, between segments of a modality, have lists of their own.
 
-    shape [3, C] int32: sequence, offset in a key block, number of ranks; member [B, M] int32 the shape of each block; home
-    [B, M] int32 the key block in which it begins. reach [3, B, M] int32: of the steps of its shape, step u to key block
-    home + 1 - u, the first that is one, the last but one, and the first that needs no test; all 0 for blocks that jump.
-    broken [B, G] int32: the blocks that jump, M past the last; runs [B, G, R, 2] int32 their runs of ranks, the least and
-    the greatest of each, which is -1 for none; sure [B, G] int32 the last key block but one in which all is seen.
+    shape [3, C] int32: sequence, offset in a key block, number of ranks; member [B, M] int32: shape of each block; home [B,
+    M] int32: key block in which it begins. reach [3, B, M] int32: of the steps of its shape, step u to key block home + 1 -
+    u: the first valid one, the end, and the first that needs no test; all 0 for blocks that jump. broken [B, G] int32: the
+    blocks that jump, M past the last; runs [B, G, R, 2] int32: the least and the greatest of each of their runs of ranks, -1
+    for none; sure [B, G] int32: number of key blocks in which all is seen.
     """
 
     shape: Tensor
@@ -114,7 +114,7 @@ class QueryBlockRuns(NamedTuple):
 
     @classmethod
     def of(cls, region: Region, heads: int) -> QueryBlockRuns:
-        """Runs of the queries of `region`, for lists of `heads` heads."""
+        """Return the `QueryBlockRuns` of the queries of `region`, for plans of `heads` heads."""
         block = region.layer.block
         most_shapes, most_gaps, most_pieces = _run_bounds(region)
         blocks = len(region.keys) // block

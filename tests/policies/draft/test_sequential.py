@@ -19,6 +19,7 @@ from mmaccel.core.registry import registry
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.draft._draft_model import check_vocabulary
 from mmaccel.policies.draft.sequential import Drafter
+from tests import sentence
 from tests.core.toy import (
     Meter,
     Rule,
@@ -174,16 +175,10 @@ def test_sampled_triples_have_the_targets_joint_distribution(confidence: float) 
     assert g_test(counts, large.joint(lambda logits: torch.softmax(logits / 0.7, -1))) > 1e-4
 
 
-def sentence(error: BaseException, *words: str) -> None:
-    text = str(error)
-    assert text.endswith(".") and "\n" not in text and all(word in text for word in words)
-
-
 @pytest.mark.parametrize("model", [None, "", 3])
 def test_a_missing_model_is_told_at_birth(model: object) -> None:
-    with pytest.raises(RecipeError) as error:
+    with sentence(RecipeError, "sequential", "model", "folder"):
         registry("draft").build("sequential", {"model": model})
-    sentence(error.value, "sequential", "model", "folder")
 
 
 def test_a_missing_folder_is_told() -> None:
@@ -193,9 +188,8 @@ def test_a_missing_folder_is_told() -> None:
         raise ModelError(f"model {path!r} cannot be loaded; give a folder.")
 
     target.adapter.load = load  # type: ignore[method-assign, assignment]
-    with pytest.raises(DraftError) as error:
+    with sentence(DraftError, "model", "no/such/folder"):
         Sequential(model="no/such/folder").check(target)
-    sentence(error.value, "model", "no/such/folder")
 
 
 def test_a_folder_is_loaded_once(tmp_path: Path) -> None:
@@ -207,16 +201,14 @@ def test_a_folder_is_loaded_once(tmp_path: Path) -> None:
 
 
 def test_a_window_of_nothing_is_refused() -> None:
-    with pytest.raises(RecipeError) as error:
+    with sentence(RecipeError, "window", "at least 1"):
         Sequential(model=nn.Linear(1, 1), window=0)
-    sentence(error.value, "window", "at least 1")
 
 
 def test_a_draft_of_another_vocabulary_is_refused() -> None:
     rule = bigram(torch.eye(4))
-    with pytest.raises(DraftError) as error:
+    with sentence(DraftError, "model", "320", "300", "tokenizer"):
         Sequential(model=ToyModel(rule, 320)).open(view(rule, 300))
-    sentence(error.value, "model", "320", "300", "tokenizer")
 
 
 @pytest.mark.parametrize(

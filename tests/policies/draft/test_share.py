@@ -13,16 +13,17 @@ import mmaccel
 from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.errors import RecipeError
 from mmaccel.policies.draft import Parallel
-from mmaccel.policies.draft._window_model import PAUSE, SETTLED, Pace, Shares
+from mmaccel.policies.draft._window_model import PAUSE, SETTLED, Pace, ReadingChoice
 from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.spies import heard
 
 UV = UVPrune(retention=0.1, layer=2)
 
 
 def answer(
-    shares: Shares, length: int = 3000, window: int | None = None, **figures: float
+    shares: ReadingChoice, length: int = 3000, window: int | None = None, **figures: float
 ) -> tuple[str, str]:
     """One answer's way of reading, "whole" or "part", with its note; it ends with `figures` of that way."""
     reading = shares.reading(UV, length, window, 16, sampled=False)
@@ -38,13 +39,11 @@ def answer(
 def test_the_faster_of_two_measured_ways_is_taken(window: int | None) -> None:
     """A part that is read no faster and kept less often is tried once; one that gains is kept."""
     worse = {"whole_keep": 0.85, "whole_s": 2.0, "part_keep": 0.6, "part_s": 1.9}
-    shares = Shares()
+    shares = ReadingChoice()
     ways = [answer(shares, window=window, **worse) for _ in range(5)]
     assert [way for way, _ in ways] == ["whole", "part", "whole", "whole", "whole"]
-    assert (
-        "measured first, before 0.1 of the video" in ways[0][1]
-        and "read 0.1 of the video: to measure it" in ways[1][1]
-    )
+    assert "measured first, before 0.1 of the video" in ways[0][1]
+    assert "read 0.1 of the video: to measure it" in ways[1][1]
     assert "read the whole video: expected" in ways[2][1]
     better = {"whole_keep": 0.85, "whole_s": 9.0, "part_keep": 0.8, "part_s": 2.0}
     ways = [answer(shares, length=60_000, window=window, **better) for _ in range(4)]
@@ -55,16 +54,16 @@ def test_the_faster_of_two_measured_ways_is_taken(window: int | None) -> None:
 def test_a_part_that_cannot_gain_is_not_tried() -> None:
     """A draft's steps take hardly less with nothing to read: not even one answer is slower than with the whole video."""
     figures = {"whole_keep": 0.85, "whole_s": 2.0, "part_keep": 0.85, "part_s": 1.0}
-    shares = Shares(bare_s=1.95)
+    shares = ReadingChoice(bare_s=1.95)
     ways = [answer(shares, **figures) for _ in range(4)]
     assert [way for way, _ in ways] == ["whole"] * 4 and "at most with 0.1 of the video" in ways[-1][1]
-    shares = Shares(bare_s=0.9)
+    shares = ReadingChoice(bare_s=0.9)
     assert [answer(shares, **figures)[0] for _ in range(3)] == ["whole", "part", "part"]
 
 
 def test_a_way_that_is_never_ready_gains_nothing() -> None:
     """Its answers end before a window is judged: after two of them the other way is tried, and then kept."""
-    shares = Shares()
+    shares = ReadingChoice()
     found = []
     for _ in range(5):
         reading = shares.reading(UV, 100, 4, 16, sampled=False)
@@ -75,7 +74,7 @@ def test_a_way_that_is_never_ready_gains_nothing() -> None:
 
 
 def test_an_answer_is_counted_once_however_often_it_is_closed() -> None:
-    shares, choice = Shares(), Parallel(model="x", prune=UV, prune_when="measured")
+    shares, choice = ReadingChoice(), Parallel(model="x", prune=UV, prune_when="measured")
     draft = Pipeline(Mock(), choice, [torch.device("cpu")], 5, shares)
     draft.begin(Prompt({}, torch.zeros(1, 9, dtype=torch.long)))
     for _ in range(2):
@@ -84,7 +83,7 @@ def test_an_answer_is_counted_once_however_often_it_is_closed() -> None:
 
 
 def test_what_is_sampled_at_a_given_window_does_not_hang_on_the_clock() -> None:
-    shares = Shares()
+    shares = ReadingChoice()
     for sampled, window, want in ((True, 4, [None] * 3), (True, None, [UV, UV])):
         for pruner in want:
             reading = shares.reading(UV, 100, window, 16, sampled)
@@ -100,14 +99,7 @@ def test_either_way_the_text_is_the_plain_one_and_the_report_says_which(
     inputs = prompt(family, PROMPTS["video"])
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**inputs, **options)
-    told: list[int] = []
-    keep = Pipeline.keep
-
-    def kept(self: Pipeline, columns: torch.Tensor) -> None:
-        told.append(columns.numel())
-        keep(self, columns)
-
-    monkeypatch.setattr(Pipeline, "keep", kept)
+    told: list[int] = heard(monkeypatch, Pipeline, "keep", lambda state, columns: columns.numel())
     draft = Parallel(model=copy.deepcopy(model), process=False, prune=UV, prune_when="measured", window=3)
     notes = []
     with mmaccel.accelerate(model, draft=draft) as fast:

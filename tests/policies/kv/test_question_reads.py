@@ -14,7 +14,7 @@ from mmaccel.core.prefill import attention
 from mmaccel.policies.kv import ReKV
 from mmaccel.policies.kv._window import Rope
 from tests.policies.kv.mosaic.driven import CPU, GEOMETRY, HEAD, LAYERS, WHEEL, Driven
-from tests.policies.sparse.test_no_reads import NoReads, no_lists
+from tests.policies.sparse.test_plans import NoReads, no_lists
 
 VIEWS = {
     "alias",

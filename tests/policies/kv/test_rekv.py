@@ -1,4 +1,4 @@
-"""ReKV: what it recalls is what its authors' formula says, and how it comes back changes nothing."""
+"""ReKV: it recalls what its authors' formula says; places of an endless stream, bounded and the same however it is cut."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+import mmaccel
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import PositionIds
 from mmaccel.policies.kv._index import IndexPolicy
+from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv.rekv import FrameIndex, Frames
-from tests.models.streams import FPS, QUESTION, film, logits, open_session
+from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 
 HEADS, GROUPS, SIZE, TOKENS = 6, 2, 8, 3
 
@@ -124,3 +129,177 @@ def test_the_budget_is_in_frames() -> None:
         frames = sum(one.recalled * (one.frames[1] - one.frames[0] + 1) for one in answer.evidence)
         assert frames == pytest.approx(6)
         assert session.counters()["window"] == 4
+
+
+HEAD = 5
+
+
+def line(unit: int, limit: int) -> PositionIds:
+    """1-D places of units of so many tokens after a head of `HEAD`."""
+    first = torch.arange(HEAD, HEAD + unit)[None]
+    return PositionIds(
+        torch.arange(HEAD)[None], first, lambda n: torch.arange(n) * unit, HEAD + unit, unit, limit
+    )
+
+
+def grid(limit: int, pace: float = 1.5) -> PositionIds:
+    """M-RoPE places of units of 2 x 2 tokens, `pace` positions apart, rounded down."""
+    cells = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]]) + HEAD
+    head = torch.arange(HEAD).expand(3, -1)
+    return PositionIds(head, cells, lambda n: (torch.arange(n) * pace).long(), HEAD + 2, 0, limit)
+
+
+def test_places_are_those_of_a_prompt() -> None:
+    places = line(4, 1000)
+    assert places.head().tolist() == list(range(HEAD)) and places.axes == 1
+    assert places.units(0, 3).tolist() == list(range(HEAD, HEAD + 12))
+    assert places.units(300, 2).tolist() == list(range(HEAD + 1200, HEAD + 1208))
+    assert torch.equal(places.chosen(torch.tensor([2, 200]), 200)[4:], places.units(200, 1))
+    assert places.tail(3, 2, 2).tolist() == [HEAD + 12 + 2, HEAD + 12 + 3]
+    assert places.span(3) == HEAD + 12
+    three = grid(1000)
+    assert three.units(0, 3)[0].tolist() == [5] * 4 + [6] * 4 + [8] * 4
+    for unit in (2, 2, 0):
+        assert three.units(unit, 1)[0].tolist() == [5 + int(1.5 * unit)] * 4, "whatever was asked for before"
+    assert three.units(2, 1)[1].tolist() == [5, 5, 6, 6] and three.units(2, 1)[2].tolist() == [5, 6, 5, 6]
+    assert three.tail(9, 1, 2).tolist() == [[8, 9]] * 3 and three.span(100) == 5 + 148
+
+
+@given(
+    unit=st.integers(1, 9),
+    limit=st.integers(30, 400),
+    window=st.integers(1, 12),
+    spare=st.integers(0, 4),
+    three=st.booleans(),
+    data=st.data(),
+)
+def test_bases_keep_places_under_the_limit_and_windows_whole(
+    unit: int, limit: int, window: int, spare: int, three: bool, data: st.DataObject
+) -> None:
+    places = grid(limit) if three else line(unit, limit)
+    bases = Bases(places, window, spare)
+    fits = max(n for n in range(1, 500) if n == 1 or places.span(n) < limit)
+    least = max(2 * window, window + spare)
+    units = range(0, 1500, 31)
+    for one in units:
+        base = bases.of(one)
+        assert base <= max(0, one - window - spare), (
+            "all of the window can be placed, and what is spared before it"
+        )
+        assert one - base < bases.window + bases.every
+        if one < fits:
+            assert base == 0 or fits <= least, "true places as long as they fit"
+        if fits > least:
+            assert places.span(one - base + 1) <= limit
+        count = data.draw(st.integers(1, 40))
+        same = bases.same(one, count)
+        assert 1 <= same <= count and {bases.of(one + i) for i in range(same)} == {base}
+        assert same == count or bases.of(one + same) != base
+
+
+def test_spare_units_push_no_window_of_half_the_limit_past_it() -> None:
+    places = line(196, 32768)
+    for window in range(1, 84):
+        bases = Bases(places, window, 8)
+        furthest = max(one - bases.of(one) for one in range(1000))
+        assert places.span(furthest + 1) <= 32768
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize("kv", ["rekv", "recent", "window"])
+def test_past_the_limit_the_cut_of_the_stream_changes_nothing(
+    name: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = pair(name)
+    head = 40
+    limit = head + 16 * 8 if name == "random-ov" else head + 60
+    monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", limit)
+    frames, fields = film(25).repeat(3, 1, 1, 1)[:60], every_stream(frames=4, window=4)[kv]
+    if kv == "window":
+        fields = {**fields, "window": 32}
+    used: list[int] = []
+    found = []
+    for cuts in ([60], [7, 13, 1, 1, 30, 8]):
+        with open_session(name, fields) as session:
+            for number, part in enumerate(frames.split(cuts)):
+                session.watch(part[:1], fps=FPS)
+                state: Any = session._live.state  # type: ignore[union-attr]
+                if not number:
+                    _spy(state, used)
+                if len(part) > 1:
+                    session.watch(part[1:], fps=FPS)
+                _check_turned(state)
+            assert state.bases.of(state.units()) > 0
+            found.append(logits(session))
+    assert (found[0] - found[1]).abs().max() <= 1e-5
+    assert max(used) < limit
+
+
+def _check_turned(state: Any) -> None:
+    """All keys of the window stand where the base in force puts them."""
+    if not state.units():
+        return
+    base = state.bases.of(state.units() - 1)
+    places = state.stream.places.units(state._first - base, state.units() - state._first)
+    for ring in state._rings:
+        want = state.rope.apply(ring.key, state.rope.angles(places))
+        assert torch.allclose(ring.turned, want, atol=1e-5)
+
+
+def _spy(state: Any, used: list[int]) -> None:
+    places = state.stream.places
+    for method in ("units", "chosen"):
+        inner = getattr(places, method)
+
+        def spied(*args: Any, inner: Any = inner) -> Tensor:
+            out: Tensor = inner(*args)
+            used.append(int(out.max()))
+            return out
+
+        setattr(places, method, spied)
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_true_places_are_closed_up_when_they_pass_the_limit(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair("random-ov")
+    monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", 40 + 16 * 20)
+    said: dict[str, list[Tensor]] = {"original": [], "compact": []}
+    for positions, found in said.items():
+        fields = {**every_stream(frames=2, window=4)[kv], "local": 1, "positions": positions}
+        with open_session("random-ov", fields) as session:
+            for part in film(25)[:24].split([10, 14]):
+                session.watch(part, fps=FPS)
+                found.append(logits(session))
+    near, far = (said["original"][i] - said["compact"][i] for i in (0, 1))
+    assert near.abs().max() > 1e-3 and far.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_what_is_encoded_saw_the_head_and_the_window_and_nothing_else(name: str) -> None:
+    """The hidden states of a stream are those of one prompt whose every query sees sinks and a sliding window."""
+    model, processor = pair(name)
+    frames, window = film(14), 4
+    outs: list[Tensor] = []
+    with open_session(name, {"name": "rekv", "window": window, "frames": 2}) as session:
+        stream_adapter: Any = session._stream_adapter
+        run = stream_adapter.run
+
+        def kept(*given: Any, **more: Any) -> Tensor:
+            outs.append(run(*given, **more))
+            return outs[-1]
+
+        stream_adapter.run = kept
+        for part in frames.split([4, 2, 8]):
+            session.watch(part, fps=FPS)
+        live = session._live
+        assert live is not None
+        head, unit = live.stream.head, live.info.unit
+        columns = unit * live.stream.units(window)
+    ours = torch.cat(outs)
+    content = [{"type": "video", "video": frames}, {"type": "text", "text": QUESTION}]
+    inputs = processor.chat(content, fps=FPS)
+    for limit, same in ((columns, True), (columns - 1, False), (columns + 1, False)):
+        memory = {"name": "window", "sinks": head, "window": limit, "margin": 4096}
+        with mmaccel.accelerate(model, kv=memory), torch.no_grad():
+            want = model.model(**inputs).last_hidden_state[0, : len(ours)]
+        assert bool((ours - want).abs().max() <= 1e-4) is same

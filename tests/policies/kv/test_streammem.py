@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.policies.kv import StreamMem
-from mmaccel.policies.kv._tokens import TokenMemory
 
 from .token_streams import (
     GROUPS,
@@ -24,6 +22,7 @@ from .token_streams import (
     places,
     raw,
     run,
+    same,
     share,
     turned,
     watched,
@@ -98,9 +97,7 @@ def test_where_passes_end_changes_nothing() -> None:
     whole = watched(opened(SMALL), 3 * CLIP, CLIP, proxy=True)
     for step in (1, 3, 5):
         state = watched(watched(opened(SMALL), 11, step, proxy=True), 13, step, proxy=True)
-        for ours, theirs in zip(state._held, whole._held, strict=True):
-            assert ours is not None and theirs is not None
-            assert torch.equal(ours.column, theirs.column) and torch.equal(ours.key, theirs.key)
+        assert same(state, whole)
 
 
 def test_a_proxy_leaves_no_trace_of_its_own() -> None:
@@ -163,10 +160,6 @@ def test_frames_like_the_one_before_are_merged() -> None:
     assert half.dtype == torch.float16
 
 
-def bits(state: TokenMemory) -> list[Tensor]:
-    return [tensor for one in state._held if one is not None for tensor in one]
-
-
 def test_what_was_broken_off_is_taken_back_and_what_was_saved_goes_on(tmp_path: Path) -> None:
     state, plain = (watched(opened(SMALL), 13, CLIP, proxy=True) for _ in range(2))
     mark = state.checkpoint()
@@ -179,13 +172,6 @@ def test_what_was_broken_off_is_taken_back_and_what_was_saved_goes_on(tmp_path: 
     for memory in (state, plain, other):
         watched(memory, 14, CLIP, proxy=True)
     for memory in (state, other):
-        assert all(torch.equal(a, b) for a, b in zip(bits(memory), bits(plain), strict=True))
-        assert memory.counters() == plain.counters()
+        assert same(memory, plain) and memory.counters() == plain.counters()
     state.reset()
     assert state.length() == state.held_columns() == state.units() == 0 and state.counters()["pruned"] == 0
-
-
-@pytest.mark.parametrize(("field", "value"), [("frames", 0), ("similar", 2.0), ("positions", "x")])
-def test_wrong_fields_are_told(field: str, value: object) -> None:
-    with pytest.raises(RecipeError, match=rf"^streammem: {field} is .*; give .*\.$"):
-        StreamMem(**{field: value})  # type: ignore[arg-type]

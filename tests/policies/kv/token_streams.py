@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.contract.memory import GEOMETRY, GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, Wheel, draw
+from mmaccel.contract.memory import GEOMETRY, GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, RotaryModel, draw
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamPolicy
 from mmaccel.policies.kv._tokens import TokenMemory
@@ -16,7 +16,7 @@ from mmaccel.policies.kv._tokens import TokenMemory
 CPU = torch.device("cpu")
 
 
-WHEEL = Wheel()
+WHEEL = RotaryModel()
 
 
 def places(axes: int = 1, limit: int = 10**6) -> PositionIds:
@@ -90,6 +90,12 @@ def watched(state: TokenMemory, count: int, step: int = 8, proxy: bool = False) 
     for _ in watch(state, count, step, proxy):
         pass
     return state
+
+
+def same(one: TokenMemory, other: TokenMemory) -> bool:
+    """Whether every layer of both holds the same tokens."""
+    told = [[tensor for held in state._held if held is not None for tensor in held] for state in (one, other)]
+    return len(told[0]) > 0 and all(torch.equal(a, b) for a, b in zip(*told, strict=True))
 
 
 def words(layer: int, rows: int, name: int) -> tuple[Tensor, Tensor, Tensor]:

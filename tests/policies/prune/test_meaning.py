@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.contract.prefill import signals_for
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import Stage, thin
-from mmaccel.models.signals import received
+from mmaccel.models.signals import received_attention
 from mmaccel.policies.prune import (
     AttentionPrune,
     DyCoke,
@@ -27,6 +25,7 @@ from mmaccel.policies.prune import (
     VisionZip,
 )
 from tests.policies.prune.layouts import LAYOUTS, asked, frames_of, layout_of, looking, top, visual, whole
+from tests.spies import Ops
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -338,16 +337,6 @@ def test_visionzip_carries_what_rounding_takes() -> None:
     assert set(each) == {1, 2} and VisionZip(retention=0.1).counts(10, 16) == [1] * 10
 
 
-class Counted(TorchDispatchMode):
-    """Counts the operations inside it."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_visionzip_takes_all_frames_at_once() -> None:
     """On a GPU every operation is a launch, and a frame of sixteen tokens is nothing."""
     pruner = VisionZip(retention=0.5, contextual=0.4)
@@ -356,12 +345,12 @@ def test_visionzip_takes_all_frames_at_once() -> None:
     for many in (4, 400):
         layout = layout_of([("video", [(4, 4)] * many, 1), ("text", 2)])
         signals = signals_for(layout, stage)
-        with Counted() as counted:
+        with Ops() as ops:
             pruner.cut(signals, layout, stage)
         query, key = torch.randn(2, many, 2, 16, 8)
-        with counted:
-            received(query, key, 0.3)
-        counts.append(counted.count)
+        with ops:
+            received_attention(query, key, 0.3)
+        counts.append(ops.count)
     assert counts[0] == counts[1]
 
 

@@ -72,6 +72,16 @@ class Scene:
         layout = self.layout()
         return pattern.plan(query, key, layout.take(slice(self.start, None)), layout)
 
+    def planned(
+        self, pattern: SparsePattern, dtype: torch.dtype = torch.float64, device: str = "cpu"
+    ) -> tuple[AttentionPlan, tuple[Tensor, Tensor, Tensor]]:
+        """The plan on that device, and the query, key and value that it was made for."""
+        query, key, value = (t.to(device) for t in self.tensors(dtype))
+        layout = self.layout().to(device)
+        plan = pattern.plan(query, key, layout.take(slice(self.start, None)), layout)
+        assert plan is not None
+        return plan, (query, key, value)
+
     def mask(self, pattern: SparsePattern) -> np.ndarray:
         """[B, H, n_query, n_key] bool of the plan, every pair of which is computed once."""
         plan = self.plan(pattern)

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel.backends import reference
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO
 from mmaccel.core.prefill.sparse import attend_plan, launches
@@ -106,16 +105,13 @@ INNER: list[Any] = [
     pattern("grid", min_stride=2, max_stride=12, last_q=16, window=9, sink=3),
     pattern("grid", stride="free", min_stride=3, max_stride=9, last_q=16, slash=False, score="mean"),
 ]
+STATIC = [pattern(name) for name in ("tri_shape", "sf_fixed", "sf_strided")]
 
 
+@pytest.mark.parametrize("boundary", [QBoundary, KBoundary])
 @given(scenes(), st.tuples(*[st.sampled_from(INNER)] * 2), st.sampled_from(INNER[1:]))
-def test_q_boundary(scene: Scene, some: tuple[Any, Any], other: Any) -> None:
-    check(QBoundary(text=some[0], image=some[1], video=other, block=16), scene)
-
-
-@given(scenes(), st.tuples(*[st.sampled_from(INNER)] * 2), st.sampled_from(INNER[1:]))
-def test_k_boundary(scene: Scene, some: tuple[Any, Any], other: Any) -> None:
-    check(KBoundary(text=some[0], image=some[1], video=other, block=16), scene)
+def test_q_and_k_boundary(boundary: type, scene: Scene, some: tuple[Any, Any], other: Any) -> None:
+    check(boundary(text=some[0], image=some[1], video=other, block=16), scene)
 
 
 PAIRS = [f"{q}>{k}" for q in MODALITIES.values() for k in MODALITIES.values()]
@@ -179,7 +175,7 @@ def test_layouts(kind: str, layout: str, late: float) -> None:
 
 @pytest.mark.parametrize(
     ("inner", "segments"),
-    product(INNER[1:], [[(TEXT, [100])], [(VIDEO, [6] * 18)]]),
+    product([*INNER[1:], *STATIC], [[(TEXT, [100])], [(VIDEO, [6] * 18)]]),
     ids=str,
 )
 def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments: Any) -> None:
@@ -262,12 +258,8 @@ def test_patterns_of_the_layout_alone_are_planned_and_joined_once() -> None:
         QBoundary(text=near, video=Grid(block=16), block=16),
     )
     first, again = (fixed.plan(t, key, layout, layout) for t in (query, 0 * query))
-    assert (
-        first is not None
-        and first is again
-        and launches(first) is launches(again)
-        and len(launches(first)) == 1
-    )
+    assert first is not None and first is again and launches(first) is launches(again)
+    assert len(launches(first)) == 1
     assert asked.plan(query, key, layout, layout) is not asked.plan(query, key, layout, layout)
     # Another recipe, number of heads or prompt has a plan of its own, which is right.
     wider = QBoundary(text=near, video=AShape(sink=4, window=32, block=16), block=16)

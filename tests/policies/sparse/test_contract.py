@@ -1,24 +1,28 @@
-"""What every registered pattern promises; a new one is tested here by being registered."""
+"""What every registered pattern promises and refuses, and how much it lists; a new one is tested by being registered."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel import check_policy
-from mmaccel.backends import reference
+from mmaccel.backends import reference, select
+from mmaccel.backends.measure import Costs, Line
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.contract.prefill import check_plan
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
+from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, QBoundary, VerticalSlash
 
 from .scenes import Scene, Token, scenes, sequence
 
@@ -94,12 +98,8 @@ def attend(pattern: SparsePattern, scene: Scene, tensors: tuple[Tensor, Tensor, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_is_a_frozen_dataclass_with_defaults(name: str) -> None:
+def test_it_names_each_head_and_its_blocks_are_powers_of_two(name: str) -> None:
     pattern = registry("sparse")[name]()
-    assert pattern.name == name
-    assert isinstance(pattern, SparsePattern)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        pattern.block = 32
     assert len(pattern.per_head(7)) == 7
     for block in (0, 8, 48):
         with pytest.raises(RecipeError, match="block"):
@@ -165,3 +165,164 @@ def test_long_enough_defaults_leave_something_out(name: str) -> None:
 
 def tokens_of(n: int) -> tuple[Token, ...]:
     return sequence([(TEXT, [8]), (VIDEO, [8] * ((n - 16) // 8)), (TEXT, [8])])
+
+
+NEAR = {"name": "a_shape", "sink": 128, "window": 512}
+N, FRAME = 1 << 13, 49
+LISTED: dict[str, tuple[dict[str, Any], int]] = {
+    "a_shape": (NEAR, 0),
+    "grid": ({"name": "grid"}, 0),
+    "grid with a window and a sink": ({"name": "grid", "window": 1024, "sink": 128}, 0),
+    "sf_fixed": ({"name": "sf_fixed"}, 0),
+    "sf_strided": ({"name": "sf_strided"}, 0),
+    "tri_shape": ({"name": "tri_shape", "window": 512}, 0),
+    "q_boundary": ({"name": "q_boundary", "text": NEAR, "video": NEAR}, 8),
+    "boundary_2d": ({"name": "boundary_2d", "default": NEAR}, 8),
+    "grid in a boundary": ({"name": "boundary_2d", "default": NEAR, "pairs": {"video>video": "grid"}}, 8),
+}
+
+
+def prompt(n: int, islands: int) -> TokenLayout:
+    place = torch.arange(n)
+    each = n // max(islands, 1)
+    text = (place % each >= each - each // 4) & (islands > 0)
+    number = (~text).long().cumsum(0) - 1
+    modality = torch.where(text, TEXT, VIDEO)[None]
+    return TokenLayout.build(modality, frame=torch.where(text, -1, number // FRAME)[None])
+
+
+def tensors(n: int, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(1, h, n, 16, generator=rng) for h in (heads, 1))
+
+
+@pytest.mark.parametrize("start", [0, N // 2])
+@pytest.mark.parametrize("name", list(LISTED))
+def test_expected_is_about_what_is_listed(name: str, start: int) -> None:
+    sparse, islands = LISTED[name]
+    pattern = Recipe.load(sparse=sparse).sparse
+    layout = prompt(N, islands)
+    queries = layout.take(slice(start, None))
+    query, key = tensors(N)
+    plan = pattern.plan(query[:, :, start:], key, queries, layout)
+    listed = sum(float(s.lists.count.double().sum((0, 2)).mean()) for p in plan.parts for s in p.spans)
+    expected = pattern.expected_blocks(N - start, N, (queries, layout))
+    assert 0.75 * listed <= expected <= 1.4 * listed
+
+
+class Given(VerticalSlash):
+    """Keeps the diagonals it is told, whatever the estimate says."""
+
+    pitch = 1
+
+    def _strongest(
+        self, columns: torch.Tensor, diagonals: torch.Tensor, at: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, found = super()._strongest(columns, diagonals, at)
+        given = (torch.arange(self.slash) * self.pitch).clamp(max=columns.shape[2] - 1)
+        return chosen, given.expand_as(found)
+
+
+@pytest.mark.parametrize(
+    ("pitch", "ran"), [(1, ["vertical_slash"] * 3), (70, ["vertical_slash", "dense", "dense"])]
+)
+def test_after_the_first_layer_the_data_decide(pitch: int, ran: list[str]) -> None:
+    """Side by side, 100 diagonals touch three blocks; apart, every block: then the layers after the first are dense."""
+    pattern = Given(vertical=0, slash=100)
+    object.__setattr__(pattern, "pitch", pitch)
+    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 3.0)})
+    choice = select.Choice("reference", "told", costs)
+    n = 4096
+    recipe = Recipe.load(sparse="a_shape", dense_tail=0)
+    object.__setattr__(recipe, "sparse", pattern)
+    road = AttentionConfig(recipe, "reference", reference.op, choice=choice)
+    query, key = tensors(n)
+    run = ForwardPass(road, layout=TokenLayout.text(1, n))
+    for layer in range(3):
+        run.attend(layer, query, key, key, 0.25)
+    assert [road.meter.names[layer][0] for layer in range(3)] == ran
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("dense", dict(block=48), "block is 48"),
+    ("a_shape", dict(sink=-1), "sink is -1"),
+    ("a_shape", dict(window=0), "window is 0; give at least 1, the token itself"),
+    ("a_shape", dict(windows=5), "did you mean 'window'"),
+    ("vertical_slash", dict(vertical=-1), "vertical is -1"),
+    ("vertical_slash", dict(slash=0), "slash is 0"),
+    ("vertical_slash", dict(sink=-1), "sink is -1"),
+    ("vertical_slash", dict(last_q=0), "last_q is 0"),
+    ("vertical_slash", dict(nearest=0), "nearest is 0; give at least 1, the main diagonal"),
+    ("grid", dict(stride="frames"), "'frame' or 'free'"),
+    ("grid", dict(min_stride=1), "min_stride 1"),
+    ("grid", dict(min_stride=9, max_stride=8), "no range"),
+    ("grid", dict(horizontal=False, vertical=False, slash=False), "turn one on"),
+    ("grid", dict(last_q=0), "last_q is 0; give at least 1 query"),
+    ("grid", dict(window=-1), "window is -1; give at least 0 tokens"),
+    ("grid", dict(sink=-1), "sink is -1; give at least 0 tokens"),
+    ("grid", dict(slack=1.0), "slack is 1.0"),
+    ("grid", dict(score="median"), "score is 'median'; give 'contrast', 'mean' or 'sum'"),
+    ("grid", dict(horizontal_phase="rows"), "give 'keys' or 'queries'"),
+    ("grid", dict(estimate="heads"), "give 'head' or 'group'"),
+    ("vertical_slash", dict(estimate="heads"), "give 'head' or 'group'"),
+    ("q_boundary", dict(text="a_shap"), "did you mean 'a_shape'"),
+    ("q_boundary", dict(vidio="grid"), "did you mean 'video'"),
+    ("q_boundary", dict(video={"name": "grid", "strid": "free"}), "did you mean 'stride'"),
+    ("q_boundary", dict(video={"stride": "free"}), "q_boundary: video: a mapping needs the policy's name"),
+    ("q_boundary", dict(video={"name": "a_shape", "window": 0}), "window is 0"),
+    ("k_boundary", dict(text=5), "k_boundary: text is 5; give one of a_shape, "),
+    ("k_boundary", dict(text="boundary_2d"), "k_boundary: text is 'boundary_2d'; give one of a_shape, "),
+    ("k_boundary", dict(text=None, image=None, video=None), "all null"),
+    ("boundary_2d", dict(pairs={"video>txt": "grid"}), "did you mean 'video>text'"),
+    ("boundary_2d", dict(pairs={"video>text": (4, 8)}), r"pairs\['video>text'\] is \(4, 8\); give one of"),
+    ("boundary_2d", dict(pairs=["video>text"]), "give a mapping"),
+    ("boundary_2d", dict(default=None), "every pair is left out"),
+    ("tri_shape", dict(sink=-1), "sink is -1"),
+    ("tri_shape", dict(window=0), "window is 0"),
+    ("tri_shape", dict(bottom=-1), "bottom is -1"),
+    ("sf_fixed", dict(stride=0), "stride is 0"),
+    ("sf_fixed", dict(stride="frames"), "'frame' or a number"),
+    ("sf_fixed", dict(summary=-1), "summary is -1"),
+    ("sf_fixed", dict(side="end"), "'last' or 'first'"),
+    ("sf_strided", dict(stride=True), "stride is True"),
+    ("sf_strided", dict(min_stride=9, max_stride=8), "no range"),
+    ("block_topk", dict(score="max"), "'antidiagonal' or 'mean'"),
+    ("block_topk", dict(stride=0), "stride is 0"),
+    ("block_topk", dict(stride=24), "divisor of block"),
+    ("block_topk", dict(budget=1.5), "budget is 1.5"),
+    ("block_topk", dict(top=0), "top is 0"),
+    ("block_topk", dict(sink=-1), "sink is -1"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "message"), WRONG, ids=[f"{n} {f}" for n, f, _ in WRONG])
+def test_a_wrong_field_is_told(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        registry("sparse").build(name, fields)
+
+
+@pytest.mark.parametrize(("kind", "field"), [(AShape, "sink"), (AShape, "window"), (Grid, "window")])
+def test_a_number_may_not_be_left_out(kind: Any, field: str) -> None:
+    with pytest.raises(RecipeError, match=f"{field} is None; give at least "):
+        kind(**{field: None})
+
+
+def test_patterns_of_a_boundary_as_a_recipe_writes_them() -> None:
+    fields = dict(
+        block=32, default="grid", pairs={"video>text": {"name": "a_shape", "sink": 0}, "text>video": None}
+    )
+    pattern = registry("sparse").build("boundary_2d", fields)
+    assert isinstance(pattern, Boundary2D)
+    assert pattern.groups[VIDEO][TEXT] == AShape(sink=0, block=32)
+    assert pattern.groups[TEXT] == {TEXT: Grid(block=32), IMAGE: Grid(block=32), VIDEO: None}
+    again = Recipe.load(sparse=pattern).to_dict()["sparse"]
+    assert again["pairs"]["video>text"]["sink"] == 0 and again["default"]["name"] == "grid"
+    assert Recipe.load({"sparse": again}).sparse == pattern
+
+
+def test_sides_of_a_boundary_as_a_recipe_writes_them() -> None:
+    video = {"name": "grid", "stride": "free"}
+    fields = {"name": "q_boundary", "text": "dense", "video": video, "image": None}
+    pattern = Recipe.load({"sparse": fields}).sparse
+    assert pattern == QBoundary(text=Dense(), video=Grid(stride="free"), image=None)
+    assert Recipe.load(Recipe.load(sparse=pattern).to_dict()).sparse == pattern

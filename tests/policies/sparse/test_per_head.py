@@ -217,7 +217,7 @@ def test_a_shard_of_a_model_follows_the_patterns_of_its_own_heads() -> None:
     sinks = {head: dict(name="a_shape", sink=head, window=5) for head in range(4)}
     adapter = adapter_for(model)
     model._tp_size, model._device_mesh = 2, Mesh()
-    assert adapter.own_heads(model) == range(2, 4)
+    assert adapter.local_heads(model) == range(2, 4)
     view = ModelView(model, adapter, adapter_for)
     bound = PerHead(table={0: sinks, 1: {1: sinks[1], 2: sinks[2]}}, default="dense").bind(view)
     assert [bound.at(0).of(head) for head in range(2)] == [AShape(sink=head, window=5) for head in (2, 3)]

@@ -1,4 +1,4 @@
-"""The static patterns against the masks of their papers."""
+"""The static patterns and the content baseline against the masks of their papers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmaccel.core.layout import IMAGE, TEXT, VIDEO
-from mmaccel.core.registry import registry
-from mmaccel.policies.sparse import SFFixed, SFStrided, TriShape
-from tests.products import product
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.policies.sparse import BlockTopK, SFFixed, SFStrided, TriShape, block_topk
+from tests.spies import Largest
 
-from . import static_masks
+from . import masks
 from .scenes import Scene, Token, scenes, sequence
 
 STRIDES: list[dict[str, Any]] = [
@@ -45,14 +44,14 @@ def fields_of(strides: dict[str, Any]) -> dict[str, Any]:
 )
 def test_tri_shape(scene: Scene, extent: tuple[int, int], bottom: int) -> None:
     fields = dict(sink=extent[0], window=extent[1], bottom=bottom)
-    check(TriShape(block=16, **fields), scene, lambda tokens: static_masks.tri_shape(tokens, **fields))
+    check(TriShape(block=16, **fields), scene, lambda tokens: masks.tri_shape(tokens, **fields))
 
 
 @given(scenes(), st.sampled_from(STRIDES), st.sampled_from([0, 1, 3, 50]), st.sampled_from(["last", "first"]))
 def test_sf_fixed(scene: Scene, strides: dict[str, Any], summary: int, side: str) -> None:
     def mask_of(tokens):
-        cut, _ = static_masks.segments(tokens, **strides)
-        return static_masks.sf_fixed(cut, summary=summary, side=side)
+        cut, _ = masks.segments(tokens, **strides)
+        return masks.sf_fixed(cut, summary=summary, side=side)
 
     check(SFFixed(block=16, summary=summary, side=side, **fields_of(strides)), scene, mask_of)
 
@@ -62,7 +61,7 @@ def test_sf_strided(scene: Scene, strides: dict[str, Any]) -> None:
     check(
         SFStrided(block=16, **fields_of(strides)),
         scene,
-        lambda tokens: static_masks.sf_strided(*static_masks.segments(tokens, **strides)),
+        lambda tokens: masks.sf_strided(*masks.segments(tokens, **strides)),
     )
 
 
@@ -94,16 +93,16 @@ def marked_frames() -> tuple[Token, ...]:
 def test_marks_belong_to_their_frame_and_timestamps_to_none() -> None:
     scene = Scene((marked_frames(), sequence([(TEXT, [9]), (VIDEO, [6, 6, 7]), (IMAGE, [5])])))
     strides = dict(stride="frame", low=2, high=64)
-    cut, step = static_masks.segments(scene.sequences[0], **strides)
+    cut, step = masks.segments(scene.sequences[0], **strides)
     assert step == 15 and [len(s) for s in cut] == [4, 15, 2, 15, 1, 15, 2, 15, 1, 15, 15, 15, 10]
     for pattern, mask in (
         (
             SFFixed(block=16, **fields_of(strides)),
-            lambda cut, _: static_masks.sf_fixed(cut, summary=1, side="last"),
+            lambda cut, _: masks.sf_fixed(cut, summary=1, side="last"),
         ),
-        (SFStrided(block=16, **fields_of(strides)), static_masks.sf_strided),
+        (SFStrided(block=16, **fields_of(strides)), masks.sf_strided),
     ):
-        check(pattern, scene, lambda tokens, mask=mask: mask(*static_masks.segments(tokens, **strides)))
+        check(pattern, scene, lambda tokens, mask=mask: mask(*masks.segments(tokens, **strides)))
 
 
 def test_text_alone_has_segments_of_128() -> None:
@@ -122,13 +121,57 @@ def test_parts_of_the_bottom_have_few_rows() -> None:
     assert longest[0] <= 9 and longest[1] == 64
 
 
-@pytest.mark.parametrize(
-    ("name", "boundary"),
-    product(["tri_shape", "sf_fixed", "sf_strided"], ["q_boundary", "k_boundary", "boundary_2d"]),
-)
-def test_of_a_single_modality_a_boundary_changes_nothing(name: str, boundary: str) -> None:
-    inner = {"name": name, "block": 16}
-    fields = dict(default=inner) if boundary == "boundary_2d" else dict(text=inner, video=inner, image=inner)
-    made = (boundary, dict(block=16, **fields)), (name, dict(block=16))
-    bound, plain = (registry("sparse").build(*one) for one in made)
-    assert (VIDEO_ALONE.mask(bound) == VIDEO_ALONE.mask(plain)).all()
+CHOICES: list[dict[str, Any]] = [
+    dict(sink=0, budget=0.3),
+    dict(sink=5, budget=0.6),
+    dict(sink=20, budget=0.0),
+    dict(sink=16, budget=0.95, top=3),
+    dict(sink=0, budget=1.0, top=1),
+    dict(sink=40, budget=1.0, top=4),
+    dict(sink=0, budget=1.0),
+]
+
+
+@pytest.mark.parametrize("stride", [None, 16, 4, 1], ids=["mean", "16", "4", "1"])
+@given(scene=scenes(), choice=st.sampled_from(CHOICES))
+def test_the_heaviest_blocks_are_kept(stride: int | None, scene: Scene, choice: dict[str, Any]) -> None:
+    how = dict(score="mean") if stride is None else dict(score="antidiagonal", stride=stride)
+    pattern = BlockTopK(block=16, **how, **choice)
+    plan = scene.plan(pattern)
+    listed = plan.parts[0].spans[0].lists.count.sum(-1).max()
+    assert int(listed) <= pattern.max_blocks_total(plan.n_query, plan.n_key)
+    query, key, _ = scene.tensors()
+    got = plan.to_mask().numpy()
+    for b, tokens in enumerate(scene.sequences):
+        pad, n = scene.pad(b), len(tokens)
+        first = max(0, scene.start - pad)
+        for h in range(scene.heads):
+            q = query[b, h, max(0, pad - scene.start) :].numpy()
+            k = key[b, h // (scene.heads // scene.groups), pad:].numpy()
+            share = masks.block_shares(q, k, first, 16, stride)
+            assert np.allclose(share.sum(1), 1)
+            mask = masks.block_topk(share, n, first, block=16, **{"top": None, **choice})
+            assert (got[b, h, max(0, pad - scene.start) :, pad:] == mask[first:]).all()
+            assert not got[b, h, :, :pad].any() and not got[b, h, : max(0, pad - scene.start)].any()
+
+
+def test_a_run_of_queries_at_a_time_is_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene((sequence([(VIDEO, [10] * 20)]), sequence([(TEXT, [150])])), start=21)
+    whole = scene.plan(BlockTopK(block=16, budget=0.5, sink=0)).to_mask()
+    monkeypatch.setattr(block_topk, "ENTRIES", 1)
+    assert torch.equal(scene.plan(BlockTopK(block=16, budget=0.5, sink=0)).to_mask(), whole)
+
+
+def test_a_limit_makes_the_bound_linear() -> None:
+    assert BlockTopK(top=32, sink=128).max_blocks_total(131072, 131072) <= 2048 * 32
+    assert BlockTopK().max_blocks_total(128, 131072) == 2047 + 2048
+
+
+@pytest.mark.parametrize("score", ["antidiagonal", "mean"])
+def test_no_tensor_holds_every_pair(score: str) -> None:
+    S = 4096
+    query, key = torch.randn(1, 2, S, 16), torch.randn(1, 1, S, 16)
+    layout = TokenLayout.text(1, S)
+    with Largest() as seen:
+        BlockTopK(score=score, budget=0.5).plan(query, key, layout, layout)
+    assert seen.entries < S * S / 8

@@ -1,1 +1,1 @@
-"""Kernels of a prompt: attention of a plan's parts, and what makes its indices and lists."""
+"""Prefill kernels: attention of a plan's parts, and the making of its indices and lists."""

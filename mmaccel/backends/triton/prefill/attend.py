@@ -1,4 +1,4 @@
-"""From the flat operator to launches of the Triton kernels: tiles, spans, and the splitting of long rows."""
+"""The operator `block_attend` by Triton: tile sizes, spans, splitting of long lists, and kernel launches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mmaccel.backends.triton.prefill.kernel import (
     places_on,
     split_outputs,
 )
-from mmaccel.backends.triton.prefill.lists import paired
+from mmaccel.backends.triton.prefill.lists import join_pairs
 from mmaccel.core.errors import RecipeError
 
 PAIRS = 200 << 10
@@ -33,8 +33,8 @@ PAIRS = 200 << 10
 def config_for(
     rows: int, size: int, value_size: int, block_k: int, dtype: torch.dtype, shared: int
 ) -> tuple[int, int, int]:
-    """Keys of a tile, warps of a program and depth of the pipeline of loads, for tiles of `rows` rows, with heads padded to
-    `size`, in `shared` bytes of shared memory."""
+    """Keys per tile, warps and pipeline stages for tiles of `rows` rows, with heads padded to `size`, in `shared` bytes of
+    shared memory."""
     wide = dtype.itemsize == 4
     keys, stages = min(block_k, 32 if wide else 64), 2 if wide else 3
     # Sums of larger heads go through shared memory too.
@@ -48,10 +48,10 @@ def config_for(
 
 @takes_call
 def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
-    """See `ops.block_attend.define`. Reads nothing on the host; every size comes from shapes.
+    """The operator of `ops.block_attend.define` by Triton. No host synchronization; all sizes come from shapes.
 
-    chunk   the most listed blocks that one program walks; rows with more are split, and merged by a second kernel. By
-            default it follows from the number of lists and listed blocks, so that no program is the tail of the launch
+    chunk   the most listed blocks that one program processes; longer lists are split and merged by a second kernel. By
+            default it follows from the numbers of lists and blocks, so that no program runs long after the others
     """
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -82,7 +82,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         # cannot share it with another head.
         if q_row.shape[-1] // block_q % 2:
             q_row, *q_pos = (torch.nn.functional.pad(t, (0, block_q), value=-1) for t in (q_row, *q_pos))
-        row, block_q, P = [paired(r) for r in row], 2 * block_q, q_row.shape[-1]
+        row, block_q, P = [join_pairs(r) for r in row], 2 * block_q, q_row.shape[-1]
     size, value_size = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(DV))
     # Queries and sums of 128 rows of larger heads exceed shared memory.
     most = 64 if value_size > 256 else 128
@@ -119,7 +119,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         and lists == H
         and not all(plain)
         and block_q == block_k == hopper_launch.BOX
-        and hopper_launch.suits(query, key, value, hopper_launch.ROWS, block_k, positions)
+        and hopper_launch.supports(query, key, value, hopper_launch.ROWS, block_k, positions)
     ):
         short = hopper_launch.joint_attend((query, key, value), q_row, spans, scale, chunk, (out, lse))
         if short is None:
@@ -148,7 +148,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     engine = (
         not part.extra
         and short is None
-        and hopper_launch.suits(query, key, value, tall * pack, block_k, positions)
+        and hopper_launch.supports(query, key, value, tall * pack, block_k, positions)
     )
     if engine:
         short = hopper_launch.launch(

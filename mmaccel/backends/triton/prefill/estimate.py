@@ -1,10 +1,10 @@
-"""The kernels of `ops.lines` for what the last queries attend to, and the functions that launch them, which take what the
-operators of their names take.
+"""Triton kernels that reduce the attention of the last queries (`ops.lines`), and the functions that launch them, with the
+operators' arguments.
 
-That is reduced tile by tile: weights are never stored. One pass over the keys finds the log-sum-exp of each query, a second
-one makes the weights again and sums them. Each sum is made by one program in one order, so that a prompt has one answer.
-For the phases of grid heads one program goes over the keys of one class, so that sums need no exchange; a second kernel
-compares the classes of a head.
+Weights are reduced tile by tile and never stored: one pass over the keys finds each query's log-sum-exp, a second recomputes
+the weights and sums them. Each sum is made by one program in a fixed order, so results are deterministic. For strided (grid)
+heads one program processes the keys of one residue class, so that sums need no exchange; a second kernel compares the
+classes of a head.
 """
 
 # mypy: ignore-errors
@@ -35,7 +35,7 @@ MEMBERS = 64  # members of each of these classes that it looks at together
 
 @triton.jit
 def load_queries(query, b, h, strides, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK_L, BLOCK_D]: the queries of one head."""
+    """Load the queries of one head, [BLOCK_L, BLOCK_D]."""
     r, d = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_D)
     at = query + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     at += (r.to(tl.int64) * strides[2])[:, None] + (d * strides[3])[None, :]
@@ -47,7 +47,7 @@ def tile_scores(
     q, key, row, place, there, b, g, strides, n, D,
     GATHERED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_L, BLOCK_N]: products of the queries q and the keys at the places `place`, of which `there` are there."""
+    """Dot products [BLOCK_L, BLOCK_N] of queries q and the keys at positions `place`, masked by `there`."""
     d = tl.arange(0, BLOCK_D)
     source = place.to(tl.int64)
     if GATHERED:
@@ -60,14 +60,14 @@ def tile_scores(
 
 @triton.jit
 def tile_weights(score, total, seen, scale):
-    """[BLOCK_L, BLOCK_N]: softmax weights where `seen`, of scores and the log-sum-exps `total` [BLOCK_L] to the base 2."""
+    """Softmax weights [BLOCK_L, BLOCK_N] where `seen`, from scores and log-sum-exps `total` [BLOCK_L] (base 2)."""
     seen = seen & (total > float("-inf"))[:, None]
     return tl.where(seen, tl.math.exp2(score * scale - total[:, None]), 0.0)
 
 
 @triton.jit
 def load_totals(total, b, h, H, L, BLOCK_L: tl.constexpr):
-    """[BLOCK_L]: the log-sum-exps of one head, to the base 2."""
+    """Load the log-sum-exps of one head, converted to base 2: [BLOCK_L]."""
     r = tl.arange(0, BLOCK_L)
     found = tl.load(total + (b * H + h) * L + r, mask=r < L, other=float("-inf"))
     return found * 1.4426950408889634
@@ -79,7 +79,7 @@ def totals_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, GATHERED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out [splits, B, H, L]: the log-sum-exps, to the base 2, over pieces of the keys; -inf of nothing."""
+    """Log-sum-exps (base 2) of each query over pieces of the keys, out [splits, B, H, L]; -inf for none."""
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     r = tl.arange(0, BLOCK_L)
     q = load_queries(query, b, h, query_strides, L, D, BLOCK_L, BLOCK_D)
@@ -117,7 +117,7 @@ def totals_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(part, out, rows, splits, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """out [rows]: the log-sum-exps of those of the pieces, part [splits, rows] to the base 2."""
+    """Merge log-sum-exps of pieces, part [splits, rows] (base 2), to out [rows] (natural)."""
     at, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SPLITS)
     some = (s < splits)[:, None] & (at < rows)[None, :]
     found = tl.load(part + s[:, None] * rows + at[None, :], mask=some, other=float("-inf"))
@@ -134,10 +134,10 @@ def lines_kernel(
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr, GATHERED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The sums of BLOCK_N columns and of as many diagonals, the means over MEMBERS heads; both [B, H / MEMBERS, n].
+    """Sum attention weights over BLOCK_N columns and as many diagonals, averaged over MEMBERS heads: [B, H / MEMBERS, n].
 
-    Queries whose places lie in one run of BLOCK_N meet these diagonals in twice as many keys; there is one round for each
-    run. In a tile of weights the diagonals are rows moved by the place of their query, which a gather undoes.
+    Queries at positions within a run of BLOCK_N cross these diagonals in 2 * BLOCK_N keys, in one round per run. In a tile
+    of weights a diagonal shifts by one from query to query, which a gather undoes.
     """
     b, one = tl.program_id(0) // (H // MEMBERS), tl.program_id(0) % (H // MEMBERS)
     r, c = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)
@@ -182,12 +182,12 @@ def lines_kernel(
 
 
 def strides(t):
-    """Strides of the sequence, the head, the row and the number of t [B, H, n, D]."""
+    """Strides of all four dimensions of t [B, H, n, D] as kernel arguments."""
     return (*lines(t), t.stride(3))
 
 
 def shape_of(query, key, row):
-    """What the kernels are compiled for, by name: `row` is None where keys lie side by side."""
+    """Compile-time (constexpr) arguments of the kernels in this file; `row` is None if keys are adjacent."""
     L, D = query.shape[2:]
     wide = query.dtype == torch.float32
     return dict(
@@ -203,8 +203,8 @@ def shape_of(query, key, row):
 
 
 def row_totals(query, key, row, at, width):
-    """[B, H, L]: the log-sum-exp of the scores of each query; keys are cut into up to `SPLITS` pieces, whose log-sum-exps a
-    second kernel joins."""
+    """Launch `ops.lines.row_totals`: each query's log-sum-exp [B, H, L], over up to `SPLITS` pieces of the keys, which a
+    second kernel merges."""
     B, H, L, D = query.shape
     shape, at = shape_of(query, key, row), at.contiguous()
     piece = max(LEAST_PIECE, -(-width // SPLITS))
@@ -225,8 +225,8 @@ def row_totals(query, key, row, at, width):
 
 
 def line_sums(query, key, row, at, total, width, pooled):
-    """Weights of columns and of diagonals, [B, h, n] each (`ops.lines.line_sums`); a program sums `LINES` columns and as
-    many diagonals."""
+    """Launch `ops.lines.line_sums`: attention weight of columns and diagonals, [B, h, n] each; a program sums `LINES` of
+    both."""
     B, H, L, D = query.shape
     shape, at = shape_of(query, key, row), at.contiguous()
     if total is None:
@@ -244,7 +244,7 @@ def line_sums(query, key, row, at, total, width, pooled):
 
 @triton.jit
 def load_told(query, total, b, h, strides, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The queries of one head [BLOCK_D, BLOCK_L] and their log-sum-exps, such that nothing weighs where there is none."""
+    """Queries [BLOCK_D, BLOCK_L] of one head and their log-sum-exps, inf for absent queries so that their weights are 0."""
     q = tl.trans(load_queries(query, b, h, strides, L, D, BLOCK_L, BLOCK_D))
     lse = load_totals(total, b, h, H, L, BLOCK_L)
     return q, tl.where(lse == float("-inf"), float("inf"), lse)
@@ -258,11 +258,11 @@ def classes_kernel(
     GATHERED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One class of one head, or of the mean of MEMBERS: given [B, h, L, C], what each query gives to the keys before it.
+    """One residue class of keys of one head (or the mean of MEMBERS): given [B, h, L, C], each query's weight on its keys.
 
-    lines [B, h, 3, C]: of what the columns count for the sum and the largest, and their number; spread [B, h, L, C], with
-    ROWS: the part of the class in the entropy of each query's weights. Keys are the rows of a tile, so that what a column
-    counts for is summed within few threads; sums of queries are added key by key, and put together at the end.
+    lines [B, h, 3, C]: sum, maximum and number of column weights; spread [B, h, L, C], under ROWS: the class's part of each
+    query's entropy. Keys are the rows of a tile, so that a column is summed within few threads; sums per query are
+    accumulated key by key and reduced at the end.
     """
     heads = H // MEMBERS
     b, one, mine = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
@@ -313,15 +313,15 @@ def classes_kernel(
                 weight = weight / MEMBERS
             if not TESTED:
                 of_keys += weight
-                askers = L.to(tl.float32)
+                query_counts = L.to(tl.float32)
             else:
                 seen = there[:, None] & (place[:, None] <= place_of[None, :])
                 weight = tl.where(seen, weight, 0.0)
                 of_keys += tl.where(place[:, None] < place_of[None, :], weight, 0.0)
-                askers = tl.maximum(tl.sum(seen.to(tl.float32), 1), 1.0)
+                query_counts = tl.maximum(tl.sum(seen.to(tl.float32), 1), 1.0)
             if ROWS:
                 entropy -= weight * tl.log(tl.where(weight > 0, weight, 1.0))
-            value = tl.sum(weight, 1) / askers
+            value = tl.sum(weight, 1) / query_counts
             if SCORE == "contrast":
                 # From what an even spread counts for, so that nothing is lost where all are near it.
                 value = tl.log((value * (last + 1) + 0.1) / 1.1)
@@ -349,11 +349,12 @@ def phases_kernel(
     given, lines, own, members, stride, line, shift, heads, room, C, L,
     SCORE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """line [B, h]: the class of columns with the highest score. shift [B, h]: the phase of slashes with the highest score; a
-    phase is the class of the query less the class of the key, modulo the stride.
+    """For a strided (grid) pattern: line [B, h], the class of columns with the highest score; shift [B, h], the phase of
+    slashes with the highest score. A class is a key's residue modulo the stride, a phase query class minus key class modulo
+    the stride.
 
-    given [B * h, L, C] what each of L queries pays the keys of a class; lines [B * h, 3, C] the sum, the largest value and
-    the number of the columns of a class; own [B, L] the class of each query; stride [B].
+    given [B * h, L, C]: weight of each of L queries on each class; lines [B * h, 3, C]: sum, maximum and number of column
+    weights of a class; own [B, L]: class of each query; stride [B].
     """
     head = tl.program_id(0)
     b = head // heads
@@ -394,8 +395,8 @@ def phases_kernel(
 
 
 def class_phases(query, key, row, at, total, width, pooled, pairing, score, rows):
-    """The class of columns and the phase of slashes with the highest score (`ops.lines.class_phases`): one kernel sums the
-    classes of a head, one compares them."""
+    """Launch `ops.lines.class_phases` (best column class and slash phase of grid heads): one kernel sums over each class,
+    one compares the classes."""
     order, start, own, members, stride = pairing
     B, H, L, D = query.shape
     C = start.shape[1] - 1
@@ -427,7 +428,7 @@ def strides_kernel(
     value, at, out, kinds, heads, H, width, low,
     SCORE: tl.constexpr, PHASES: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """out [heads, strides]: the heaviest class of one stride, summed over the kinds of line; value [kinds, heads, width]."""
+    """out [heads, strides]: best score of a residue class for one stride, summed over kinds; value [kinds, heads, n]."""
     head, stride = tl.program_id(1), low + tl.program_id(0)
     last = tl.load(at + head // H).to(tl.int32)
     end = tl.minimum(last + 1, width)
@@ -458,8 +459,8 @@ def strides_kernel(
 
 
 def stride_scores(value, at, low, high, score):
-    """[B, H, strides]: what the heaviest class of lines of each stride weighs (`ops.lines.stride_scores`): one kernel, a
-    program for each stride of each head."""
+    """Launch `ops.lines.stride_scores`: the best residue class's score for each stride, [B, H, strides]; a program per
+    stride and head."""
     kinds, B, H, width = value.shape
     out = torch.empty(B, H, high - low + 1, dtype=torch.float32, device=value.device)
     strides_kernel[(high - low + 1, B * H)](

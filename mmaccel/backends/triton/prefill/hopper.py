@@ -1,16 +1,15 @@
-"""The same attention as `kernel`, for Hopper: keys and values come by the tensor copy engine, products are asynchronous.
+"""Block-sparse attention (as in `kernel`) for Hopper: keys and values are loaded by TMA, products are asynchronous (WGMMA).
 
-One program of each multiprocessor takes tile after tile, as they come: one warp loads, and brings keys of the next tile
-while the last one is finished; two groups of four warps compute, each by itself the running softmax of 64 of a tile's
-128 rows. A group's product of queries and keys is issued before the product of weights and values of the step before,
-so that the softmax of one hides behind the other.
+Persistent programs, one per multiprocessor, take tile after tile: one warp loads, and already fetches keys of the next tile
+while the last one is finished; two groups of four warps compute, each the running softmax of 64 of a tile's 128 rows. A
+group issues the QK product of a step before the PV product of the previous one, so that one softmax overlaps the other
+product.
 
-The groups count their steps in quarters (`step`): four for each step a program has taken, over all its tiles, and in the
-lowest two bits which of its tile it is: `FRESH` the first, 1 the second, 0 any later one. Held in one number, the kernel has
-a register to spare.
+Groups count steps in quarters (`step`): four for each step of the program over all tiles, and in the lowest two bits which
+of its tile it is: `FRESH` the first, 1 the second, 0 a later one. Kept in one number, this saves a register.
 
-What is known of a span is read from a table on the device: one compiled kernel serves plans of any number of spans. What
-reads it, the copy engine, rows and what is stored are `hopper_joint`'s, too.
+The facts of a span are read from a table on the device, so that one compiled kernel serves any number of spans. The reading
+of the table, TMA loads, row indices and stores are shared with `hopper_joint`.
 """
 
 # What follows is Gluon's language, not Python's: constant conditions are told from the rest by their nesting.
@@ -55,15 +54,15 @@ FRESH = gl.constexpr(2)
 
 
 @gluon.jit
-def told(span, field: gl.constexpr):
-    """What the table says of a span: the number of one of `FIELDS`, which `span` is the address of the first of."""
+def fact(span, field: gl.constexpr):
+    """Load the fact `field` (one of `FIELDS`) of a span, whose table row starts at the address `span`."""
     return gl.load(span + field)
 
 
 @gluon.jit
 def list_of(span, b, h, m, begun, first, last, PER: gl.constexpr):
-    """A list row's run in a span, which of its entries are this program's, and in how many steps."""
-    at = told(span, 0).to(gl.pointer_type(gl.int64)) + b * told(span, 1) + h * told(span, 2) + m * 5
+    """The run of entries of a block list in one span, which of them this program processes, and in how many steps."""
+    at = fact(span, 0).to(gl.pointer_type(gl.int64)) + b * fact(span, 1) + h * fact(span, 2) + m * 5
     begin, count = gl.load(at), gl.load(at + 1).to(gl.int32)
     head, tail = gl.load(at + 2).to(gl.int32), gl.load(at + 3).to(gl.int32)
     shift = gl.load(at + 4).to(gl.int32)
@@ -74,7 +73,7 @@ def list_of(span, b, h, m, begun, first, last, PER: gl.constexpr):
 
 @gluon.jit
 def block_of(index, begin, e, shift):
-    """The block of entry e."""
+    """The key block of entry e of a block list."""
     block = (begin + e).to(gl.int32)
     if index != 0:
         block = gl.load(index.to(gl.pointer_type(gl.int32)) + begin + e)
@@ -83,7 +82,7 @@ def block_of(index, begin, e, shift):
 
 @gluon.jit
 def pair_of(index, begin, e, high, shift, PER: gl.constexpr):
-    """The blocks of a step's entries, the last ones where there are no more."""
+    """The key blocks of one step (PER = 1 or 2 entries); past the end, the last entry again."""
     left = block_of(index, begin, gl.minimum(e, high - 1), shift)
     right = left
     if PER == 2:
@@ -93,7 +92,7 @@ def pair_of(index, begin, e, high, shift, PER: gl.constexpr):
 
 @gluon.jit
 def where_of(row, tile, M, shape):
-    """Sequence, list, group and block of queries of a tile."""
+    """Sequence, head of the lists, key/value group and query block of a tile."""
     GROUP: gl.constexpr = shape[0]
     LISTS: gl.constexpr = shape[1]
     BLOCK_Q: gl.constexpr = shape[2]
@@ -108,9 +107,9 @@ def where_of(row, tile, M, shape):
 
 
 @gluon.jit
-def bring(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr, APART: gl.constexpr):
-    """64 rows by the copy engine: of the tensor itself, or of the copies of what does not lie side by side there. Their
-    boxes of 64 columns go to every APART-th place from `first` on."""
+def fetch(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr, APART: gl.constexpr):
+    """Load 64 rows by TMA, from the tensor itself or, where they are not adjacent there, from their copies. Boxes of 64
+    columns go to every APART-th slot of `ring` from `first` on."""
     for c in gl.static_range(CHUNKS):
         if home >= 0:
             tma.async_copy_global_to_shared(
@@ -124,7 +123,7 @@ def bring(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.co
 
 @gluon.jit
 def rows_of(place, which: gl.constexpr, layout: gl.constexpr, shape):
-    """The 64 rows of a group: head of each, whether it is one, place in the part, row of the query (or -1)."""
+    """The 64 rows of a warp group: head, whether it exists, index in the part, row of the query (or -1)."""
     b, h, g, m, tile, q_row, q_row_b, q_row_h = place
     GROUP: gl.constexpr = shape[0]
     LISTS: gl.constexpr = shape[1]
@@ -147,8 +146,8 @@ def rows_of(place, which: gl.constexpr, layout: gl.constexpr, shape):
 
 
 @gluon.jit
-def partly(p):
-    """[64, 4]: the sums of what each of the four threads that share a row of p [64, n] holds of it."""
+def by_lane(p):
+    """Sum each row of p [64, n] over the elements that one thread holds: [64, 4], as four threads share a row."""
     return gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -157,7 +156,7 @@ def finish(
     acc, peak, total, b, rows, slot, split, stores, which: gl.constexpr, D: gl.constexpr,
     PLACED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Normalise and store the 64 rows of a group, or under SPLIT a piece of them."""
+    """Normalise and store the 64 rows of a warp group; under SPLIT, one piece of them."""
     line: gl.constexpr = peak.type.layout
     o_layout: gl.constexpr = acc.type.layout
     out_line: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -229,8 +228,8 @@ def produce(
     keys, values, words, barriers, table, n_spans, work, strides, shape: gl.constexpr, CHUNKS: gl.constexpr,
     PER: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Keys and values of every step of tile after tile into the ring. Values stand one place further on: a tile's begin with
-    those that were there, whose weights are zero."""
+    """Loading warp: bring keys and values of every step of every tile to the ring buffers. Values lag one step behind keys:
+    a tile's first values are stale ones with weights of zero."""
     k_own, k_copies, k_boxes = keys
     v_own, v_copies, v_boxes = values
     k_full, k_free, v_full, v_free = barriers[0], barriers[1], barriers[2], barriers[3]
@@ -266,9 +265,9 @@ def produce(
                 )
                 begun += count
                 if steps > 0:
-                    index = told(span, 3)
-                    homes = told(span, 16).to(gl.pointer_type(gl.int32))
-                    homes += b * told(span, 17) + h * told(span, 18) + g * told(span, 19)
+                    index = fact(span, 3)
+                    homes = fact(span, 16).to(gl.pointer_type(gl.int32))
+                    homes += b * fact(span, 17) + h * fact(span, 18) + g * fact(span, 19)
                     for j in range(steps):
                         left, right = pair_of(index, begin, low + j * PER, high, shift, PER)
                         if PER == 1:
@@ -278,15 +277,15 @@ def produce(
                         mbarrier.wait(k_free.index(stage), ((step // STAGES) & 1) ^ 1)
                         mbarrier.expect(k_full.index(stage), BYTES)
                         box, full = stage * CHUNKS * 2, k_full.index(stage)
-                        bring(k_own, k_copies, left, at_own, column, k_boxes, full, box, CHUNKS, 2)
-                        bring(k_own, k_copies, right, at_own, column, k_boxes, full, box + 1, CHUNKS, 2)
+                        fetch(k_own, k_copies, left, at_own, column, k_boxes, full, box, CHUNKS, 2)
+                        fetch(k_own, k_copies, right, at_own, column, k_boxes, full, box + 1, CHUNKS, 2)
                         step += 1
                         stage = step % STAGES
                         mbarrier.wait(v_free.index(stage), ((step // STAGES) & 1) ^ 1)
                         mbarrier.expect(v_full.index(stage), BYTES)
                         box, full = stage * CHUNKS * 2, v_full.index(stage)
-                        bring(v_own, v_copies, left, at_own, column, v_boxes, full, box, CHUNKS, 2)
-                        bring(v_own, v_copies, right, at_own, column, v_boxes, full, box + 1, CHUNKS, 2)
+                        fetch(v_own, v_copies, left, at_own, column, v_boxes, full, box, CHUNKS, 2)
+                        fetch(v_own, v_copies, right, at_own, column, v_boxes, full, box + 1, CHUNKS, 2)
     _tell(words, barriers, turn, -1, 0, 0)
 
 
@@ -305,9 +304,9 @@ def _after(step):
 def _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER: gl.constexpr):
     """From which step to which nothing need be tested; past the last, twice, where that cannot be told of a whole run."""
     first, past = gl.maximum(head, low), gl.minimum(tail, high)
-    counts = told(span, 4).to(gl.pointer_type(gl.int32)) + b * told(span, 5) + h * told(span, 6)
+    counts = fact(span, 4).to(gl.pointer_type(gl.int32)) + b * fact(span, 5) + h * fact(span, 6)
     past = gl.maximum(past, first)
-    form = told(span, 7)
+    form = fact(span, 7)
     if form == WHOLE:
         unsure = gl.load(counts)
     else:
@@ -345,9 +344,9 @@ def _softmax(
     floor = gl.where(top == float("-inf"), 0.0, top)
     p = gl.exp2(score * scale - gl.expand_dims(floor, 1))
     fade = gl.exp2(peak - floor)
-    total = total * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout)), 1) + partly(
-        p
-    )
+    total = total * gl.expand_dims(
+        gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout)), 1
+    ) + by_lane(p)
     p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = warpgroup_mma_wait(0, deps=(acc,))
     stage, _ = _place(step, STAGES)
@@ -391,7 +390,7 @@ def consume(
     asked, which: gl.constexpr, shape: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     D: gl.constexpr, PLACED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The running softmax of 64 rows over every step, of tile after tile."""
+    """Computing warp group: the running softmax of 64 rows over every step, for tile after tile."""
     q_buf, rings, words, barriers, table, n_spans, queries, M, pieces, scale, stores = asked
     k_ring, v_ring = rings
     v_full = barriers[2]
@@ -420,7 +419,7 @@ def consume(
         head_of, mine, at_place, at = rows_of(place, which, line, shape)
         peak = gl.full([64], float("-inf"), gl.float32, line)
         acc = gl.full([64, D], 0.0, gl.float32, o_layout)
-        total = partly(nothing)
+        total = by_lane(nothing)
         weights = gl.convert_layout(nothing.to(q_buf.dtype), p_layout)
         begun = gl.to_tensor(0)
         for s in range(n_spans):
@@ -430,16 +429,16 @@ def consume(
             )
             begun += count
             if steps > 0:
-                index = told(span, 3)
-                places = told(span, 8).to(gl.pointer_type(gl.int32)) + b * told(span, 9) + h * told(span, 10)
-                lo = told(span, 14).to(gl.int32)
-                width = (told(span, 15).to(gl.int32) - lo).to(gl.uint32)
+                index = fact(span, 3)
+                places = fact(span, 8).to(gl.pointer_type(gl.int32)) + b * fact(span, 9) + h * fact(span, 10)
+                lo = fact(span, 14).to(gl.int32)
+                width = (fact(span, 15).to(gl.int32) - lo).to(gl.uint32)
                 # Counted from the lower end of the range, what is outside is above its width on either side; rows before
                 # all keys stand right before the first, from where the place of an absent key is still told from one in
                 # the range.
                 q_place = gl.maximum(gl.load(places + at_place) - lo, -1)
                 places = (
-                    told(span, 11).to(gl.pointer_type(gl.int32)) + b * told(span, 12) + h * told(span, 13)
+                    fact(span, 11).to(gl.pointer_type(gl.int32)) + b * fact(span, 12) + h * fact(span, 13)
                 )
                 from_step, to_step = _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER)
                 for turn_of in range(2):
@@ -498,9 +497,9 @@ def hopper_kernel(
     BLOCK_K: gl.constexpr, ROWS: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, PLACED: gl.constexpr,
     SPLIT: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 rows, or under SPLIT pieces of them, as `kernel.attend_kernel`; rows of D adjacent elements.
+    """Persistent Hopper form of `kernel.attend_kernel`: tiles of 128 rows, or under SPLIT pieces of them; rows are dense.
 
-    items x tiles as the programs of that kernel; TAKEN: how many of them programs have taken, 0 at the start.
+    There are items * tiles tiles, as programs in that kernel; TAKEN, 0 at the start, counts those that programs have taken.
     """
     if GATED:
         # Without a home for every block, the portable kernel computes what this one would.

@@ -1,9 +1,8 @@
-"""Attention over lists that neighbouring query blocks do not share, for Hopper: what several of them list is brought once.
+"""Block-sparse attention for Hopper where neighbouring query blocks have different lists: shared key blocks are loaded once.
 
-A tile is some neighbouring blocks of 64 queries of one head, one for each computing group of four warps, and each group
-keeps its own list. The loading warp walks the lists of a tile as a merge, from the last key block to the first, and tells
-the groups of every block that it brings whose it is. Lists that ascend or descend share the most; others are computed
-rightly all the same.
+A tile is several neighbouring blocks of 64 queries of one head, one for each group of four warps, and each group has its own
+list. The loading warp merges the lists of a tile, from the last key block to the first, and tells the groups which of them
+each loaded block is for. Lists that ascend or descend share the most; others give correct results too.
 """
 
 # What follows is Gluon's language, not Python's: constant conditions are told from the rest by their nesting.
@@ -21,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mmaccel.backends.triton.prefill.hopper import FAR, WIDTH, bring, finish, partly, rows_of, together, told
+from mmaccel.backends.triton.prefill.hopper import FAR, WIDTH, by_lane, fact, fetch, finish, rows_of, together
 
 MOST = gl.constexpr(4)  # lists that a tile can hold; one group more than there are registers for
 # In the word of a step, bit i says that group i computes it, and bit i + TESTED that it tests it.
@@ -58,7 +57,7 @@ def _bring_all(asked, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.con
     step = gl.to_tensor(0)
     for s in range(n_spans):
         span = table + s * WIDTH
-        lists = told(span, 0).to(gl.pointer_type(gl.int64)) + b * told(span, 1) + h * told(span, 2)
+        lists = fact(span, 0).to(gl.pointer_type(gl.int64)) + b * fact(span, 1) + h * fact(span, 2)
         lists += (m * GROUPS + i) * 5
         begin = gl.load(lists, mask=have, other=0)
         count = gl.load(lists + 1, mask=have, other=0).to(gl.int32)
@@ -68,14 +67,14 @@ def _bring_all(asked, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.con
         low, high = gl.maximum(first - begun, 0), gl.minimum(last - begun, count)
         begun += count
         left = gl.maximum(high - low, 0)
-        index = told(span, 3)
+        index = fact(span, 3)
         # Every list from its last block to its first: one that ascends is walked from its end.
         ascends = _entry(index, begin, low, shift, left) <= _entry(index, begin, high - 1, shift, left)
         e, way = gl.where(ascends, high - 1, low), gl.where(ascends, -1, 1)
-        homes = told(span, 16).to(gl.pointer_type(gl.int32))
-        homes += b * told(span, 17) + h * told(span, 18) + g * told(span, 19)
-        places = told(span, 11).to(gl.pointer_type(gl.int32)) + b * told(span, 12) + h * told(span, 13)
-        unsure = told(span, 4).to(gl.pointer_type(gl.int32)) + b * told(span, 5) + h * told(span, 6)
+        homes = fact(span, 16).to(gl.pointer_type(gl.int32))
+        homes += b * fact(span, 17) + h * fact(span, 18) + g * fact(span, 19)
+        places = fact(span, 11).to(gl.pointer_type(gl.int32)) + b * fact(span, 12) + h * fact(span, 13)
+        unsure = fact(span, 4).to(gl.pointer_type(gl.int32)) + b * fact(span, 5) + h * fact(span, 6)
         block = _entry(index, begin, e, shift, left)
         best = gl.max(block, 0)
         while best >= 0:
@@ -98,8 +97,8 @@ def _bring_all(asked, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.con
             together()
             mbarrier.expect(full.index(stage), BYTES)
             box = stage * CHUNKS
-            bring(k_own, k_copies, home, at_own, column, k_boxes, full.index(stage), box, CHUNKS, 1)
-            bring(v_own, v_copies, home, at_own, column, v_boxes, full.index(stage), box, CHUNKS, 1)
+            fetch(k_own, k_copies, home, at_own, column, k_boxes, full.index(stage), box, CHUNKS, 1)
+            fetch(v_own, v_copies, home, at_own, column, v_boxes, full.index(stage), box, CHUNKS, 1)
             best = gl.max(block, 0)
             step += 1
     stage = step % STAGES
@@ -149,7 +148,7 @@ def _compute(
     peak = gl.full([64], float("-inf"), gl.float32, line)
     acc = gl.full([64, D], 0.0, gl.float32, o_layout)
     nothing = gl.full([64, 64], 0.0, gl.float32, s_layout)
-    total = partly(nothing)
+    total = by_lane(nothing)
     parted: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     none = gl.convert_layout(nothing.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     weights = none
@@ -167,9 +166,9 @@ def _compute(
         if s != held:
             held = s
             span = table + s * WIDTH
-            lo = told(span, 14).to(gl.int32)
-            width = (told(span, 15).to(gl.int32) - lo).to(gl.uint32)
-            at = told(span, 8).to(gl.pointer_type(gl.int32)) + b * told(span, 9) + h * told(span, 10)
+            lo = fact(span, 14).to(gl.int32)
+            width = (fact(span, 15).to(gl.int32) - lo).to(gl.uint32)
+            at = fact(span, 8).to(gl.pointer_type(gl.int32)) + b * fact(span, 9) + h * fact(span, 10)
             # Counted from the lower end of the range, what is outside is above its width on either side; rows before all
             # keys stand right before the first, from where the place of an absent key is still told from one in the range.
             q_place = gl.maximum(gl.load(at + rows[2]) - lo, -1)
@@ -182,7 +181,7 @@ def _compute(
         floor = gl.where(top == float("-inf"), 0.0, top)
         p = gl.exp2(score * scale - gl.expand_dims(floor, 1))
         fade = gl.exp2(peak - floor)
-        total = total * gl.expand_dims(gl.convert_layout(fade, parted), 1) + partly(p)
+        total = total * gl.expand_dims(gl.convert_layout(fade, parted), 1) + by_lane(p)
         peak = top
         weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -212,9 +211,9 @@ def joint_kernel(
     GROUP: gl.constexpr, LISTS: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, PLACED: gl.constexpr,
     SPLIT: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
-    """One tile of GROUPS blocks of 64 queries of one head, or under SPLIT a piece of it: of each list a window alike.
+    """One tile of GROUPS query blocks (64 rows each) of one head; under SPLIT the same range of entries of each list.
 
-    M: blocks of queries that have lists; tiles: of one head.
+    M: query blocks that have lists; tiles: tiles per head.
     """
     if GATED:
         # Without a home for every block, the portable kernel computes what this one would.

@@ -1,10 +1,10 @@
-"""Launching the kernels for Hopper, `hopper` and `hopper_joint`: what they serve, where the copy engine finds the keys of a
-block, the table of spans; of `hopper_joint` also its tiles of neighbouring query blocks and the splitting of their lists.
+"""Launches the Hopper kernels (`hopper`, `hopper_joint`): supported inputs, where TMA reads the keys of each block, the
+table of spans; for `hopper_joint` also tiles of neighbouring query blocks and the splitting of lists.
 
-A block whose keys are neighbours in the tensor stays where it is; the rest (a permuted order's, those at the edges of an
-island, those that reach beyond the tensor) are copied once, block by block, into one pool. Which is which is found on the
-device, and so is a block's slot. What is read in the place of an absent key must be finite, for its weight of zero is
-multiplied with it: a row of the tensor is, and what lies behind its last one in a buffer with room need not be.
+A block whose keys are adjacent in the tensor is read in place; others (in a permuted order, at the edges of an island, or
+beyond the tensor's end) are copied once, block by block, to a pool. Both are decided on the device, as is a block's slot. An
+absent key must read finite values, since its weight of zero multiplies them: rows of the tensor are finite, rows behind its
+end in a larger buffer need not be.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import KeySpan
-from mmaccel.backends.ops.block_lists import broad
+from mmaccel.backends.ops.block_lists import lead_sizes
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill.kernel import LEAST_CHUNK, Work, merge_kernel, places_on, split_outputs
-from mmaccel.backends.triton.prefill.lists import unsure
+from mmaccel.backends.triton.prefill.lists import count_masked
 
 BOX = 64  # keys of a block of the copy engine
 FAR = 2**31 - 1  # the place of what is not there
@@ -47,8 +47,8 @@ def home_kernel(
     row, row_b, row_h, home, blocks, heads, keys,
     SHARED: tl.constexpr, BOX: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """For BLOCKS blocks the row at which they begin, or -1 for those that are no BOX rows side by side of the `keys` there
-    are."""
+    """For each of BLOCKS key blocks: the row at which it begins, if its BOX rows are adjacent in the tensor of `keys` rows,
+    else -1."""
     b, x = tl.program_id(2), tl.program_id(1)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     n = tl.arange(0, BOX)
@@ -72,7 +72,7 @@ def place_kernel(
     row, row_b, row_h, place, place_b, place_h, out, out_b, out_h, keys,
     FAR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The places of keys, those of absent ones beyond every range."""
+    """Copy the positions of keys, with FAR for absent ones."""
     at, x, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64), tl.program_id(2)
     mask = at < keys
     there = tl.load(row + b * row_b + x * row_h + at, mask=mask, other=-1) >= 0
@@ -86,7 +86,7 @@ def copy_kernel(
     v_copies, capacity, blocks, heads,
     GROUP: tl.constexpr, SHARED: tl.constexpr, BOX: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One block: if it has no home, its rows go to its slot among the copies, and its home is -2 - slot."""
+    """Copy one key block that is not adjacent in the tensor to its slot of the pool, and set its `home` to -2 - slot."""
     block, x, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = (b * heads + x).to(tl.int64) * blocks + block
     slot = tl.load(upto + at) - 1
@@ -110,14 +110,14 @@ def copy_kernel(
 
 
 @dataclass(frozen=True)
-class Homes:
-    """Where a span's keys are.
+class KeyLocations:
+    """Where TMA reads the keys and values of each key block of the spans.
 
-    home    for each span [b, x, blocks of 64] int32, x the groups where all heads share its keys, or else the heads (1 for
-            what stands in the order of the tensor): the row in the tensor, or -2 - the slot among the copies, or -1 for none
-    place   the places of its keys, FAR for absent ones
-    keys, values    copies [slots, 64, D]
-    short   [] int32, how many blocks have no home; None where there is a slot for every block
+    home    for each span [b, x, blocks of 64] int32, x the groups if all heads share its keys, else the heads (1 if it is in
+            the tensor's order): the row in the tensor, or -2 - slot in the pool of copies, or -1 for none
+    place   positions of its keys, FAR for absent ones
+    keys, values    the pool of copies [slots, 64, D]
+    short   scalar int32, number of blocks without a slot; None if the pool has a slot for every block
     """
 
     home: Sequence[Tensor]
@@ -129,9 +129,9 @@ class Homes:
     @classmethod
     def of(
         cls, key: Tensor, value: Tensor, spans: Sequence[KeySpan], heads: int, most: int | None = None
-    ) -> Homes:
-        """For keys and values [B, G, S, D] and spans of `heads` heads; copies of at most `most` bytes, or as much as there
-        is, by default of a share of the device's memory."""
+    ) -> KeyLocations:
+        """Find or copy the blocks of `spans` in keys and values [B, G, S, D]; copies take at most `most` bytes, by default a
+        share of the device's memory."""
         most = operators.resources(key.device).memory // SHARE if most is None else most
         (B, G, S, D), device = key.shape, key.device
         # What is in the order of the tensor is where it is.
@@ -179,7 +179,7 @@ def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:
 
 
 def _beyond(row: Tensor, place: Tensor) -> Tensor:
-    b, h = broad(row, place)
+    b, h = lead_sizes(row, place)
     out = torch.empty(b, h, row.shape[2], dtype=torch.int32, device=row.device)
     grid = (triton.cdiv(row.shape[2], 1024), h, b)
     place_kernel[grid](
@@ -189,7 +189,7 @@ def _beyond(row: Tensor, place: Tensor) -> Tensor:
 
 
 class View(NamedTuple):
-    """A tensor [B, G, S, D] as a matrix: its rows and columns, the rows between sequences and groups, and the columns
+    """A tensor [B, G, S, D] as a matrix for TMA: shape, row stride, rows between sequences and between groups, columns
     between groups."""
 
     shape: tuple[int, int]
@@ -199,8 +199,8 @@ class View(NamedTuple):
     column: int
 
 
-def viewed(t: Tensor) -> View | None:
-    """How a tensor is seen as a matrix; None where it cannot be."""
+def as_matrix(t: Tensor) -> View | None:
+    """A tensor as a matrix (`View`), or None if its strides or alignment do not allow it."""
     B, G, S, D = t.shape
     b, g, s, d = t.stride()
     if d != 1 or s < D or (s * t.element_size()) % 16 or t.data_ptr() % 16 or (B > 1 and b % s):
@@ -214,8 +214,8 @@ def viewed(t: Tensor) -> View | None:
     return None
 
 
-def suits(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, places: torch.dtype) -> bool:
-    """Whether the kernel serves tiles of `rows` rows of these tensors on their device."""
+def supports(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, places: torch.dtype) -> bool:
+    """Whether the Hopper kernel supports query tiles of `rows` rows of these tensors, on their device."""
     D = key.shape[3]
     return (
         rows == ROWS
@@ -251,26 +251,27 @@ def launch(
     joint: int = 0,
     **shape: Any,
 ) -> Tensor | None:
-    """Attention by `hopper_kernel`, or by `joint_kernel` in tiles of `joint` query blocks. A key block's home is where the
-    tensor copy engine reads it: in the cache itself where its rows are adjacent, else in a copy. Gives how many key blocks
-    found no place for their copy, or None where all copies have room: if any did not, the kernel computes nothing.
+    """Attention by `hopper_kernel`, or by `joint_kernel` in tiles of `joint` query blocks. Key blocks are read from the
+    cache where their rows are adjacent, else from copies. Returns the number of blocks whose copy had no room, as a device
+    tensor, or None if all have; if it is not 0, the kernel computes nothing.
 
-    grid: list rows, or items of work, and tiles of each; tensors: query, key and value; given: the outputs, what
-    `split_outputs` gives, and the queries' rows with their strides, as `kernel.attend_kernel` takes them; sizes: the strides
-    of the outputs and query blocks, and of `joint_kernel` the tiles of a head."""
+    grid: list rows (or work items), and tiles of each; tensors: query, key, value; given: outputs, results of
+    `split_outputs`, and the query rows with strides, as in `kernel.attend_kernel`; sizes: output strides and the number of
+    query blocks, for `joint_kernel` also tiles per head.
+    """
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from mmaccel.backends.triton.prefill import hopper, hopper_joint
 
     query, key, value = tensors
-    homes = Homes.of(key, value, spans, query.shape[1])
-    found = (fields(*one, each=joint > 0) for one in zip(spans, homes.place, homes.home, strict=True))
+    homes = KeyLocations.of(key, value, spans, query.shape[1])
+    found = (table_row(*one, each=joint > 0) for one in zip(spans, homes.place, homes.home, strict=True))
     table = [span[name] for span in found for name in hopper.FIELDS]
-    seen, beside = viewed(key), viewed(value)
+    seen, beside = as_matrix(key), as_matrix(value)
     if seen is None or seen != beside:
         key, value = key.contiguous(), value.contiguous()
-        seen = viewed(key)
+        seen = as_matrix(key)
     assert seen is not None
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
 
@@ -289,7 +290,7 @@ def launch(
         kernel, of_tiles, programs = hopper_joint.joint_kernel, [], grid
         how = dict(GROUPS=joint, STAGES=PLACES[joint], LAG=LAG)
     kernel[programs](
-        *own, *apart, numbered([x.data_ptr() if isinstance(x, Tensor) else x for x in table], query.device),
+        *own, *apart, device_integers([x.data_ptr() if isinstance(x, Tensor) else x for x in table], query.device),
         given[1] if homes.short is None else homes.short, query, *given, *of_tiles, *lines(query),
         seen.batch, seen.group, seen.column, *sizes, len(spans), scale,
         D=D, GATED=homes.short is not None, **how, **shape, num_warps=4,
@@ -297,15 +298,15 @@ def launch(
     return homes.short
 
 
-def fields(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
-    """What the table says of a span (`hopper.FIELDS`), with the positions and homes of its keys; with `each`, also of an
-    index it says which blocks are unsure."""
+def table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
+    """The table entries (`hopper.FIELDS`) of a span with its key positions and homes; with `each`, an index also gets
+    per-block counts of blocks that are not FULL."""
     lists = span.lists
     # The table holds addresses alone, which the kernel takes for those of numbers of these types.
     row, index = lists.row.to(torch.int64), lists.entries.to(torch.int32)
     # How many blocks are not FULL: before each block in order, or, of an index of blocks, in all.
     whole = len(index) > 0 and not each
-    counts = unsure(lists.kind)
+    counts = count_masked(lists.kind)
     counts = counts[..., -1:] if whole else counts
     found: dict[str, Any] = dict(index=index if len(index) else 0, form=int(whole))
     found |= dict(lo=span.lo, hi=span.hi, home=home)
@@ -326,11 +327,11 @@ def _number_kernel(out, numbers, begin):
         tl.store(out + begin + i, (high << 29) + low - (1 << 40))
 
 
-def numbered(numbers: Sequence[int], device: torch.device, each: int = 20) -> Tensor:
-    """Numbers of the host on the device, as arguments of a launch: no copy that is waited for, and a graph may hold it.
+def device_integers(numbers: Sequence[int], device: torch.device, each: int = 20) -> Tensor:
+    """Write host integers to a device tensor by kernel arguments: without synchronization, and capturable in a CUDA graph.
 
-    They are told as odd halves, for a compiler that treats ones, multiples of 16 and large numbers apart would make a
-    kernel of every mixture.
+    They are encoded as odd halves, as Triton would otherwise compile a kernel for every mixture of ones, multiples of 16 and
+    large numbers.
     """
     out = torch.empty(len(numbers) + each, dtype=torch.int64, device=device)
     for begin in range(0, len(numbers), each):
@@ -349,9 +350,8 @@ def joint_attend(
     chunk: int | None,
     out: tuple[Tensor, Tensor],
 ) -> Tensor | None:
-    """Into `out` the attention over lists that differ between neighbours, by `hopper_joint`; how many blocks have no home
-    for it, if there may be any: then all is still to be computed.
-    """
+    """Write to `out` the attention over lists that differ between neighbouring query blocks, by `hopper_joint`. Returns
+    None, or the number of key blocks without room, as a device tensor: if it is not 0, nothing was computed."""
     query, key, _ = tensors
     (B, H, _, D), joint = query.shape, JOINT
     M, wide = q_row.shape[-1] // BOX, joint * BOX

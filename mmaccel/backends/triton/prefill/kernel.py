@@ -1,9 +1,9 @@
-"""The Triton kernels: block-sparse attention over listed key blocks, the splitting of long rows of lists into pieces, in an
-order in which programs take them, and the merging of what was split.
+"""Portable Triton kernels: block-sparse attention over listed key blocks, the splitting of long lists into pieces, the order
+in which programs take them, and the merging of pieces.
 
-A *list row* is one block of queries of one sequence and one head, or of one sequence where all heads share the lists.
-A *tile* is what one program computes: rows of one list row, of `PACK` heads of a key/value group where lists are shared,
-so that a tile of keys that was loaded serves them all. The spans of a part are walked as one list, in one loop.
+A *list row* is one query block of one sequence and one head, or of one sequence where all heads share the lists. A *tile* is
+what one program computes: rows of one list row, of `PACK` heads of a key/value group where lists are shared, so that each
+loaded tile of keys serves them all. The spans of a part are processed as one list, in one loop.
 """
 
 # What follows is Triton's language, not Python's: it knows no unpacking of tuples into tuples, and tells constant
@@ -98,13 +98,12 @@ def attend_kernel(
     WIDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, EXTRA: tl.constexpr = 0,
     NARROW: tl.constexpr = False,
 ):  # fmt: skip
-    """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
+    """Attention of one tile over its listed key blocks, or under SPLIT over one piece of at most `chunk` of them.
 
-    `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
-    k_row, q_pos, k_pos, offset and kind; the last four and `hi` by `encode_ints`. The last rows, the long ones, come
-    first. With EXTRA, `extra` is of each span its keys, values and biases, and their strides by `encode_ints`;
-    it is 2 where all rows of keys and values begin at 16 bytes. NARROW: what is tested is also held to `sinks` and `edge` of
-    the part.
+    `scale` includes log2(e) and is positive. Tuples have an entry per span; `strides` has ten: sequence and head strides of
+    k_row, q_pos, k_pos, offset, kind; the last four of them and `hi` by `encode_ints`. Later rows, which are longer, run
+    first. With EXTRA, `extra` has each span's keys, values, biases and strides (by `encode_ints`); EXTRA is 2 if all rows of
+    keys and values start at 16-byte boundaries. NARROW: masked blocks also apply the part's `sinks` and `edge`.
     """
     if GATED:
         if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing
@@ -282,7 +281,7 @@ def merge_kernel(
     DV: tl.constexpr, GROUP: tl.constexpr, LISTS: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr,
     PACK: tl.constexpr, BLOCK_DV: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of a tile put together by their log-sum-exps; a tile that was not split is left alone."""
+    """Merge the pieces of a tile by their log-sum-exps; a tile that was not split is left unchanged."""
     row, tile = tl.program_id(0), tl.program_id(1)
     pieces = tl.load(PIECES + row)
     if pieces < 2:
@@ -311,7 +310,7 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["M", "list_rows"])
 def length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, TILE: tl.constexpr):
-    """How many blocks the lists of some rows hold in all spans; strides as `encode_ints` puts them."""
+    """Number of key blocks that each query block lists, summed over spans; strides by `encode_ints`."""
     row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = row < list_rows
     b, h, m = row // M // LISTS, row // M % LISTS, row % M
@@ -327,10 +326,10 @@ def work_kernel(
     LENGTH, ITEM, PIECES, SLOT, TOLD, list_rows, items, tiles, even, chunk, longest,
     LEAST: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Split long rows of attention into pieces, and list the pieces as work.
+    """Split long list rows into pieces, and list the pieces as work items.
 
-    Program p lists the rows that have a p-th piece; the last program lists the rows that are not split. Without a given
-    chunk it takes one that is large enough for a row of `longest` blocks to have a program for every piece.
+    Program p lists the rows that have a p-th piece; the last program lists rows that are not split. If `chunk` is 0, it is
+    chosen so that a row of `longest` blocks has a program for every piece.
     """
     mine, rest = tl.program_id(0), tl.num_programs(0) - 1
     every = tl.arange(0, STEP)
@@ -378,16 +377,16 @@ def work_kernel(
 
 @dataclass(frozen=True)
 class Work:
-    """The pieces of split rows, in tables made on the device.
+    """The pieces of split list rows, as tables on the device.
 
-    Split rows stand first, so that no piece is the tail of a launch: the first pieces of all of them, then the second ones,
-    and so on, since those with one number list the same keys, which then come from the cache. The rest keep their order,
-    in which neighbours read the same keys.
+    Split rows come first, so that no piece runs at the end of a launch: the first pieces of all of them, then the second
+    ones, and so on, since equally numbered pieces list the same keys, which are then in the L2 cache. Other rows keep their
+    order, in which neighbours read the same keys.
 
-    item [items, 2] int32 the list row of each program and which of its pieces, -1 where there is none; pieces [rows] int32;
-    slot [rows] int32 where a row's outputs begin, among those of split rows; told [2] int32 the most blocks of a piece,
-    and how many programs split rows have. items and slots bound both from host numbers: a row of n blocks makes
-    ceil(n / chunk) pieces, at least one, and a split one fewer than 2 n / chunk.
+    item [items, 2] int32: list row and piece of each program, -1 for none; pieces [rows] int32: pieces of each row; slot
+    [rows] int32: first output slot of a split row; told [2] int32: blocks per piece, and programs of split rows. `items`
+    and `slots` are bounds from host numbers: a row of n blocks makes ceil(n / chunk) pieces, at least one; a split one
+    fewer than 2 n / chunk.
     """
 
     item: Tensor
@@ -398,7 +397,7 @@ class Work:
 
     @property
     def items(self) -> int:
-        """How many programs there may be."""
+        """Maximum number of Triton programs that the pieces of work need."""
         return len(self.item)
 
     @classmethod
@@ -413,9 +412,9 @@ class Work:
         places: int,
         chunk: int | None = None,
     ) -> Work:
-        """Pieces of at most `chunk` blocks. By default of none is more than 1 / WAVES of what one of `places` computes, if a
-        row then has no more than MOST_PIECES: how many there are is bounded, though how many blocks are listed is not known
-        here. counts: of each span [1 or B, 1 or lists, M]; tiles: of a row; longest: the most blocks of a row."""
+        """Split long block lists into pieces of at most `chunk` blocks. By default a piece is at most 1 / WAVES of the work
+        of one of `places` resident programs, with at most MOST_PIECES per row, as the host does not know how many blocks are
+        listed. counts: per span [1 or B, 1 or lists, M]; tiles: per row; longest: most blocks of a row."""
         rows, device, even = B * lists * M, counts[0].device, WAVES * places
         spare, programs = even // tiles, min(triton.cdiv(longest, LEAST_CHUNK), MOST_PIECES)
         if chunk is not None:
@@ -438,15 +437,14 @@ class Work:
 
 
 def places_on(device: torch.device) -> int:
-    """Programs that run at a time, about."""
+    """Approximate number of programs that run at the same time on `device`."""
     return 2 * operators.resources(device).processors
 
 
 def split_outputs(work: Work | None, rows: int, size: int, like: Tensor) -> tuple[Tensor, ...]:
-    """What kernels take for list rows that are split into pieces: empty outputs of the pieces [slots * rows, size] and their
-    log-sum-exps [slots * rows], float32, a slot for each piece; then the four tables of `work`. `rows` is how many rows a
-    piece has, `size` their width. `work` None: nothing is split, and kernels read none of these. `like`: a tensor of the
-    device."""
+    """Kernel arguments for query blocks whose lists are split: empty outputs of pieces [slots * rows, size] and their
+    log-sum-exps [slots * rows], float32, then the four tables of `work`. A piece has `rows` rows of width `size`. With
+    `work` None nothing is split, and kernels read none of these. `like`: a tensor on the device."""
     slots = 0 if work is None else work.slots * rows
     part = (like.new_empty(*of, dtype=torch.float32) for of in ((slots, size), (slots,)))
     return *part, *([like] * 4 if work is None else (work.item, work.pieces, work.slot, work.told))

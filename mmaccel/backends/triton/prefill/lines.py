@@ -1,8 +1,8 @@
-"""The kernels of `ops.lines`, and the functions that launch them, which take what the operators of their names take.
+"""Triton kernels of `ops.lines` (strongest columns and diagonals, their key blocks, grid orders), and the functions that
+launch them, with the operators' arguments.
 
-The score of the weakest line that is chosen is found digit by digit, from how many lines have each: three passes over the
-scores, one that counts what each piece of them holds, and one that writes. Counts are whole numbers: their sums have one
-value in any order.
+`strongest` is a radix select: three passes find the score of the weakest chosen line digit by digit from histograms, one
+counts per piece, one writes. All counts are integers, so results are deterministic.
 """
 
 # mypy: ignore-errors
@@ -70,8 +70,8 @@ def _asked(columns, diagonals, last, n, vertical, slash, H):
 def digits_kernel(
     columns, diagonals, last, counts, n, vertical, slash, piece, H, DIGIT: tl.constexpr, TILE: tl.constexpr
 ):
-    """counts [2 * heads, 3, BINS], columns of all heads before diagonals: adds how many lines of a piece have each value of
-    the digit number DIGIT, of those whose earlier digits are the threshold's."""
+    """Radix select, one digit: add a piece's histogram of digit DIGIT to counts [2 * heads, 3, BINS] (columns of all heads,
+    then diagonals), for lines whose earlier digits equal the threshold's."""
     head, scores, first, limit, wanted = _asked(columns, diagonals, last, n, vertical, slash, H)
     begin = tl.program_id(0) * piece
     if (wanted > 0) & (begin <= limit):
@@ -92,8 +92,8 @@ def digits_kernel(
 
 @triton.jit(do_not_specialize=["n", "vertical", "slash", "piece", "H"])
 def tally_kernel(columns, diagonals, last, counts, tally, n, vertical, slash, piece, H, TILE: tl.constexpr):
-    """tally [2 * heads, 2, pieces], columns of all heads before diagonals: how many lines of a piece are above the weakest
-    that is chosen, and how many equal it."""
+    """Count the lines of a piece above and equal to the weakest chosen one: tally [2 * heads, 2, pieces], columns of all
+    heads, then diagonals."""
     head, scores, first, limit, wanted = _asked(columns, diagonals, last, n, vertical, slash, H)
     begin = tl.program_id(0) * piece
     above, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -113,10 +113,10 @@ def chosen_kernel(
     columns, diagonals, last, counts, tally, out_columns, out_diagonals, n, vertical, slash, piece, H,
     TILE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """out_columns [heads, vertical], out_diagonals [heads, slash]: the chosen lines of a piece after those of the pieces
-    before it, and n past the last of all.
+    """Write a piece's chosen lines behind those of earlier pieces: out_columns [heads, vertical], out_diagonals [heads,
+    slash], padded with n.
 
-    Of lines that equal the weakest the first are taken.
+    Among lines equal to the weakest chosen one, the first are taken.
     """
     head, scores, first, limit, wanted = _asked(columns, diagonals, last, n, vertical, slash, H)
     begin = tl.program_id(0) * piece
@@ -150,8 +150,7 @@ def chosen_kernel(
 
 
 def strongest(columns, diagonals, last, vertical, slash):
-    """The columns and diagonals of the greatest scores, ascending (`ops.lines.strongest`): a kernel for each digit of a
-    score, one that counts, one that writes."""
+    """Launch `ops.lines.strongest`: the key columns and diagonals of highest score, ascending, by radix select."""
     B, H, n = columns.shape
     vertical, slash = min(vertical, n), min(slash, n)
     columns, diagonals, last = columns.contiguous(), diagonals.contiguous(), last.contiguous()
@@ -179,7 +178,7 @@ def mark_kernel(
     diagonal_b, diagonal_h,
     MARKED: tl.constexpr,
 ):  # fmt: skip
-    """Marks the columns among `owned`, the diagonals among `kept`, and gathers the rows and places of the columns."""
+    """Mark chosen columns in `owned` and diagonals in `kept`; gather the rows and positions of the columns."""
     head = tl.program_id(1).to(tl.int64)
     b, h = head // H, head % H
     i = tl.program_id(0) * MARKED + tl.arange(0, MARKED)
@@ -194,7 +193,7 @@ def mark_kernel(
 
 @triton.jit(do_not_specialize=["N", "H", "row_b"])
 def without_kernel(row, owned, left, kind, N, H, row_b, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The rows of keys that are not owned, and the kinds of their blocks."""
+    """Rows of keys that are not in `owned` (chosen columns), and the kinds of their blocks."""
     head = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -220,10 +219,8 @@ def _kept_before(kept, head, N, at):
 
 @triton.jit(do_not_specialize=["N", "C", "H", "width"])
 def steps_kernel(kept, shape, index, upto, N, C, H, width, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """Of one shape and head the steps at which a kept diagonal lies, side by side, and how many are before each.
-
-    `kept` as in `_kept_before`.
-    """
+    """For one block shape and head: the steps (key blocks, relative to the query block) that hold a kept diagonal,
+    compacted, and how many precede each. `kept` as in `_kept_before`."""
     c, h = tl.program_id(0), tl.program_id(1)
     sequence, offset, length = tl.load(shape + c), tl.load(shape + C + c), tl.load(shape + 2 * C + c)
     head = sequence.to(tl.int64) * H + h
@@ -244,7 +241,7 @@ def steps_kernel(kept, shape, index, upto, N, C, H, width, BLOCK: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["H", "M", "BM", "width"])
 def rows_kernel(upto, member, home, reach, out, H, M, BM, width, ROWS: tl.constexpr):
-    """out [B, H, M, 5]: the list of each block of queries, a part of that of its shape."""
+    """Block list of each query block, out [B, H, M, 5] (`BlockLists.row`), as a range of its shape's entries."""
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = m < M
@@ -266,7 +263,8 @@ def rows_kernel(upto, member, home, reach, out, H, M, BM, width, ROWS: tl.conste
 def gaps_kernel(
     kept, broken, runs, sure, index, out, N, H, M, G, R, base, blocks, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """The list of one block of queries whose places jump, in place of that of a shape; its entries begin at its own.
+    """List of one query block whose positions are not consecutive, which overwrites that of a shape, with entries of its
+    own.
 
     `kept` as in `_kept_before`.
     """
@@ -301,7 +299,7 @@ def gaps_kernel(
 
 
 def split_line_keys(row, columns, diagonals, width, block):
-    """The keys split into chosen columns and the rest (`ops.lines.split_line_keys`): one kernel marks columns, one removes
+    """Launch `ops.lines.split_line_keys`: split keys into chosen columns and the rest; one kernel marks columns, one removes
     them."""
     (B, H, K), S, N = columns.shape, diagonals.shape[2], row.shape[1]
     P = max(K + -K % block, block)
@@ -321,8 +319,8 @@ def split_line_keys(row, columns, diagonals, width, block):
 
 
 def slash_runs(kept, queries, block):
-    """The key blocks that diagonals touch (`ops.lines.slash_runs`): the steps of each shape, the lists they make, and those
-    of blocks that jump."""
+    """Launch `ops.lines.slash_runs`: lists of the key blocks that diagonals touch, by shape of query block; then lists of
+    blocks with gaps."""
     shape, member, home, reach, broken, runs, sure = queries
     B, H, N = kept.shape
     C, M, G, blocks = shape.shape[1], member.shape[1], broken.shape[1], N // block
@@ -360,7 +358,7 @@ def turned_kernel(
     line_at, line_row, line_place, dense_row, dense_at, P, N, V, E, C, H, room, steps,
     VERTICAL: tl.constexpr, HORIZONTAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows, places and turned rows of one head; see `ops.lines.turned_classes`. No class has 2 ** `steps` keys."""
+    """Kernel of `ops.lines.turned_classes` (strided pattern), for one head. No residue class has 2 ** `steps` keys."""
     head = tl.program_id(1).to(tl.int64)
     b = head // H
     q_begin += b * (C + 1)
@@ -410,8 +408,8 @@ def turned_kernel(
 
 
 def turned_classes(order, phases, room, wide, columns, rows):
-    """The order (class, position) of queries and keys of each head (`ops.lines.turned_classes`): one kernel, of which a
-    program places `TURNED` rows of a head."""
+    """Launch `ops.lines.turned_classes`: sort queries and keys of each head by residue class modulo the stride, then
+    position; a program places `TURNED` rows."""
     (queries, q_begin, keys, k_begin, stride), (line, shift, dense) = order, phases
     _, B, P = queries.shape
     N, H = keys.shape[2], line.shape[1]

@@ -1,7 +1,6 @@
-"""The kernels of `ops.block_lists`, and the functions that launch them, which take what the operators of their names take:
-lists of key blocks by a few small kernels, where PyTorch needs some forty. For `attend` and the kernels for Hopper also the
-runs of two neighbours as one, and how many blocks need a test.
-"""
+"""Triton kernels of `ops.block_lists`, and the functions that launch them, with the operators' arguments: lists of key
+blocks by a few small kernels, where PyTorch needs some forty. Also, for the attention kernels: joining the runs of two
+neighbouring blocks, and counting blocks that need a mask."""
 
 # mypy: ignore-errors
 
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.ops import block_attend, block_lists
-from mmaccel.backends.ops.block_lists import FIELDS, KINDS, TILE, broad
+from mmaccel.backends.ops.block_lists import FIELDS, KINDS, TILE, lead_sizes
 from mmaccel.backends.triton.launch_args import lead
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
@@ -75,7 +74,7 @@ def edges_kernel(
     k_row_b, k_row_h, k_place_b, k_place_h, K_LEAST, K_MOST, KIND, k_blocks, k_H, leads,
     BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """What a block of queries or of keys spans, and of what kind a block of keys is; `leads` are the heads of queries."""
+    """Minimum and maximum position in blocks of queries or keys, and the kind of key blocks; `leads`: heads of queries."""
     lead = tl.program_id(1)
     if lead < leads:
         if tl.program_id(0) * TILE_Q < q_blocks:
@@ -93,7 +92,7 @@ def edges_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "MOST"])
 def settle_kernel(LEAST, MOST, blocks, STEP: tl.constexpr):
-    """A block without a key lies where its neighbours do: then what blocks begin and end with ascends."""
+    """Give empty key blocks the bounds of their neighbours, so that minima and maxima ascend."""
     lead = tl.program_id(0).to(tl.int64) * blocks
     steps = (blocks + STEP - 1) // STEP
     most = tl.full([], -BEYOND, tl.int64)
@@ -133,7 +132,7 @@ def reach_kernel(
     Q_LEAST, Q_MOST, q_b, q_h, K_LEAST, K_MOST, k_b, k_h, OUT, lo, hi, M, blocks, H, steps,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """The run of key blocks that each block of queries reaches. Its four bounds are searched together: each step waits for
+    """Run of key blocks that each query block reaches, by four binary searches in lockstep, so that each step waits for
     memory once."""
     lead = tl.program_id(1)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -163,7 +162,7 @@ def reach_kernel(
 def present_kernel(
     k_row, k_b, k_h, nk, OUT, H, blocks, leads, BLOCK: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr
 ):
-    """How many keys of each of TILE blocks of one head there are; nothing yet is what every head of OUT has."""
+    """Number of present keys in each of TILE blocks of one head; also sets OUT to zero."""
     lead = tl.program_id(1)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -182,7 +181,7 @@ def area_kernel(
     row, index, q_row, nk, row_b, row_h, q_b, q_h, nk_b, nk_h, OUT, H,
     PLAIN: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Queries of a block times the keys of the blocks that it lists, added to what its head has."""
+    """Add to a head's total the queries of one block times the keys of the blocks that it lists."""
     m, lead = tl.program_id(0), tl.program_id(1)
     b, h = (lead // H).to(tl.int64), (lead % H).to(tl.int64)
     of_list = row + b * row_b + h * row_h + m * 5
@@ -204,14 +203,13 @@ def area_kernel(
 
 
 def reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k):
-    """The run of key blocks that each block of queries reaches (`ops.block_lists.reach`): what blocks span, then how far
-    each reaches, three kernels."""
+    """Launch `ops.block_lists.reach`: the run of key blocks that each query block reaches; three kernels."""
     q_row, k_row, q_place, k_place = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_place, k_place)
     )
     m, n = q_row.shape[-1] // block_q, k_row.shape[-1] // block_k
-    of_queries, of_keys = broad(q_row, q_place), broad(k_row, k_place)
-    b, h = broad(q_row, q_place, k_row, k_place)
+    of_queries, of_keys = lead_sizes(q_row, q_place), lead_sizes(k_row, k_place)
+    b, h = lead_sizes(q_row, q_place, k_row, k_place)
     row = q_row.new_empty(b, h, m, 5, dtype=torch.int64)
     q_least, q_most = q_row.new_empty(2, *of_queries, m, dtype=torch.int64)
     k_least, k_most = q_row.new_empty(2, *of_keys, n, dtype=torch.int64)
@@ -233,11 +231,11 @@ def reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k):
 
 
 def listed_area(row, index, q_row, k_row, block_q, block_k):
-    """[b, h]: how many pairs the listed blocks hold (`ops.block_lists.listed_area`); sums of whole numbers, the same in any
-    order."""
+    """Launch `ops.block_lists.listed_area`: number of pairs in listed blocks, [b, h]; integer sums, so the result is
+    deterministic."""
     row = row if row.stride()[2:] == (5, 1) else row.contiguous()
     q_row, k_row = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row))
-    b, h = broad(row, q_row, k_row)
+    b, h = lead_sizes(row, q_row, k_row)
     out, (key_b, key_h, blocks) = row.new_empty(b, h), (*k_row.shape[:2], k_row.shape[2] // block_k)
     nk = k_row.new_empty(key_b, key_h, blocks)
     tile = max(1, TOKENS // block_k)
@@ -259,7 +257,7 @@ def _step(leads: tuple[int, int]) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["row_b", "row_h", "M", "pairs"])
 def merge_pairs_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
-    """Some pairs of lists of one head: the kernel of `paired`."""
+    """Kernel of `join_pairs`: joins some pairs of lists of one head."""
     h, b = tl.program_id(1), tl.program_id(2)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     first, last = tl.full([TILE], NEVER, tl.int64), tl.full([TILE], -NEVER, tl.int64)
@@ -291,10 +289,11 @@ def merge_pairs_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
     tl.store(to + 4, tl.zeros_like(first), mask=inside)
 
 
-def paired(row: Tensor) -> Tensor:
-    """[b, h, ceil(M / 2), 5]: the lists of two neighbours as one, of lists [b, h, M, 5] that are runs of blocks in order.
+def join_pairs(row: Tensor) -> Tensor:
+    """Join the lists of each two neighbouring query blocks, [b, h, ceil(M / 2), 5], where lists [b, h, M, 5] are runs of
+    blocks.
 
-    What one of them reaches and the other does not is tested pair by pair, and no pair of it passes.
+    Blocks listed by only one of the two are masked pair by pair, so that the other one's queries do not see them.
     """
     b, h, M, _ = row.shape
     pairs = -(-M // 2)
@@ -305,7 +304,7 @@ def paired(row: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["kind_b", "kind_h", "n"])
 def unsure_kernel(kind, kind_b, kind_h, OUT, n, FULL: tl.constexpr, STEP: tl.constexpr):
-    """The kernel of `unsure`, of one head."""
+    """Kernel of `count_masked`, for one head."""
     h, b = tl.program_id(0), tl.program_id(1)
     told = kind + b * kind_b + h.to(tl.int64) * kind_h
     to = OUT + (b * tl.num_programs(0) + h).to(tl.int64) * (n + 1)
@@ -318,9 +317,9 @@ def unsure_kernel(kind, kind_b, kind_h, OUT, n, FULL: tl.constexpr, STEP: tl.con
         before += tl.sum(one)
 
 
-def unsure(kind: Tensor) -> Tensor:
-    """int32 [b, h, N + 1]: how many of the blocks before each, and in the end of all, are not FULL; kind [b, h, N], or [N]
-    without heads."""
+def count_masked(kind: Tensor) -> Tensor:
+    """How many of the blocks before each block (and in all, at the end) are not FULL: int32 [b, h, N + 1] from kind [b, h,
+    N], or [N + 1] from [N]."""
     n = kind.shape[-1]
     out = torch.empty(*kind.shape[:-1], n + 1, dtype=torch.int32, device=kind.device)
     b, h = kind.shape[:2] if kind.dim() == 3 else (1, 1)
@@ -330,7 +329,7 @@ def unsure(kind: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["table", "n", "steps"])
 def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
-    """Some elements of one of n pieces, whose `source` is an address, 0 for none."""
+    """Kernel of `copy_pieces`: some elements of one of n slices, whose `source` is an address, or 0 for a fill."""
     tile = tl.program_id(0)
     low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + n
     for _ in range(steps):
@@ -376,8 +375,8 @@ def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
 
 
 def copy_pieces(sources, table, fills, sizes):
-    """Tensors put together of pieces of `sources` (`ops.block_lists.copy_pieces`); the table is sent to the device, and
-    nothing waits for it."""
+    """Launch `ops.block_lists.copy_pieces`: assemble tensors from slices of `sources`; the table is copied to the device
+    asynchronously."""
     device = sources[0].device
     out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]
     told, width = array("q", table), len(FIELDS)

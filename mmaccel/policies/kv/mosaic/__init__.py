@@ -1,7 +1,6 @@
-"""Mosaic: the unit of a stream's memory is a cluster of frames that look alike and have like keys.
+"""The `mosaic` memory: retrieves clusters of frames with similar visual features and keys; and its index `clusters`.
 
-Its index, `clusters`, is a part that other memories can take. Letters as in `_index` and `ClusterTable`; V places for visual
-clusters.
+Other memories can use the index. Letters as in `_index` and `ClusterTable`; V places for visual clusters.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._archived import ArchivedPolicy, Former, Prefetch, renamed
-from mmaccel.policies.kv._index import SPARE, Found, Index, IndexPolicy, Survey
+from mmaccel.policies.kv._archived import ArchivedPolicy, FormerField, Prefetch, renamed
+from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, SearchResult, SearchTables
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
@@ -45,10 +44,11 @@ COUNTED += ("flushed", "resolved", "scenes", "cuts")
 
 
 class ClusterIndex(Index):
-    """Before there are clusters every unit counts as one, and has no summary.
+    """The index of clusters nested in visual clusters. Before the first clustering every unit (frame) counts as a cluster,
+    without summary.
 
-    visual_key [L, V, d] is the mean key of a visual cluster, which the first stage compares queries with; or, where it goes
-    by look, visual_look [V, E] the mean look, which it compares with the mean look of a pass or of a question's words.
+    visual_key [L, V, d] is the mean key of a visual cluster, which the first search stage compares with queries; or, with
+    first_stage "look", visual_look [V, E] the mean visual feature, compared with that of a pass or of a question's words.
     """
 
     def __init__(self, policy: Clusters, stream: Stream, geometry: Geometry, *rest: Any) -> None:
@@ -73,7 +73,7 @@ class ClusterIndex(Index):
     @torch.inference_mode(False)
     @torch.no_grad()
     def digest(self, keep: int = 0) -> None:
-        """Cluster what has arrived; the device is told later, unless it would be too far behind, or `keep` is 0."""
+        """Cluster the frames that arrived; the device is updated later, unless it is too far behind, or `keep` is 0."""
         if self.tree.behind:
             self.tree.insert(self._window)
         while self.tree.means.waiting > keep:
@@ -96,7 +96,7 @@ class ClusterIndex(Index):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def touched(self, found: dict[int, Found]) -> None:
+    def touched(self, found: dict[int, SearchResult]) -> None:
         picked = torch.stack([one.picked for one in found.values()]).cpu()
         for layer, one in zip(found, picked, strict=True):
             self.tree.touch(layer, one.nonzero()[:, 0])
@@ -156,12 +156,12 @@ class ClusterIndex(Index):
         size = now.lists.size[rows]
         scores = self._scored(self.key[rows], queries, size, words)
         if self.by_look:
-            looks = ops.scored(self.visual_look[None], self._asked[None], True)
+            looks = ops.score(self.visual_look[None], self._asked[None], True)
             ranked = looks.expand(len(queries), -1).contiguous()
         else:
             held = now.visual.expand(len(queries), -1)
             ranked = self._scored(self.visual_key[rows], queries, held, words)
-        without = ops.outside(ranked, now.visual, STAGE * budget, FEWEST)
+        without = ops.beyond_budget(ranked, now.visual, STAGE * budget, FEWEST)
         return ops.scores_and_preceding(scores, size, now.parent[rows], without)
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
@@ -177,7 +177,7 @@ class ClusterIndex(Index):
         self._owner = self._owner[:, :0]
         self.refresh()
 
-    def _survey(self, end: int) -> Survey:
+    def _survey(self, end: int) -> SearchTables:
         tree, layers, whole, end = self.tree, self.layers, end, self._at.below(end)
         absent = grow_buffer(self.absent, 0, end, fill=0, share=0.0)[:end]
         some = bool(absent.any())
@@ -211,7 +211,9 @@ class ClusterIndex(Index):
         largest = 1 << max(largest - 1, 0).bit_length()
         lists = ops.Lists(owners, self._fix("within", within), flat, first, self._fix("size", size), largest)
         told, alive = self._surveyed(whole, room, absent), (size > 0).sum(1).tolist()
-        return Survey(lists=lists, alive=alive, visual=visual, parent=parent, ready=tree.started, **told)
+        return SearchTables(
+            lists=lists, alive=alive, visual=visual, parent=parent, ready=tree.started, **told
+        )
 
     def _visible(self, level: ClusterTable, absent: Tensor, count: int) -> Tensor:
         """[L, count] how many units of each cluster can be found: those that are not `absent` [end], whose keys are still
@@ -287,23 +289,24 @@ def _by_owner(owner: Tensor, most: int) -> Tensor:
 @register("index", "clusters")
 @dataclass(frozen=True, kw_only=True)
 class Clusters(IndexPolicy):
-    """Units clustered by look, and inside each visual cluster by key, layer by layer (Mosaic V-B); searches take whole ones.
+    """Units clustered by visual feature, and within each visual cluster by key, per layer (Mosaic V-B); searches take whole
+    ones.
 
-    Clusters are kept up to date as units come: by their centroid and variance, split when the variance passes a threshold
-    that depends on the size, at once where a cluster is on the device, else when it is next retrieved (VI-B). Departures
-    from the paper (arXiv 2604.10060): a cluster holds units, found by their mean keys (the paper speaks of tokens, its
-    budgets of frames); points are centred and lifted (`split.LIFT`); every unit is written to the host, buffered ones too.
-    A question asks by the mean query of its words; `ask_by="words"` finds what one word alone is about, too.
+    Clusters are updated as units come: by their centroid and variance, split when the variance passes a threshold that
+    depends on the size, at once if a cluster is on the device, else when it is next retrieved (VI-B). Departures from the
+    paper (arXiv 2604.10060): a cluster holds units, found by their mean keys (the paper speaks of tokens, its budgets of
+    frames); points are centred and lifted (`split.LIFT`); every unit is written to the host, buffered ones too. A question
+    asks by the mean query of its words; `ask_by="words"` also finds what one word alone is about.
 
     init          frames before the first clustering; until then units are retrieved one by one
     visual, semantic  units of a cluster at the start, on average, at each level
     buffer        units a layer that may wait for a deferred split
-    first_stage   what the visual level is searched by (V-C): "key", the mean keys of its clusters, for a layer's queries and
-                  looks have nothing in common; or "look", as the paper has it: the mean visual embeddings, compared with
+    first_stage   what the visual level is searched by (V-C): "key", the mean keys of its clusters, as a layer's queries and
+                  visual features are in different spaces; or "look", as in the paper: mean visual embeddings, compared with
                   those of a pass's frames, or with a question's words as they enter the first layer
-    splits        which retrievals make the splits that are owed (algorithm 1): "passes", those of passes of the stream, so
-                  that a question changes nothing of what is stored later (questions do, where passes retrieve nothing); or
-                  "all", as the paper has it
+    splits        which retrievals make deferred splits (algorithm 1): "passes", those of passes of the stream, so
+                  that a question does not change what is stored later (questions do, if passes retrieve nothing); or
+                  "all", as in the paper
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"look", "hidden"})
@@ -323,36 +326,38 @@ class Clusters(IndexPolicy):
 class Mosaic(ArchivedPolicy):
     """Clusters frames on the host. A question retrieves whole clusters, and sees one summary token of every other cluster.
 
-    After Mosaic (arXiv 2604.10060), as a composition of three parts that any archived memory takes: the index `clusters`,
+    After Mosaic (arXiv 2604.10060), composed of three parts that any archived memory can use: the index `clusters`,
     retrieval while the stream is encoded (`encode_frames`), and summary tokens (`reps`). The device keeps the local window,
     one summary token for each cluster and a cache; the host keeps everything. While a layer computes, the frames that the
     next layer will need are predicted and fetched. A frame that was not predicted is fetched before it is used, so the
-    prediction changes no answer. Exact while all frames fit into `frames` and `window`, with positions "original" or
-    nothing left out. The preset `mosaic-paper`
-    takes the paper's side where the defaults differ.
+    prediction changes no answer. Exact while all frames fit into `frames` and `window`, with positions "original" or no
+    frame left out. The preset `mosaic-paper` follows the paper where the defaults differ.
 
-    positions  as for others, but "original" by default: closed up, summary tokens lose their time
+    positions  as for others, but "original" by default: with compact ones, summary tokens would lose their time
     """
 
-    FORMER: ClassVar[Mapping[str, Former]] = {
+    FORMER: ClassVar[Mapping[str, FormerField]] = {
         **ArchivedPolicy.FORMER,
-        **{name: Former(part="clusters") for name in ("init", "visual", "semantic", "buffer")},
-        "levels": Former("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
-        "granularity": Former("frame", "clusters hold frames"),
-        "tile": Former(49, "clusters hold frames"),
+        **{name: FormerField(part="clusters") for name in ("init", "visual", "semantic", "buffer")},
+        "levels": FormerField("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
+        "granularity": FormerField("frame", "clusters hold frames"),
+        "tile": FormerField(49, "clusters hold frames"),
         **{
-            name: Former(value, "it is a constant of mosaic/split.py (equation 5)")
+            name: FormerField(value, "it is a constant of mosaic/split.py (equation 5)")
             for name, value in SPLIT.items()
         },
-        "lift": Former(2.0, "it is the constant LIFT of mosaic/split.py (V-B)"),
-        "threshold": Former("relaxing", "thresholds relax as clusters grow (equation 5)"),
-        "deferred": Former(True, "splits are always deferred (VI-B)"),
-        "reps_for": Former("all", "all clusters have summary tokens (V-C)"),
-        "rep_of": Former("mean", "a summary token is the mean of its cluster"),
-        "rep_bias": Former("none", "a summary token weighs as one token"),
-        "slack": Former(1.25, "it is the constant AHEAD of _retrieval.py", speed=(int, float)),
-        "clip": Former(None, "the recipe's chunk sets the units of a pass", speed=(int,)),
-        **{f"batch_{name}": Former(True, "it is always done (VII-A)", speed=(False,)) for name in BATCHED},
+        "lift": FormerField(2.0, "it is the constant LIFT of mosaic/split.py (V-B)"),
+        "threshold": FormerField("relaxing", "thresholds relax as clusters grow (equation 5)"),
+        "deferred": FormerField(True, "splits are always deferred (VI-B)"),
+        "reps_for": FormerField("all", "all clusters have summary tokens (V-C)"),
+        "rep_of": FormerField("mean", "a summary token is the mean of its cluster"),
+        "rep_bias": FormerField("none", "a summary token weighs as one token"),
+        "slack": FormerField(1.25, "it is the constant AHEAD of _retrieval.py", speed=(int, float)),
+        "clip": FormerField(None, "the recipe's chunk sets the units of a pass", speed=(int,)),
+        **{
+            f"batch_{name}": FormerField(True, "it is always done (VII-A)", speed=(False,))
+            for name in BATCHED
+        },
     }
 
     local: int = 8

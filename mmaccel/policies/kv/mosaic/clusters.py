@@ -1,8 +1,8 @@
-"""The clusters of one level of the hierarchy, for all layers at once, as tensors; and which of them lie in which.
+"""`ClusterTable`: the clusters of one level (visual, or semantic for each layer) as tensors, with statistics and members.
 
-Letters: L layers, C places for clusters, M places for the units of a cluster, N units, d size of a unit's vector. A cluster
-is a pair (layer, id); an id of size 0 is free. Statistics: c centroid [..., d], s2 population variance [...] (the mean
-squared distance to c), n size [...]. For points of unit length s2 = 1 - |c|^2.
+Letters: L layers, C places for clusters, M places for the units (frames) of a cluster, N units, d size of a unit's vector. A
+cluster is a pair (layer, id); an id of size 0 is free. Statistics: c centroid [..., d], s2 population variance [...] (the
+mean squared distance to c), n size [...]. For points of unit length s2 = 1 - |c|^2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILL = {"members": -1, "owner": -1, "parent": -1, "home": -1}
 
 
 def summary(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(c, s2, n) of the points `x` [..., m, d] that are `present` [..., m], from all of them; zeros for none."""
+    """Return centroid c, variance s2, size n of the points `x` [..., m, d] that are `present` [..., m]; zeros for none."""
     n = present.sum(-1)
     weight = present.to(x.dtype)[..., None]
     some = n.clamp_min(1).to(x.dtype)
@@ -35,7 +35,7 @@ def summary(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def insert(c: Tensor, s2: Tensor, n: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """c and s2, centroid and variance, after a point `u` [..., d] has joined: Mosaic's equations 3 and 4, by Welford."""
+    """Return centroid and variance after a point `u` [..., d] has joined: Mosaic's equations 3 and 4, by Welford."""
     size = n.to(c.dtype)
     away = u - c
     new = c + away / (size + 1)[..., None]
@@ -45,7 +45,7 @@ def insert(c: Tensor, s2: Tensor, n: Tensor, u: Tensor) -> tuple[Tensor, Tensor]
 def merge(
     c_a: Tensor, s2_a: Tensor, n_a: Tensor, c_b: Tensor, s2_b: Tensor, n_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """c and s2, centroid and variance, of clusters a and b joined; neither is empty (Chan, Golub and LeVeque 1983)."""
+    """Return centroid and variance of clusters a and b joined; neither is empty (Chan, Golub and LeVeque 1983)."""
     a, b = n_a.to(c_a.dtype), n_b.to(c_a.dtype)
     n = a + b
     share = b / n
@@ -55,19 +55,19 @@ def merge(
 
 
 def pooled(s2_a: Tensor, n_a: Tensor, s2_b: Tensor, n_b: Tensor) -> Tensor:
-    """The variance within the two parts of a split; what is missing of the whole's lies between their centroids."""
+    """Return the variance within the two parts of a split; the rest of the whole's variance is between their centroids."""
     a, b = n_a.to(s2_a.dtype), n_b.to(s2_a.dtype)
     return (a * s2_a + b * s2_b) / (a + b).clamp_min(torch.finfo(s2_a.dtype).tiny)
 
 
 class ClusterTable:
-    """Clusters of L layers over the same N units.
+    """Clusters of L layers over the same N units (frames).
 
     centroid [L, C, d], variance, size [L, C]; members [L, C, M] units, -1 past the size; owner [L, N] the cluster of each
-    unit, -1 for none; parent [L, C] the cluster of the level above; home [L, C] the cluster that a buffered one is to be
-    merged into, -1 for others; lazy [L, C] whether a split is owed; limit [L, C] a threshold raised for this cluster alone;
-    dirty [L, C] whether it has changed since `changed` was last asked. Read them; write by the methods, which note what was
-    there before, so that `restore` can bring it back.
+    unit, -1 for none; parent [L, C] the cluster of the level above; home [L, C] the cluster that a buffered one will be
+    merged into, -1 for others; lazy [L, C] whether a split is deferred; limit [L, C] a threshold raised for this cluster
+    alone; dirty [L, C] whether it has changed since the last call of `changed`. Read them freely, but write only by methods,
+    which record former values for `restore`.
     """
 
     def __init__(self, layers: int, width: int, dtype: torch.dtype) -> None:
@@ -91,20 +91,20 @@ class ClusterTable:
 
     @property
     def used(self) -> int:
-        """The ids in use, in any layer, are below this."""
+        """Upper bound of the cluster ids in use, in any layer."""
         return max(self._used)
 
     def count(self) -> Tensor:
-        """[L] clusters that have units."""
+        """Return [L]: the number of clusters with units (frames)."""
         return (self.size > 0).sum(1)
 
     def reach(self, units: int) -> None:
-        """Make room for `units` units."""
+        """Make room in the table for `units` units (frames)."""
         self.owner = grow_buffer(self.owner, 1, units, fill=-1, share=1.0)
         self._units = max(self._units, units)
 
     def take(self, layer: Tensor, parent: Tensor) -> Tensor:
-        """New ids [b], one for each of `layer` [b], under `parent` [b]; the lowest free ones."""
+        """Return new ids [b], one for each of `layer` [b], under `parent` [b]; the lowest free ones."""
         ids = []
         for at in layer.tolist():
             if self._free[at]:
@@ -124,7 +124,7 @@ class ClusterTable:
         return new
 
     def add(self, layer: Tensor, cluster: Tensor, unit: int, centroid: Tensor, variance: Tensor) -> None:
-        """Unit `unit` joins `cluster` [b] at `layer` [b] (each layer once), which makes their statistics these."""
+        """Add unit (frame) `unit` to `cluster` [b] at `layer` [b] (each layer once), with the given new statistics."""
         self._note(layer, cluster)
         size = self.size[layer, cluster]
         self._widen(int(size.max()) + 1)
@@ -135,7 +135,7 @@ class ClusterTable:
         self.dirty[layer, cluster] = True
 
     def fill(self, layer: Tensor, cluster: Tensor, members: Tensor, x: Tensor) -> None:
-        """The clusters (layer [b], cluster [b]) are made of `members` [b, m] (-1: none) with vectors `x` [b, m, d]."""
+        """Set the members of clusters (layer [b], cluster [b]) to units [b, m] (-1: none) with vectors `x` [b, m, d]."""
         self.write(layer, cluster, members, *summary(x, members >= 0))
 
     def write(
@@ -147,7 +147,7 @@ class ClusterTable:
         variance: Tensor,
         size: Tensor,
     ) -> None:
-        """As `fill`, with the statistics given; none may be empty."""
+        """Set the members of clusters, as `fill` does, with the given statistics; no cluster may be empty."""
         self._note(layer, cluster)
         order = torch.argsort((members < 0).to(torch.int8), dim=1, stable=True)
         packed = members.gather(1, order)[:, : int(size.max())]
@@ -160,7 +160,7 @@ class ClusterTable:
         self.dirty[layer, cluster] = True
 
     def set(self, name: str, layer: Tensor, cluster: Tensor, value: Tensor | float) -> None:
-        """Write one of the other rows of the clusters (layer [b], cluster [b])."""
+        """Write one of the other rows (`name`) of the clusters (layer [b], cluster [b])."""
         self._note(layer, cluster)
         if name == "parent":
             self._move(layer, cluster, torch.as_tensor(value, dtype=torch.long).expand_as(cluster))
@@ -182,7 +182,7 @@ class ClusterTable:
                 bisect.insort(self._under.setdefault(new, [[] for _ in range(self.layers)])[at], one)
 
     def release(self, layer: int, cluster: int) -> None:
-        """Free an id; its units belong to other clusters by now."""
+        """Free the id of a cluster, whose units (frames) now belong to other clusters."""
         at = torch.tensor([layer]), torch.tensor([cluster])
         self._note(*at)
         self._move(*at, torch.tensor([-1]))
@@ -192,8 +192,8 @@ class ClusterTable:
         heapq.heappush(self._free[layer], cluster)
 
     def keep(self, kept: Tensor, points: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Of all units those of the rows `kept` [k] alone stay, numbered anew from 0; `points` gives the vectors of units by
-        their new numbers. Clusters that lose some have the statistics of the rest, and those that lose all are free."""
+        """Keep only the units (frames) at rows `kept` [k], renumbered from 0; `points` returns the vectors of units by new
+        numbers. Statistics of clusters that lose some are recomputed; those that lose all are freed."""
         place = torch.full((self.owner.shape[1],), -1, dtype=torch.long)
         place[kept] = torch.arange(len(kept))
         members = torch.where(self.members >= 0, place[self.members.clamp_min(0)], -1)
@@ -214,13 +214,13 @@ class ClusterTable:
         self._count_ids()
 
     def contents(self, layer: Tensor, cluster: Tensor) -> Tensor:
-        """The members [b, m] of (layer [b], cluster [b]), as wide as the largest; -1: none."""
+        """Return the members [b, m] of clusters (layer [b], cluster [b]), as wide as the largest; -1: none."""
         size = self.size[layer, cluster]
         return self.members[layer, cluster, : int(size.max()) if size.numel() else 0]
 
     def children(self, parent: int) -> Tensor:
-        """[L, W] clusters under `parent` at each layer, ascending, then -1: so a newcomer is compared with few. Kept until a
-        parent changes; not to be written to."""
+        """Return the clusters [L, W] under `parent` at each layer, ascending, then -1, so that a new unit (frame) is
+        compared with few. Cached until a parent changes; do not write to it."""
         if self._under is None:
             self._under = {}
             for at, parents in enumerate(self.parent[:, : self.used].tolist()):
@@ -235,18 +235,18 @@ class ClusterTable:
         return self._children[parent]
 
     def changed(self) -> tuple[Tensor, Tensor]:
-        """(layer [b], cluster [b]) of the clusters that have changed since this was last asked."""
+        """Return (layer [b], cluster [b]) of the clusters that have changed since the last call."""
         layer, cluster = self.dirty.nonzero(as_tuple=True)
         self.dirty.zero_()
         return layer, cluster
 
     def checkpoint(self) -> None:
-        """State for `restore` to return to; replaces the one before."""
+        """Make the clusters' present state the one to which `restore` returns."""
         self._journal, self._marked = [], self._units
         self._noted.zero_()
 
     def restore(self) -> None:
-        """Be as at the last `checkpoint`."""
+        """Return the clusters to their state at the last `checkpoint`."""
         self.owner[:, self._marked :] = -1
         self._units = self._marked
         for layer, cluster, rows in reversed(self._journal):
@@ -263,13 +263,12 @@ class ClusterTable:
         self._count_ids()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors to save."""
+        """Return the tensors of the table to save, by name."""
         rows = {name: getattr(self, name)[:, : self.used].contiguous() for name in ROWS}
         return {**rows, "owner": self.owner[:, : self._units].contiguous()}
 
     def wanted(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Expected shapes and types of saved `tensors` for so many units; -1 stands for any number of clusters or
-        members."""
+        """Return shapes and types of saved `tensors` of `units` units (frames); -1: any number of clusters or members."""
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"owner": ((self.layers, units), torch.long)}
         for name in ROWS:
             row: Tensor = getattr(self, name)
@@ -278,8 +277,8 @@ class ClusterTable:
         return found
 
     def load(self, tensors: dict[str, Tensor], above: Tensor | None) -> bool:
-        """Take what `tensors` gave, of a level below one of sizes `above` [1, V], if any. Whether it fits: rows are of as
-        many clusters, they point to what is there, and each cluster has a parent and as many members as its size says."""
+        """Take saved `tensors`; `above` [1, V] are the sizes of the level above, if any. Return whether they are consistent:
+        lengths, indices, a parent for each cluster, and as many members as its size."""
         for name, value in tensors.items():
             setattr(self, name, value)
         members, (count, self._units) = self.members, (self.size.shape[1], self.owner.shape[1])
@@ -339,10 +338,9 @@ class ClusterTable:
 
 
 class Matching:
-    """The cosines of the points `x` [n, d] with the centroids of a level of one layer, point by point in their order.
+    """Cosines of the points `x` [n, d] with the centroids of a level of one layer, for points that are matched one by one.
 
-    One product of all points and clusters at the start, and of each point at its turn one with the clusters that have
-    changed since.
+    One product of all points and clusters at the start; then for each point only with clusters that have changed since.
     """
 
     def __init__(self, level: ClusterTable, x: Tensor) -> None:
@@ -353,7 +351,7 @@ class Matching:
         self._cosine = _cosines(x, level.centroid[0, used]).masked_fill(level.size[0, used] == 0, -torch.inf)
 
     def nearest(self, row: int) -> int:
-        """The cluster of the largest cosine with point `row`, of equal ones the lowest."""
+        """Return the cluster with the largest cosine with point `row`; of equal ones the lowest."""
         own = self.x[row : row + 1]
         cosine, more = self._cosine[row], self._level.used - self._cosine.shape[1]
         if more:
@@ -364,7 +362,7 @@ class Matching:
         return int(cosine.argmax())
 
     def renew(self, clusters: Iterable[int]) -> None:
-        """`clusters`, some of them new, have changed; none is empty."""
+        """Record that `clusters` have changed or are new, so that later points are compared with them again."""
         self._changed.update(dict.fromkeys(clusters))
 
 
@@ -376,10 +374,10 @@ def _cosines(x: Tensor, centroid: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, what this thread computes with PyTorch on the host takes no other thread; others compute as they did.
+    """Context in which PyTorch uses one CPU thread for this thread's operations.
 
-    An operation of some ten microseconds gains little from a second thread, and waits for it: for milliseconds, where
-    something else has its core, as whoever pins memory, reads video or launches kernels has.
+    An operation of about ten microseconds gains little from a second thread, and waits for it: for milliseconds, if that
+    core is busy pinning memory, reading video or launching kernels.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

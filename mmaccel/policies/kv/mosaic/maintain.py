@@ -1,6 +1,6 @@
-"""The nested clusters of a stream: built from its first units, and kept while units come (Mosaic V-B and VI).
+"""`Hierarchy`: the nested clusters of a stream, built from its first units and updated as units come (Mosaic V-B and VI).
 
-A unit is a step of time. Units are clustered by their look, and inside each visual cluster by their keys, layer by layer.
+A unit is a step of time. Units are clustered by visual feature, and within each visual cluster by their keys, per layer.
 Everything happens in the order of the stream and in single steps of one unit (all layers at once), so that the clusters do
 not depend on how a stream is cut into chunks.
 """
@@ -28,7 +28,8 @@ TOGETHER = 16
 
 
 class Hierarchy:
-    """Letters as in `ClusterTable` and `UnitMeans`; the visual level has one layer."""
+    """A stream's visual and semantic clusters. Letters as in `ClusterTable` and `UnitMeans`; the visual level has one
+    layer."""
 
     def __init__(self, rules: Rules, means: UnitMeans) -> None:
         self.rules, self.means, self.layers = rules, means, means.key.shape[1]
@@ -36,7 +37,7 @@ class Hierarchy:
         self.clear()
 
     def clear(self, units: int = 0) -> None:
-        """Forget all clusters, and all units but the first `units`; the counters stay."""
+        """Forget all clusters, and all units (frames) but the first `units`; the counters stay."""
         means = self.means
         self.visual = ClusterTable(1, means.look.shape[1] + 1, means.work)
         self.semantic = ClusterTable(self.layers, means.key.shape[2] + 1, means.work)
@@ -49,13 +50,13 @@ class Hierarchy:
         means.cut(units)
 
     def checkpoint(self) -> Any:
-        """State for `restore` to return to; one is in use at a time."""
+        """Return the clusters' present state, for `restore`; only one is in use at a time."""
         self.visual.checkpoint()
         self.semantic.checkpoint()
         return self.units, self.bounds, [list(ids) for ids in self.buffer], Counter(self.counters)
 
     def restore(self, mark: Any) -> None:
-        """Be as at `checkpoint`, the means too."""
+        """Return clusters and unit (frame) means to their state at `checkpoint`."""
         units, bounds, buffer, counters = mark
         if bounds:
             self.visual.restore()
@@ -67,7 +68,7 @@ class Hierarchy:
         self.units, self.counters = units, Counter(counters)
 
     def keep(self, kept: Tensor) -> None:
-        """Of all units those of the rows `kept` [k] alone stay, numbered anew; clusters that lose all of theirs go."""
+        """Keep only the units (frames) at rows `kept` [k], renumbered; clusters that lose all units are removed."""
         self.means.keep(kept)
         for level, points in ((self.visual, self.means.look_points), (self.semantic, self.means.key_points)):
             level.keep(kept, points)
@@ -82,7 +83,7 @@ class Hierarchy:
         level.lazy &= owed
 
     def save(self, folder: Path, more: dict[str, Any]) -> None:
-        """Write all that is known of the units into `folder`, with what `more` says: which are absent."""
+        """Write clusters and unit (frame) means into `folder`, with the facts `more`, such as which units are absent."""
         means = self.means
         kept = {"look": means.look, "key": means.key, "value": means.value}
         if means.centre is not None:
@@ -96,8 +97,7 @@ class Hierarchy:
         checkpoint_io.write_json(folder / "clusters.json", told)
 
     def load(self, folder: Path, units: int) -> list[int]:
-        """Read what `save` wrote of a stream of `units` units into a hierarchy as it was made; gives the units that were
-        absent. Raises `ModelError` where it does not fit."""
+        """Read what `save` wrote of a stream of `units` frames; return the absent ones. Raises `ModelError` if it fails."""
         means, rules = self.means, self.rules
         facts = checkpoint_io.read_json(folder / "clusters.json", FACTS)
         if facts["units"] != units or len(facts["buffer"]) != self.layers:
@@ -131,25 +131,25 @@ class Hierarchy:
 
     @property
     def started(self) -> bool:
-        """Whether there are clusters yet; before, the units are only counted."""
+        """Whether there are clusters yet; before, units (frames) are only counted."""
         return bool(self.bounds)
 
     def levels(self) -> dict[str, ClusterTable]:
-        """The tables of clusters by the names of the levels, once there are clusters."""
+        """Return level name -> its table of clusters; empty before the first clustering."""
         return {"visual": self.visual, "semantic": self.semantic} if self.bounds else {}
 
     @property
     def behind(self) -> bool:
-        """Whether there are units that have means and no cluster."""
+        """Whether there are units (frames) that have means and no cluster."""
         return self.started and self.units < self.means.units
 
     @one_thread()
     def insert(self, window: int, retrieved: Tensor | None = None, most: int | None = None) -> None:
-        """Take in the units that have means and no cluster, in their order.
+        """Assign the units (frames) that have means and no cluster to clusters, in order.
 
-        window   the last units before one that count as held on the device when it comes
-        retrieved  [L, n] older units that are held there too
-        most     times `TOGETHER` units at most; None: all
+        window   the last units before a unit that count as held on the device when it comes
+        retrieved  [L, n] older units that are on the device too
+        most     process at most `most` times `TOGETHER` units; None: all
         """
         have = self.means.units
         self.visual.reach(have)
@@ -378,7 +378,7 @@ class Hierarchy:
 
     @one_thread()
     def touch(self, layer: int, clusters: Tensor) -> None:
-        """The semantic `clusters` [b] of `layer` have been on the device: make the splits that they owe."""
+        """Make the deferred splits of the semantic `clusters` [b] of `layer`, which were retrieved to the device."""
         level = self.semantic
         for home in clusters[level.lazy[layer, clusters]].tolist():
             at = torch.tensor([layer]), torch.tensor([home])

@@ -1,7 +1,7 @@
-"""Units as points, and when and how a cluster of them is split: their means, thresholds, k-means by direction, bisection.
+"""Units as points for clustering, and when and how clusters are split: means, thresholds, spherical k-means, bisection.
 
-Deterministic, for many small sets at once. Mosaic is arXiv 2604.10060. Letters: N units, P tokens of a unit, E size of a
-look, L layers, G kv heads, D head size, d = G * D size of a key.
+Deterministic, for many small sets at once. Mosaic is arXiv 2604.10060. Letters: N units (frames), P tokens of a unit, E size
+of a visual feature, L layers, G kv heads, D head size, d = G * D size of a key.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ FLOOR, CAP = 1e-3, 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The numbers of the clustering. `visual`, `semantic`, `init` (in units) and `buffer` are fields of the index
+    """The parameters of the clustering. `visual`, `semantic`, `init` (in units) and `buffer` are fields of the index
     `clusters`; the paper gives no values for the others.
 
-    smallest, largest  units below which a cluster is not split, and above which a semantic one is; `largest` holds for the
-                       visual level in proportion
+    smallest, largest  units (frames) below which a cluster is not split, and above which a semantic one is; `largest` is
+                       scaled for the visual level
     tau_small, tau_large, alpha  equation 5, in multiples of the layer's mean variance at the start; see `Bounds`
-    new_scene  a unit whose squared distance to the nearest visual cluster is above so many thresholds opens one; visual
+    new_scene  a unit whose squared distance to the nearest visual cluster exceeds so many thresholds opens a new one; visual
                clusters of so many thresholds are split however small
     gain       a split must lower the variance by this share, or it is not made
-    unmix      before the first thresholds are set, a cluster that loses this share of its variance when it is split is
-               split: it was a mixture of scenes
+    unmix      before the first thresholds are set, a cluster is split if that lowers its variance by this share: it mixes
+               scenes
     """
 
     visual: int
@@ -61,7 +61,7 @@ class Rules:
     unmix: float = 0.5
 
     def calibrate(self, level: ClusterTable, visual: bool) -> Bounds:
-        """From the clusters that a level, the visual or the semantic one, has now."""
+        """Return the bounds for a level, the visual or the semantic one, from its present clusters."""
         s2, n = level.variance[:, : level.used], level.size[:, : level.used]
         weight = n.to(s2.dtype)
         usual = (s2 * weight).sum(1) / weight.sum(1).clamp_min(1)
@@ -69,7 +69,7 @@ class Rules:
         return self.bounds(small, large, visual)
 
     def bounds(self, small: Tensor, large: Tensor, visual: bool) -> Bounds:
-        """Of a level with these thresholds; its largest cluster is in the proportion of the semantic level's."""
+        """Return the bounds for a level with these thresholds; the largest size is scaled from the semantic level's."""
         most = self.largest * (self.visual if visual else self.semantic) // self.semantic
         return Bounds(small, large, self.alpha, self.smallest, most, self.new_scene if visual else math.inf)
 
@@ -78,12 +78,12 @@ class Rules:
 class Bounds:
     """Limits of the clusters of one level.
 
-    Mosaic's equation 5: the variance that a cluster may have goes from `small` to `large` [L] as it grows, at rate `alpha`.
-    Small clusters are held to the lower bound, as the equation's symbols say; the population variance of few points
-    underestimates by (n - 1) / n, so this alone is neutral. (The paper's prose says the other way round.)
+    Mosaic's equation 5: the allowed variance of a cluster goes from `small` to `large` [L] as it grows, at rate `alpha`.
+    Small clusters have the lower bound, as the equation's symbols say; the population variance of few points underestimates
+    by (n - 1) / n, so this alone is neutral. (The paper's prose says the opposite.)
 
-    Fewer than `smallest` units are split too where their variance is above `apart` thresholds: they are scenes that are seen
-    once each, which k-means left together for want of clusters; their summary token would be the mean of strangers.
+    Fewer than `smallest` units are split too if their variance is above `apart` thresholds: they are scenes that occur once
+    each, which k-means put together for lack of clusters; their summary token would be a mean of unrelated frames.
     """
 
     small: Tensor
@@ -94,7 +94,7 @@ class Bounds:
     apart: float = math.inf
 
     def threshold(self, layer: Tensor, n: Tensor) -> Tensor:
-        """Variance threshold of clusters of size `n` [...] at layers `layer` [...]."""
+        """Return the variance threshold of clusters of size `n` [...] at layers `layer` [...]."""
         return self._thresholds[layer, n.clamp(max=self._thresholds.shape[1] - 1)]
 
     @cached_property
@@ -106,13 +106,13 @@ class Bounds:
         )
 
     def first_exceeded(self, level: ClusterTable, cluster: int) -> bool:
-        """`exceeded` of one cluster at layer 0: numbers cost less than tensors of one."""
+        """Return whether one cluster at layer 0 must be split: `exceeded`, faster, without tensors."""
         n, s2, limit = (float(row[0, cluster]) for row in (level.size, level.variance, level.limit))
         most = max(float(self._thresholds[0, min(int(n), self._thresholds.shape[1] - 1)]), limit)
         return s2 > (1.0 if n >= self.smallest else self.apart) * most or n > self.largest
 
     def exceeded(self, layer: Tensor, n: Tensor, s2: Tensor, limit: Tensor) -> Tensor:
-        """[b] whether clusters of size `n`, variance `s2` and own limit `limit` [b] must be split."""
+        """Return [b]: whether clusters of size `n`, variance `s2` and own limit `limit` [b] must be split."""
         most = torch.maximum(self.threshold(layer, n), limit)
         often = torch.where(n >= self.smallest, 1.0, self.apart)
         return (s2 > often * most) | (n > self.largest)
@@ -127,11 +127,12 @@ def refine(
     gain: float,
     split: Callable[[Tensor, Tensor, Tensor], None] | None = None,
 ) -> int:
-    """Bisect the clusters (layer [b], cluster [b]) that exceed their bounds until none does; the number of splits.
+    """Bisect the clusters (layer [b], cluster [b]) that exceed their bounds until none does; return the number of splits.
 
-    vectors(layer [b], units [b, m]) gives [b, m, d]; split(layer, cluster, new) is told of each round: some units of
-    `cluster` are now in `new`. A bisection that lowers the variance by less than `gain` is not made, and the cluster is
-    left alone until its variance has grown by a tenth; one that is too large is then cut by time.
+    vectors(layer [b], units [b, m]) returns the vectors [b, m, d] of units (frames); split(layer, cluster, new) is called
+    for each round: some units of `cluster` are now in `new`. A bisection that lowers the variance by less than `gain` is not
+    made, and the cluster is not tried again until its variance has grown by a tenth; one that is too large is then cut by
+    time.
     """
     splits = 0
     for depth in range(64):
@@ -166,11 +167,11 @@ def refine(
 
 
 class UnitMeans:
-    """Means of every unit on the host: its visual feature [N, E], and its mean unrotated key and value [N, L, d].
+    """Means of every unit (frame) on the host: its visual feature [N, E], and its mean unrotated key and value [N, L, d].
 
-    To be clustered they become points: less the mean of the first units, which all have in common (a model's key bias
-    is most of a key), with one more coordinate, the same for all (`LIFT`), scaled to length one. Statistics are kept in
-    float32, or in float64 where the stream is. `device` is where `key_rows` is asked for.
+    For clustering they become points: minus the mean of the first units, which all have in common (a model's key bias is
+    most of a key), with one more coordinate, the same for all (`LIFT`), scaled to length one. Statistics are kept in
+    float32, or in float64 if the stream is. `device` is where `key_rows` returns keys.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class UnitMeans:
     @torch.inference_mode(False)
     @torch.no_grad()
     def arrived(self, tokens: int, look: Tensor, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
-        """New units of `tokens` tokens: see `Index.arrived`. Their means leave for the host."""
+        """Start copying the means of new units (frames) of `tokens` tokens to the host; arguments as in `Index.arrived`."""
         # [L, n, G * D] to [n, L, G * D].
         kind = pairs[0][0].dtype
         key, value = (
@@ -207,19 +208,19 @@ class UnitMeans:
 
     @property
     def waiting(self) -> int:
-        """Passes that have arrived and are not taken in."""
+        """Number of passes whose unit (frame) means have arrived and are not added yet."""
         return len(self._inbox)
 
     @property
     def here(self) -> bool:
-        """Whether the first of the passes that are `waiting` has reached the host, and has retrieved nothing."""
+        """Whether the first of the `waiting` passes, one that retrieved nothing, has been copied to the host."""
         if not self._inbox or len(self._inbox[0][0]) > 3:
             return False
         event = self._inbox[0][1]
         return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
     def take(self) -> Tensor | None:
-        """Take in the first of the passes that are `waiting`; the units [L, k] that it retrieved, if any."""
+        """Add the first of the `waiting` passes; return the units (frames) [L, k] that it retrieved, if any."""
         (look, key, value, *rest), event = self._inbox.popleft()
         if event is not None:
             event.synchronize()
@@ -227,7 +228,7 @@ class UnitMeans:
         return rest[0] if rest else None
 
     def append(self, look: Tensor, key: Tensor, value: Tensor) -> None:
-        """Append new units: visual feature [n, E]; mean key and value [n, L, d]."""
+        """Append the means of new units (frames): visual feature [n, E]; key and value [n, L, d]."""
         end, pinned = self.units + len(look), self._device.type == "cuda"
         for name, rows in (("_look", look), ("all_keys", key), ("_value", value)):
             held = getattr(self, name)
@@ -239,12 +240,12 @@ class UnitMeans:
         self.units = end
 
     def cut(self, units: int) -> None:
-        """Forget all but the first `units` units, and those that wait."""
+        """Forget all but the first `units` units (frames), and the waiting ones."""
         self._inbox.clear()
         self.units = min(self.units, units)
 
     def keep(self, kept: Tensor) -> None:
-        """The rows `kept` [k] alone stay, as the first ones; nothing waits to be taken in."""
+        """Keep only the rows `kept` [k], as the first ones; there must be no waiting passes."""
         rows = self.look[kept], self.key[kept], self.value[kept]
         self._look, self.all_keys, self._value = self._look[:0], self.all_keys[:0], self._value[:0]
         self.units = 0
@@ -263,7 +264,7 @@ class UnitMeans:
         return self._value[: self.units]
 
     def settle(self, units: int) -> None:
-        """Take the mean of the first `units` units as the origin, for good."""
+        """Fix the mean of the first `units` units (frames) as the origin of all points."""
         self.centre = self._origin(self.look[:units]), self._origin(self.key[:units].to(self.work))
 
     def _origin(self, rows: Tensor) -> Tensor:
@@ -281,12 +282,12 @@ class UnitMeans:
         return unit(points)
 
     def look_points(self, layer: Tensor, units: Tensor) -> Tensor:
-        """The points [..., E + 1] of the looks of `units` [...], asked as `key_points` are."""
+        """Return the points [..., E + 1] of the visual features of `units` (frames) [...]; `layer` is not used."""
         assert self.centre is not None
         return self._points(self.look[units.clamp_min(0)], self.centre[0])
 
     def key_points(self, layer: Tensor, units: Tensor) -> Tensor:
-        """The points [b, m, d + 1] of `units` [b, m] at `layer` [b]; anything where a unit is -1."""
+        """Return the points [b, m, d + 1] of the keys of `units` (frames) [b, m] at `layer` [b]; any for unit -1."""
         assert self.centre is not None
         # Row by row, for a tensor indexed by two others is gathered number by number.
         at = (units.clamp_min(0) * self.key.shape[1] + layer[:, None]).flatten()
@@ -294,7 +295,7 @@ class UnitMeans:
         return self._points(rows, self.centre[1][layer][:, None])
 
     def means(self, rows: Tensor, layer: Tensor, units: Tensor) -> Tensor:
-        """Of `key` or `value` the mean [b, d] over `units` [b, m] (-1: none) at `layer` [b], in the working precision."""
+        """Return the mean [b, d] of `rows` (`key` or `value`) over `units` (frames) [b, m] (-1: none) at `layer` [b]."""
         # One after the other, so that what a mean is does not depend on what else is computed beside it.
         row, col = (units >= 0).nonzero(as_tuple=True)
         some = rows[units[row, col], layer[row]].to(self.work)
@@ -302,7 +303,7 @@ class UnitMeans:
         return total / (units >= 0).sum(1, keepdim=True).clamp_min(1)
 
     def key_rows(self, layer: int, units: Tensor) -> Tensor:
-        """Mean keys [n, d] float32 at `layer` of `units` [n] whose keys are still on the device only."""
+        """Return mean keys [n, d] float32 of `units` (frames) [n] at `layer`, on the device."""
         held = self.all_keys
         if self._device.type != "cuda":
             return held[units, layer].float()
@@ -315,12 +316,12 @@ class UnitMeans:
         return out[:, 0].float().transpose(0, 1).flatten(1)
 
     def nbytes(self) -> int:
-        """Bytes on the host."""
+        """Return the bytes that the means hold on the host."""
         return sum(one.untyped_storage().nbytes() for one in (self._look, self.all_keys, self._value))
 
 
 def unit(x: Tensor) -> Tensor:
-    """The last axis scaled to length one; a row of zeros stays zero."""
+    """Scale the last axis to length one; a row of zeros stays zero."""
     scaled: Tensor = x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     return scaled
 
@@ -334,12 +335,12 @@ def kmeans(
     iterations: int = 10,
     tolerance: float = 1e-4,
 ) -> Tensor:
-    """Labels [B, n] in 0 .. k-1 of the points `x` [B, n, d], those of each of `B` sets among themselves; -1 where absent.
+    """Spherical k-means: return labels [B, n] in 0 .. k-1 of the points `x` [B, n, d], in each of `B` sets; -1 if absent.
 
-    A point belongs to the centre of the largest cosine, ties to the lowest label; a centre is the direction of its points'
+    A point belongs to the centre with the largest cosine, ties to the lowest label; a centre is the direction of its points'
     mean. The first centres are points at equal steps in the given order (of time), unless `seeds` [B, k, d] are given. No
-    label is left empty: it takes the point that lies farthest from its own centre, of a label that keeps another. A set
-    must have at least `k` points. Points are expected to be of unit length, or zero.
+    label is left empty: it takes the point that is farthest from its own centre, of a label that keeps another. A set must
+    have at least `k` points. Points are expected to be of unit length, or zero.
 
     Mosaic (arXiv 2604.10060), section V-B, names k-means with cosine similarity and no more; equal steps after RetroInfer.
     """
@@ -377,7 +378,7 @@ def kmeans(
 
 
 def bisect(x: Tensor, present: Tensor) -> Tensor:
-    """`kmeans` of two, from the pair of points of the smallest cosine (of equal ones the earliest); [B, n] of 0, 1, -1."""
+    """Return k-means labels [B, n] for k = 2 (-1: absent), seeded by the two points with the smallest cosine."""
     n = x.shape[1]
     pair = present[:, :, None] & present[:, None, :]
     pair = pair & torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
@@ -388,7 +389,7 @@ def bisect(x: Tensor, present: Tensor) -> Tensor:
 
 
 def halve(present: Tensor) -> Tensor:
-    """Labels [B, n] that cut each set in two by its order; -1 where absent."""
+    """Return labels [B, n]: 0 for the first half of each set's points, 1 for the rest, -1 for points not `present`."""
     rank = present.cumsum(1) - 1
     return (rank >= (present.sum(1, keepdim=True) + 1) // 2).long().masked_fill(~present, -1)
 

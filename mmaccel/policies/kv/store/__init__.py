@@ -1,4 +1,4 @@
-"""The store of streams in host memory, and the copies between host and device."""
+"""Host-memory store of a stream's keys and values, and copies between host and device."""
 
 from mmaccel.policies.kv.store.host import HostStore, Spill
 from mmaccel.policies.kv.store.slabs import Shape

@@ -1,4 +1,4 @@
-"""The memory of a stream on the host: keys and values by layer and unit, written as they leave the device, read again."""
+"""`HostStore`: a stream's keys and values in host memory, by layer and unit (frame), copied from and to the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.clusters import gather_units, grain_of
+from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.core.errors import RecipeError, StoreError, one_of
 from mmaccel.policies.kv.store import saved
 from mmaccel.policies.kv.store.slabs import Lanes, Mark, Shape, Slabs, SlotTable, in_units, on_device
@@ -28,25 +28,25 @@ COUNTED = ("puts", "copies_out", "bytes_out", "fetches", "copies_in", "bytes_in"
 
 
 class HostStore:
-    """Keys and values of units (frames, or what a stream takes at a time) of all layers in the memory of the host.
+    """Keys and values of units (frames, or temporal patches of frames) of all layers in host memory.
 
-    A unit of a layer is P tokens of G kv heads of size D, keys and values side by side, so that it crosses the wire as one
-    piece: out by a copy for each run of slots, in by one launch that reads host memory by an index, or, where there are
+    A unit of a layer is P tokens of G kv heads of size D, keys and values side by side, so that it is copied as one piece:
+    to the host by a copy for each run of slots, back by one launch that reads host memory by an index, or, if units are in
     files, which a device cannot read, by copies of runs. Units are numbered by the caller, from 0; numbers may have gaps and
-    need not be the same in every layer. All device work goes through `lanes`: all methods but `counters`, `settle`, `save`,
-    `load`, `close` and whatever touches the disk return before the transfers they began have ended; what is returned may be
-    used on the stream that is current.
+    need not be the same in every layer. All device work goes through `lanes` (CUDA streams): all methods but `counters`,
+    `settle`, `save`, `load`, `close` and those that use the disk return before their transfers have ended; what is returned
+    may be used on the current CUDA stream.
 
     device      where units come from and go to; its host memory is pinned on CUDA, and plain elsewhere
-    cap         bytes of host memory at most; None: as much as the host can spare
+    cap         most bytes of host memory; None: as much as the host can spare
     spill       what happens then: see `Spill`
-    folder      where files go with spill="disk" (a temporary folder by default); removed by `close`
-    slab_bytes  host memory is taken in pieces of this size; None: small ones, so that nothing waits long for one
-    together    bytes that it and all other stores of the process take at most; None: no such cap
-    lanes       what device work is issued through (for tests)
+    folder      for files with spill="disk" (a temporary folder by default); removed by `close`
+    slab_bytes  host memory is allocated in pieces of this size; None: small ones, so that allocation never blocks for long
+    together    most bytes that it and all other stores of the process take; None: no such cap
+    lanes       the lanes that device work is issued through (for tests)
 
-    Raises `StoreError` in one sentence when the store is full, closed, or asked for what it does not hold; whatever fails,
-    but for `load`, nothing that was stored before is lost.
+    Raises `StoreError` in one sentence when the store is full, closed, or lacks what was requested; on any failure except in
+    `load`, nothing that was stored before is lost.
     """
 
     def __init__(
@@ -90,16 +90,17 @@ class HostStore:
     # Units in and out.
 
     def put(self, layer: int, units: Sequence[int], key: Tensor, value: Tensor) -> list[int]:
-        """`put_layers` of one layer."""
+        """Store units (frames) of one layer on the host: see `put_layers`."""
         return self.put_layers([layer], units, [(key, value)])
 
     @torch.no_grad()
     def put_layers(
         self, layers: Sequence[int], units: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]
     ) -> list[int]:
-        """Store `units` of `layers`, keys and values [G, n * P, D] of each (or with a batch of 1 before), unit after unit.
+        """Store `units` of `layers`, keys and values [G, n * P, D] of each (or with a batch of 1 before), unit (frame) after
+        unit.
 
-        Gives the units that were forgotten to make room, in all layers: none unless spill="drop_oldest". A unit that a
+        Returns the units that were forgotten to make room, in all layers: none unless spill="drop_oldest". A unit that a
         layer holds already is refused; so are tensors of another size, and whatever does not fit: nothing is stored then.
         """
         self._open()
@@ -136,10 +137,10 @@ class HostStore:
 
     @torch.no_grad()
     def fetch(self, layer: int, units: Sequence[int], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [G, n * P, D] on the device, of `units` in the order they are asked for; units that are not
-        held are refused.
+        """Return keys and values, each [G, n * P, D] on the device, of `units` (frames) in the given order, all of which
+        must be held.
 
-        out     [2, G, n * P, D], what to write to: keys, then values; the last two dimensions dense
+        out     [2, G, n * P, D] to write to: keys, then values; the last two dimensions dense
         """
         self._open()
         target = self.buffer(len(units)) if out is None else out
@@ -170,8 +171,9 @@ class HostStore:
         return target[0], target[1]
 
     def gather(self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = ()) -> tuple[Mark, Mark]:
-        """What lies at `slot` [n] on the device, made on the compute lane, into `out` [2, G, n * P, D] or [2, G, n, P, D] by
-        one launch; -1 gives zeros. The marks before and after it; what it brought is to be told to `crossed`.
+        """Copy the units (frames) at `slot` [n] (on the device, made on the compute lane; -1 gives zeros) into `out` [2, G,
+        n * P, D] or [2, G, n, P, D] by one launch. Return the marks before and after it; report the units copied to
+        `crossed`.
 
         places  tensors [m, 2, G, P, D] on the device that may be read too: their slots come after the host's, each place
                 beginning where a slab would; the same sequence holds the same tensors
@@ -188,54 +190,54 @@ class HostStore:
             sent = list[Tensor]()
             # On the compute lane it would be sent after the mark that the wire has waited for.
             self.lanes.wire.run(lambda: sent.append(on_device(apart, self.device)))
-            self._laid = places, slabs, grain_of(slabs), sent
+            self._laid = places, slabs, alignment_of(slabs), sent
         _, slabs, grain, base = self._laid
         self.lanes.wire.run(lambda: gather_units(out, slabs, base[0], slot, grain))
         return made, self._end("seconds_in", began, fetches=1, copies_in=1, gathers=1)
 
     def crossed(self, units: int) -> None:
-        """Of what was gathered, `units` units of one layer came from the host."""
+        """Count `units` units (frames) of one layer that `gather` copied from the host."""
         self._counts["bytes_in"] += units * self.shape.nbytes
 
     @property
     def indexed(self) -> bool:
-        """Whether `gather` serves: all units are in memory."""
+        """Whether `gather` can be used: all units (frames) are in memory, none in files."""
         return not self.slabs.files
 
     @property
     def slot_count(self) -> int:
-        """Slots of all slabs in memory; places beside them are numbered from here on, each from a slab's beginning."""
+        """Number of slots of all slabs in memory; other places are numbered from here on, each from a slab's begin."""
         return self.slabs.in_memory * self.slabs.per
 
     def buffer(self, units: int) -> Tensor:
-        """[2, G, n * P, D] on the device, room for `units` units, to be written in any mode."""
+        """Return an uninitialised tensor [2, G, n * P, D] on the device for `units` units (frames), writable in any mode."""
         with torch.inference_mode(False):
             shape = 2, self.shape.groups, units * self.shape.tokens, self.shape.size
             return torch.empty(shape, dtype=self.shape.dtype, device=self.device)
 
     def reserve(self, units: int) -> list[int]:
-        """Make sure that `units` more units fit in every layer, before any is stored; gives what `put` gives.
+        """Make sure that `units` more units (frames) fit in every layer, before any is stored; returns what `put` returns.
 
-        Raises `StoreError` when they do not fit, so that a chunk of a stream can be refused before it is computed.
+        Raises `StoreError` if they do not fit, so that a chunk of a stream can be refused before it is computed.
         """
         self._open()
         return self._make_room(units * self.shape.layers, units)
 
     def cut(self, end: int) -> None:
-        """Forget the units from number `end` on, in all layers."""
+        """Forget the units (frames) from number `end` on, in all layers."""
         self._open()
         self.table.drop(slice(end, None))
         self.lost = [unit for unit in self.lost if unit < end]
         self.written = {place: one for place, one in self.written.items() if one.units[-1] < end}
 
     def drop(self, units: Sequence[int]) -> None:
-        """Forget `units`, held or not, in all layers."""
+        """Forget `units` (frames) in all layers, whether held or not."""
         self._open()
         self.table.drop([unit for unit in units if 0 <= unit < self.table.slot.shape[1]])
 
     def shrink(self) -> list[int] | None:
-        """Give the last slab back, and forget the oldest units as far as the others have no room for them; these units. None
-        where it has a single slab, files, or too many units that are pinned: nothing is changed then."""
+        """Free the last slab, and forget the oldest units (frames) for which the others have no room; return these units.
+        None, and no change, if there is a single slab, files, or too many pinned units."""
         self._open()
         slabs, table = self.slabs, self.table
         left, held = (len(slabs.slabs) - 1) * slabs.per, self._held()
@@ -265,30 +267,30 @@ class HostStore:
         return found
 
     def units(self, layer: int) -> list[int]:
-        """The units that a layer holds, ascending."""
+        """Return the units (frames) that a layer holds, ascending."""
         found: list[int] = np.flatnonzero(self.table.slot[layer] >= 0).tolist()
         return found
 
     def entry(self, layer: int, unit: int) -> Tensor:
-        """[1, 2, G, P, D]: a unit where it lies on the host; read it after `settle`, and before it goes."""
+        """Return a view [1, 2, G, P, D] of a unit (frame) on the host; valid after `settle`, while the unit is held."""
         return self.slabs.entries([self._slot(layer, unit)])[0]
 
     def nbytes(self) -> int:
-        """Bytes held on the device."""
+        """Return the bytes that the store holds on the device."""
         return self.table.copy.nbytes
 
     def settle(self) -> None:
-        """Wait until all transfers have ended."""
+        """Wait until all transfers between host and device have ended."""
         self._open()
         self.lanes.wire.mark().sync()
 
     def counters(self) -> dict[str, float]:
-        """Figures since the store was opened; waits for transfers under way.
+        """Return figures since the store was opened; waits for pending transfers.
 
         puts, fetches    calls
-        copies_out, copies_in  runs of units that crossed the wire by one copy; a gather counts as one
+        copies_out, copies_in  runs of units (frames) transferred by one copy; a gather counts as one
         gathers          launches among `copies_in`
-        bytes_out, bytes_in, seconds_out, seconds_in  what crossed, and how long the wire was busy
+        bytes_out, bytes_in, seconds_out, seconds_in  bytes transferred, and the time that this took
         disk_in          units that came from files
         units            units held, summed over the layers
         dropped          units forgotten to make room
@@ -305,13 +307,13 @@ class HostStore:
         }
 
     def save(self, folder: Path) -> None:
-        """Write all units to `folder`; raises `StoreError` where that cannot be done."""
+        """Write all units (frames) to `folder`; raises `StoreError` if that fails."""
         self.settle()
         saved.write(self, folder)
 
     def load(self, folder: Path, end: int = MOST) -> None:
-        """Hold the units below `end` saved to `folder`, nothing else; these are not counted. Raises `StoreError` for what
-        is not as it was written, or has no room here: the store is then to be closed, for it may hold some of it."""
+        """Replace the contents by the units (frames) below `end` saved in `folder`; these are not counted. Raises
+        `StoreError` if files are damaged or do not fit here: then close the store, which may hold a part."""
         self.cut(0)
         self._settle_times(0)
         before = dict(self._counts), self._dropped
@@ -322,7 +324,7 @@ class HostStore:
             self._counts, self._dropped = before
 
     def close(self) -> None:
-        """Give back all memory and remove all files; a closed store serves nothing."""
+        """Release all memory and remove all files; a closed store cannot be used."""
         if not self._closed:
             self.lanes.wire.mark().sync()
             self._laid = None

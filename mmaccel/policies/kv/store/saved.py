@@ -1,7 +1,7 @@
-"""A store of units on disk: safetensors files of bounded size, and a JSON file that tells what is in them.
+"""A host store saved on disk: safetensors files of bounded size, and a JSON file that lists their contents.
 
-All of it is checked before any is believed: version, shape, sizes, and a checksum of every file. A file whose units the last
-save wrote is not written again: it gets another name, so that a save costs what is new.
+Version, shapes, sizes and a checksum of every file are verified before use. A file with the same units (frames) as at the
+last save is not written again but linked under a new name, so that a save costs only what is new.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """A file that was written: the `units` of a layer in it, a checksum of them, and its size."""
+    """A file that was written: the `units` (frames) of a layer in it, their checksum, and its size."""
 
     units: list[int]
     path: Path
@@ -38,7 +38,7 @@ class Piece:
 
 
 def write(store: Any, folder: Path) -> None:
-    """Write all units of `store`, whose transfers have ended; raises `StoreError` where that cannot be done."""
+    """Write all units (frames) of `store`, whose transfers have ended; raises `StoreError` if that fails."""
     most, written = max(1, FILE_BYTES // store.shape.nbytes), dict[tuple[int, int], Piece]()
     told = list[dict[str, Any]]()
     try:
@@ -73,7 +73,7 @@ def _again(last: Piece | None, units: list[int], path: Path) -> Piece | None:
 
 
 def read(store: Any, folder: Path, end: int) -> None:
-    """Put the units below `end` that are saved in `folder` into the empty `store`; raises `StoreError`."""
+    """Read the units (frames) below `end` saved in `folder` into the empty `store`; raises `StoreError`."""
     try:
         index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")
         if index["version"] not in VERSIONS:
@@ -114,7 +114,7 @@ def _checksum(kept: Tensor) -> int:
 
 
 def occupy(path: Path, nbytes: int) -> None:
-    """A file of `nbytes` bytes whose room on the disk is taken: a map of a file with holes could fail at any write."""
+    """Create a file of `nbytes` bytes with allocated disk space: writes to a memory map of a sparse file could fail."""
     with path.open("xb") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, nbytes)

@@ -1,6 +1,4 @@
-"""Host memory for units: slabs, pinned where a device reads them, or files mapped into memory; the slots of units; the lanes
-by which units cross between host and device.
-"""
+"""Host memory for frames: slabs (pinned memory, or memory-mapped files), their slots, and CUDA streams that copy."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ _CUDA: Any = torch.cuda
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a stored unit: layers, kv heads G, tokens P, head size D, and the data type."""
+    """The shape of a stored unit (frame): layers, kv heads G, tokens P, head size D, and the data type."""
 
     layers: int
     groups: int
@@ -52,20 +50,20 @@ class Shape:
 
     @property
     def unit(self) -> tuple[int, int, int, int]:
-        """Keys and values of one unit in one layer: [2, G, P, D]."""
+        """Keys and values of one unit (frame) in one layer: [2, G, P, D]."""
         return 2, self.groups, self.tokens, self.size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one unit in one layer."""
+        """Bytes of one unit (frame) in one layer."""
         return 2 * self.groups * self.tokens * self.size * self.dtype.itemsize
 
     def facts(self) -> dict[str, Any]:
-        """Its fields, as a saved store tells them."""
+        """Return the shape's fields as JSON-ready values, for a saved store."""
         return {**vars(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
     def side(self, name: str, tensor: Tensor, n: int) -> Tensor:
-        """`tensor` [G, n * P, D], with or without a batch of 1; refused when its units are not like these."""
+        """Return `tensor` as [G, n * P, D], without a batch of 1; raises `StoreError` for another shape or type."""
         found = tensor[0] if tensor.dim() == 4 and tensor.shape[0] == 1 else tensor
         wanted = self.groups, n * self.tokens, self.size
         if tuple(found.shape) != wanted or found.dtype != self.dtype:
@@ -77,11 +75,12 @@ class Shape:
 
 
 class Slabs:
-    """Slabs of `per` slots of one unit and layer each; slot s is entry ``s % per`` of slab ``s // per``.
+    """Host memory in slabs of `per` slots, each for one unit (frame) of one layer; slot s is entry ``s % per`` of slab ``s
+    // per``.
 
-    Memory is taken slab by slab up to `cap` bytes, up to `together` with all others of the process, and never the last
-    `SPARE` of what the host has; pinned memory one slab ahead of need. Files after that, with `disk`, each of its full
-    length from the start, so that a disk that fills up later harms nothing that was stored.
+    Memory is allocated slab by slab up to `cap` bytes, up to `together` with all others of the process, and never the last
+    `SPARE` of the host's; pinned memory one slab ahead of need. With `disk`, files follow, each allocated at its full
+    length, so that a disk that fills up later harms nothing that was stored.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Slabs:
             _open.add(self)
 
     def grow(self) -> bool:
-        """Allocate a slab; False when memory is full and there is no disk. Raises `StoreError` when the disk is full."""
+        """Allocate a slab; return False if memory is full and there is no disk. Raises `StoreError` if the disk is full."""
         if not self.files:
             with _taking:
                 made = self._awaited()
@@ -139,7 +138,7 @@ class Slabs:
         return self._disk
 
     def give_back(self) -> None:
-        """Let go of the last slab, which is one of memory."""
+        """Free the last slab, which must be in memory."""
         self.slabs.pop()
         self.in_memory -= 1
         self._emptied()
@@ -151,7 +150,7 @@ class Slabs:
             empty()
 
     def entries(self, slots: list[int]) -> list[Tensor]:
-        """Views [n, 2, G, P, D] of `slots`, at least one, in their order: consecutive ones of one slab together."""
+        """Return views [n, 2, G, P, D] of `slots`, at least one, in their order: consecutive ones of one slab together."""
         cuts = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1 or slots[i] % self.per == 0]
         found = []
         for begin, end in zip([0, *cuts], [*cuts, len(slots)], strict=True):
@@ -160,15 +159,15 @@ class Slabs:
         return found
 
     def memory_bytes(self) -> int:
-        """Bytes of memory that are taken."""
+        """Return the bytes of host memory allocated in slabs."""
         return self.in_memory * self.slab_bytes
 
     def disk_bytes(self) -> int:
-        """Bytes of files."""
+        """Return the bytes of files allocated as slabs."""
         return len(self.files) * self.slab_bytes
 
     def close(self) -> None:
-        """Let go of the memory, and remove the files."""
+        """Free the slabs' memory, and remove their files."""
         self._awaited()
         self.slabs.clear()
         self.in_memory = 0
@@ -176,7 +175,7 @@ class Slabs:
         self._remove()
 
     def why_full(self, slots: int | None = None) -> str:
-        """What stands in the way of another slab, and the mend; `slots`: of a pass for which the oldest gave way already."""
+        """Return in words why no slab can be added, and the fix; `slots`: needed by a pass after dropping the oldest."""
         mend, need = "spill to disk (spill='disk'), drop frames (spill='drop_oldest')", ""
         if slots is not None:
             need = f" and a pass needs at least {slots * self._shape.nbytes}"
@@ -189,7 +188,7 @@ class Slabs:
 
     @property
     def crowded(self) -> bool:
-        """Whether what all stores of the process may take stands in the way of another slab."""
+        """Whether the limit for all stores of the process forbids another slab."""
         if self._together is None:
             return False
         taken = sum(one.slab_bytes * (one.in_memory + (one._ahead is not None)) for one in list(_open))
@@ -268,8 +267,7 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
 
 
 class SlotTable:
-    """Which slot each unit of each layer has: `slot` [L, units] on the host, -1 for none, which widens with the numbers of
-    units; and a heap of the slots that are `free`."""
+    """The slot of each unit (frame) in each layer: `slot` [L, units] on the host, -1 for none; a heap of `free` slots."""
 
     @torch.inference_mode(False)
     def __init__(self, layers: int, device: torch.device) -> None:
@@ -280,7 +278,7 @@ class SlotTable:
         self.stale = True
 
     def put(self, layer: int, units: Sequence[int]) -> list[int]:
-        """Units of a layer have slots from now on, the first that are free; gives these."""
+        """Assign the lowest free slots to units (frames) of a layer, and return them."""
         slots = [heapq.heappop(self.free) for _ in units]
         width, have = max(units) + 1, self.slot.shape[1]
         if width > have:
@@ -290,7 +288,7 @@ class SlotTable:
         return slots
 
     def drop(self, units: list[int] | slice) -> None:
-        """Units, below the width, have no slots in any layer; those that have none are passed over."""
+        """Free the slots of units (frames) in all layers, if they have any. Numbers are below the table's width."""
         held = self.slot[:, units]
         slots = held[held >= 0].tolist()
         for slot in slots:
@@ -299,12 +297,12 @@ class SlotTable:
         self.stale = self.stale or bool(slots)
 
     def look(self, layer: int, unit: int) -> int:
-        """The slot of a unit, -1 where it has none."""
+        """Return the slot of a unit (frame) in a layer, or -1."""
         return int(self.slot[layer, unit]) if 0 <= unit < self.slot.shape[1] else -1
 
     def rows(self) -> Tensor:
-        """The slots on the device: uploaded whole, and only when asked for after a change, for streams change in one
-        phase and are asked in another. They stay where they are until the table widens."""
+        """Return the slots on the device, uploaded whole at the first call after a change (streams change in one phase and
+        are asked in another). The address is the same until the table widens."""
         if self.stale:
             if self.copy.shape != self.slot.shape:
                 with torch.inference_mode(False):
@@ -315,21 +313,22 @@ class SlotTable:
 
 
 def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host, or long numbers, on `device`, without waiting for what that computes."""
+    """Return a host tensor, or long numbers, on `device`, without a device sync."""
     here = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
     pinned = device.type == "cuda" and here.numel() > 0
     return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)
 
 
 def in_units(tensor: Tensor, tokens: int) -> Tensor:
-    """A view [..., n, P, D] of `tensor` [..., n * P, D]."""
+    """Return a view [..., n, P, D] of `tensor` [..., n * P, D]."""
     return tensor.view(*tensor.shape[:-2], -1, tokens, tensor.shape[-1])
 
 
 class Mark:
     """A point in the work of a lane (a CUDA stream, or the host), to wait for or to time.
 
-    On CUDA it is an event of `stream`, with a time if `timed`. On the host, where work is done at once, it is the time."""
+    On CUDA it is an event of `stream`, with a time if `timed`. On the host, where work is done at once, it is the time.
+    """
 
     def __init__(self, stream: torch.cuda.Stream | None = None, timed: bool = False) -> None:
         self.at = time.perf_counter()
@@ -339,24 +338,24 @@ class Mark:
             self.event.record(stream)
 
     def sync(self) -> None:
-        """Block the host until all that was issued before the mark has run."""
+        """Block the host until all work issued before the mark has run."""
         if self.event is not None:
             self.event.synchronize()
 
     def seconds(self, later: Mark) -> float:
-        """From this mark to a later one, both done and both timed."""
+        """Return the seconds from this mark to a later one, both done and timed."""
         return later.at - self.at if self.event is None else self.event.elapsed_time(later.event) / 1000.0
 
 
 class Lane:
-    """An ordered queue of work: a CUDA `stream`, or the host. Two lanes know nothing of each other but through a mark on one
-    that the other waits for. `current`: the stream is current wherever work is issued."""
+    """An ordered queue of work: a CUDA `stream`, or the host. Lanes are independent unless one waits for a mark of another.
+    `current`: the stream is already the current one where work is issued."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None, current: bool = False) -> None:
         self.stream, self._current = stream, current or stream is None
 
     def run(self, work: Callable[[], object]) -> None:
-        """Enqueue `work`. It may run later, but always after what was enqueued before."""
+        """Enqueue `work`. It may run later, but always after earlier work."""
         if self._current:
             work()
         else:
@@ -364,7 +363,7 @@ class Lane:
                 work()
 
     def mark(self, timed: bool = False) -> Mark:
-        """The point after all that was issued so far."""
+        """Return a mark after all work issued so far."""
         return Mark(self.stream, timed)
 
     def wait(self, mark: Mark) -> None:
@@ -373,21 +372,21 @@ class Lane:
             self.stream.wait_event(mark.event)
 
     def uses(self, tensor: Tensor) -> None:
-        """`tensor`, made on another lane, is read by work issued here: its memory must outlast that."""
+        """Keep the memory of `tensor`, made on another lane, until the work issued here has read it (`record_stream`)."""
         if self.stream is not None:
             tensor.record_stream(self.stream)
 
 
 class Lanes:
-    """The store's two lanes: `compute`, on which the model runs, and `wire`, which copies units between host and device.
-    On CUDA `wire` has a stream of its own; elsewhere both are the host. A test can replace them by lanes that run late."""
+    """The store's two lanes: `compute`, on which the model runs, and `wire`, which copies units (frames) between host and
+    device. On CUDA `wire` has its own stream; elsewhere both are the host. Tests can replace them by lanes that run late."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.wire = device, Lane(_CUDA.Stream(device) if device.type == "cuda" else None)
 
     @property
     def compute(self) -> Lane:
-        """The lane of the CUDA stream that is current now, on which the model computes; on a CPU the `wire` lane."""
+        """The lane of the current CUDA stream, on which the model computes; on a CPU the `wire` lane."""
         if self._device.type != "cuda":
             return self.wire
         return Lane(torch.cuda.current_stream(self._device), current=True)

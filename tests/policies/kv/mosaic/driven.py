@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.contract import memory as contract
-from mmaccel.contract.memory import GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, Wheel
+from mmaccel.contract.memory import GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, RotaryModel
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass
 from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
@@ -25,7 +25,7 @@ RULES: dict[str, Any] = dict(smallest=3, largest=6, alpha=2.0)
 """Constants of the clustering, for short streams."""
 
 
-class Looking(Wheel):
+class Looking(RotaryModel):
     """A model that turns, and whose layers' queries are all alike a fixed map of what enters them."""
 
     def query(self, layer: int, rows: Tensor) -> Tensor:

@@ -45,15 +45,8 @@ def test_much_happens_in_a_long_stream(encode_frames: int) -> None:
     for name in range(6):
         driven.ask(name)
     found = driven.counters
-    named = (
-        "eager_splits",
-        "deferred_splits",
-        "visual_splits",
-        "deferred",
-        "singletons",
-        "flushed",
-        "resolved",
-    )
+    splits = ("eager_splits", "deferred_splits", "visual_splits")
+    named = (*splits, "deferred", "singletons", "flushed", "resolved")
     assert min(found[name] for name in named) > 0, {name: found[name] for name in named}
     assert found["recalled"] == 6 * LAYERS * 8 and found["questions"] == 6
     assert found["fetch_cached"] > 0 and found["fetch_covered"] > 0 and found["host_copies_in"] > 0

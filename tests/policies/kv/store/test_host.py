@@ -15,21 +15,21 @@ from torch import Tensor
 from mmaccel.core.errors import RecipeError, StoreError
 from mmaccel.policies.kv.store.slabs import Lanes
 
-from .lanes_sim import SimLanes
-from .units import GROUPS, LAYERS, SIZE, TOKENS, UNIT_BYTES, check, contents, fill, open_store, poisoned
-
-KINDS = (
-    "put",
-    "put",
-    "put",
-    "fetch",
-    "fetch",
-    "fetch",
-    "index",
-    "drop",
-    "save",
-    "cut",
+from .units import (
+    GROUPS,
+    LAYERS,
+    SIZE,
+    TOKENS,
+    UNIT_BYTES,
+    SimLanes,
+    check,
+    contents,
+    fill,
+    open_store,
+    poisoned,
 )
+
+KINDS = ("put", "put", "put", "fetch", "fetch", "fetch", "index", "drop", "save", "cut")
 
 
 @given(seed=st.integers(0, 10**6), files=st.booleans())

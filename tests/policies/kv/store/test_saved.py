@@ -1,12 +1,20 @@
-"""A save writes what is new: files whose units are as the last save wrote them get another name."""
+"""Saves write what is new; and faults a store survives: a full disk, a host without memory, a damaged save."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from mmaccel.policies.kv.store import saved
+from mmaccel.core.errors import StoreError
+from mmaccel.core.memory import buffers
+from mmaccel.policies.kv.store import saved, slabs
 from tests.policies.kv.store.units import LAYERS, UNIT_BYTES, check, contents, fill, open_store
 
 
@@ -80,3 +88,139 @@ def test_what_is_forgotten_leaves_the_other_files(tmp_path: Path) -> None:
     store.save(tmp_path / "two")
     assert files(tmp_path / "one").keys() & files(tmp_path / "two").keys()
     loads(tmp_path / "two", left)
+
+
+def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream goes on answering, and goes on watching when there is room again."""
+    store = open_store(8, cap=8 * UNIT_BYTES, spill="disk", folder=tmp_path)
+    fill(store, list(range(5)))
+    held = store.counters()["disk_bytes"]
+    real = os.posix_fallocate
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        StoreError, match=r"do not fit on the disk under .*No space left.*free room there.*\.$"
+    ):
+        store.reserve(20)
+    with pytest.raises(StoreError, match="do not fit"):
+        store.put(0, range(10, 40), *contents(0, list(range(10, 40))))
+    assert store.counters()["disk_bytes"] == held and len(list(tmp_path.iterdir())) == held / (8 * UNIT_BYTES)
+    for layer in range(LAYERS):
+        assert store.units(layer) == [0, 1, 2, 3, 4]
+        check(store, layer, [4, 0, 2])
+    monkeypatch.setattr(os, "posix_fallocate", real)
+    store.reserve(20)
+    fill(store, list(range(10, 30)))
+    check(store, 1, [29, 3, 11])
+
+
+def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(8)
+    fill(store, [0, 1])
+    monkeypatch.setattr(slabs, "host_available", lambda: 2**20)
+    with pytest.raises(StoreError, match="the host has 1048576 bytes left"):
+        store.reserve(20)
+    check(store, 1, [1, 0])
+    monkeypatch.setattr(slabs, "host_available", lambda: buffers.UNKNOWN)
+    real = torch.empty
+
+    def refuse(*sizes: object, **named: object) -> Tensor:
+        if named.get("dtype") == torch.uint8:
+            raise RuntimeError("cudaHostAlloc failed")
+        return real(*sizes, **named)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(StoreError, match="full with 2"):
+        store.reserve(20)
+
+
+def test_what_the_host_has_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemAvailable:  600 kB\n")
+    monkeypatch.setattr(buffers, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(buffers, "GROUP", tmp_path)
+    assert (buffers.host_total(), buffers.host_available()) == (1024000, 614400)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert buffers.host_total() == 1024000
+    (tmp_path / "memory.max").write_text("500000\n")
+    (tmp_path / "memory.current").write_text("450000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 20000\nactive_file 1000\n")
+    assert (buffers.host_total(), buffers.host_available()) == (500000, 71000)
+    (tmp_path / "memory.current").write_text("600000\n")
+    assert buffers.host_available() == 0
+    monkeypatch.setattr(buffers, "MEMINFO", tmp_path / "no")
+    monkeypatch.setattr(buffers, "GROUP", tmp_path / "no")
+    assert buffers.host_total() == buffers.host_available() == buffers.UNKNOWN
+    assert 0 < slabs.SPARE < 1
+
+
+@pytest.mark.parametrize(
+    "damage", ["none", "former", "short", "flip", "json", "missing", "shape", "version", "list"]
+)
+def test_what_was_saved_comes_back_or_is_refused(tmp_path: Path, damage: str) -> None:
+    store = open_store(8, cap=16 * UNIT_BYTES, spill="disk", folder=tmp_path / "spilled")
+    fill(store, [0, 1, 2, 3, 4, 5, 9])
+    store.put(0, [7], *contents(0, [7]))
+    store.save(tmp_path / "saved")
+    first, *_ = sorted((tmp_path / "saved").glob("*.safetensors"))
+    index = tmp_path / "saved" / "store.json"
+    told = json.loads(index.read_text())
+    if damage == "short":
+        first.write_bytes(first.read_bytes()[:-7])
+    elif damage == "flip":
+        raw = bytearray(first.read_bytes())
+        raw[-30] ^= 1
+        first.write_bytes(raw)
+    elif damage == "json":
+        index.write_text(index.read_text()[:-20])
+    elif damage == "missing":
+        first.unlink()
+    elif damage == "shape":
+        save_file({"units": load_file(first)["units"][:, :, :, :1].contiguous()}, first)
+    elif damage == "version":
+        index.write_text(json.dumps({**told, "version": 99}))
+    elif damage == "list":
+        index.write_text(json.dumps({**told, "pieces": [*told["pieces"][:-1], {"file": first.name}]}))
+    elif damage == "former":
+        pieces = [
+            {**stream_pass, "groups": [5] * len(stream_pass["units"])} for stream_pass in told["pieces"]
+        ]
+        index.write_text(json.dumps({**told, "version": 1, "pieces": pieces}))
+    other = open_store(8)
+    fill(other, [2, 30])
+    if damage not in ("none", "former"):
+        with pytest.raises(StoreError, match=r"(?<!\.\)); save it again\.$"):
+            other.load(tmp_path / "saved")
+        other.close()
+        return
+    puts = other.counters()["puts"]
+    other.load(tmp_path / "saved")
+    assert other.units(0) == [0, 1, 2, 3, 4, 5, 7, 9] and other.units(1) == [0, 1, 2, 3, 4, 5, 9]
+    for layer in range(LAYERS):
+        check(other, layer, other.units(layer))
+    assert other.counters()["puts"] == puts, "loading is not counted as a stream's work"
+    unlike = open_store(8, size=8)
+    with pytest.raises(StoreError, match="load it with the model and frame size"):
+        unlike.load(tmp_path / "saved")
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    store = open_store(8)
+    fill(store, [0])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"cannot write to .*; give another folder\.$"):
+        store.save(tmp_path / "file" / "within")
+    check(store, 0, [0])
+
+
+def test_what_has_no_room_here_is_refused(tmp_path: Path) -> None:
+    """Whoever saved it would ask for units that the host forgot while it read the others."""
+    store = open_store(8, spill="drop_oldest")
+    fill(store, list(range(12)))
+    store.save(tmp_path / "saved")
+    small = open_store(8, cap=16 * UNIT_BYTES, spill="drop_oldest")
+    with pytest.raises(StoreError, match=r"holds more than this host has room for; .*\.$"):
+        small.load(tmp_path / "saved")
+    assert small.counters()["dropped"] == 0

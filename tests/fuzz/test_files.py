@@ -1,0 +1,241 @@
+"""Recipes, tables of heads and saved sessions of which anything may have been changed, by chance or on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import random
+import shutil
+import zlib
+from contextlib import suppress
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save_file
+
+import mmaccel
+from mmaccel import Recipe
+from mmaccel.core.registry import BASES, registry
+from mmaccel.core.streams import session_io
+from tests.fuzz.trial import Case, changed, damaged, odd, try_apart, try_here
+from tests.models.streams import QUESTION
+from tests.models.test_saved_folder import resealed
+from tests.models.test_session_faults import begun
+
+PRESETS = [
+    file.read_bytes()
+    for file in resources.files("mmaccel").joinpath("recipes").iterdir()
+    if file.name.endswith(".yaml")
+]
+FIELDS = [field.name for field in dataclasses.fields(Recipe)]
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+RAW = (
+    BOMB.replace("a:", "sparse:", 1), BOMB + "sparse: *i\n", "sparse: &a [*a]\n", "sparse: &a {name: *a}\n",
+    "sparse: " + "[" * 3000, "sparse: " + "[" * 60 + "]" * 60, "sparse: " + "{a: " * 3000, "chunk: " + "9" * 5000,
+    "dense_tail: 0x" + "f" * 5000, "chunk: 1:1:1:1:1:1:1:1:1:1:1:1:1:1:1:1:1:1:1:1:1", "sparse: " + "x" * 250_000,
+    "sparse: " + "x" * 300_000, "sparse: !!python/object/apply:os.system ['exit 1']", "sparse: !!timestamp x",
+    "sparse: !!int x", "sparse: !!int ''", "sparse: !!bool x", "sparse: !!binary =", "sparse: !!float x",
+    "sparse: 2020-99-99", "sparse: !!set {a, b}", "? [a, b]\n: 1", "? {a: b}\n: 1", "<<: 5", "<<: [*x]",
+    "<<: {sparse: grid}",
+    "a: &a {sparse: grid}\n<<: [*a, *a]", "- a\n- b", "sparse: {name: [grid]}", "sparse: {[a]: b}", "1: 2", "null: 3",
+    "%YAML 9.9\n---\nsparse: grid", "---\nsparse: grid\n---\nsparse: grid", "sparse: |\n  grid", "\tsparse: grid",
+    "sparse: grid\0",
+    "sparse: {name: per_head, table: /dev/zero}", "sparse: {name: per_head, table: PIPE}",
+    "sparse: {name: per_head, table: .}",
+    "sparse: {name: per_head, table: {0: {0: grid}, x: 5}}", "sparse: \u2028", "@", "`", "*", "&",
+    "!", "%", "{", "}", "draft: off", "sparse: {name: grid, block: 1000000000000}", "dense_layers: [true]",
+    "dense_tail: true",
+)  # fmt: skip
+
+
+def recipe(chance: random.Random, folder: Path) -> Case:
+    way, path = chance.randrange(4), folder / "recipe.yaml"
+    if way == 0:
+        data = damaged(chance, chance.choice(PRESETS))
+    elif way == 1:
+        data = (
+            chance.choice(RAW)
+            .replace("PIPE", str(folder / "pipe"))
+            .encode(chance.choice(("utf-8",) * 6 + ("utf-16",)))
+        )
+    else:
+        fields = {}
+        for _ in range(chance.choice((1, 1, 2, 4))):
+            name = chance.choice(FIELDS)
+            fields[name] = odd(chance)
+            if name in BASES and way == 3:
+                policy = chance.choice(sorted(registry(name)))
+                known = [
+                    field.name for field in dataclasses.fields(registry(name)[policy]) if field.init
+                ] or ["x"]
+                fields[name] = {"name": policy, **{chance.choice(known): odd(chance) for _ in range(2)}}
+        data = yaml.safe_dump(fields, allow_unicode=True).encode("utf-8", "surrogatepass")
+    path.write_bytes(data)
+    return lambda: repr(Recipe.load(path))
+
+
+HEAD = {
+    "kind": "no_boundary",
+    "pattern": {"name": "a_shape", "sink": 16, "window": 128},
+    "errors": {},
+    "score": 0.1,
+}
+TABLE = {
+    "kind": "mmaccel heads", "schema": 1, "block": 64, "context": 600, "sample": {"tokens": 600},
+    "model": {"type": "llava_onevision", "layers": 2, "heads": 2}, "layers": [[HEAD, HEAD], [HEAD, HEAD]],
+}  # fmt: skip
+TABLES = (
+    b"", b"[]", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b'{"kind": 1e999}', b"NaN", b"\xff\xfe{}",
+    b'"\\ud800"',
+    b"[[],[],[],[]" * 50_000, b"\0" * 4096,
+)  # fmt: skip
+
+
+def table(chance: random.Random, folder: Path) -> Case:
+    path, way = folder / "heads.json", chance.randrange(8)
+    whole = json.dumps(TABLE).encode()
+    data = json.dumps(changed(chance, TABLE)).encode("utf-8", "surrogatepass")
+    path.write_bytes(damaged(chance, whole) if way == 0 else chance.choice(TABLES) if way == 1 else data)
+
+    def load() -> None:
+        recipe = Recipe.load(str(path))
+        recipe.sparse.at(0).per_head(2)
+        repr(recipe.to_dict())
+
+    return load
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path
+
+
+def test_recipes(folder: Path) -> None:
+    assert 0.02 < try_here(lambda chance: recipe(chance, folder)) < 0.6
+
+
+def test_tables(folder: Path) -> None:
+    assert 0.02 < try_here(lambda chance: table(chance, folder)) < 0.6
+
+
+KINDS = ("recent", "rekv", "mosaic")
+FRAMES = 12
+"""Of a saved session: a mosaic has clusters by then, and units on the host."""
+
+
+@functools.cache
+def session(kv: str) -> mmaccel.VideoSession:
+    return begun(kv, 6)
+
+
+def load(kv: str, place: Path, ask: bool) -> Case:
+    def work() -> None:
+        session_io.recipe_of(place)
+        session(kv).load(place)
+        if ask:
+            session(kv).ask(QUESTION, 1)
+
+    return work
+
+
+def rewrite(chance: random.Random, path: Path) -> None:
+    """Change what a file says, so that it is a file of its kind all the same."""
+    if path.suffix == ".json":
+        path.write_text(json.dumps(changed(chance, json.loads(path.read_text()))))
+        return
+    tensors = tensors_of(path.read_bytes())
+    for name in chance.sample(list(tensors), min(len(tensors), chance.choice((1, 1, 3)))):
+        one, way = tensors[name], chance.randrange(8)
+        if way == 0:
+            del tensors[name]
+        elif way == 1 and one.ndim:
+            tensors[name] = one[: chance.randrange(len(one) + 1)].clone()
+        elif way == 2:
+            tensors[name] = one.to(chance.choice((torch.float32, torch.float16, torch.int64, torch.uint8)))
+        elif way == 3:
+            tensors[name] = torch.cat([one[None], one[None]]).flatten(0, min(one.ndim, 1))
+        elif one.numel():
+            # A scalar of the kind that the tensor has.
+            values = (0, 1, -1, 7, 10**6, 2**31, -(2**63), 2**63 - 1, float("nan"), float("inf"), -1e30)
+            fits = [value for value in values if one.is_floating_point() or isinstance(value, int)]
+            where = chance.choice((slice(None), chance.randrange(one.numel())))
+            flat = one.clone().flatten()
+            flat[where] = torch.tensor(chance.choice(fits)).to(one.dtype)
+            tensors[name] = flat.view(one.shape)
+    save_file(tensors, path)
+
+
+def reseal(place: Path) -> None:
+    """Let each checksum of a saved session be that of what is there, as one does who changes a file on purpose."""
+    for index in place.rglob("store.json"):
+        with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):
+            told = json.loads(index.read_text())
+            for piece in told["pieces"]:
+                units = tensors_of((index.parent / piece["file"]).read_bytes())["units"]
+                piece["crc"] = zlib.crc32(units.contiguous().view(-1).view(torch.uint8).numpy())
+            index.write_text(json.dumps(told))
+    resealed(place)
+
+
+def saved(chance: random.Random, folder: Path) -> Case:
+    kv = chance.choice(KINDS)
+    whole, place = folder / kv, folder / "case"
+    if not whole.exists():
+        with begun(kv, FRAMES) as one:
+            one.save(whole)
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(whole, place)
+    facts = json.loads((place / "session.json").read_text())
+    name = chance.choice([*facts["files"], *["session.json"] * 3])
+    path, way = place / name, chance.randrange(6)
+    if chance.random() < 0.5:
+        rewrite(chance, place / chance.choice([*facts["files"]]))
+        reseal(place)
+    elif name == "session.json" and way < 4:
+        told: Any = changed(chance, facts)
+        sealed = way and isinstance(told, dict)
+        path.write_text(json.dumps(session_io.sealed(told) if sealed else told))
+    elif way < 5:
+        path.write_bytes(damaged(chance, path.read_bytes()))
+        if name != "session.json":
+            # Who changes a file on purpose changes its checksum.
+            kept = facts["files"][name][1]
+            facts["files"][name] = [path.stat().st_size, kept and zlib.crc32(path.read_bytes())]
+            (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
+    else:
+        path.unlink()
+        kind = chance.randrange(4)
+        if kind == 0:
+            os.mkfifo(path)
+        elif kind == 1:
+            path.mkdir()
+        elif kind == 2:
+            path.symlink_to("/dev/zero")
+    return load(kv, place, ask=chance.random() < 0.3)
+
+
+@pytest.fixture(autouse=True)
+def warm() -> None:
+    """Models are made before a case is timed."""
+    for kv in KINDS:
+        session(kv)
+
+
+def test_saved_sessions(tmp_path: Path) -> None:
+    assert try_here(lambda chance: saved(chance, tmp_path)) < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [recipe, table, saved])
+def test_in_processes_with_limits(folder: Path, make: Any) -> None:
+    try_apart(lambda chance: make(chance, folder))

@@ -1,0 +1,236 @@
+"""On a CUDA device: streams through its memory and back, a target and its draft side by side, and families whose norms,
+gates and rotations are kernels of ours."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+import mmaccel
+from mmaccel.core.decoding import replay
+from mmaccel.media.preprocess import resize
+from mmaccel.policies.draft import Parallel, _draft_decoder
+from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, logits, pair
+from tests.models.test_check_family import KINDS
+from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
+from tests.spies import heard
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+KV = every_stream(positions="original")
+TIGHT = every_stream(frames=6, window=8)
+
+
+def on_gpu(name: str, dtype: torch.dtype, kv: Any, **choices: Any) -> tuple[Any, mmaccel.VideoSession]:
+    model, processor = pair(name)
+    moved = copy.deepcopy(model).to("cuda", dtype)
+    return moved, mmaccel.VideoSession(moved, processor, None, kv=kv, **choices)
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize("kv", KV)
+def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
+    model, session = on_gpu(name, torch.float32, KV[kv])
+    inputs = inputs_of(name, 13, device="cuda")
+    with session, torch.no_grad():
+        session.watch(film(13), fps=FPS)
+        assert (logits(session) - model(**inputs).logits[0, -1]).abs().max() <= 1e-3
+
+
+def of_own_size(frames: torch.Tensor) -> torch.Tensor:
+    """Frames that the processor need not resize: devices round the bytes of resized ones differently."""
+    return resize(frames, (112, 112))
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_what_comes_back_from_pinned_memory_is_what_the_cpu_recalls(kv: str) -> None:
+    """In float64, for in float32 a choice between tokens of nearly equal scores turns on rounding (pixels, TF32 in the
+    vision tower's convolution), and logits move by a percent; and in bfloat16 it runs."""
+    found = []
+    for device in ("cpu", "cuda"):
+        model, processor = pair("random-ov")
+        moved = copy.deepcopy(model).to(device, torch.float64)
+        with mmaccel.VideoSession(moved, processor, None, kv=TIGHT[kv]) as session:
+            for part in of_own_size(film(25)).split(7):
+                session.watch(part, fps=FPS)
+            found.append(logits(session).cpu())
+    assert found[0].dtype == torch.float64
+    # Some means are taken in float32.
+    assert (found[0] - found[1]).abs().max() <= 1e-5
+    _, session = on_gpu("random-ov", torch.bfloat16, TIGHT[kv])
+    with session:
+        session.watch(film(25), fps=FPS)
+        assert session.ask(QUESTION, 4).ttft_s > 0 and bool(logits(session).isfinite().all())
+
+
+def test_a_planned_question_shows_no_hidden_column(name: str = "random-ov") -> None:
+    """A captured question has places for clusters to come, which nobody sees; a pattern plans columns that are all seen. One
+    that lists everything gives what a dense question does, whichever came before."""
+    found = []
+    for sparse in ({"name": "a_shape", "sink": 16, "window": 1 << 16, "block": 16}, "dense"):
+        how: dict[str, Any] = {"sparse": sparse, "backend": "reference", "dense_tail": 16}
+        _, session = on_gpu(name, torch.float64, TIGHT["mosaic"], **how)
+        with session:
+            session.watch(of_own_size(film(25)), fps=FPS)
+            long = " ".join([QUESTION] * 20)
+            found.append(torch.stack([logits(session, one) for one in (long, QUESTION, long, QUESTION)]))
+            session.ask(long, 2)
+            assert (session.report().kept is None) == (sparse == "dense")
+    assert (found[0] - found[1]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("kv", ["rekv", "recent", "no_cache"])
+def test_the_device_holds_no_more_of_a_longer_stream(kv: str) -> None:
+    _, session = on_gpu("random-ov", torch.bfloat16, TIGHT[kv])
+    with session:
+        held = []
+        for _ in range(8):
+            session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated() - session.counters().get("index_bytes", 0))
+        assert held[-1] - held[1] <= 1 << 16
+
+
+def test_ways_across_the_wire_bring_the_same() -> None:
+    found = []
+    for way in ("auto", "pieces"):
+        _, session = on_gpu("random-ov", torch.float32, TIGHT["rekv"])
+        with session:
+            for part in film(25).split(3):
+                session.watch(part, fps=FPS)
+                session._live.state.store._default = way  # type: ignore[union-attr]
+            found.append(logits(session))
+            assert session.counters()["host_bytes_in"] > 0
+    assert torch.equal(*found)
+
+
+INDEX = {"name": "clusters", "init": 8, "visual": 4, "semantic": 2}
+CLUSTERED = {"name": "mosaic", "frames": 6, "window": 8, "local": 2, "index": INDEX}
+
+
+def test_clusters_on_the_device_recall_what_they_do_on_the_cpu() -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        model, processor = pair("random-ov")
+        moved = copy.deepcopy(model).to(device, torch.float64)
+        with mmaccel.VideoSession(moved, processor, None, kv=CLUSTERED) as session:
+            session.watch(of_own_size(film(25)), fps=FPS)
+            # The second question finds a cache, and a guess that the first one taught.
+            answers = [session.ask(QUESTION, 2) for _ in range(2)]
+            found.append([{one.frames: one.recalled for one in answer.evidence} for answer in answers])
+            told = answers[1].counters
+            assert told["fetch_cached"] > 0 and told["fetch_needed"] > told["fetch_missing"] > 0
+    assert found[0] == found[1] and found[0][0] == found[0][1]
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_a_question_waits_for_nothing_before_its_first_token(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, session = on_gpu("random-ov", torch.bfloat16, CLUSTERED if kv == "mosaic" else TIGHT[kv])
+    prefill = mmaccel.core.streams.asking.QuestionRunner.prefill
+
+    def watched(self: Any, *args: Any, **named: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return prefill(self, *args, **named)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with session:
+        session.watch(of_own_size(film(25)), fps=FPS)
+        for _ in range(2):
+            session.ask(QUESTION, 1)
+        monkeypatch.setattr(mmaccel.core.streams.asking.QuestionRunner, "prefill", watched)
+        assert session.ask(QUESTION, 1).counters["host_bytes_in"] > 0
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize("positions", ["original", "compact"])
+def test_replayed_questions_say_what_questions_launched_one_by_one_say(
+    name: str, positions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the stream grows, so that what replays read is written anew, and now and then moved."""
+    kv = {**TIGHT["mosaic"], "positions": positions}
+    # In float64, for a choice between nearly equal scores turns on rounding.
+    _, plain = on_gpu(name, torch.float64, kv)
+    _, replayed = on_gpu(name, torch.float64, kv)
+    made = heard(monkeypatch, replay, "captured", lambda *_: 1)
+    with plain, replayed:
+        for part in film(25).repeat(8, 1, 1, 1).split(20):
+            found = []
+            for session in (plain, replayed):
+                session.watch(part, fps=FPS)
+                live: Any = session._live
+                live.state.replays.works = live.adapter._few._replays.works = session is replayed
+                found.append(torch.stack([logits(session) for _ in range(3)]))
+            assert (found[0] - found[1]).abs().max() <= 1e-5
+    assert made
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    model = BUILD[request.param](layers=3).cuda()
+    return request.param, model
+
+
+def question(name: str, kind: str) -> dict[str, torch.Tensor]:
+    return {key: value.cuda() for key, value in prompt(name, PROMPTS[kind]).items()}
+
+
+@pytest.mark.parametrize("prune", [None, {"name": "uv", "retention": 0.3}, {"name": "attention"}])
+@pytest.mark.parametrize("window", [3, None])
+@pytest.mark.parametrize("kind", ["video", "long"])
+def test_two_streams_say_what_the_target_says(
+    family: tuple[str, Any], prune: Any, window: int | None, kind: str
+) -> None:
+    """fp32; captured steps of both models, again and again, so that what one overwrote too early would be seen."""
+    name, model = family
+    inputs = question(name, kind)
+    want = model.generate(**inputs, max_new_tokens=48, do_sample=False)
+    draft = Parallel(
+        model=BUILD[name](seed=1, layers=2).cuda(), window=window, prune=prune, process=False, most=4
+    )
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        for _ in range(3):
+            assert torch.equal(fast.generate(**inputs, max_new_tokens=48, do_sample=False), want)
+            told = fast.report().draft
+            assert told["failed"] is None and told["counters"]["drafted"] > 0
+
+
+def test_the_draft_works_on_a_stream_of_its_own(
+    family: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A twin is right wherever it is asked, and neither reads nor writes on the stream that the target verifies on."""
+    name, model = family
+    inputs = question(name, "video")
+    seen = [
+        heard(monkeypatch, _draft_decoder.DraftDecoder, name, lambda *_, **__: torch.cuda.current_stream())
+        for name in ("read", "write")
+    ]
+    draft = Parallel(model=copy.deepcopy(model), window=4, process=False)
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        fast.generate(**inputs, max_new_tokens=32, do_sample=False)
+        told = fast.report().draft
+    assert told["failed"] is None and told["accepted"] == told["proposed"] > 0
+    assert all(seen) and len(streams := {one for part in seen for one in part}) == 1
+    assert torch.cuda.current_stream() not in streams
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_keeps_its_promises_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In true float32: products in TF32 would be off by more than is allowed."""
+    if kind == "perception_lm" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("its tower needs a newer timm under earlier transformers")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    mmaccel.check_family(sampler(kind).kind, device="cuda")

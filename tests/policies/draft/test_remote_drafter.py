@@ -1,0 +1,378 @@
+"""A draft in a process of its own, as its service and its streams do what one in this process does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
+from mmaccel.core.decoding.worker import OWN, READY, Blob, Message, Worker
+from mmaccel.core.errors import DraftError, MmaccelWarning
+from mmaccel.core.registry import policy
+from mmaccel.core.streams.draft_stream import LocalDraftStream
+from mmaccel.policies.draft import Parallel, _remote_drafter
+from mmaccel.policies.draft._draft_decoder import DraftDecoder
+from mmaccel.policies.draft._remote_drafter import ALIGN, SLAB, SMALL, Remote, pack, packing, unpack
+from mmaccel.policies.draft._remote_stream import RemoteDraftStream
+from tests.core.test_generate import limit
+from tests.core.toy import alone, bigram
+from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+from tests.policies.draft.toy_service import VOCAB, table
+
+TARGET = bigram(table(1))
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    """A process that writes by the toy rule."""
+    started = Worker("tests.policies.draft.toy_service:serve", {"model": "1"})
+    started.wait(READY, 60)
+    yield started
+    started.close()
+
+
+def stop(worker: Worker) -> None:
+    """From here on the process takes nothing."""
+    os.kill(worker.process.pid, signal.SIGSTOP)
+
+
+def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> None:
+    """A process that takes nothing for now, and pixels that are more than the wire holds: all comes in order afterwards,
+    and the end of the sequence is the first to wait for it, since from then on the pixels may be written over."""
+    first, second = _remote_drafter.Remote(worker, VOCAB), _remote_drafter.Remote(worker, VOCAB)
+    given = {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}
+    stop(worker)
+    first.begin(given, None, True, False, 0)
+    first.keep(torch.tensor([1]))
+    first.ask(0, [], 3)
+    assert first.collect(0.1) is None
+    os.kill(worker.process.pid, signal.SIGCONT)
+    written = first.collect(10.0)
+    assert written is not None and [1, 0, *written.ids] == alone(TARGET, [1, 0], limit(5))
+    first.close()
+    stop(worker)
+    second.begin(given, None, True, False, 0)
+    end = threading.Thread(target=second.close)
+    end.start()
+    end.join(0.1)
+    assert end.is_alive()
+    os.kill(worker.process.pid, signal.SIGCONT)
+    end.join(10.0)
+    assert not end.is_alive() and worker.alive
+
+
+def test_a_process_that_is_ended_after_the_last_token_is_told_of(worker: Worker) -> None:
+    """It took nothing of its prompt, for which the end of the sequence waits, and no token was asked of it."""
+    worker.wire.silence_s = 0.3
+    engine = _remote_drafter.Remote(worker, VOCAB)
+    stop(worker)
+    engine.begin(
+        {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}, None, True, False, 0
+    )
+    with pytest.warns(MmaccelWarning, match="ended when its prompt was over.*cannot be reached"):
+        engine.close()
+    assert not worker.alive and worker.process.poll() is not None
+    engine.close()
+
+
+def test_a_prompt_that_cannot_be_made_is_told_by_the_next_call(worker: Worker) -> None:
+    def unmade() -> list[Blob]:
+        raise RuntimeError("no room for the prompt")
+
+    worker.post(OWN, 1, 0, 0, blob=unmade)
+    with pytest.raises(DraftError, match="no room"):
+        worker.posted()
+    assert not worker.alive and worker.process.poll() is not None
+
+
+def test_a_prompt_that_is_not_taken_is_told_by_the_next_call(worker: Worker) -> None:
+    worker.wire.silence_s = 0.3
+    stop(worker)
+    worker.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
+    with pytest.raises(DraftError, match="cannot be reached"):
+        while worker.receive(0.05) is None:
+            pass
+    assert not worker.alive and worker.process.poll() is not None
+
+
+def test_a_process_may_be_ended_while_its_prompt_is_on_the_way(worker: Worker) -> None:
+    stop(worker)
+    worker.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
+    began = time.monotonic()
+    worker.close()
+    assert time.monotonic() - began < 10 and not worker._outbox.busy
+    assert worker.process.poll() is not None
+
+
+def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(worker: Worker) -> None:
+    """The longest silence counts from when the last message had left, not from when it was posted."""
+    worker.wire.silence_s = 0.5
+
+    def slow() -> list[Blob]:
+        time.sleep(0.7)
+        return []
+
+    worker.post(OWN + 4, 1, blob=slow)
+    worker.posted()
+    assert worker.receive(0.0) is None and worker.alive
+
+
+def test_a_prompt_that_is_not_taken_does_not_hide_why_a_sequence_ended(worker: Worker) -> None:
+    """Whoever closes a sequence because of another error tells that one; the next sequence gets another process."""
+    worker.wire.silence_s = 0.3
+    one = _remote_drafter.Remote(worker, VOCAB)
+    stop(worker)
+    one.begin({"input_ids": torch.zeros(1, 1 << 20, dtype=torch.long)}, None, True, False, 0)
+    with pytest.raises(MemoryError):
+        try:
+            raise MemoryError
+        except MemoryError:
+            one.close()
+            raise
+    assert not worker.alive and worker.process.poll() is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pixels_leave_a_device_as_they_were_when_the_prompt_was_told() -> None:
+    """Made by a stream that has other work before, which is not waited for by the host; no whole number of slabs."""
+    work = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(50):
+        work = work @ work / work.norm()
+    pixels = torch.empty(3, SLAB // 2 + 5, dtype=torch.bfloat16, device="cuda").fill_(7.0)
+    whole = {"pixels": pixels, "view": pixels[:, 1::2], "one": torch.tensor(2, device="cuda")}
+    made = packing(whole, b"more")
+    told, blob = torch.cuda.Event(), []
+    thread = threading.Thread(target=lambda: blob.extend(made()))
+    told.record()
+    thread.start()
+    thread.join(60)
+    inputs, more = unpack(bytearray(b"".join(blob)))
+    assert more == b"more" and told.query()
+    for name, x in whole.items():
+        assert torch.equal(inputs[name], x.cpu())
+
+
+def test_what_travels_with_the_prompt() -> None:
+    """Seconds of frames, which some processors give as a list, place the draft's frames as the target's are."""
+
+    class Listening:
+        def drain(self) -> list[Message]:
+            return []
+
+        def post(self, kind: int, *numbers: int, blob: Callable[[], Sequence[Blob]]) -> None:
+            self.inputs, self.warp = unpack(bytearray(b"".join(blob())))
+
+    worker: Any = Listening()
+    ids = torch.tensor([[1, 2]])
+    given = {"input_ids": ids, "second_per_grid_ts": [0.5, 1.0], "streamer": object(), "use_cache": None}
+    _remote_drafter.Remote(worker, VOCAB).begin(given, Halved(torch.tensor([2.0])), False, False, 0)
+    assert worker.inputs.keys() == {"input_ids", "second_per_grid_ts"}
+    assert worker.inputs["second_per_grid_ts"] == [0.5, 1.0]
+    warp = _remote_drafter._unpacked(worker, worker.warp, "meta")
+    assert isinstance(warp, Halved) and warp.by.is_meta, "its tensors are where the draft's logits are"
+    with pytest.warns(MmaccelWarning, match="give logits processors that can be pickled"):
+        _remote_drafter.Remote(worker, VOCAB).begin(given, lambda ids, logits: logits, False, False, 0)
+    assert _remote_drafter._unpacked(worker, worker.warp, "cpu") is None
+
+
+def test_a_prompt_arrives_as_it_was_sent() -> None:
+    """All types, views, tensors of no size and of no axes; large ones are not copied out, and begin where they should."""
+    g = torch.Generator().manual_seed(0)
+    large = torch.randn(2, SMALL // 2, generator=g).to(torch.bfloat16)
+    given = {
+        "input_ids": torch.tensor([[1, 2, 3]]),
+        "mask": torch.tensor([True, False, True]),
+        "large": large,
+        "view": torch.randn(5, 7, generator=g).half()[:, ::2],
+        "none": torch.empty(0, 3),
+        "one": torch.tensor(2.5, dtype=torch.float64),
+        "seconds": [0.1, 2],
+        "also": large[:, 1:],
+    }
+    blob = bytearray(b"".join(pack(given, b"more")))
+    inputs, more = unpack(blob)
+    assert more == b"more" and list(inputs) == list(given) and inputs["seconds"] == [0.1, 2]
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor):
+            assert inputs[name].dtype == x.dtype and torch.equal(inputs[name], x)
+    base = torch.frombuffer(blob, dtype=torch.uint8).data_ptr()
+    for name in ("large", "also"):
+        place = inputs[name].data_ptr() - base
+        assert 0 < place < len(blob) and place % ALIGN == 0
+    assert not 0 <= inputs["input_ids"].data_ptr() - base < len(blob), "it would hold the whole prompt"
+
+
+@dataclass
+class Halved:
+    """A warp that holds a tensor, as some processors do."""
+
+    by: torch.Tensor
+
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits / self.by
+
+
+@pytest.mark.parametrize(("device", "named"), [("cpu", []), ("cuda", []), ("cuda:1", [1])])
+def test_the_process_opens_its_own_device_alone(
+    device: str, named: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That which has no number is the current one already, and cannot be made it by name."""
+    told: list[int] = []
+
+    class LoadedNoMoreError(Exception):
+        pass
+
+    def registry(kind: str) -> Any:
+        raise LoadedNoMoreError
+
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", told.append, raising=False)
+    monkeypatch.setattr(_remote_drafter, "registry", registry)
+    wire: Any = None
+    with pytest.raises(LoadedNoMoreError):
+        _remote_drafter.serve(wire, {"device": device})
+    assert told == named
+
+
+COUNT = 8
+TIGHT = every_stream(frames=6, window=8)
+NAME = "tiny-ov"
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[ModelView]:
+    model, _ = pair(NAME)
+    view = ModelView(model, adapter_for(model), adapter_for)
+    yield view
+    view.release()
+
+
+def parallel(process: bool) -> Parallel:
+    return Parallel(model=f"{NAME}-draft", window=4, process=process)
+
+
+def watching(kv: str = "mosaic") -> DraftStreamSettings:
+    return DraftStreamSettings(pair(NAME)[1], policy("kv", TIGHT[kv]), None)
+
+
+def take(stream: DraftStream, frames: torch.Tensor, start: float) -> None:
+    times = [start + i / FPS for i in range(len(frames))]
+    stream.take(frames, times, FPS, False)
+
+
+def written(stream: DraftStream, target: ModelView) -> list[int]:
+    """What a draft says to a question, after its first token is fixed."""
+    stream.ask(QUESTION, COUNT)
+    inputs: Any = {"input_ids": torch.tensor([[1, 0]])}
+    if isinstance(stream, RemoteDraftStream):
+        with closing(Remote(stream._worker, target.geometry.vocab)) as remote:
+            remote.begin(inputs, None, False, False, 0, stream)
+            remote.ask(0, [7], COUNT)
+            found = remote.collect(60.0)
+    else:
+        assert isinstance(stream, LocalDraftStream)
+        writer = DraftDecoder(target.runner(), "cpu", target.geometry.vocab)
+        writer.read(inputs, None, False, None, 0, stream)
+        found = writer.write(0, [7], COUNT)
+    stream.done()
+    assert found is not None
+    return found.ids
+
+
+@pytest.mark.parametrize("kv", ["mosaic", "no_cache"])
+@torch.no_grad()
+def test_it_says_what_a_stream_here_says(target: ModelView, tmp_path: Path, kv: str) -> None:
+    told = []
+    for process in (False, True):
+        said, folder = [], tmp_path / str(process)
+        folder.mkdir()
+        with closing(parallel(process).watch(target, watching(kv))) as stream:
+            assert isinstance(stream, RemoteDraftStream) == process
+            frames = film(20).clone()
+            take(stream, frames[:9], 0.0)
+            frames.zero_()  # what was sent may be written over
+            said.append(written(stream, target))
+            mark = stream.mark()
+            take(stream, film(20, seed=4)[:8], 4.5)
+            said.append(written(stream, target))
+            stream.back(mark)
+            said.append(written(stream, target))
+            stream.save(folder)
+            take(stream, film(20)[9:], 4.5)
+            said.append(written(stream, target))
+        with closing(parallel(process).watch(target, watching(kv))) as stream:
+            stream.load(folder)
+            take(stream, film(20)[9:], 4.5)
+            said.append(written(stream, target))
+        assert said[0] == said[2] and said[3] == said[4]
+        told.append(said)
+    assert told[0] == told[1]
+    assert len({tuple(one) for one in told[0]}) > 1, "what is said depends on what was seen"
+
+
+def drafted(session: mmaccel.VideoSession) -> tuple[int, ...]:
+    """An answer that the draft took part in: it may still be reading while the first ones are given."""
+    until = time.monotonic() + 60
+    while True:
+        answer = session.ask("Describe the video.", 60)
+        if answer.counters.get("accepted"):
+            return answer.ids
+        assert time.monotonic() < until, "the draft takes part in no answer"
+
+
+def test_a_session_drafts_in_the_process(tmp_path: Path) -> None:
+    with open_session(NAME, TIGHT["mosaic"]) as quiet:
+        quiet.watch(film(20), fps=FPS)
+        want = quiet.ask("Describe the video.", 60)
+    with open_session(NAME, TIGHT["mosaic"], draft=parallel(True)) as session:
+        session.watch(film(20)[:9], fps=FPS)
+        session.save(tmp_path / "saved")
+        session.watch(film(20)[9:], fps=FPS)
+        assert drafted(session) == want.ids
+    with mmaccel.VideoSession.resume(*pair(NAME), tmp_path / "saved") as session:
+        session.watch(film(20)[9:], fps=FPS)
+        assert drafted(session) == want.ids
+        live = session._live
+        assert live is not None and isinstance(live.beside.stream, RemoteDraftStream)
+        live.beside.stream._worker.process.kill()
+        live.beside.stream._worker.process.wait()
+        with pytest.warns(MmaccelWarning, match="goes on without a draft"):
+            session.watch(film(20, seed=4), fps=FPS)
+        assert len(session) == 40 and session.ask("Describe the video.", 9).ids
+
+
+def test_what_the_process_cannot_do_ends_the_stream(target: ModelView, tmp_path: Path) -> None:
+    with (
+        closing(parallel(True).watch(target, watching())) as stream,
+        pytest.raises(DraftError, match="saved without this draft's stream"),
+    ):
+        stream.load(tmp_path / "draft")
+
+
+def test_a_processor_that_cannot_travel_costs_the_draft() -> None:
+    model, processor = pair(NAME)
+    held = processor.__dict__
+    held["unsent"] = lambda: None
+    try:
+        with mmaccel.VideoSession(
+            model, processor, None, kv=TIGHT["recent"], draft=parallel(True)
+        ) as session:
+            with pytest.warns(MmaccelWarning, match="goes on without a draft"):
+                session.watch(film(9), fps=FPS)
+            assert session.ask(QUESTION, 4).ids
+    finally:
+        del held["unsent"]

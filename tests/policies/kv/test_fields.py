@@ -1,0 +1,115 @@
+"""Fields of memories out of their range, and of earlier versions: read with a warning, or refused in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mmaccel.core.errors import MmaccelWarning, RecipeError
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.registry import policy
+from mmaccel.policies.kv.mosaic import Clusters, Mosaic
+
+WRONG: dict[str, list[tuple[str, Any]]] = {
+    "livevlm": [
+        ("frames", 0), ("recent", -1), ("recall", 0.0), ("recall", 1.5), ("scatter", -0.1), ("bucket", 0), ("page", 0),
+        ("probes", 0), ("positions", "x"),
+    ],
+    "streammem": [("frames", 0), ("similar", 2.0), ("positions", "x")],
+    "window": [("sinks", -1), ("window", 0), ("margin", -1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "field", "value"), [(name, *one) for name in WRONG for one in WRONG[name]])
+def test_a_field_out_of_range_is_told(name: str, field: str, value: Any) -> None:
+    with pytest.raises(RecipeError, match=rf"^{name}: {field} is .*; give .*\.$"):
+        policy("kv", {"name": name, field: value})
+
+
+OLD: dict[str, Any] = {
+    "similarity": "dot", "levels": "both", "granularity": "frame", "tile": 49, "init": 64, "lift": 2.0, "visual": 16,
+    "semantic": 4, "smallest": 4, "largest": 32, "tau_small": 1.25, "tau_large": 2.0, "alpha": 8.0,
+    "threshold": "relaxing", "new_scene": 2.0, "gain": 0.05, "unmix": 0.5, "deferred": True, "buffer": 64, "reps": 512,
+    "reps_for": "all", "rep_of": "mean", "rep_bias": "none", "encode_frames": 8, "cache": 64, "prefetch": True,
+    "predictor": "projected", "slack": 1.25, "clip": None, "batch_layers": True, "batch_attention": True,
+    "batch_feed": True, "batch_match": True,
+}  # fmt: skip
+"""Fields of mosaic in recipes and sessions of version 4."""
+
+
+def test_fields_of_earlier_versions_are_read() -> None:
+    with pytest.warns(
+        MmaccelWarning, match="init, visual, semantic, buffer moved to the index; write index: {"
+    ):
+        assert policy("kv", {"name": "mosaic", **OLD}) == Mosaic(**OLD) == Mosaic()
+    changed = {**OLD, "visual": 8, "prefetch": False, "batch_layers": False}
+    with pytest.warns(MmaccelWarning, match="name: clusters, .*visual: 8"):
+        found = policy("kv", {"name": "mosaic", **changed})
+    assert found == Mosaic(index=Clusters(visual=8), prefetch="off", encode_by="frame")
+    for field, value, why in (
+        ("levels", "none", "kv 'rekv' retrieves frame by frame"),
+        ("tau_small", 2.0, "equation 5"),
+        ("deferred", 1, "leave it out"),
+        ("predictor", "luck", "leave it out and set prefetch"),
+        ("predictor", None, "leave it out and set prefetch"),
+        ("slack", "x", "leave it out"),
+        ("batch_layers", "x", "leave it out and set encode_by"),
+        ("batch_layers", None, "leave it out and set encode_by"),
+    ):
+        with pytest.raises(RecipeError, match=f"mosaic: .*{field}.*{why}"):
+            Recipe.load(None, kv={"name": "mosaic", field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "now", "told"),
+    [
+        ({"slack": 2}, {}, "slack is gone, and it changed no answer"),
+        ({"clip": 8}, {}, "clip is gone"),
+        ({"copies": "frame"}, {}, "copies is gone"),
+        ({"batch_match": False}, {}, "batch_match is gone"),
+        ({"predictor": "frames"}, {"prefetch": "query"}, "write prefetch: query"),
+        ({"predictor": "frames", "prefetch": False}, {"prefetch": "off"}, "write prefetch: off"),
+        ({"prefetch": True}, {"prefetch": "projected"}, "write prefetch: projected"),
+        ({"batch_layers": False}, {"encode_by": "frame"}, "write encode_by: frame"),
+    ],
+)
+def test_a_former_field_of_speed_alone_is_dropped_and_a_spelling_warns(
+    fields: dict[str, Any], now: dict[str, Any], told: str
+) -> None:
+    with pytest.warns(MmaccelWarning, match=told):
+        assert Recipe.load(None, kv={"name": "mosaic", **fields}).kv == Mosaic(**now)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"batch_layers": False, "encode_by": "pass"},
+        {"prefetch": "query", "predictor": "projected"},
+        {"prefetch": "off", "predictor": "query"},
+        {"init": 8, "index": {"name": "clusters", "init": 4}},
+    ],
+)
+def test_a_former_spelling_that_disagrees_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="mosaic: "):
+        Recipe.load(None, kv={"name": "mosaic", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"kv": {"name": "mosaic", "initt": 3}}, "did you mean 'init', of its index"),
+        ({"kv": {"name": "mosaic", "first_stag": 3}}, "did you mean 'first_stage', of its index"),
+        ({"kv": {"name": "mosaic", "fames": 3}}, r"did you mean 'frames'\?"),
+        ({"kv": {"name": "offload", "spill": "x"}}, "give 'refuse' or 'disk', for it keeps everything[.]"),
+        (
+            {"kv": {"name": "offload", "spill": "drop_oldest"}},
+            "give 'refuse' or 'disk', for it keeps everything[.]",
+        ),
+        ({"kv": {"name": "rekv", "spill": "x"}}, "or 'drop_oldest'[.]"),
+        ({"prune": "uv"}, r"as \{draft: \{name: parallel, prune: uv\}\}, or"),
+    ],
+)
+def test_an_error_says_what_to_give(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        Recipe.load(None, **fields)

@@ -1,0 +1,209 @@
+"""What every registered policy promises; what is wrong with one of a user's own is told in a sentence where it would run."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel import check_policy
+from mmaccel.contract.memory import step
+from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
+from mmaccel.core.memory.kv import KVPolicy
+from mmaccel.core.prefill.sparse import SparsePattern
+from mmaccel.core.registry import BASES, registry
+from mmaccel.policies.sparse import PerHead
+from tests import sentence
+from tests.core.toy import ToyModel, bigram
+from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.policies.faulty import DRAFTS, MEMORIES, PRUNE, SPARSE, Half, Pooled, Sound
+from tests.policies.kv.memory import open_state, written
+
+EVERY = [(kind, name) for kind in BASES for name in registry(kind)]
+SEQUENCES = [name for name, cls in registry("kv").items() if cls.sequences]
+FLAGS = {"kv": ("exact", "allows_sparse"), "draft": ("active",)}
+TABLE = bigram(torch.randn(6, 6, generator=torch.Generator().manual_seed(1)))
+
+
+def build(kind: str, name: str) -> Any:
+    """The policy with its defaults, and a toy model for a draft that asks for one."""
+    own = {field.name for field in dataclasses.fields(registry(kind)[name])}
+    toy = {"model": ToyModel(TABLE, 6), "process": False} if kind == "draft" else {}
+    return registry(kind).build(name, {field: value for field, value in toy.items() if field in own})
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_a_policy_is_a_frozen_record_that_declares_itself(kind: str, name: str) -> None:
+    made = build(kind, name)
+    assert isinstance(made, BASES[kind]) and made.name == name and type(made).__doc__
+    assert all(isinstance(getattr(made, flag), bool) for flag in FLAGS.get(kind, ()))
+    assert isinstance(getattr(made, "needs", frozenset()), frozenset)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.name = "other"
+    with pytest.raises(RecipeError):
+        registry(kind).build(name, {"no_such_field": 1})
+
+
+# Patterns and pruners are tried on more prompts in rooms of their own. Drafts that read an accelerated model's memory need
+# one; tests/models holds them to the same.
+@pytest.mark.parametrize(("kind", "name"), [one for one in EVERY if one[0] in FLAGS])
+def test_a_policy_keeps_its_contract(kind: str, name: str) -> None:
+    """What is written is seen and cuts leave no trace; greedy output is the target's."""
+    check_policy(build(kind, name))
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_wrong_calls_are_told_in_one_sentence(name: str) -> None:
+    state = open_state(build("kv", name))
+    with pytest.raises(ModelError, match=r"layer 1 .*\.$"):
+        state.view(1, torch.empty(1, 4, 1, 4))
+    step(name, state, 0, 3)
+    with pytest.raises(ModelError, match=r"1 sequences and 2 were run.*\.$"):
+        state.append(0, *written([[1], [2]], 0))
+    with pytest.raises(ModelError, match="cannot be cut"):
+        state.truncate(-1)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_first_append_decides_the_dtype(name: str, dtype: torch.dtype) -> None:
+    state = open_state(build("kv", name))
+    for count in (3, 1, 400):
+        key = torch.randn(2, 2, count, 4, dtype=dtype)
+        state.append(0, key, key)
+        view = state.view(0, key)
+        assert view.key.dtype == view.value.dtype == dtype
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_a_memory_outlives_inference_mode_and_keeps_no_gradients(name: str) -> None:
+    """A stream may be watched in one mode and asked in another."""
+    state = open_state(build("kv", name), layers=1)
+
+    def add(count: int) -> None:
+        key = torch.randn(1, 2, count, 4, requires_grad=True) * 2
+        state.append(0, key, key)
+        view = state.view(0, key)
+        assert not view.key.requires_grad and view.key.shape[2] == state.length()
+
+    with torch.inference_mode():
+        add(5)
+        add(600)
+    add(1)
+    with torch.inference_mode():
+        state.reorder(torch.tensor([0]))
+    add(2)
+    state.reorder(torch.tensor([0]))
+    add(3)
+    state.accept(torch.tensor([0, 2]))
+    with torch.inference_mode():
+        state.accept(torch.tensor([1]))
+    add(2)
+    state.truncate(610)
+    with torch.no_grad():
+        add(1)
+    assert state.length() == 611
+
+
+DEAR = ("an unsaid reading of queries", "two spans", "the future", "padding", "a low bound")
+"""Faults that only `check_policy` finds."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return BUILD["llava"](layers=4)
+
+
+def forward(model: Any, **recipe: Any) -> torch.Tensor:
+    with torch.no_grad(), mmaccel.accelerate(model, **recipe) as fast:
+        return fast(**prompt("llava", PROMPTS["long"])).logits
+
+
+@pytest.mark.parametrize("what", [name for name in SPARSE if name not in DEAR])
+def test_a_plan_of_other_sizes(model: Any, what: str) -> None:
+    pattern, words = SPARSE[what]
+    with sentence(RecipeError, words):
+        forward(model, sparse=pattern(), dense_tail=0)
+
+
+def test_a_sound_pattern_and_pruner_run(model: Any) -> None:
+    plain = forward(model, sparse="dense")
+    torch.testing.assert_close(forward(model, sparse=Sound(), dense_tail=0), plain, atol=1e-5, rtol=0)
+    assert forward(model, prune=Half()).shape == plain.shape
+    # Keys of its own, made of keys and values, by themselves and among the patterns of heads.
+    pooled = forward(model, sparse=Pooled(block=16), dense_tail=0)
+    assert pooled.isfinite().all() and not torch.allclose(pooled, plain, atol=1e-4)
+    table = {layer: {head: Pooled(block=16) for head in range(2)} for layer in range(4)}
+    some = PerHead(block=16, table=table)
+    assert not torch.allclose(forward(model, sparse=some, dense_tail=0), plain, atol=1e-4)
+    check_policy(Pooled(block=16))
+
+
+@pytest.mark.parametrize("what", PRUNE)
+def test_a_pruner(model: Any, what: str) -> None:
+    pruner, words = PRUNE[what]
+    with sentence(RecipeError, words):
+        forward(model, prune=pruner())
+    assert mmaccel.attached(model) is None
+
+
+def plain_class() -> type:
+    class Plain(SparsePattern):
+        """No dataclass of its own."""
+
+    return Plain
+
+
+def of_another_kind() -> type:
+    @dataclass(frozen=True, kw_only=True)
+    class Memory(KVPolicy):
+        """No pattern."""
+
+    return Memory
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (
+            plain_class,
+            "Plain is not a frozen dataclass; write @dataclass(frozen=True, kw_only=True) below @register.",
+        ),
+        (of_another_kind, "Memory is not a SparsePattern; derive it from that."),
+        (lambda: type("Bare", (), {}), "Bare is not a SparsePattern"),
+    ],
+)
+def test_a_class_that_cannot_be_registered(made: Any, words: str) -> None:
+    with sentence(RecipeError, words):
+        mmaccel.register("sparse", "no_such_pattern")(made())
+    assert "no_such_pattern" not in mmaccel.list_policies("sparse")["sparse"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "what"), [(faults, what) for faults in (SPARSE, PRUNE, MEMORIES) for what in faults]
+)
+def test_a_fault_is_found_out(faults: dict[str, tuple[Callable[[], Any], str]], what: str) -> None:
+    policy, words = faults[what]
+    with sentence(RecipeError, words):
+        check_policy(policy())
+
+
+@pytest.mark.parametrize("what", DRAFTS)
+def test_a_draft_is_found_out(what: str) -> None:
+    strategy, words = DRAFTS[what]
+    with sentence(RecipeError, words), warnings.catch_warnings():
+        warnings.simplefilter("ignore", MmaccelWarning)
+        check_policy(strategy())
+
+
+def test_nothing_else_is_a_policy() -> None:
+    for sound in (Sound(), Half()):
+        check_policy(sound)
+    with pytest.raises(RecipeError, match="give an instance"):
+        check_policy(Sound)

@@ -4,12 +4,12 @@
 
 A child process resumes the saved stream, takes in clips of a camera as they come, and saves every `--every` seconds, by what
 `mmaccel watch --save` saves by. It is ended by SIGKILL after a random time; in half of the kills the child ends itself by a
-signal that strikes within a save, at a random part of what the longest save took. Then the stream is resumed and compared
-with one that nobody killed, which has taken in the same frames: all that is stored, the first token of a question bit for
-bit, its evidence, and the memory's figures. The row has the kills, how many struck in a save, how many were `damaged`, and
-the seconds of frames that were lost, beside their `bound`: the seconds between two saves (`--every`, or ten times what the
-longest save took, where that is more) with those of one save and of two clips. A lost frame is one that the killed process
-had taken in.
+signal that strikes within a save after its first, at a random part of what the longest save took. Then the stream is resumed
+and compared with one that nobody killed, which has taken in the same frames: all that is stored, the first token of a
+question bit for bit, its evidence, and the memory's figures. The row has the kills, how many struck in a save, how many were
+`damaged`, and the seconds of frames that were lost, beside their `bound`: the seconds between two saves (`--every`, or ten
+times what the longest save took, where that is more) with those of one save and of two clips. A lost frame is one that the
+killed process had taken in.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def killed(kills: int, every: float, kv: dict[str, Any], seed: int = 0) -> dict[
             awaited(child, lambda told=told: told[READY] > 0)
             time.sleep(chance.uniform(0.0, 3 * every))
             if kill % 2:
+                awaited(child, lambda told=told: told[SAVES] > 0)
                 told[STRIKE] = chance.uniform(1e-3, 0.9)
             else:
                 os.kill(child, signal.SIGKILL)

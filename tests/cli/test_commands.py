@@ -51,9 +51,7 @@ def test_describe_shows_fields_and_presets(call: Call) -> None:
 
 
 def test_describe_explains_every_field_of_a_recipe(call: Call) -> None:
-    status, out, _ = call("describe", "recipe")
-    text, defaults = out.split("\ndefaults\n")
-    assert status == 0
+    text, defaults = call.text("describe", "recipe").split("\ndefaults\n")
     for field in dataclasses.fields(Recipe):
         assert re.search(rf"^{field.name}  +[\w\"]", text, re.MULTILINE), field.name
         assert f"  {field.name} = " in defaults

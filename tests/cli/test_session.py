@@ -167,10 +167,8 @@ def test_a_time_before_a_saved_session_s_end_is_told(call: Call, clip: str, ov: 
     another = shutil.copy(clip, tmp_path / "another.mp4")
     asked = ("--question", "what was first ?@20")
     status, _, err = call("watch", another, *base[2:], "--load", tmp_path / "s", *asked)
-    assert status == 0
-    assert (
-        err == "'what was first ?' is for 20 s, before the saved session's end at 60 s; it is asked there.\n"
-    )
+    told = "'what was first ?' is for 20 s, before the saved session's end at 60 s; it is asked there.\n"
+    assert (status, err) == (0, told)
 
 
 def test_a_saved_session_is_asked_without_a_video(call: Call, clip: str, ov: str, tmp_path: Path) -> None:

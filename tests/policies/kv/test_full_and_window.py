@@ -246,6 +246,22 @@ def test_all_is_seen_and_unlimited_as_long_as_it_fits() -> None:
     assert view.window is None and view.column is None and view.key.shape[2] == 8
 
 
+@pytest.mark.parametrize("back", range(8))
+def test_the_limit_of_taking_back_is_sharp(back: int) -> None:
+    """Of one sink and columns 12 .. 19 the query of column c sees those from c - 3 on: c = 15 is the first it can be."""
+    state = open_state(Window(sinks=1, window=4, margin=3), layers=1)
+    for serial in range(20):
+        feed(state, serial, 1)
+    if back <= 5:
+        state.truncate(20 - back)
+        feed(state, 20 - back, 2)
+        expected = visible(list(range(22 - back)), 2, 1, 4)
+        assert seen(state.view(0, ROW), 0, 2, 22 - back) == [expected]
+    else:
+        with pytest.raises(ModelError, match="margin"):
+            state.truncate(20 - back)
+
+
 def test_a_long_prompt_is_let_go_at_the_next_run() -> None:
     state = open_state(Window(sinks=4, window=16, margin=8), layers=1)
     feed(state, 0, 1000)

@@ -105,7 +105,6 @@ INNER: list[Any] = [
     pattern("grid", min_stride=2, max_stride=12, last_q=16, window=9, sink=3),
     pattern("grid", stride="free", min_stride=3, max_stride=9, last_q=16, slash=False, score="mean"),
 ]
-STATIC = [pattern(name) for name in ("tri_shape", "sf_fixed", "sf_strided")]
 
 
 @pytest.mark.parametrize("boundary", [QBoundary, KBoundary])
@@ -175,7 +174,7 @@ def test_layouts(kind: str, layout: str, late: float) -> None:
 
 @pytest.mark.parametrize(
     ("inner", "segments"),
-    product([*INNER[1:], *STATIC], [[(TEXT, [100])], [(VIDEO, [6] * 18)]]),
+    product(INNER[1:], [[(TEXT, [100])], [(VIDEO, [6] * 18)]]),
     ids=str,
 )
 def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments: Any) -> None:

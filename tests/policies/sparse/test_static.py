@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.registry import registry
 from mmaccel.policies.sparse import BlockTopK, SFFixed, SFStrided, TriShape, block_topk
+from tests.products import product
 from tests.spies import Largest
 
 from . import masks
@@ -119,6 +121,18 @@ def test_parts_of_the_bottom_have_few_rows() -> None:
     assert plan is not None and [part.q_row.shape[-1] for part in plan.parts] == [4096, 128]
     longest = [max(s.lists.count.max() for s in part.spans) for part in plan.parts]
     assert longest[0] <= 9 and longest[1] == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "boundary"),
+    product(["tri_shape", "sf_fixed", "sf_strided"], ["q_boundary", "k_boundary", "boundary_2d"]),
+)
+def test_of_a_single_modality_a_boundary_changes_nothing(name: str, boundary: str) -> None:
+    inner = {"name": name, "block": 16}
+    fields = dict(default=inner) if boundary == "boundary_2d" else dict(text=inner, video=inner, image=inner)
+    made = (boundary, dict(block=16, **fields)), (name, dict(block=16))
+    bound, plain = (registry("sparse").build(*one) for one in made)
+    assert (VIDEO_ALONE.mask(bound) == VIDEO_ALONE.mask(plain)).all()
 
 
 CHOICES: list[dict[str, Any]] = [

@@ -259,9 +259,8 @@ class _Estimate:
 
     def _token(self) -> float:
         s, device = self.sizes, self.device
-        work = (
-            self._weights_s() + self._shown * s.kv_bytes_per_token / device.copy + self._copied_s(self._shown)
-        )
+        work = self._weights_s() + self._shown * s.kv_bytes_per_token / device.copy
+        work += self._copied_s(self._shown)
         starts = s.layers * EAGER * device.layer
         if not device.cuda:
             return work + starts

@@ -20,7 +20,7 @@ from mmaccel.backends import select
 from mmaccel.cli.choices import takes
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
-from mmaccel.core.recipe import FORMER, MAIN_PRESETS, Recipe, check_sequences, presets, stream_policy
+from mmaccel.core.recipe import FORMER, MAIN_PRESETS, VERSION, Recipe, check_sequences, presets, stream_policy
 from mmaccel.core.registry import BASES, KINDS, policy, registry
 from mmaccel.models import shipped
 from mmaccel.models.shapes import SHAPES
@@ -315,6 +315,7 @@ def schema() -> dict[str, Any]:
         kinds[kind] = {"anyOf": [{"enum": names}, *policies]}
     whole = _object(Recipe)
     whole["properties"]["backend"] |= {"enum": ["auto", *select.BACKENDS]}
+    whole["properties"]["version"] = {"enum": list(range(1, VERSION + 1)), "default": VERSION}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A recipe of mmaccel",

@@ -26,6 +26,8 @@ YAML_BYTES = 1 << 18
 """Most bytes of a recipe's file."""
 MAIN_PRESETS = ("exact", "long-video", "film-many-questions", "stream", "captions", "everything")
 """The presets for what people do; each file says what it keeps and risks, and where its figures stand."""
+VERSION = 1
+"""The version that recipes are written with; one without a version is of the first."""
 FORMER = {"prompt-lookup": "exact"}
 """Presets of earlier versions, and those that are the same now."""
 
@@ -88,7 +90,7 @@ class Recipe:
     @classmethod
     def load(cls, source: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any) -> Recipe:
         """Create a recipe from a `Recipe`, the name of a preset or policy, a YAML path, a table of head patterns (.json) or
-        a mapping; `choices` replace fields.
+        a mapping; `choices` replace fields. `version` in a mapping or a YAML file is checked, and is no field.
 
         Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError`.
         """
@@ -97,6 +99,11 @@ class Recipe:
             fields = dict(source)
         elif source is not None and not isinstance(source, Recipe):
             fields = fields_of(source)
+        version = fields.pop("version", VERSION)
+        if type(version) is not int or not 1 <= version <= VERSION:
+            raise RecipeError(
+                f"version: {shown(version)}; this mmaccel reads versions up to {VERSION}: give that, or update mmaccel."
+            )
         known = [f.name for f in dataclasses.fields(cls)]
         for name in (*choices, *fields):
             if name not in known:
@@ -110,8 +117,8 @@ class Recipe:
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def to_yaml(self) -> str:
-        """Return the recipe as YAML text."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+        """Return the recipe as YAML text, with its `version`."""
+        return yaml.safe_dump({"version": VERSION, **self.to_dict()}, sort_keys=False)
 
 
 def saved_recipe(where: Path, saved: Mapping[str, Any], again: bool = False) -> Recipe:

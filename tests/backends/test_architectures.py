@@ -20,6 +20,7 @@ from mmaccel.core.errors import RecipeError
 from tests.house import FILES, PACKAGE
 
 from .architectures_page import PAGE, between, declared
+from .compiled import WAYS
 from .test_triton import run
 
 pytest.importorskip("triton")
@@ -100,6 +101,14 @@ def test_what_is_compiled_is_every_kernel() -> None:
 def test_the_page_has_the_table() -> None:
     assert between(PAGE.read_text(encoding="utf-8"), "what runs where") == declared(), (
         "run architectures_page"
+    )
+
+
+def test_the_page_has_every_group_that_is_compiled() -> None:
+    """A group of ways that came later is compiled for every architecture, and told: run compiled and architectures_page."""
+    found = between(PAGE.read_text(encoding="utf-8"), "what was compiled")
+    assert sorted(re.findall(r"^\| (\w+) \|", found, re.MULTILINE)) == sorted(
+        {way.split()[0] for way in WAYS}
     )
 
 

@@ -21,7 +21,7 @@ from mmaccel.cli import catalog as pairs
 from mmaccel.cli.catalog import DESCRIBED, schema
 from mmaccel.cli.program import import_plugin
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.recipe import Recipe, check_sequences, names, presets, stream_policy
+from mmaccel.core.recipe import VERSION, Recipe, check_sequences, names, presets, stream_policy
 from mmaccel.core.registry import registry
 from tests.cli import Call
 
@@ -119,6 +119,7 @@ def test_presets_and_policies_are_admitted(admits: Callable[[Any], bool]) -> Non
             continue
         whole += 1
         assert admits(json.loads(json.dumps(fields))), name
+        assert admits(yaml.safe_load(Recipe.load(name).to_yaml())), name
     assert whole > 40
 
 
@@ -136,6 +137,8 @@ WRONG: list[dict[str, Any]] = [
     {"backend": "cuda"},
     {"chunk": "all"},
     {"dense_layers": 3},
+    {"version": VERSION + 1},
+    {"version": "1"},
 ]
 
 
@@ -156,7 +159,7 @@ def test_every_field_is_there_with_what_is_said_of_it() -> None:
         for name, cls in registry(kind).items():
             fields = {field.name for field in dataclasses.fields(cls) if field.init}
             assert policies[name]["properties"].keys() == fields | {"name"} and policies[name]["description"]
-    assert found["properties"].keys() == {field.name for field in dataclasses.fields(Recipe)}
+    assert found["properties"].keys() == {"version", *(field.name for field in dataclasses.fields(Recipe))}
     grid = next(
         one
         for one in found["definitions"]["sparse"]["anyOf"][1:]

@@ -16,7 +16,7 @@ from mmaccel.core.errors import OWN, RecipeError, UnknownName
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prefill.prune import Stage, TokenPruner
 from mmaccel.core.prefill.sparse import BLOCK, MOST, SparsePattern
-from mmaccel.core.recipe import Recipe, fields_of, names, presets
+from mmaccel.core.recipe import VERSION, Recipe, fields_of, names, presets
 from mmaccel.core.registry import Registry, registry
 from mmaccel.policies.kv import Window
 from mmaccel.policies.sparse import AShape
@@ -83,6 +83,23 @@ def test_yaml_file_round_trip(tmp_path: Path) -> None:
     path.write_text(recipe.to_yaml())
     assert Recipe.load(path) == recipe == Recipe.load(str(path))
     assert fields_of(path)["sparse"] == {"name": "a_shape", "block": 64, "sink": 16, "window": 96}
+
+
+def test_a_written_recipe_has_a_version_which_is_checked(tmp_path: Path) -> None:
+    """One without a version loads as it did; of a newer one no field is looked at."""
+    path, fields = tmp_path / "mine.yaml", {"sparse": "a_shape"}
+    text = Recipe.load(fields).to_yaml()
+    assert text.startswith(f"version: {VERSION}\n") and "version" not in Recipe().to_dict()
+    for given in (text, text.partition("\n")[2]):
+        path.write_text(given)
+        assert Recipe.load(path) == Recipe.load(fields)
+    for version in (VERSION + 1, 0, "1", True, None):
+        path.write_text(yaml.safe_dump({"version": version, "sparce": "a_shape"}))
+        told = f"version: {version!r}; this mmaccel reads versions up to {VERSION}: give that, or update mmaccel."
+        assert sentence(path) == told
+        assert fields_of(path)["version"] == version
+    with pytest.raises(RecipeError, match="version: 9; "):
+        Recipe.load({"version": 9})
 
 
 def test_yaml_off_is_no_draft(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import re
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import mmaccel
 from mmaccel.backends.select import Store
@@ -283,3 +286,34 @@ def test_a_former_name_is_the_preset_that_took_its_place() -> None:
             assert fields_of(old) == fields_of(new)
     # What was a preset of the memory's own defaults is the memory by its name.
     assert Recipe.load("mosaic") == Recipe.load(kv={"name": "mosaic", "frames": 64, "window": 76, "local": 8})
+
+
+@pytest.mark.parametrize(
+    "name, ours, page",
+    [
+        ("mosaic-paper", "mosaic", "mosaic"),
+        ("mminference-paper", "grid", "mminference"),
+        ("parallelvlm-paper", "parallelvlm", "parallelvlm"),
+    ],
+)
+def test_a_paper_s_preset_lists_each_field_that_differs_from_ours(name: str, ours: str, page: str) -> None:
+    """In the head of its file, `field value  where (default: value, ...)`; and the page of the paper names the preset."""
+    text = resources.files("mmaccel").joinpath("recipes", f"{name}.yaml").read_text()
+    found = re.findall(r"^# (\w+) (\S+)\s{2,}.*\(default: ([^,)]+)", text, re.MULTILINE)
+    assert len(found) == text.count("default: ")
+    listed = {field: (yaml.safe_load(value), yaml.safe_load(default)) for field, value, default in found}
+    theirs, default = (dict(leaves(Recipe.load(one).to_dict())) for one in (name, ours))
+    assert theirs.keys() == default.keys()
+    differs = {field: (theirs[field], default[field]) for field in theirs if theirs[field] != default[field]}
+    assert listed == {field.rpartition(".")[2]: values for field, values in differs.items()}
+    told = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in told
+
+
+def leaves(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields and values of nested mappings; names have dots."""
+    for field, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{above}{field}.")
+        else:
+            yield f"{above}{field}", value

@@ -111,14 +111,27 @@ def lines(files: Iterable[Path]) -> int:
     return sum(path.read_bytes().count(b"\n") for path in files)
 
 
-def imports_between(files: Iterable[Path]) -> dict[str, set[str]]:
-    """For each module of `files`, those of them that it imports, lazily or for type checking too."""
+@functools.cache
+def kernels_of(path: Path) -> tuple[str, ...]:
+    """The modules of kernels that a file's operators name, which the first call on a GPU imports."""
+    calls = (
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+    )
+    named = [call.args[0] for call in calls if getattr(call.func, "id", "") == "operator" and call.args]
+    names = {one.value for one in named if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+    return tuple(f"mmaccel.backends.triton.{name}" for name in sorted(names))
+
+
+def imports_between(files: Iterable[Path], kernels: bool = False) -> dict[str, set[str]]:
+    """For each module of `files`, those of them that it imports, lazily or for type checking too; and with `kernels`, those
+    that its operators name."""
     names = {module_name(path): path for path in files}
 
     def module(name: str) -> str:
         return name if name in names else name.rpartition(".")[0]
 
-    found = {one: {module(name) for name in imported(path)} for one, path in names.items()}
+    named = {one: [*imported(path), *(kernels_of(path) if kernels else ())] for one, path in names.items()}
+    found = {one: {module(name) for name in some} for one, some in named.items()}
     return {one: (others & names.keys()) - {one} for one, others in found.items()}
 
 
@@ -205,38 +218,13 @@ def without_collection() -> Iterator[None]:
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 
 
-def recipes(draft: Any) -> dict[str, dict[str, Any]]:
-    """Each policy and each preset that serves `generate`, as fields of a recipe; drafts run on the model `draft`."""
-    from mmaccel.core.recipe import Recipe, check_sequences, names
-    from mmaccel.core.registry import registry
-
-    heads = {0: {0: {"name": "a_shape", "sink": 16, "window": 32}, 1: "grid"}}
-    found: dict[str, dict[str, Any]] = {"per_head": {"sparse": {"name": "per_head", "table": heads}}}
-    for name, kind in names().items():
-        if kind == "prune" and registry("prune")[name].stage == "draft":  # type: ignore[attr-defined]
-            found[name] = {"draft": {"name": "sequential", "model": draft, "prune": name}}
-            continue
-        fields = Recipe.load(name).to_dict() if name not in ("per_head", "searched") else None
-        if fields is None or not Recipe.load(fields).kv.sequences:
-            continue
-        own = {field.name for field in dataclasses.fields(registry("draft")[fields["draft"]["name"]])}
-        if "/" in str(fields["draft"].get("model")):
-            continue  # of models by name: another preset is the same draft beside any model
-        if "model" in own:
-            fields["draft"]["model"] = draft
-        if "process" in own:
-            fields["draft"]["process"] = False
-        check_sequences(Recipe.load(fields))
-        found[name] = fields
-    return found
-
-
 @without_collection()
 def files_of_calls() -> dict[str, set[str]]:
     """Files that each call enters, on random models and a CPU: "dense", "mosaic watch + ask", and each recipe by name."""
     import torch
 
     import mmaccel
+    from tests.house_recipes import recipes, streamed
     from tests.models.streams import CLUSTERS, QUESTION, film, pair
     from tests.models.tiny_random import BUILD, prompt
 
@@ -252,7 +240,7 @@ def files_of_calls() -> dict[str, set[str]]:
         model.generation_config.eos_token_id = draft.generation_config.eos_token_id = None
         inputs = prompt(family, PIECES)
         # Both families for the dense call, one for the recipes: what a recipe adds is the same in both.
-        for name, recipe in (recipes(draft) if not found else {"dense": {}}).items():
+        for name, recipe in (recipes(draft) | streamed(draft) if not found else {"dense": {}}).items():
             seen = entered(functools.partial(generate, model, inputs, recipe))
             found[name] = max(found.get(name, set()), seen, key=len)
 
@@ -285,8 +273,13 @@ class Count:
 
 def text_counts() -> list[Count]:
     """Counts that need no call."""
+    import mmaccel
+    from mmaccel.core.registry import registry
+
+    assert mmaccel.accelerate  # the front door registers all policies
     alone, modules = with_one_importer()
     rings = circles(imports_between(FILES))
+    with_kernels = circles(imports_between(FILES, kernels=True))
     return [
         Count("lines of mmaccel", lines(FILES), 36000),
         Count("lines of lab and bench", lines(python_files(ROOT / "lab", ROOT / "bench")), 16500),
@@ -299,16 +292,27 @@ def text_counts() -> list[Count]:
         Count(
             "modules in circles of imports", sum(map(len, rings)), 0, ", ".join(str(len(r)) for r in rings)
         ),
+        Count(
+            "modules in circles, with operators' kernels",
+            sum(map(len, with_kernels)),
+            0,
+            ", ".join(str(len(r)) for r in with_kernels),
+        ),
+        Count("fields of mosaic", len(dataclasses.fields(registry("kv")["mosaic"])), 15),
     ]
 
 
 def call_counts(calls: dict[str, set[str]]) -> list[Count]:
     """Counts of the files that calls enter."""
-    rest = {name: len(files) for name, files in calls.items() if name not in ("dense", "mosaic watch + ask")}
-    worst = max(rest, key=lambda name: rest[name])
+    apart = ("dense", "mosaic watch + ask")
+    rest = {name: len(files) for name, files in calls.items() if name not in apart}
+    streams = {name: rest.pop(name) for name in calls if name.startswith("stream ")}
+    worst, longest = (max(some, key=lambda name: some[name]) for some in (rest, streams))
+    told = ", ".join(f"{name.removeprefix('stream ')} {count}" for name, count in streams.items())
     return [
         Count("files of a dense generate", len(calls["dense"]), 28),
         Count("files of the longest recipe", rest[worst], 40, worst),
+        Count("files of the longest generate on a stream", streams[longest], 40, told),
         Count("files of mosaic watch + ask", len(calls["mosaic watch + ask"]), 48),
     ]
 

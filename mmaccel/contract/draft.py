@@ -131,8 +131,8 @@ def check_draft(strategy: DraftStrategy) -> None:
     """Test a draft policy on a toy target with six tokens, greedily; raises `RecipeError` if it violates its contract."""
     who, needs, max_rollback = f"draft {strategy.name!r}", strategy.needs, strategy.max_rollback
     promise(
-        needs <= {"branches", "rollback", "memory", "prompt", "video"},
-        f"{who}: needs is {sorted(needs)}; give some of 'branches', 'memory', 'prompt', 'rollback' and 'video'.",
+        needs <= {"branches", "rollback", "memory", "model", "prompt", "video"},
+        f"{who}: needs is {sorted(needs)}; give some of 'branches', 'memory', 'model', 'prompt', 'rollback' and 'video'.",
     )
     promise(
         max_rollback >= 0 and (max_rollback > 0) == ("rollback" in needs),

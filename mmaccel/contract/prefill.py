@@ -12,9 +12,10 @@ from random import Random
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.block_attend import ABSENT, FULL, KeySpan, Part
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.core.prefill.plan import ABSENT, FULL, AttentionPlan, KeySpan, Part, check_sizes
+from mmaccel.core.prefill.plan import AttentionPlan, check_sizes
 from mmaccel.core.prefill.prune import (
     Signals,
     Stage,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -109,23 +108,18 @@ class _Estimate:
 
     def __init__(self, recipe: Recipe, sizes: Sizes, work: Work, device: Device, draft: Sizes | None) -> None:
         self.recipe, self.sizes, self.work, self.device, self.draft = recipe, sizes, work, device, draft
-        self.kv: Any = recipe.kv
+        self.kept = recipe.kv.footprint(sizes.tokens, sizes.pace)
         self.session = work.live or work.questions > 1 or not recipe.kv.sequences
-        self.archived = hasattr(recipe.kv, "frames")
         self.units = -(-work.frames // sizes.pace)
+        self.units = min(self.units, self._of(self.kept.shown)) if self.kept.deferred else self.units
         self.size = sizes.dtype.itemsize
         self.other: _Estimate | None = None
         if draft is not None:
             # A session's draft watches the frames; in `generate` it reads what its pruner leaves of each unit.
-            share = (
-                1.0
-                if self.session or recipe.draft.pruner is None
-                else getattr(recipe.draft.pruner, "retention", 1.0)
-            )
+            pruner, own = recipe.draft.pruner, Recipe(kv=recipe.kv)
+            share = 1.0 if self.session or pruner is None else pruner.stages(sizes.layers)[-1].share
             draft = replace(draft, tokens=max(1, round(draft.tokens * share)))
-            self.other = _Estimate(
-                Recipe(kv=recipe.kv), draft, replace(work, live=self.session), device, None
-            )
+            self.other = _Estimate(own, draft, replace(work, live=self.session), device, None)
 
     def cost(self) -> Cost:
         read, question, token = self._read(), self._question(), self._token()
@@ -135,11 +129,21 @@ class _Estimate:
             read, question = read + self.other._read(), question + self.other._question()
             more, other, last, beside = self.other._bytes()
             held, passing, leaving, host = held + more, max(passing, other), max(leaving, last), host + beside
+        if self.kept.deferred:
+            read, question = 0.0, question + read
         token /= self.work.told or (1.0 if self.other is None else TOLD)
         most = held + max(passing, leaving)
         if not self.device.cuda:  # nothing is on the host before it leaves
             host = most = held + max(passing, leaving + host)
         return Cost(read, question, token, int(most), int(host), self.session, self.work)
+
+    def _of(self, frames: int | None) -> int:
+        """Units that so many frames are; None: all."""
+        return self.units if frames is None else -(-frames // self.sizes.pace)
+
+    def _copied_s(self, columns: int) -> float:
+        """Seconds of bringing so many columns, all that is seen, from the host, where the memory does so."""
+        return columns * self.sizes.kv_bytes_per_token / self.device.wire * self.kept.copied
 
     # Passes.
 
@@ -155,21 +159,22 @@ class _Estimate:
     @property
     def _seen(self) -> int:
         """Units that a pass sees at most, its own included: all, those under the window, or what an ingestion holds."""
-        if not self.archived:
+        if self.kept.window is None:
             return self.units
-        window: int = -(-self.kv.window // self.sizes.pace)
+        window = self._of(self.kept.window)
         if self.work.live:
             return window + UNITS
+        if not self.session:  # what is appended goes when the pass has ended
+            return min(self.units, window + self._rows // self.sizes.tokens)
         free = self.work.memory - self.sizes.weights * self.size
         fit = max(1, int(free / 2) // (self.sizes.kv_bytes_per_token * self.sizes.tokens))
-        given = self.kv.ingest_frames
-        most = fit if given is None else min(fit, -(-given // self.sizes.pace))
+        most = fit if self.kept.ingest is None else min(fit, self._of(self.kept.ingest))
         return min(most, self.sizes.limit // self.sizes.tokens)
 
     def _passes(self) -> Iterator[tuple[int, int]]:
         """Rows of each pass, and the columns that its last row sees."""
         tokens, step, done = self.sizes.tokens, self._rows // self.sizes.tokens, 0
-        window = -(-self.kv.window // self.sizes.pace) if self.archived and not self.work.live else 1
+        window = 1 if self.kept.window is None or self.work.live else self._of(self.kept.window)
         while done < self.units:
             # Each unit of a pass sees at least what it would under the window.
             count = min(step, self.units - done, max(1, self._seen - min(window - 1, done)))
@@ -180,7 +185,7 @@ class _Estimate:
         seconds = self._tower()
         for n, seen in self._passes():
             seconds += self._pass(n, seen)
-        if self.archived and not self.work.live:  # units leave for the host when all have been read
+        if not self.work.live:  # units leave for the host when all have been read
             seconds += self._bytes()[3] / self.device.wire * self.device.cuda
         return seconds
 
@@ -206,16 +211,16 @@ class _Estimate:
         elements = n * (10 * s.hidden + 3 * s.inner + 4 * wide) + 4 * seen * narrow
         traffic = s.layers * elements * self.size / device.copy
         pairs = s.layers * self._pairs(n, seen)
-        clustered = getattr(getattr(self.kv, "index", None), "name", "") == "clusters"
-        starts = s.layers * EAGER * device.layer + clustered * n / s.tokens * CLUSTER_S
-        return self._beside(products + traffic + pairs, starts)
+        starts = s.layers * EAGER * device.layer + self.kept.clusters * n / s.tokens * CLUSTER_S
+        return self._beside(products + traffic + pairs, starts) + self._copied_s(seen)
 
     def _pairs(self, n: int, seen: int) -> float:
         """Seconds of attention of a layer: dense, or by the pattern where that runs."""
         s, costs, pattern = self.sizes, self.device.attend, self.recipe.sparse
         causal = n * (2 * seen - n + 1) / 2
-        if self.work.live and self.archived:
-            causal = n * min(seen, self.kv.window // s.pace * s.tokens)
+        if self.kept.window is not None and (self.work.live or not self.session):
+            under = n * min(seen, self.kept.window // s.pace * s.tokens)
+            causal = under if self.work.live else min(causal, under)
         dense = costs.dense(s.heads * causal)
         if pattern.dense or self.work.live or n < MIN_ROWS:
             return dense
@@ -234,25 +239,20 @@ class _Estimate:
     @property
     def _shown(self) -> int:
         """Columns that a question sees: all, or those that are recalled beside the local ones."""
-        units = self.units
-        if self.archived:
-            units = min(units, -(-(self.kv.frames + self.kv.local) // self.sizes.pace))
-        return units * self.sizes.tokens
+        return min(self.units, self._of(self.kept.shown)) * self.sizes.tokens
 
     def _question(self) -> float:
         s, device, n = self.sizes, self.device, self.work.words
         if not self.session:
             return TOKEN_S  # the prompt's pass holds it
         work = max(self._weights_s(), 2 * s.layer_weights * n / device.product(s.hidden))
-        work += self._shown * s.kv_bytes_per_token / device.copy + s.layers * device.attend.dense(
-            n * self._shown * s.heads
-        )
-        starts = s.layers * EAGER * device.layer * (SEARCHED if self.archived else ASKED)
-        if not self.archived:
-            return self._beside(work, starts) + TOKEN_S
-        wire: float = (
-            min(self.kv.frames // s.pace, self.units) * s.tokens * s.kv_bytes_per_token / device.wire
-        )
+        shown = self._shown * s.kv_bytes_per_token / device.copy
+        work += shown + s.layers * device.attend.dense(n * self._shown * s.heads)
+        starts = s.layers * EAGER * device.layer * (SEARCHED if self.kept.recalled else ASKED)
+        if not self.kept.recalled:
+            return self._beside(work, starts) + TOKEN_S + self._copied_s(self._shown)
+        brought = 0 if self.kept.host == 0 else min(self.kept.recalled // s.pace, self.units) * s.tokens
+        wire = brought * s.kv_bytes_per_token / device.wire
         if not device.cuda:
             return work + starts + wire
         return work + s.layers * RETRIEVE_S + (1 - HIDDEN) * wire
@@ -260,10 +260,11 @@ class _Estimate:
     def _token(self) -> float:
         s, device = self.sizes, self.device
         work = self._weights_s() + self._shown * s.kv_bytes_per_token / device.copy
+        work += self._copied_s(self._shown)
         starts = s.layers * EAGER * device.layer
         if not device.cuda:
             return work + starts
-        replayed = STEP_S if not self.session else ANSWER_S if self.archived else 0.0
+        replayed = STEP_S if not self.session else ANSWER_S if self.kept.window is not None else 0.0
         return TOKEN_S + (work + s.layers * replayed if replayed else max(work, starts))
 
     def _weights_s(self) -> float:
@@ -275,29 +276,29 @@ class _Estimate:
     def _bytes(self) -> tuple[float, float, float, float]:
         """Bytes that the weights and the memory hold on the device when all has been read; what more is held while it is
         read, and when an ingestion has ended; and the host's."""
-        s, units, whole = self.sizes, self.units, self.units * self.sizes.tokens
-        held, host, most, last = _roomy(whole + self.work.words + self.work.answer), 0, 0.0, 0
-        if self.archived:
-            window = min(units, -(-self.kv.window // s.pace)) * s.tokens
-            # Keys as they were and turned, and values; what a question is shown stays where it was.
-            held = window * 3 // 2 + self._shown + min(units, self.kv.cache // s.pace) * s.tokens
-            host = max(0, whole - window) * s.kv_bytes_per_token
-            host = -(-host // SLAB) * SLAB
-            host = min(host, self.work.host) if self.kv.spill == "drop_oldest" else host
-        before = 0
+        s, work, kept, whole = self.sizes, self.work, self.kept, self.units * self.sizes.tokens
+        windowed, asked = kept.window is not None, work.words + work.answer
+        part = 2 / s.layers if kept.copied else 1  # a layer at a time, as it was and joined
+        held, most, last, before = _roomy(whole + asked) * part, 0.0, 0.0, 0.0
+        window = min(whole, self._of(0 if kept.copied else kept.window) * s.tokens)
+        host = min(whole - window, self._of(kept.host) * s.tokens) * s.kv_bytes_per_token
+        host = -(-host // SLAB) * SLAB
+        host = min(host, work.host) if kept.evicts else host
+        if kept.deferred:  # frames, a byte a value
+            host = min(-(-work.frames // s.pace), self._of(kept.host)) * s.pixels
+        # Of a session: keys as they were and turned, and values; what a question is shown stays where it was.
+        ring, shown = (window * 3 // 2, self._shown) if self.session else (window, asked)
+        if windowed:
+            held = ring + shown + min(self.units, kept.cache // s.pace) * s.tokens
         for n, seen in self._passes():
-            after = min(held, seen * 3 // 2) if self.archived and self.work.live else _roomy(seen)
+            after = min(held, seen * 3 // 2) if windowed and work.live else _roomy(seen) * part
             # A windowed memory moves what is new when the pass has ended.
-            new = n if self.archived else 0
-            tower, layer = self._tower_bytes(n), self._layer_bytes(n, seen)
-            most = max(
-                most, before * s.kv_bytes_per_token + tower, (after + new) * s.kv_bytes_per_token + layer
-            )
-            before = after
-            if self.archived and not self.work.live:
-                last = after + window * 3 // 2
-        fixed, kept = s.weights * self.size, held * s.kv_bytes_per_token
-        return fixed + kept, max(0.0, most - kept), max(0.0, last * s.kv_bytes_per_token - kept), host
+            new = n if windowed else 0
+            most = max(most, before * s.kv_bytes_per_token + self._tower_bytes(n))
+            most = max(most, (after + new) * s.kv_bytes_per_token + self._layer_bytes(n, seen))
+            before, last = after, after + ring if windowed and not work.live else 0.0
+        fixed, stays = s.weights * self.size, held * s.kv_bytes_per_token
+        return fixed + stays, max(0.0, most - stays), max(0.0, last * s.kv_bytes_per_token - stays), host
 
     def _tower_bytes(self, n: int) -> float:
         """Patches in the tower, those of a call; pixels; and the features of all."""

@@ -364,7 +364,7 @@ class PositionIds:
         return last, max(most, self.span(whole, own)) + 1
 
     def admits(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
-        """Return whether the positions of `ends`, and one more for an answer, are within the model's limit."""
+        """Whether a pass of `rows` fits: its last position (`ends`), and one more for an answer, are below the limit."""
         last, taken = self.ends(units, pending, rows, own)
         return last + 1 < self.limit and taken <= self.limit
 

@@ -158,11 +158,12 @@ def check_pairs(recipe: Recipe) -> None:
         raise RecipeError(
             f"draft {draft.name!r} reads the whole cache and kv {kv.name!r} is another; set kv to {DEFAULTS['kv']!r}."
         )
-    for memory in (kv, getattr(draft, "kv", None)):
+    for memory in (kv, draft.kv):
         if "branches" in draft.needs and isinstance(memory, StreamPolicy) and not memory.allows_branches:
+            chains = registry("draft").those(lambda cls: cls.active and "branches" not in cls.needs)
             raise RecipeError(
                 f"draft {draft.name!r} proposes trees and kv {memory.name!r} takes chains alone (allows_branches is not "
-                "True); choose a draft that proposes chains, such as sequential."
+                f"True); choose a draft that proposes chains: {chains}."
             )
     if "rollback" in draft.needs and kv.rollback_limit is not None and kv.rollback_limit < draft.max_rollback:
         raise RecipeError(
@@ -173,7 +174,7 @@ def check_pairs(recipe: Recipe) -> None:
 
 def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
     if prune.stage == "draft":
-        drafts = [name for name, cls in registry("draft").items() if hasattr(cls, "prune")]
+        drafts = [name for name, cls in registry("draft").items() if "video" in cls.needs]
         raise RecipeError(
             f"prune {prune.name!r} chooses what a draft sees; give it to the draft, for example as {{draft: {{name: "
             f"{drafts[0]}, prune: {prune.name}}}}}, or choose one for the target."
@@ -200,10 +201,11 @@ def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
     """Raise `RecipeError` for a pruner that has no part in what a question on a stream recalls."""
     acts = prune.on_stream()
     if acts is None:
+        others = registry("prune").those(lambda cls: cls.stage == "layer" and cls.needs <= {"attention"})
         raise RecipeError(
             f"prune {prune.name!r} works on the states of a whole prompt, and kv {kv.name!r} takes a video in unit by unit, "
-            f"before there is a question; choose one that acts on units or on what is recalled, such as fastv, or set kv to "
-            f"{DEFAULTS['kv']!r}."
+            f"before there is a question; choose one that acts on units or on what is recalled, such as {others}, or set kv "
+            f"to {DEFAULTS['kv']!r}."
         )
     if prune.compact and acts.stage == "layer":
         raise RecipeError(
@@ -238,9 +240,7 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
     """The memory of a recipe that reads a video as a stream, a session's or a prompt's."""
     kv, draft = recipe.kv, recipe.draft
     if not isinstance(kv, StreamPolicy):
-        streams = " or ".join(
-            repr(name) for name, cls in registry("kv").items() if issubclass(cls, StreamPolicy)
-        )
+        streams = registry("kv").those(lambda cls: issubclass(cls, StreamPolicy))
         raise RecipeError(f"kv {kv.name!r} cannot hold a stream; set kv to {streams}.")
     if not (recipe.sparse.dense or kv.ingests):
         raise RecipeError(
@@ -257,9 +257,10 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
     own = draft.pruner if draft.active else None
     scored = isinstance(own, ScorePruner) and own.needs == {"hidden"}
     if own is not None and not (scored or own.needs <= {"attention"}):
+        others = registry("prune").those(lambda cls: cls.stage == "draft" and cls.needs <= {"attention"})
         raise RecipeError(
             f"draft {draft.name!r} has prune {own.name!r}, which reads {' and '.join(sorted(own.needs))}, and on kv "
-            f"{kv.name!r} one may read attention, or score by states (ScorePruner); choose another, such as attention."
+            f"{kv.name!r} one may read attention, or score by states (ScorePruner); choose another, such as {others}."
         )
     return kv
 

@@ -171,6 +171,10 @@ class Registry(Mapping[str, type[Any]]):
         meanings = (getattr(cls, "words", {}).get(name) for cls in self._classes.values())
         return next((meaning for meaning in meanings if meaning is not None), None)
 
+    def those(self, fits: Callable[[Any], bool]) -> str:
+        """Return the names of the classes of this kind that `fits` admits, for an error's sentence: "'one' or 'two'"."""
+        return " or ".join(repr(name) for name, cls in self.items() if fits(cls))
+
     def build(self, name: str, fields: Mapping[str, Any] | None = None) -> Any:
         """Create an instance of the class registered as `name`, with `fields` as its dataclass fields.
 

@@ -38,7 +38,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmaccel.backends.ops import layer_ops
 from mmaccel.core.layout import IMAGE, VIDEO
@@ -64,9 +63,6 @@ WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "
 
 WINDOWS = "mmaccel_flash_windows"
 """The name of `attention` among transformers' attention functions."""
-
-_KNOWN: Any = WeakTensorKeyDictionary()
-"""The batches of lengths seen: all layers of a call of the tower are given the same tensor, which goes with the call."""
 
 _FUSED: WeakSet[nn.Module] = WeakSet()
 """Towers with fewer kernels by now."""
@@ -277,9 +273,13 @@ def attention(
         return window_attend(query, key, value, cu_seq_lens_q, scale), None
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         kwargs.pop(name, None)
-    if cu_seq_lens_q not in _KNOWN:
-        _KNOWN[cu_seq_lens_q] = batches_of(cu_seq_lens_q.tolist(), query.device)
-    shapes, order, back = _KNOWN[cu_seq_lens_q]
+    # Layers are given one tensor, which keeps its batches until it is written to; an inference tensor's values tell that.
+    ends: Any = cu_seq_lens_q
+    state = ends.tolist() if ends.is_inference() else (id(ends), ends._version)
+    known: Any = getattr(ends, "mmaccel_batches", (None, None))
+    if known[0] != state:
+        known = ends.mmaccel_batches = state, batches_of(ends.tolist(), query.device)
+    shapes, order, back = known[1]
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
     if order is not None:
         rows = [x.index_select(0, order.to(x.device)) for x in rows]

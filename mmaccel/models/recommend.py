@@ -176,7 +176,7 @@ def recommend(
         if why:
             unfit[name] = why
             continue
-        own = draft if hasattr(recipe.draft, "model") else None
+        own = draft if "model" in recipe.draft.needs else None
         one = found[name] = costs.cost(recipe, sizes, work, device, own)
         room = work.memory if device.cuda else min(work.memory, work.host)
         lacks[name] = max(0, one.device_bytes - room), max(0, one.host_bytes - work.host)
@@ -199,19 +199,19 @@ def _unfit(
     name: str, recipe: Recipe, sizes: rates.Sizes, work: costs.Work, lossless: bool, draft: rates.Sizes | None
 ) -> str | None:
     """Why a preset cannot serve, whatever the memory."""
-    bounded = hasattr(recipe.kv, "frames")
+    kept = recipe.kv.footprint(sizes.tokens, sizes.pace)
     if lossless and name not in LOSSLESS:
         return "it may answer otherwise than the plain model"
-    if work.live and not bounded:
-        return "it keeps all frames on the device, and a camera has no end"
+    if work.live and kept.shown is None:
+        return "a question sees all frames, and a camera has no end"
     if work.live and not recipe.sparse.dense:
         return "its pattern acts on stored videos"
-    if hasattr(recipe.draft, "model") and draft is None:
+    if "model" in recipe.draft.needs and draft is None:
         return "it takes a draft model; name one by --draft"
-    if not work.live and getattr(recipe.kv, "spill", "") == "drop_oldest":
+    if not work.live and kept.evicts:
         return "it is for live cameras; film-many-questions keeps all of a stored film"
     columns = -(-work.frames // sizes.pace) * sizes.tokens + work.words + work.answer
-    if not bounded and columns > sizes.limit:
+    if (recipe.kv.sequences or kept.shown is None) and columns > sizes.limit:
         return f"the video takes {columns} of the model's {sizes.limit} positions"
     return None
 

@@ -73,7 +73,8 @@ class Admission:
         return promise.rate * sum(seconds for seconds, _ in costs) / max(1, sum(new for _, new in costs))
 
     def bytes(self, promise: Promise) -> float:
-        """Predicted final memory of a stream in bytes, from its growth, or that of the longest stream of its recipe."""
+        """Predicted final memory of a stream in bytes: by its own growth, or by the longest stream's of its recipe before it
+        has any frames."""
         model = promise if promise.last[0] else self._longest.get(promise.recipe, promise)
         (seen, held), each = model.last, model.grown()
         kv: Any = self._recipes[promise.recipe].kv

@@ -93,13 +93,16 @@ class SharedStreams(Streams):
     async def __aenter__(self) -> None:
         await threaded(self._expire)
         await super().__aenter__()
-        self._telling = asyncio.create_task(_tell(self.engine.metrics.registry))
+        self._works = [*map(asyncio.create_task, (self._expiring(), _tell(self.engine.metrics.registry)))]
 
     async def __aexit__(self, *error: object) -> None:
-        self._telling.cancel()
+        for one in self._works:
+            one.cancel()
         await super().__aexit__(*error)
 
     async def open(self, asked: SessionRequest, caller: str, number: str | None = None) -> Stream:
+        if number is None:
+            await threaded(partial(self._check_own, caller))
         stream = await super().open(asked, caller)
         del self._open[stream.id]
         stream.id = number or f"{stream.id}.{self._replica}"
@@ -170,12 +173,33 @@ class SharedStreams(Streams):
         if forget:
             await threaded(partial(shutil.rmtree, self._live / stream.id, True))
 
-    def _expire(self) -> None:
-        """Delete streams that have been idle for longer than `idle_seconds`."""
+    def _check_own(self, caller: str) -> None:
+        """Raise `Refused` where the streams of a caller in the folder, of all replicas, are too many or too large."""
+        count = held = 0
         for file in self._live.glob(f"*/{FACTS}"):
+            with suppress(OSError):  # another replica deletes it
+                if json.loads(file.read_text(encoding="utf-8"))["owner"] == caller:
+                    held += sum(one.stat().st_size for one in file.parent.rglob("*"))
+                    count += 1
+        if count >= self.limits.saves or held >= self.limits.saved_bytes:
+            raise Refused(429, "too many streams are open on all replicas; close one.", "too_many_streams")
+
+    async def _expiring(self) -> None:
+        while True:
+            await asyncio.sleep(min(30.0, self.limits.idle_seconds / 2))
+            await threaded(self._expire)
+
+    def _expire(self) -> None:
+        """Mark streams at work here as used, and delete those that no replica has used for longer than `idle_seconds`."""
+        for number in [number for number, one in list(self._open.items()) if one.busy]:
+            with suppress(OSError):
+                os.utime(self._live / number / FACTS)
+        for place in self._live.glob("*"):
             with suppress(OSError):  # another replica deletes too
-                if time.time() - file.stat().st_mtime > self.limits.idle_seconds:
-                    shutil.rmtree(file.parent, True)
+                file = place / FACTS
+                used = (file if file.exists() else place).stat().st_mtime
+                if time.time() - used > self.limits.idle_seconds:
+                    shutil.rmtree(place, True)
 
 
 @asynccontextmanager

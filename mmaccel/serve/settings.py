@@ -36,7 +36,8 @@ class Limits:
                     shared steps; `waiting` requests in the queue; `fetching` concurrent downloads of one caller
     sessions        open streams of all callers; `own_sessions` of one; closed after `idle_seconds` without a request
     busy            share of the time that frames of all streams may take; the rest is for answers
-    memory_bytes    of all streams, on all devices and disks; `saves`: saved streams of one caller, of `saved_bytes`
+    memory_bytes    of all streams, on all devices and disks; `saves`: saved streams of one caller, of `saved_bytes`;
+                    under Ray also its open streams on all replicas
     sockets         of one caller; `message_bytes` of a message, and of waiting frames
     calls           concurrent questions and calls with frames on one caller's streams; more wait
     kept            videos cached for the next question, of `kept_bytes` in all

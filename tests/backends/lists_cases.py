@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import block_lists
 from mmaccel.backends.ops import operator as operators
+from mmaccel.backends.ops.block_attend import FULL, Part
 from mmaccel.backends.ops.block_lists import FIELDS, copy_pieces
 from mmaccel.backends.triton.prefill import attend, lists
 from mmaccel.backends.triton.prefill import kernel as working
@@ -22,7 +23,7 @@ from mmaccel.backends.triton.prefill.kernel import MOST_PIECES, WAVES, Work
 from mmaccel.backends.triton.prefill.lists import copy_pieces as launched
 from mmaccel.backends.triton.prefill.lists import count_masked, join_pairs
 from mmaccel.core.prefill.merge_heads import Slice, TensorPacker
-from mmaccel.core.prefill.plan import FULL, AttentionPlan, Part, span_by_range
+from mmaccel.core.prefill.plan import AttentionPlan, span_by_range
 
 from .interpreted import DEVICE, INTERPRETED, first
 from .oracle import flat

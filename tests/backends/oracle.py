@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mmaccel.core.prefill.plan import AttentionPlan, Part
+from mmaccel.backends.ops.block_attend import Part
+from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan
 
 

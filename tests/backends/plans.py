@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.prefill.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range, span_from_table
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, pad_rows, span_by_range, span_from_table
 from mmaccel.policies.sparse import AShape, Boundary2D, Grid, KBoundary, QBoundary, VerticalSlash
 from tests.policies.sparse.scenes import Scene, sequence
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends import reference, select
+from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.reference import block_attend
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part
+from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import AShape, Grid
 from tests.products import product

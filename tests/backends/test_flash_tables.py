@@ -15,10 +15,10 @@ from mmaccel.backends.flash import attend
 from mmaccel.backends.flash.tiles import Tiles, compact_tiles, split, tiled
 from mmaccel.backends.ops import dense_attend
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.block_attend import FULL
+from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.plan import FAR, AttentionPlan, BlockLists, KeySpan, Part, pad_rows, span_by_range
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, pad_rows, span_by_range
 from mmaccel.policies.sparse import AShape
 
 from .flash_cases import check, recorded

@@ -20,12 +20,13 @@ from mmaccel.backends import reference
 from mmaccel.backends import triton as backend
 from mmaccel.backends.ops import block_attend as schema
 from mmaccel.backends.ops import operator as operators
+from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part
 from mmaccel.backends.triton.prefill import attend
 from mmaccel.backends.triton.prefill.attend import block_attend
 from mmaccel.backends.triton.prefill.kernel import WAVES, Work
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.prefill.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
+from mmaccel.core.prefill.plan import AttentionPlan, span_from_table
 from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import PerHead
 from tests.policies.sparse.scenes import Scene, sequence

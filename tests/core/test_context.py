@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from mmaccel.backends import reference, select
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
-from mmaccel.core.prefill.context import _joined, share
+from mmaccel.core.prefill.context import Context, _joined, share
 from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
+from mmaccel.policies.kv import Full
 from tests.backends.oracle import budget
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.products import product
@@ -105,3 +110,20 @@ def test_every_kernel_computes_a_share_and_no_more(name: str, backend: str) -> N
     merged = _joined(*(torch.stack(tensors) for tensors in zip(*found, strict=True)))
     exact, allowed = budget(query, key, value, plan.to_mask(), 0.125)
     assert float((merged - exact).abs().max()) <= 2 * allowed  # each of two shares is rounded once
+
+
+def test_who_shares_columns_is_asked_and_not_named() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(Full):
+        """Somebody else's memory, of full's columns."""
+
+        name = "own"
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        assert Context(mesh, Recipe(kv=Own()), {}).size == 1
+        with pytest.raises(RecipeError, match=r"kv 'window'.*only kv 'full' without"):
+            Context(mesh, Recipe(kv="window"), {})
+    finally:
+        dist.destroy_process_group()

@@ -11,18 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends import flex, reference
+from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.merge_heads import merge_plans
-from mmaccel.core.prefill.plan import (
-    AttentionPlan,
-    BlockLists,
-    HeadRun,
-    KeySpan,
-    Part,
-    head_runs,
-    span_by_range,
-    span_from_table,
-)
+from mmaccel.core.prefill.plan import AttentionPlan, HeadRun, head_runs, span_by_range, span_from_table
 from mmaccel.core.prefill.sparse import attend_plan, launches
 from mmaccel.policies.sparse import AShape, Grid, VerticalSlash
 from tests.backends.oracle import masked

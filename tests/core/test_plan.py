@@ -11,18 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends import reference
+from mmaccel.backends.ops.block_attend import ABSENT, FULL, TEST, BlockLists, HeadRange, KeySpan, Part
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.plan import (
-    ABSENT,
     FAR,
-    FULL,
-    TEST,
     AttentionPlan,
-    BlockLists,
-    HeadRange,
-    KeySpan,
-    Part,
     check_sizes,
     numbered,
     pad_rows,

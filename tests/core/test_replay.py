@@ -17,11 +17,12 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mmaccel
+from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.decoding import replay
 from mmaccel.core.decoding.draft import judge
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.attention import AttentionConfig
-from mmaccel.core.prefill.plan import FAR, AttentionPlan, Part, span_by_range
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, span_by_range
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import register, registry

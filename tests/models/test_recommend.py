@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import mmaccel
 from mmaccel.backends.select import Store
 from mmaccel.core import costs, rates
 from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.recipe import (
     FORMER,
     MAIN_PRESETS,
@@ -29,8 +31,10 @@ from mmaccel.core.recipe import (
     presets,
     stream_policy,
 )
+from mmaccel.core.registry import registry
 from mmaccel.models.recommend import LOSSLESS, device_of, recommend, sizes_of
 from mmaccel.models.shapes import SHAPES
+from mmaccel.policies.kv import Full
 from mmaccel_lab.world import World, render
 from tests.models.streams import QUESTION, film, pair
 from tests.products import product
@@ -55,12 +59,19 @@ def test_sizes_are_the_loaded_model_s(name: str) -> None:
         assert sizes.tokens == session._live.info.unit  # type: ignore[union-attr]
         held = session.counters()
         columns = held["held"] + 256  # a buffer's room
-        assert held["bytes"] <= columns * sizes.column <= 1.3 * held["bytes"] + 256 * sizes.column
+        assert (
+            held["bytes"]
+            <= columns * sizes.kv_bytes_per_token
+            <= 1.3 * held["bytes"] + 256 * sizes.kv_bytes_per_token
+        )
 
 
 def test_a_shape_and_a_folder_are_counted_without_weights(random_folder: Any) -> None:
     assert 7.9e9 < SIZES.weights < 8.2e9 and (SIZES.patches, SIZES.tokens) == (729, 196)
-    assert SIZES.column == 2 * 28 * 4 * 128 * 2 and SIZES.inner == SHAPES["llava-onevision-7b"].intermediate
+    assert (
+        SIZES.kv_bytes_per_token == 2 * 28 * 4 * 128 * 2
+        and SIZES.inner == SHAPES["llava-onevision-7b"].intermediate
+    )
     folder = random_folder("tiny-ov-draft")
     sizes = sizes_of(folder, (112, 112))
     assert sizes.weights == sum(p.numel() for p in mmaccel.load_model(folder).parameters())
@@ -71,7 +82,7 @@ def test_a_shape_and_a_folder_are_counted_without_weights(random_folder: Any) ->
 def test_terms_grow_as_their_work_does() -> None:
     one, two = (costs.cost(Recipe(), SIZES, work(frames=n), DEVICE) for n in (600, 1200))
     assert 2 * one.read_s < two.read_s < 4 * one.read_s, "products go with the length, pairs with its square"
-    grown = 600 * SIZES.tokens * SIZES.column
+    grown = 600 * SIZES.tokens * SIZES.kv_bytes_per_token
     assert two.device_bytes - one.device_bytes > grown and one.host_bytes == 0
     film, longer = (
         costs.cost(
@@ -95,6 +106,43 @@ def test_what_a_pattern_lists_is_what_it_costs() -> None:
     short = work(frames=4)
     dense, sparse = (costs.cost(Recipe(sparse=one), SIZES, short, DEVICE) for one in ("dense", "a_shape"))
     assert sparse.read_s == dense.read_s, "where dense attention is faster it runs"
+
+
+@pytest.mark.parametrize("name", sorted(registry("kv")))
+@pytest.mark.parametrize("live", [False, True])
+def test_every_memory_is_predicted_by_what_it_declares(name: str, live: bool) -> None:
+    recipe, one = Recipe(kv=name), work(frames=3600, questions=2, live=live)
+    full, found = (costs.cost(each, SIZES, one, DEVICE) for each in (Recipe(), recipe))
+    told = (found.read_s, found.question_s, found.token_s, float(found.device_bytes), float(found.host_bytes))
+    assert all(math.isfinite(n) and n >= 0 for n in told) and min(found.question_s, *told[2:4]) > 0
+    kept = recipe.kv.footprint(SIZES.tokens, SIZES.pace)
+    if kept == Footprint():
+        assert name == "full" and found == full
+    else:
+        assert found.device_bytes < full.device_bytes
+    assert (found.host_bytes > 0) == (kept.host != 0)
+    assert (found.read_s == 0) == kept.deferred
+    if kept.copied:
+        assert (
+            found.token_s > full.token_s
+            and found.host_bytes >= 3600 * SIZES.tokens * SIZES.kv_bytes_per_token
+        )
+    elif not kept.deferred:
+        assert found.question_s <= full.question_s and (kept.shown is None or found.token_s < full.token_s)
+
+
+def test_a_memory_of_somebody_else_is_taken_for_one_that_keeps_all() -> None:
+    """Its fields say nothing, whatever their names: what it declares does."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(Full):
+        frames: int = 4
+
+    assert costs.cost(Recipe(kv=Own()), SIZES, work(), DEVICE) == costs.cost(Recipe(), SIZES, work(), DEVICE)
+    live = recommend(SIZES, work(live=True), DEVICE, presets=["full", "recent"])
+    assert "camera" in live.unfit["full"] and live.name == "recent"
+    drafts = {name: "model" in cls.needs for name, cls in registry("draft").items()}
+    assert drafts == {name: hasattr(cls, "model") for name, cls in registry("draft").items()}
 
 
 def test_a_draft_costs_its_own_reading_and_gives_tokens() -> None:

@@ -117,7 +117,29 @@ def test_lengths_are_read_once_a_call_for_all_layers(monkeypatch: pytest.MonkeyP
             tower(pixels, grid_thw=grid)
             # 5 steps of 3 x 4 windows; 5 steps.
             assert read == [61, 6] * turn
-    assert not len(modules._KNOWN)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_lengths_that_were_written_to_are_read_again(mode: Any) -> None:
+    """A caller may keep the tensor of lengths and write the next video's into it; nothing is kept beside the tensor."""
+    with mode():
+        query, key, value = torch.randn(3, 1, 2, 12, 8, generator=torch.Generator().manual_seed(5)).unbind()
+        kept = torch.tensor([0, 4, 8, 12])
+
+        def found(lengths: Tensor) -> Tensor:
+            module = torch.nn.Module()
+            return modules.attention(module, query, key, value, None, lengths, scaling=1.0, is_causal=False)[
+                0
+            ]
+
+        first = found(kept)
+        assert torch.equal(found(kept), first)
+        kept.copy_(torch.tensor([0, 2, 10, 12]))
+        again = found(kept)
+        assert torch.equal(again, found(torch.tensor([0, 2, 10, 12]))) and not torch.equal(again, first)
+        copied = copy.deepcopy(kept).fill_(0)
+        copied[1:] = torch.tensor([4, 8, 12])
+        assert torch.equal(found(copied), first)
 
 
 def test_batches_are_by_length_and_rows_come_back() -> None:

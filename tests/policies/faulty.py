@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Proposal
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import StreamPass
-from mmaccel.core.prefill.plan import FAR, AttentionPlan, Part, span_by_range, span_from_table
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, span_by_range, span_from_table
 from mmaccel.core.prefill.prune import Stage, TokenPruner, candidates, staying
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.draft.prompt_lookup import PromptLookup

@@ -142,6 +142,52 @@ def test_what_nobody_uses_any_longer_is_removed(tmp_path: Path) -> None:
         assert call(two, "GET", f"/{old}", None).status_code == 404
 
 
+def test_what_nobody_uses_is_removed_while_a_replica_runs(tmp_path: Path) -> None:
+    """Also what a replica that crashed had only begun."""
+    settings = Settings(saves=tmp_path, limits=Limits(idle_seconds=1.0))
+    with running(settings, registry=functools.partial(replicas.SharedStreams, replica="one")):
+        left = [tmp_path / replicas.LIVE / f"{name * 24}.gone" for name in "ab"]
+        for one in left:
+            one.mkdir(parents=True)
+        (left[0] / replicas.FACTS).write_text('{"owner": "local"}')
+        end = time.monotonic() + 20
+        while any(one.exists() for one in left):
+            assert time.monotonic() < end, "it stays"
+            time.sleep(0.1)
+
+
+def test_a_stream_that_is_only_asked_is_in_use(tmp_path: Path) -> None:
+    """By a socket, whose questions are no requests of their own: a replica that starts leaves it alone."""
+    settings = Settings(saves=tmp_path, limits=Limits(idle_seconds=2.0))
+    asked = json.dumps({"type": "ask", "id": "1", "question": QUESTION, "max_tokens": 2})
+    with running(settings, registry=functools.partial(replicas.SharedStreams, replica="one")) as one:
+        number = call(one, "POST", "", None, recipe="mosaic").json()["id"]
+        call(one, "POST", f"/{number}/frames", None, frames=list(jpegs()[:2]), fps=1)
+        with connect(f"ws{one.url.removeprefix('http')}{SESSIONS}/{number}/socket") as talk:
+            end = time.monotonic() + 4
+            while time.monotonic() < end:
+                talk.send(asked)
+                while json.loads(talk.recv(30))["type"] != "answer":
+                    pass
+            with running(settings, registry=functools.partial(replicas.SharedStreams, replica="two")) as two:
+                assert call(two, "GET", f"/{number}", None).json()["frames"] == 2
+
+
+def test_a_caller_has_so_many_streams_on_all_replicas(tmp_path: Path) -> None:
+    settings = Settings(saves=tmp_path, keys=(KEY, OTHER), limits=Limits(saves=2))
+    with (
+        running(settings, registry=functools.partial(replicas.SharedStreams, replica="one")) as one,
+        running(settings, registry=functools.partial(replicas.SharedStreams, replica="two")) as two,
+    ):
+        numbers = [call(place, "POST", "", recipe="mosaic").json()["id"] for place in (one, two)]
+        for place in (one, two):
+            answer = call(place, "POST", "", recipe="mosaic")
+            assert answer.status_code == 429 and "on all replicas" in answer.text
+        assert call(one, "POST", "", OTHER, recipe="mosaic").status_code == 201
+        assert call(two, "DELETE", f"/{numbers[0]}").status_code == 200
+        assert call(one, "POST", "", recipe="mosaic").status_code == 201
+
+
 def test_homes_of_streams() -> None:
     """The named replica while it is there; after that the others share its streams, and a fourth moves but some."""
     numbers = [f"{n:020d}.a" for n in range(300)]

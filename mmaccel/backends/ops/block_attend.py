@@ -345,7 +345,7 @@ def prepare(kernel: Any, part: Part, *sizes: Any) -> tuple[list[Tensor]] | tuple
 
 
 class Call(NamedTuple):
-    """The arguments of `block_attend` with the part unpacked; see `define`."""
+    """Arguments of `block_attend`: queries of one `Part` of a plan, and the keys and values that its spans index."""
 
     query: Tensor
     key: Tensor

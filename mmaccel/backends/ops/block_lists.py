@@ -99,8 +99,8 @@ def reach(
 def listed_area(
     row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
 ) -> Tensor:
-    """Number of query-key pairs in listed blocks, [b, h] int64, for the row [b, h, M, 5] and index of a `BlockLists`. Only
-    present rows of q_row [b, h, P] and k_row [b, h, N] count."""
+    """Number of query-key pairs in listed blocks, [b, h] int64. row [b, h, M, 5] and index: the fields of a `BlockLists`.
+    q_row [b, h, P], k_row [b, h, N]: the token of each slot; empty ones (-1) do not count."""
     nq, nk = count_present(q_row, block_q), count_present(k_row, block_k)
     (b, h), m = lead_sizes(row, nq, nk), row.shape[2]
     begin, count, _, _, shift = row.expand(b, h, m, 5).unbind(-1)

@@ -25,6 +25,7 @@ from mmaccel.core.adapter import Branches, Columns, ModelView, Runner
 from mmaccel.core.decoding.replay import Compiled
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError
+from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.prefill.prune import Probe, TokenPruner
 from mmaccel.core.registry import Policy
 
@@ -208,8 +209,8 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     active  whether this strategy drafts at all
     needs   what it requires of the recipe: "rollback", that the KV memory can drop the last `max_rollback` columns;
-            "memory", that it holds every column of an accelerated model, for the draft to read; "branches", that it takes
-            trees; "prompt", the prompt's own inputs, which a stream lacks; "video", these or a stream (`watch`)
+            "memory", that it holds every column of an accelerated model; "branches", that it takes trees; "prompt", the
+            prompt's own inputs, which a stream lacks; "video", these or a stream (`watch`); "model", a draft model
 
     in_batches  whether the sequences of a batch are drafted for, each in its turn: "always"; "never"; or "measured": where
                 that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled
@@ -217,6 +218,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     active: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset()
+    kv: ClassVar[KVPolicy | None] = None  # the memory of a stream of its own; None: one like the target's
 
     in_batches: Literal["measured", "always", "never"] = "measured"
 

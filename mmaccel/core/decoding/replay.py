@@ -86,7 +86,7 @@ class Replays:
         return not self.works or any(isinstance(one, _Replay | str) for one in some)
 
     def room(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor `name` for work to read and write: zero at first, then the same until the mark changes."""
+        """Return the buffer `name` that captured work reads and writes: made once, of zeros; a change of `mark` drops it."""
         known = (name, shape, dtype)
         if known not in self._rooms:
             with torch.inference_mode(False):

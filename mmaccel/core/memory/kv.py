@@ -16,6 +16,7 @@ from mmaccel.core.adapter import Branches, Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import PositionIds, TokenLayout
 from mmaccel.core.memory.buffers import grow_buffer as grow_buffer
+from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.registry import Policy, refuse_former_names
 
 
@@ -135,17 +136,19 @@ class KVPolicy(Policy, ABC, kind="kv"):
     """Which keys and values a sequence keeps: a KV cache policy. `open` returns the state of one batch of sequences."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    exact: ClassVar[bool] = False
-    """Answers equal those of a model that keeps everything."""
-    sequences: ClassVar[bool] = True
-    """Whether it can be the memory of ordinary sequences, by `open`."""
-    allows_sparse: ClassVar[bool] = True
-    """Whether a sparse prefill pattern may stand beside this memory."""
+    exact: ClassVar[bool] = False  # whether answers equal those of a model that keeps everything
+    sequences: ClassVar[bool] = True  # whether it can be the memory of ordinary sequences, by `open`
+    allows_sparse: ClassVar[bool] = True  # whether a sparse prefill pattern may stand beside this memory
+    shares_columns: ClassVar[bool] = False  # whether processes may hold shares of its columns
 
     @property
     def rollback_limit(self) -> int | None:
         """How many of the last cache columns can be rolled back; None: all."""
         return None
+
+    def footprint(self, tokens: int, pace: int) -> Footprint:
+        """Return what it keeps and shows of a video whose units are of `tokens` tokens and `pace` frames, for `costs`."""
+        return Footprint()
 
     @abstractmethod
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState: ...
@@ -277,12 +280,9 @@ class StreamState(KVState):
         """Return the memory to its state at `checkpoint`, also after a pass that failed."""
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
-        """Return the memory as it is now, for one question, or None if frames have to wait until an answer has ended.
-
-        The question runs in the `question_scope` of the snapshot. Frames that arrive meanwhile go to this memory; the answer
-        does not see them. `stream` is the question's; `pause` lets frames come while `evidence` is computed. One snapshot is
-        in use at a time.
-        """
+        """Return the memory as it is now, for one question, or None if frames have to wait until an answer has ended. One is
+        in use at a time. The question runs in its `question_scope`, and sees no frame that arrives meanwhile: those go to
+        this memory. `stream` is the question's; `pause` lets frames come while `evidence` is computed."""
         return None
 
     def between(self, first: int, end: int) -> None:

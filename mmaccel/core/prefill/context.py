@@ -30,6 +30,7 @@ from mmaccel.core.prefill.attention import MIN_ROWS, PASS, ForwardPass
 from mmaccel.core.prefill.plan import AttentionPlan, head_runs, numbered
 from mmaccel.core.prefill.sparse import MERGED, attend_plan, window_plan
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.registry import registry
 
 # Its name from torch 2.13 on, which warns of the former one.
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -52,13 +53,14 @@ class Context:
                 "context_mesh: layers with a sliding window keep columns of their own; leave it out for this model."
             )
         for kind, part, serves in (
-            ("kv", recipe.kv, recipe.kv.name == "full"),
+            ("kv", recipe.kv, recipe.kv.shares_columns),
             ("prune", recipe.prune, recipe.prune is None),
             ("draft", recipe.draft, not recipe.draft.active),
         ):
             if not serves:
+                able = registry("kv").those(lambda cls: cls.shares_columns)
                 raise RecipeError(
-                    f"{kind} {part.name!r}: under context_mesh a process holds a share of the columns, which only kv 'full' "  # type: ignore[union-attr]
+                    f"{kind} {part.name!r}: under context_mesh a process holds a share of the columns, which only kv {able} "  # type: ignore[union-attr]
                     f"without pruner and draft serves; leave {kind} out."
                 )
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmaccel.backends.ops.block_attend import Part, remember
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView
-from mmaccel.core.prefill.plan import FAR, AttentionPlan, Part, head_runs, remember, span_from_table
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, head_runs, span_from_table
 from mmaccel.core.prefill.sparse import BlockAttend, attend_plan, merge
 
 BLOCK = 64

@@ -12,17 +12,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import block_lists
+from mmaccel.backends.ops.block_attend import ABSENT, BlockLists, HeadRange, KeySpan, Part
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.plan import (
-    ABSENT,
-    FAR,
-    AttentionPlan,
-    BlockLists,
-    DenseHeads,
-    HeadRange,
-    KeySpan,
-    Part,
-)
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, DenseHeads
 
 Share = tuple[Sequence[int], AttentionPlan | None]
 """Some heads, in the order in which their plan has them, and the plan; None for heads that are to be dense.

@@ -20,14 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.block_attend import ABSENT as ABSENT
-from mmaccel.backends.ops.block_attend import FULL as FULL
-from mmaccel.backends.ops.block_attend import TEST as TEST
-from mmaccel.backends.ops.block_attend import BlockLists as BlockLists
-from mmaccel.backends.ops.block_attend import HeadRange as HeadRange
-from mmaccel.backends.ops.block_attend import KeySpan as KeySpan
-from mmaccel.backends.ops.block_attend import Part as Part
-from mmaccel.backends.ops.block_attend import remember as remember
+from mmaccel.backends.ops.block_attend import ABSENT, FULL, TEST, BlockLists, KeySpan, Part, remember
 from mmaccel.backends.ops.block_lists import block_bounds, compacted, listed_area, reach, restrict_rows
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout

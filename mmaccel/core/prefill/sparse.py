@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import measure, select
-from mmaccel.backends.ops.block_attend import empty_output, prepare, remember
+from mmaccel.backends.ops.block_attend import Part, empty_output, prepare, remember
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.errors import RecipeError
@@ -24,7 +24,6 @@ from mmaccel.core.prefill.plan import (
     FAR,
     AttentionPlan,
     HeadRun,
-    Part,
     head_runs,
     numbered,
     pad_rows,

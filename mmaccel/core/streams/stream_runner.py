@@ -84,7 +84,7 @@ class GuardedDraftStream:
             if self._held_up_s > max(SLOW_S, SLOW * others_s):
                 raise DraftError(
                     f"it held up the stream for {self._held_up_s:.0f} s where all else took {others_s:.0f} s; give it "
-                    "a cheaper kv, such as no_cache, or leave the draft out"
+                    "a cheaper kv, or leave the draft out"
                 )
 
     def idle(self) -> None:

@@ -92,12 +92,12 @@ class PeerStrategy(DraftStrategy):
     reads_text  the draft reads only text, and may be a causal language model without vision
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"rollback", "video"})
+    needs: ClassVar[frozenset[str]] = frozenset({"rollback", "video", "model"})
     reads_text: ClassVar[bool] = False
 
     model: str | nn.Module = BESIDE
     prune: TokenPruner | None = None
-    kv: StreamPolicy | None = None
+    kv: StreamPolicy | None = None  # type: ignore[misc]
 
     @classmethod
     def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ class TextOnly(Sequential):
     is used. Placeholders of images and videos are never proposed. On a stream it reads the words before and after the video.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
+    needs: ClassVar[frozenset[str]] = frozenset({"rollback", "model"})
     reads_text: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.errors import Limit, RecipeError, at_least, limited, shown, warn
+from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import policy as built
 from mmaccel.core.registry import with_base_dir
@@ -173,6 +174,11 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
             )
         if self.thin and self.keep_seconds is None:
             raise RecipeError(f"{self.name}: thin has no effect without keep_seconds; give it too.")
+
+    def footprint(self, tokens: int, pace: int) -> Footprint:
+        own, shown = super().footprint(tokens, pace), self.frames + self.local
+        own = replace(own, shown=shown, recalled=self.frames, cache=self.cache, clusters=self.index.clusters)
+        return replace(own, host=None, evicts=self.spill == "drop_oldest")
 
     def outdated(self, unit: int, age: float) -> bool:
         """Return whether `unit` (a frame), shown `age` seconds before the newest, is to be forgotten."""

@@ -47,6 +47,7 @@ class IndexPolicy(Policy, ABC):
 
     opens: ClassVar[type[Index]]
     """What `Index` says makes it, of this policy."""
+    clusters: ClassVar[bool] = False  # whether each unit that comes is put into a cluster, on the host
 
     similarity: Literal["dot", "cosine"] = "dot"
     ask_by: Literal["mean", "words"] = "mean"
@@ -54,9 +55,7 @@ class IndexPolicy(Policy, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not hasattr(self, "opens"):
-            raise RecipeError(
-                f"{self.name}: the index opens nothing; set opens, a class variable, to its `Index`."
-            )
+            raise RecipeError(f"{self.name}: the index opens nothing; set opens, its class of `Index`.")
 
 
 class SearchResult(NamedTuple):

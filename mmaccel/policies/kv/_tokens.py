@@ -20,6 +20,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, at_least, limited
 from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import MARGIN, KVView, Stream, StreamPass, StreamPolicy, grow_buffer
 from mmaccel.policies.kv._window import Look, Pair, QuestionView, attention, mean_query
 from mmaccel.policies.kv._windowed import StreamMemory
@@ -57,6 +58,9 @@ class TokenPolicy(StreamPolicy):
 
     frames: int = limited(64, at_least(1))
     positions: Literal["original", "compact"] = "original"
+
+    def footprint(self, tokens: int, pace: int) -> Footprint:
+        return Footprint(window=self.frames, ingest=self.frames + (self.clip or pace), shown=self.frames)
 
 
 class TokenMemory(StreamMemory):

@@ -20,6 +20,7 @@ from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, at_least, limited
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import CacheSlot, Stream, StreamPass, StreamPolicy, StreamState, UnitEvidence
 
 Pair = tuple[Tensor, Tensor]
@@ -58,9 +59,10 @@ class WindowedPolicy(StreamPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.local <= self.window:
-            raise RecipeError(
-                f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."
-            )
+            raise RecipeError(f"{self.name}: local is {self.local}; give 0 to window, {self.window}.")
+
+    def footprint(self, tokens: int, pace: int) -> Footprint:
+        return Footprint(window=self.window, ingest=self.ingest_frames, shown=self.local)
 
     def sizes(self, stream: Stream) -> dict[str, Any]:
         """Return the policy's fields counted in units (steps of time: frames, or temporal patches of them)."""
@@ -311,8 +313,7 @@ class QuestionRows:
     def begin(self, stream_pass: StreamPass) -> None:
         """Start to record a question's rows."""
         self._rows, self._first, self._count = {}, words_of(stream_pass)[0], stream_pass.rows
-        self._listed = 0
-        self._kept = stream_pass.weigh
+        self._listed, self._kept = 0, stream_pass.weigh
 
     def at(self, layer: int, query: Tensor, slot: CacheSlot, turned: bool) -> None:
         """Record queries [1, H, n, D] of all its rows at a layer, and their cache slot; those without RoPE (not `turned`)
@@ -342,9 +343,8 @@ class QuestionRows:
         if raw:
             # Of few rows, which a layer leaves where the next question's go: one launch for all.
             held = torch.stack([row.query for row in raw.values()])
-            self._rows |= {
-                layer: row._replace(query=one) for (layer, row), one in zip(raw.items(), held, strict=True)
-            }
+            pairs = zip(raw.items(), held, strict=True)
+            self._rows |= {layer: row._replace(query=one) for (layer, row), one in pairs}
 
     def clear(self) -> None:
         """Forget the question's rows, when its answer has ended."""

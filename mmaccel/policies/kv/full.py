@@ -44,6 +44,7 @@ class Full(StreamPolicy):
     exact: ClassVar[bool] = True
     sequences: ClassVar[bool] = True
     allows_sparse: ClassVar[bool] = True
+    shares_columns: ClassVar[bool] = True
     ingests: ClassVar[bool] = True
     allows_branches: ClassVar[bool] = True
 

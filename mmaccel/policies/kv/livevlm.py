@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import Limit, at_least, between, limited
+from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attended
@@ -48,6 +49,10 @@ class LiveVLM(TokenPolicy):
     bucket: int = limited(1, at_least(1))
     page: int = limited(16, at_least(1))
     probes: int | None = limited(None, at_least(1))
+
+    def footprint(self, tokens: int, pace: int) -> Footprint:
+        held, found = super().footprint(tokens, pace), int(self.frames * self.recall)
+        return replace(held, window=self.frames + self.recent, shown=found + self.recent, recalled=found)
 
     def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

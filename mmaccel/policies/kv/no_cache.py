@@ -14,6 +14,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError, at_least, limited
 from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import register
@@ -53,6 +54,9 @@ class NoCache(StreamPolicy):
             raise RecipeError(
                 f"{self.name}: kept is {self.kept}; give at least twice frames, {2 * self.frames}."
             )
+
+    def footprint(self, tokens: int, pace: int) -> Footprint:
+        return Footprint(shown=self.frames, host=self.kept, deferred=True)
 
     def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

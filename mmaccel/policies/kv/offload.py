@@ -12,6 +12,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import limited, one_of
 from mmaccel.core.files import checkpoint_io
+from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamState, grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import HostPolicy
@@ -36,6 +37,9 @@ class Offload(HostPolicy):
     allows_branches: ClassVar[bool] = True
 
     spill: Spill = limited("refuse", one_of("refuse", "disk", why=", for it keeps everything"))
+
+    def footprint(self, tokens: int, pace: int) -> Footprint:
+        return Footprint(host=None, copied=True)
 
     def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, at_least, limited
+from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import KVState, KVView, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._windowed import StreamMemory
@@ -48,6 +49,10 @@ class Window(StreamPolicy):
     @property
     def rollback_limit(self) -> int | None:
         return self.margin
+
+    def footprint(self, tokens: int, pace: int) -> Footprint:
+        frames = -(-self.window // tokens) * pace
+        return Footprint(window=frames, shown=frames)
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         return WindowState(geometry.layers, self.sinks, self.window, self.margin)

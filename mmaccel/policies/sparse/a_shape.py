@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmaccel.backends.ops.block_attend import KeySpan, Part
 from mmaccel.core.errors import at_least, limited
-from mmaccel.core.prefill.plan import FAR, KeySpan, Part
+from mmaccel.core.prefill.plan import FAR
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks, whole_blocks
 

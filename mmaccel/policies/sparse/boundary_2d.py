@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from mmaccel.backends.ops.block_attend import KeySpan, Part
 from mmaccel.core.errors import RecipeError, UnknownName, shown
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
-from mmaccel.core.prefill.plan import KeySpan, Part
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import policy, register, registry
 from mmaccel.policies.sparse.orders import IntraPattern, LayerInputs, RegionPattern, seen_share, whole_blocks

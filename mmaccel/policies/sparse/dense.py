@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mmaccel.core.prefill.plan import FAR, Part
+from mmaccel.backends.ops.block_attend import Part
+from mmaccel.core.prefill.plan import FAR
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
 

@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.block_attend import KeySpan, Part
 from mmaccel.backends.ops.lines import turned_classes
 from mmaccel.core.errors import SHARE, Limit, RecipeError, at_least, limited
-from mmaccel.core.prefill.plan import FAR, KeySpan, Part, span_by_range
+from mmaccel.core.prefill.plan import FAR, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_blocks
 from mmaccel.policies.sparse.estimate import Score

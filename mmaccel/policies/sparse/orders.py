@@ -11,8 +11,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.block_attend import KeySpan, Part, remember
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.plan import FAR, AttentionPlan, HeadRun, KeySpan, Part, remember, span_by_range
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, HeadRun, span_by_range
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout
 

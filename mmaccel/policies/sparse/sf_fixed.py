@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.block_attend import KeySpan, Part
 from mmaccel.core.errors import RecipeError, at_least, limited, shown
 from mmaccel.core.layout import TEXT
-from mmaccel.core.prefill.plan import FAR, KeySpan, Part, pad_rows, span_by_range
+from mmaccel.core.prefill.plan import FAR, pad_rows, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks, whole_blocks
 

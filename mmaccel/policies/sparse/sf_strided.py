@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mmaccel.core.prefill.plan import Part, span_by_range
+from mmaccel.backends.ops.block_attend import Part
+from mmaccel.core.prefill.plan import span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import Region, spanned_blocks, whole_blocks
 from mmaccel.policies.sparse.sf_fixed import KeySegments, SegmentedPattern, fitting

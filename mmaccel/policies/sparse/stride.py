@@ -166,9 +166,9 @@ class Frames:
 
 
 def by_class(number: Tensor, most: int) -> Tensor:
-    """Return the indices that sort tokens [..., n] by (class, rank); `number` are their classes, those >= `most` come last.
+    """Indices that sort tokens by class `number` [..., n], in their order within a class; classes >= `most` come last.
 
-    Sorting costs time per bit of the numbers: 16-bit ones take a quarter of the launches.
+    Sorting costs time per bit of the numbers, so small ones are cast to 16 bits: a quarter of the launches.
     """
     number = number.clamp(max=most)
     return (number.to(torch.int16) if most < 2**15 else number).argsort(stable=True, dim=-1)

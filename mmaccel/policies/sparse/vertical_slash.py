@@ -8,9 +8,10 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.lines import slash_runs, split_line_keys, strongest
 from mmaccel.core.errors import at_least, limited
-from mmaccel.core.prefill.plan import FAR, BlockLists, KeySpan, Part, span_by_range
+from mmaccel.core.prefill.plan import FAR, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
 

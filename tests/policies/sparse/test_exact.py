@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.prefill.plan import AttentionPlan, Part, pad_rows, span_from_table
+from mmaccel.core.prefill.plan import AttentionPlan, pad_rows, span_from_table
 from mmaccel.policies.sparse import AShape, Grid, VerticalSlash, orders
 from mmaccel.policies.sparse.orders import LayerInputs
 

@@ -13,11 +13,12 @@ from hypothesis import given
 from torch import Tensor
 
 import mmaccel
+from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.plan import AttentionPlan, Part
+from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.recipe import Recipe
 from mmaccel.policies.sparse import AShape, PerHead, VerticalSlash
 from mmaccel.policies.sparse.orders import IntraPattern, Region

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.backends import select
 from mmaccel.backends.ops import operator
-from mmaccel.backends.ops.block_attend import empty_output, remember
+from mmaccel.backends.ops.block_attend import KeySpan, Part, empty_output, remember
 from mmaccel.backends.ops.lines import has_kernel
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.merge_heads import merge_plans
-from mmaccel.core.prefill.plan import AttentionPlan, KeySpan, Part
+from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan, launches
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse.estimate import LastQueries

@@ -86,7 +86,7 @@ def copy_kernel(
     v_copies, capacity, blocks, heads,
     GROUP: tl.constexpr, SHARED: tl.constexpr, BOX: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Copy one key block that is not adjacent in the tensor to its slot of the pool, and set its `home` to -2 - slot."""
+    """Copy a key block whose keys are not consecutive rows of the tensor to a slot; its `home` becomes -2 - slot."""
     block, x, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = (b * heads + x).to(tl.int64) * blocks + block
     slot = tl.load(upto + at) - 1

@@ -132,8 +132,8 @@ def reach_kernel(
     Q_LEAST, Q_MOST, q_b, q_h, K_LEAST, K_MOST, k_b, k_h, OUT, lo, hi, M, blocks, H, steps,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Run of key blocks that each query block reaches, by four binary searches in lockstep, so that each step waits for
-    memory once."""
+    """For each query block the run of key blocks in which a pair can pass lo <= q - k < hi, and of these the ones to test:
+    four binary searches over block bounds, in lockstep, so that each step waits for memory once."""
     lead = tl.program_id(1)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = block < M

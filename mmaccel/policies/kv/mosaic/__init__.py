@@ -311,6 +311,7 @@ class Clusters(IndexPolicy):
 
     needs: ClassVar[frozenset[str]] = frozenset({"look", "hidden"})
     opens: ClassVar = ClusterIndex
+    clusters: ClassVar[bool] = True
 
     init: int = limited(64, at_least(2))
     visual: int = limited(16, at_least(1))

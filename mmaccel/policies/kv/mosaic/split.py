@@ -282,12 +282,12 @@ class UnitMeans:
         return unit(points)
 
     def look_points(self, layer: Tensor, units: Tensor) -> Tensor:
-        """Return the points [..., E + 1] of the visual features of `units` (frames) [...]; `layer` is not used."""
+        """Unit vectors [..., E + 1] of the centred visual features of `units` (frames) [...]; all layers share them."""
         assert self.centre is not None
         return self._points(self.look[units.clamp_min(0)], self.centre[0])
 
     def key_points(self, layer: Tensor, units: Tensor) -> Tensor:
-        """Return the points [b, m, d + 1] of the keys of `units` (frames) [b, m] at `layer` [b]; any for unit -1."""
+        """Unit vectors [b, m, d + 1] of the centred keys of `units` (frames) [b, m] at `layer` [b]; any for unit -1."""
         assert self.centre is not None
         # Row by row, for a tensor indexed by two others is gathered number by number.
         at = (units.clamp_min(0) * self.key.shape[1] + layer[:, None]).flatten()

@@ -1,0 +1,30 @@
+"""What a memory declares of its needs, from which `costs` predicts seconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What a memory keeps and shows of a video, counted in frames (None: all of them). The default is all, on the device.
+
+    window    that a pass of live frames sees, and that the device keeps; cache: that it keeps besides
+    ingest    that a pass of a stored video sees; None: as many as there is room for
+    shown     that a question sees; recalled: of these, each layer finds so many by a search
+    host      that the host keeps of those that left the device; evicts: whether the oldest go when it is full
+    clusters  whether each frame is put into a cluster as it comes
+    copied    whether every pass, question and token copies all that it sees from the host
+    deferred  whether frames are run when a question comes, and not before
+    """
+
+    window: int | None = None
+    ingest: int | None = None
+    shown: int | None = None
+    recalled: int = 0
+    cache: int = 0
+    host: int | None = 0
+    evicts: bool = False
+    clusters: bool = False
+    copied: bool = False
+    deferred: bool = False

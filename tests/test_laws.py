@@ -1,0 +1,169 @@
+"""Laws of the code that no type tells: core knows no policy, no mapping by tensors, hooks in one place."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from mmaccel.core.registry import DEFAULTS, KINDS, registry
+from tests.house import FILES, PACKAGE
+
+# Names of policies that are words too: in a sentence of core they are the word, but for where a sentence names a policy.
+WORDS = ("attention", "dense", "frames", "full", "other", "tree", "window")
+# The registry asks classes of every kind, some of which are no policies, for what policies declare.
+REGISTERED = ("'__dataclass_fields__', {}", "'words', {}", "'FORMER', ()")
+# Where core may name one: defaults where they are defined, a signal, a stage, what the report calls a head without a plan.
+NAMED = {
+    "registry.py": {*DEFAULTS.values(), *(f"getattr(cls, {one})" for one in REGISTERED)},
+    "streams/session.py": {"mosaic"},
+    "streams/live.py": {"mosaic"},
+    "prefill/prune.py": {"attention", "frames"},
+    "prefill/attention.py": {"dense"},
+    "recipe.py": {"attention"},
+    "report_page.py": {"frames"},
+    "streams/saved_stream.py": {"frames"},
+}
+PARTS = (
+    "recipe",
+    "sparse",
+    "kv",
+    "draft",
+    "prune",
+    "pruner",
+    "policy",
+    "index",
+    "memory",
+    "pattern",
+    "strategy",
+    "cls",
+)
+
+
+def of_a_part(node: ast.AST) -> bool:
+    """Whether an expression is by its name a part of a recipe, or a field of one: `recipe.draft.pruner`, `self.kv`."""
+    name = getattr(node, "attr", getattr(node, "id", "")).lstrip("_")
+    inner = getattr(node, "func", None) or getattr(node, "value", None)
+    return name in PARTS or (not name and inner is not None and of_a_part(inner))
+
+
+def knows(source: str, names: set[str]) -> list[str]:
+    """Where a source knows policies: strings that name one of `names`, docstrings apart; and tests of a recipe's parts by
+    their name, or by what they happen to have."""
+    words = "|".join(WORDS)
+    plain = rf"'({words})'|^({words})$|(?:such as|sparse|kv|draft|prune|index|name:) ({words})\b"
+    rest = "|".join(map(re.escape, names - {*WORDS}))
+    named = re.compile(rf"{plain}|(?<![\w-])({rest})(?![\w-])")
+    tree, found = ast.parse(source), list[str]()
+    told = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            found += [one[0] for one in named.finditer(node.value)]
+        elif isinstance(node, ast.Compare):
+            sides = [side for side in (node.left, *node.comparators) if isinstance(side, ast.Attribute)]
+            found += [ast.unparse(node) for side in sides if side.attr == "name" and of_a_part(side.value)]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("hasattr", "getattr"):
+            by_name = isinstance(node.args[1], ast.Constant)
+            found += [ast.unparse(node)] if by_name and of_a_part(node.args[0]) else []
+    return found
+
+
+def test_core_knows_no_policy() -> None:
+    """No text in core names a policy, a family or an index, and no code asks for one by its name or by its fields."""
+    names = {name for kind in KINDS for name in registry(kind)}
+    found = {}
+    for path in (PACKAGE / "core").rglob("*.py"):
+        inside = str(path.relative_to(PACKAGE / "core"))
+        known = [
+            one for one in knows(path.read_text(encoding="utf-8"), names) if one not in NAMED.get(inside, ())
+        ]
+        found |= {inside: known} if known else {}
+    assert found == {}
+
+
+def test_what_core_must_not_know_is_noticed() -> None:
+    names = {"fastv", "mosaic", "no_cache", "full", "attention", "clusters"}
+    for breach in (
+        "x = f'prune {p}: choose one, such as fastv, or none'",
+        "x = 'give it a cheaper kv, such as no_cache'",
+        "x = 'choose another, such as attention.'",
+        "x = f'only kv {one} or kv full serves'",
+        "x = kv == 'full'",
+        "x = recipe.kv.name == one",
+        "x = one != self.kv.index.name",
+        "x = hasattr(recipe.draft, 'model')",
+        "x = getattr(self.kv, 'frames', 0)",
+        "x = getattr(getattr(self.kv, 'index', None), 'size', 0)",
+    ):
+        assert knows(breach, names), breach
+    for right in (
+        "'full of attention'",
+        "x = [getattr(self._kv, name) for name in free]",
+        "x = device.name == 'cpu'",
+    ):
+        assert knows(right, names) == [], right
+
+
+# Files beside models/install.py that reach into an object's own attributes or register hooks of modules, and why.
+REACHES = {
+    "cli/ask.py": "progress of a prompt, by hooks that go with the call",
+    "contract/family.py": "what a family's layers are given, in a check",
+    "core/memory/split.py": "a cached property of a layout",
+    "core/registry.py": "fields of base classes",
+    "core/streams/parts.py": "a cached property",
+    "models/attention.py": "a stand-in for a module, while its attention is read",
+    "models/generate.py": "the state of a call, as it was",
+    "models/hf.py": "the model's own rope_deltas, as they were",
+    "models/layer_step.py": "a copy of a block, of which one part is another",
+    "models/loading.py": "a cached property of a layout",
+    "models/signals.py": "what a thread has read",
+    "models/stream.py": "a cached property",
+}
+
+
+def reaches(tree: ast.AST) -> bool:
+    names = (node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return any(name == "__dict__" or name.startswith("register_forward") for name in names)
+
+
+def keyed_by_tensors(tree: ast.Module) -> list[str]:
+    """Names of the module that stand for a mapping by a tensor, or that are indexed by an address or an identity."""
+    found, own = list[str](), set[str]()
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            told = ast.unparse(node)
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [ast.unparse(target) for target in targets]
+            own |= {*names}
+            found += (
+                names
+                if re.search(r"(TensorKey|IdKey)Dictionary|[Dd]ict(ionary)?\[(\w+\.)?Tensor\b", told)
+                else []
+            )
+    by = re.compile(r"data_ptr\(|(?<!\w)id\(")
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Subscript)
+            and ast.unparse(node.value) in own
+            and by.search(ast.unparse(node.slice))
+        ):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_what_is_kept_of_a_tensor_goes_with_it() -> None:
+    """No mapping of a module is by a tensor or its address: it would stay false after a write, and live on."""
+    kept = {
+        str(p.relative_to(PACKAGE)): keyed_by_tensors(ast.parse(p.read_text(encoding="utf-8"))) for p in FILES
+    }
+    assert {name: found for name, found in kept.items() if found} == {}
+    for breach in (
+        "_KNOWN: Any = WeakTensorKeyDictionary()",
+        "_known: dict[Tensor, int] = {}",
+        "_kept = {}\ndef f(x):\n    _kept[x.data_ptr()] = 1",
+    ):
+        assert keyed_by_tensors(ast.parse(breach)), breach
+
+
+def test_hooks_are_installed_in_one_place() -> None:
+    trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+    assert {name for name, tree in trees.items() if reaches(tree)} == {*REACHES, "models/install.py"}

@@ -282,7 +282,7 @@ UNLOADED: dict[str, tuple[str, str]] = {
     "of captions": ("caption CLIP --model OV --recipe PAIR --draft OV", "prune 'fastv' has compact = True"),
     "of the demo": ("demo --model OV --recipe PAIR", "prune 'fastv' has compact = True"),
     **{
-        f"of eval {name}": (f"eval {name} --model OV --recipe PAIR", "and kv 'rekv' decides where")
+        f"of eval {name}": (f"eval {name} --model OV --recipe PAIR", "and kv 'rekv' sets the positions")
         for name in EVALS
     },
     "of a stream": ("watch CLIP --model OV --recipe PAIR", "prune 'fastv' has compact = True"),

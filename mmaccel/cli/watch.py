@@ -327,7 +327,7 @@ class Watching:
         self.answer(due)
 
     def answer(self, due: list[Asked], last: bool = False) -> None:
-        """Ask the questions that are due, or the `last` ones; prints a note for times outside of what was watched."""
+        """Ask the questions whose time has come, or the `last` ones. Prints a note where a time was not watched."""
         for at, text in due:
             end = self._session.seconds
             if last and at is not None and at > end + 1 / self._fps:

@@ -126,7 +126,7 @@ def one_of(*choices: object, why: str = "") -> Limit:
 
 
 def between(least: float, most: float, give: str) -> Limit:
-    """Return a `Limit` that allows numbers from `least` to `most`, both included; `give` describes them in words."""
+    """A `Limit` of numbers from `least` to `most`, both included; `give` ends its error, such as "a share above 0"."""
     return Limit(
         lambda value: _is_number(value) and not isinstance(value, bool) and least <= value <= most, give
     )

@@ -34,8 +34,8 @@ class Rows(NamedTuple):
 
 
 class StepStates(NamedTuple):
-    """Recurrent states of B sequences in a decode step. told [B, 4] long: start, base, upto and slot, as in `delta_rows`;
-    layers: per recurrent layer the journals [S, R, W] and states [S, H, K, V] of S slots (`recurrent.StateSlots`)."""
+    """Recurrent states of B sequences in a decode step. told [B, 4] long: first new column, columns that the state contains
+    before and after, and slot. layers: each recurrent layer's journal [S, R, W] and states [S, H, K, V] (`delta_rows`)."""
 
     told: Tensor
     layers: Sequence[tuple[Tensor, Tensor]]

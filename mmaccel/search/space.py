@@ -103,7 +103,7 @@ def compose(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> d
 
 
 def one_slot(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
-    """The recipe mapping of boundary type `kind` with `pattern` in one slot and nothing in the others."""
+    """The `sparse` part of a recipe: boundary `kind` with `pattern` for one modality or pair (`slot`) alone."""
     if kind == "no_boundary":
         return dict(pattern)
     if kind == "boundary_2d":

@@ -297,7 +297,7 @@ def test_a_former_name_is_the_preset_that_took_its_place() -> None:
     ],
 )
 def test_a_paper_s_preset_lists_each_field_that_differs_from_ours(name: str, ours: str, page: str) -> None:
-    """In the head of its file, `field value  where (default: value, ...)`; and the page of the paper names the preset."""
+    """In the head of its file, `field value  where (default: value, ...)`; and the page of the paper has rows of both."""
     text = resources.files("mmaccel").joinpath("recipes", f"{name}.yaml").read_text()
     found = re.findall(r"^# (\w+) (\S+)\s{2,}.*\(default: ([^,)]+)", text, re.MULTILINE)
     assert len(found) == text.count("default: ")
@@ -306,8 +306,9 @@ def test_a_paper_s_preset_lists_each_field_that_differs_from_ours(name: str, our
     assert theirs.keys() == default.keys()
     differs = {field: (theirs[field], default[field]) for field in theirs if theirs[field] != default[field]}
     assert listed == {field.rpartition(".")[2]: values for field, values in differs.items()}
-    told = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    assert f"`{name}`" in told
+    root, rows = Path(__file__).parents[2], f"{name}_tiny-ov_cpu_202611.jsonl"
+    told = (root / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in told and f"`{rows}`" in told and (root / "bench" / "results" / rows).is_file()
 
 
 def leaves(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
     @property
     def keys(self) -> int | None:
-        """Number of keys of the span, if each is at its own position and later ones are absent; None if not known."""
+        """Number n of keys of the span, if key i is the token i for all i < n and no other is present; None if unknown."""
         return self.of.ordered if self.of.ranks else None
 
 

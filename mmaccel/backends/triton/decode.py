@@ -367,8 +367,8 @@ def project_rows(
     x, weight, bias=(), gain=None, eps=0.0, residual=None, gated=False, squares=None, *, block_k=None,
     ahead=None,
 ):  # fmt: skip
-    """Launch `ops.layer_ops.project_rows` on x [R, K]; a program reads `block_k` inputs at a time. With `ahead` [O], the
-    weight of the following norm, returns the three results of `ops.layer_ops.pass_rows`."""
+    """Linear layers on x [R, K] by one kernel (`ops.layer_ops.project_rows`); a program reads `block_k` inputs at a time.
+    With `ahead` [O], the weight of the following norm, returns sums, gained sums and squares, as `pass_rows` does."""
     rows, K = x.shape
     widths = [w.shape[0] for w in weight]
     width = widths[0] if gated else sum(widths)

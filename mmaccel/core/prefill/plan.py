@@ -368,10 +368,10 @@ def span_from_table(
     block_k: int,
     **known: Any,
 ) -> KeySpan:
-    """Return a span that lists the True entries of `table` [b, h, M, key blocks]; positions in any order. Blocks in which no
-    pair passes the range test are dropped, the rest classified. Reads sizes on the host.
+    """Return a span that lists the True entries of `table` [b, h, query blocks, key blocks]; positions in any order. Blocks
+    in which no pair has lo <= q_pos - k_pos < hi are dropped; those in which each pair has it need no test.
 
-    In each list the blocks that need a test come last.
+    In each list the blocks that need a test come last. Waits for the device: sizes are read on the host.
     """
     b, h, m, n = table.shape
     row, index = table.reshape(b * h * m, n).nonzero(as_tuple=True)

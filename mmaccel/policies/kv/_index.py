@@ -136,8 +136,8 @@ class Index(ABC):
 
     @abstractmethod
     def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
-        """Add new units (frames): visual features [n, E] if needed (`look`); for each layer raw keys and values [1, G, n *
-        P, D]; and the units [L, k] that their pass `retrieved`."""
+        """Add n new units (frames). look [n, E]: visual features, None if the index needs none; pairs: each layer's keys and
+        values [1, G, n * P, D], before RoPE; retrieved [L, k]: the older units that their own pass retrieved."""
 
     def digest(self, keep: int = 0) -> None:
         """Process the units (frames) that arrived, except those of the last `keep` passes."""
@@ -300,7 +300,7 @@ class Index(ABC):
         return {"end": end, "entries": here, "number": number, "rows": rows}
 
     def copied(self) -> Index:
-        """Return a copy that searches as this index does now (after `prepare`), independent of later changes."""
+        """A copy that later changes leave as it is, with the same search results; `prepare` was called on this one."""
         other = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):

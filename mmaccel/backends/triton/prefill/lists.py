@@ -162,7 +162,7 @@ def reach_kernel(
 def present_kernel(
     k_row, k_b, k_h, nk, OUT, H, blocks, leads, BLOCK: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr
 ):
-    """Number of present keys in each of TILE blocks of one head; also sets OUT to zero."""
+    """Of one head: how many keys each of TILE key blocks holds beside padding (-1). OUT, which is added to, begins at 0."""
     lead = tl.program_id(1)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

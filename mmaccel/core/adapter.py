@@ -244,8 +244,8 @@ class ModelAdapter(ABC):
         for kind, part in (("kv", recipe.kv), ("prune", prune), ("draft", draft), ("prune", draft.pruner)):
             if part is not None and part.no_tensor_parallel is not None:
                 raise RecipeError(
-                    f"{kind} {part.name!r}: it {part.unsharded}, so it does not run under tensor parallelism; choose "
-                    f"another {kind}, or load the model without distributed_config."
+                    f"{kind} {part.name!r}: it {part.no_tensor_parallel}, so it does not run under tensor parallelism; "
+                    f"choose another {kind}, or load the model without distributed_config."
                 )
         layers = [] if prune is None else [one.layer for one in prune.stages(self.geometry(model).layers)]
         first = self.first_prune_layer(model)

@@ -300,7 +300,7 @@ def test_what_is_not_shared_is_refused_in_a_sentence(ranks: list[dict[str, Any]]
     assert told == ranks[1]["refused"] and set(told) == {*WRONG, "mesh", "states", "padded", "weights"}
     assert told["window"].startswith("kv 'window': under context_mesh a process holds a share of the columns")
     assert told["mesh"].startswith("context_mesh: give a DeviceMesh of one dimension")
-    assert told["states"].startswith("context_mesh: layers with a running state")
+    assert told["states"].startswith("context_mesh: recurrent layers")
     assert "give prompts of one length" in told["padded"] and "output_attentions" in told["weights"]
 
 

@@ -64,5 +64,6 @@ def test_the_image_is_made_of_what_is_there() -> None:
     assert {*read, *project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]} <= set(copied)
     assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     (told,) = re.findall(r"^CMD \[(.+)\]$", FILE, re.MULTILINE)
-    assert parsed([word.strip().strip('"') for word in told.split(",")])["saves"] == Path("/saves")
+    saves = parsed([word.strip().strip('"') for word in told.split(",")])["saves"]
+    assert Path(saves) == Path("/saves")  # text under older versions of typer, which make the path later
     assert set(re.findall(r"--build-arg (\w+)=", PAGE)) == set(re.findall(r"^ARG (\w+)", FILE, re.MULTILINE))

@@ -146,7 +146,7 @@ def test_a_frame_waits_for_one_piece(kv: str) -> None:
     model, processor = pair("tiny-ov")
     with mmaccel.VideoSession(model, processor, None, kv={"name": kv}) as session:
         session.watch(film(25), fps=2.0)
-        given = {"fps": 20.0, "seconds": 2.0, "count": 400, "tokens": 16}
+        given = {"fps": 20.0, "seconds": 1.2, "count": 400, "tokens": 16}
         row = live.measured(session, film(25), **given)
     print(row)
     assert row["answers"] >= 1 and row["frames"] > 3 and row["words"] == 400

@@ -35,13 +35,22 @@ from tests.policies.draft.toy_service import VOCAB, table
 TARGET = bigram(table(1))
 
 
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    """A process that writes by the toy rule."""
-    started = Worker("tests.policies.draft.toy_service:serve", {"model": "1"})
-    started.wait(READY, 60)
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Worker]]:
+    started: list[Worker] = []
     yield started
-    started.close()
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def worker(workers: list[Worker]) -> Worker:
+    """A process that writes by the toy rule: another one, where a test has ended the last."""
+    if not workers or not workers[-1].alive:
+        workers.append(Worker("tests.policies.draft.toy_service:serve", {"model": "1"}))
+        workers[-1].wait(READY, 60)
+    workers[-1].wire.silence_s = 30.0
+    return workers[-1]
 
 
 def stop(worker: Worker) -> None:

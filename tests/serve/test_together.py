@@ -64,14 +64,20 @@ def said(answer: Any) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-def test_answers_share_steps_and_are_those_of_each_alone() -> None:
+@pytest.fixture(scope="module")
+def plain() -> list[Any]:
+    """The answers to `BODIES`, one after another."""
+    with running(Settings(), model=without_end()) as served:
+        return asyncio.run(answers(served, BODIES, at_once=False))
+
+
+def test_answers_share_steps_and_are_those_of_each_alone(plain: list[Any]) -> None:
     """Of six that come at once two prompts are read at a time, and all are decoded together; seeds give the same again."""
     with running(Settings(), model=without_end()) as served:
-        alone = [said(one) for one in asyncio.run(answers(served, BODIES, at_once=False))]
         sizes = list[int]()
         served.engine.batch._told = slowly(sizes)
         found = asyncio.run(answers(served, BODIES))
-        assert [said(one) for one in found] == alone
+        assert list(map(said, found)) == list(map(said, plain))
         assert max(sizes) > 2 and len(served.engine.batch) == 0
         assert all(one.json()["mmaccel"]["alone"] is None for one in found)
         assert [one.json()["usage"]["completion_tokens"] for one in found] == [16 + 6 * n for n in range(6)]
@@ -119,11 +125,12 @@ def test_no_more_share_steps_than_the_limit() -> None:
             assert "mmaccel_alone_answers_total 0.0" in client.get("/metrics").text
 
 
-def test_one_that_finds_no_memory_in_a_step_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = 3
+def test_one_that_finds_no_memory_in_a_step_leaves_the_others(
+    plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, alone = 3, list(map(said, plain))
     with running(Settings(), model=without_end()) as served:
-        alone = [said(one) for one in asyncio.run(answers(served, BODIES, at_once=False))]
-        prompts = [one.json()["usage"]["prompt_tokens"] for one in asyncio.run(answers(served, BODIES))]
+        prompts = [one.json()["usage"]["prompt_tokens"] for one in plain]
         buffers = FullState.buffers
 
         def full(self: FullState, room: int) -> Any:

@@ -98,7 +98,9 @@ def test_an_answer_rests_on_the_video(name: str, shipped: Shipped, loaded: Loade
         )
         assert first.right(said.text)
         counts = set()
-        for case in others[:5]:
+        for case in others:
+            if len(counts) >= 2:
+                break
             inputs = prompt(processor, case.content(film.watch(case.world)), model)
             counts.add(ask(model, processor, inputs, max_new_tokens=8).text)
     assert len(counts) >= 2

@@ -216,7 +216,7 @@ class StreamSteps:
         """All layers. What they share, angles and the column that rows are written to, is sent once."""
         x = self._entered(embeds)
         layers, count, room = self._layers, len(x), self._replays.room
-        angles, begins, turned, wrote, name = self._named(slots, count)
+        angles, begins, turned, wrote, at = self._named(slots)
         sizes = (2, 1, count, slots[0].angles[0].shape[-1])
         ropes = [room(("rope", n), sizes, x.dtype) for n in range(len(angles))]
         for rope, pair in zip(ropes, angles, strict=True):
@@ -224,7 +224,7 @@ class StreamSteps:
                 place[:, : angle.shape[2]] = angle[0]
         starts = [room(("from", n), (1, 1), torch.long).fill_(column) for n, column in enumerate(begins)]
         biased = [(n, slot.bias) for n, slot in enumerate(slots) if slot.bias is not None]
-        biases = {n: room(("bias", n), tuple(one.shape), one.dtype) for n, one in biased}
+        biases = {n: self._bias(n, one) for n, one in biased}
         if biases:
             torch._foreach_copy_(list(biases.values()), [one for _, one in biased])
 
@@ -238,14 +238,12 @@ class StreamSteps:
             x.copy_(rows.rows)
             return ()
 
-        self._replays(name, work, at=self._lie)
+        self._replays(("answer", count), work, at=at)
         return normed(self._family.text(self._model).norm, x[: len(embeds)], self._family)
 
-    def _named(
-        self, slots: list[CacheSlot], count: int
-    ) -> tuple[list[Any], list[int], list[int], list[int], Any]:
-        """Of a step of `count` rows: the angles and first columns that layers have, which of these each has, and the name
-        of its capture, at `_lie`."""
+    def _named(self, slots: list[CacheSlot]) -> tuple[list[Any], list[int], list[int], list[int], Any]:
+        """Of a step: the angles and first columns that layers have, which of these each has, and what its capture goes by
+        beside the number of rows."""
         angles = {id(slot.angles): slot.angles for slot in slots}
         begins = list(dict.fromkeys(slot.column for slot in slots))
         turned = [list(angles).index(id(slot.angles)) for slot in slots]
@@ -255,14 +253,14 @@ class StreamSteps:
         if len(self._sides) != len(sides) or any(map(is_not, self._sides, sides)):
             self._sides, self._lie = sides, tuple((x.data_ptr(), x.shape, x.stride()) for x in sides)
         seats = None if self._seats is None else len(self._seats.owners)
-        name = "answer", count, tuple(turned), tuple(wrote), shapes, seats
-        return list(angles.values()), begins, turned, wrote, name
+        at = self._lie, tuple(turned), tuple(wrote), shapes, seats
+        return list(angles.values()), begins, turned, wrote, at
 
     def replays(self, slots: list[CacheSlot] | None) -> bool:
         """Whether an answer's step of one row is already captured as a CUDA graph; `slots` as in `run`."""
         self._replays.under(self._watched)
         if slots is not None:
-            return self._replays.ready(self._named(slots, 1)[-1], self._lie)
+            return self._replays.ready(("answer", 1), self._named(slots)[-1])
         lies = None if self._seats is None else len(self._seats.owners)
         ready = self._replays.ready
         # A layer with a slot, below those that a pruner cuts, is captured by another name, for each place of it.
@@ -331,9 +329,14 @@ class StreamSteps:
             self._starts[number, seat] = start, slot.column
         key, value, bias = slot.key, slot.value, slot.bias
         lies = key.data_ptr(), value.data_ptr(), key.shape, key.stride(), value.stride()
-        bias = None if bias is None else room(("bias", seat), tuple(bias.shape), bias.dtype).copy_(bias)
+        bias = None if bias is None else self._bias(seat, bias).copy_(bias)
         own = None if self._seats is None else len(self._seats.owners)
         return rope, start, bias, (lies, None if bias is None else bias.shape, own)
+
+    def _bias(self, number: int, like: Tensor) -> Tensor:
+        """A room of the size of `like` [m], one of all that share a power of two: summary tokens come and go."""
+        whole = 1 << len(like).bit_length()
+        return self._replays.room(("bias", number), (whole,), like.dtype)[: len(like)]
 
     def _leave(
         self, number: int, left: Rows, x: Tensor, qkv: list[Tensor], carried: StepStates | None

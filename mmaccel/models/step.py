@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_not
@@ -26,6 +27,9 @@ DEVICES = ("cuda",)
 
 WIDTHS = (1, 2, 4, *range(8, 65, 8))
 """Numbers of rows of a question's step: fewer are filled up to the next of these, more go through the modules."""
+
+FRAMES = 2
+"""Frames at most whose way through the vision tower is captured: of more, the device takes longer than the host."""
 
 Passes = Sequence[tuple[ForwardPass, int, bool]]
 
@@ -66,6 +70,35 @@ def warm_up(stream: Any, state: StreamState, running: Any) -> None:
             break
 
 
+class TowerSteps:
+    """The vision tower for one or two frames, whose launches take the host longer than their work the device, as one CUDA
+    graph: for families whose tower needs nothing but pixels (`Family.pixels_alone`)."""
+
+    def __init__(self, model: nn.Module, family: Any) -> None:
+        self._model, self._family, self._replays = model, family, Replays(home_of(model))
+        self._watched: ModuleFingerprint | None = None
+
+    def features(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """What `Family.frames` gives for `inputs`; None where the modules must be called: more frames, hooks, autocast, a
+        tower on another device, or modules whose `forward` was replaced."""
+        ((name, pixels), *more), family = inputs.items(), self._family
+        if more or not family.pixels_alone or math.prod(pixels.shape[:-3]) > FRAMES:
+            return None
+        text, device = family.text(self._model), pixels.device
+        roots = [one for one in family.multimodal(self._model).children() if one is not text]
+        if self._watched is None or not self._watched.same(roots):
+            self._watched = ModuleFingerprint(roots)
+        away = any(weight.device != device for one in roots for weight in one.parameters())
+        replaced = any("forward" in vars(module) for one in roots for module in one.modules())
+        if away or replaced or self._watched.hooked() or torch.is_autocast_enabled(device.type):
+            return None
+        self._replays.under(self._watched)
+        room = self._replays.room("pixels", tuple(pixels.shape), pixels.dtype).copy_(pixels)
+        told = partial(family.frames, self._model, {name: room})
+        (rows,) = self._replays("tower", lambda: (told(),), at=(pixels.shape, pixels.dtype), lasting=False)
+        return rows.clone()  # the next frame, of any stream, comes to lie there
+
+
 class StreamSteps:
     """Questions and answers of a stream by CUDA graphs: for a question one graph for the layers between two retrievals, for
     an answer, which retrieves nothing, one graph for all layers."""
@@ -78,7 +111,7 @@ class StreamSteps:
         self._steps, self._layers = list[LayerStep | StateStep](), list[LayerStep]()
         self._leads: list[list[StateStep]] = [[]]  # before each layer of attention, and behind the last
         self._seats: StateSlots | None = None
-        self._replays = Replays(home_of(model))
+        self._replays, self.tower = Replays(home_of(model)), TowerSteps(model, family)
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
 

@@ -308,11 +308,11 @@ def test_all_layers_of_an_answer_say_what_the_modules_say(
         assert (one - right).abs().max() <= 1e-4
 
 
+@pytest.mark.usefixtures("repeated")
 @torch.no_grad()
 def test_captures_of_answers_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each question of a stream may have another number of summary tokens, and each of these a capture of all layers."""
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    Calls(monkeypatch)
     model, processor = pair("random-qwen")
     with mmaccel.VideoSession(copy.deepcopy(model), processor, None, kv=every_stream()["full"]) as session:
         session.watch(film(4), fps=FPS)

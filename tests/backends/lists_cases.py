@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmaccel.backends.ops import block_lists
 from mmaccel.backends.ops import operator as operators
@@ -241,23 +241,28 @@ def test_blocks_that_need_a_test_are_counted(size: tuple[int, ...]) -> None:
 
 def test_layers_of_a_pass_share_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """So do all passes under one window; what was made for a plan goes with it."""
-    made, of = list[int](), Work.of
-    monkeypatch.setattr(Work, "of", staticmethod(lambda *given: made.append(1) or of(*given)))
-    monkeypatch.setattr(lists, "_MADE", WeakTensorKeyDictionary())
+    made, of = list[Any](), Work.of
+
+    def noted(*given: Any) -> Work:
+        work = of(*given)
+        made.append(ref(work))
+        return work
+
+    monkeypatch.setattr(Work, "of", noted)
     plan = window_plan.__wrapped__(150, 300, 7, 120, 4, torch.device(DEVICE))
     for layer in range(3):
         query, key, value = (t.to(DEVICE) for t in draw(plan, 2, 16, layer))
         out, _ = attend_plan(plan, query, key, value, 0.25, partial(attend.block_attend, chunk=1))
         want = dense_attend(query, key, value, 0.25, 150, None, 7, 120)
         assert torch.allclose(out, want, atol=1e-3)
-    assert len(made) == 1 and len(lists._MADE) == 1
+    assert len(made) == 1 and made[0]() is not None
     del plan
-    assert len(lists._MADE) == 0
+    assert made[0]() is None
 
 
-def test_what_shares_a_part_of_a_plan_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two plans in turns that have one tensor in common; what belongs to one that is gone is given back."""
-    monkeypatch.setattr(lists, "_MADE", WeakTensorKeyDictionary())
+def test_what_shares_a_part_of_a_plan_has_its_own() -> None:
+    """Plans in turns that have one tensor in common; what belongs to one that is gone is given back, and what was made
+    before a write is made anew."""
     shared, *others = (torch.full((2,), n, device=DEVICE) for n in range(4))
     made = list[int]()
 
@@ -266,9 +271,11 @@ def test_what_shares_a_part_of_a_plan_has_its_own(monkeypatch: pytest.MonkeyPatc
 
     for _ in range(2):
         assert [int(sums(other)[0]) for other in others] == [1, 2, 3]
-    assert len(made) == 3 == len(lists._MADE[shared])
+    assert len(made) == 3 == len(shared.derived)  # type: ignore[attr-defined]
     del others[1:]
-    assert int(sums(others[0])[0]) == 1 and len(made) == 3 and len(lists._MADE[shared]) == 1
+    assert int(sums(others[0])[0]) == 1 and len(made) == 3 and len(shared.derived) == 1  # type: ignore[attr-defined]
+    others[0] += 5
+    assert int(sums(others[0])[0]) == 6
 
 
 class Watched:

@@ -12,7 +12,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError, StoreError
 from mmaccel.core.streams.parts import Clip
-from mmaccel.policies.kv import _index
+from mmaccel.policies.kv import _archived, _index
 from mmaccel.policies.kv.store import slabs
 from tests.models.streams import CLUSTERS, FPS, QUESTION, logits, open_session, pair, resumed
 from tests.models.streams import film as frames_of
@@ -146,7 +146,8 @@ def unit_bytes(session: mmaccel.VideoSession) -> int:
 def test_one_cap_over_all_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session that comes later takes room from the one that holds most, and all of them together stay below the cap."""
     # Streams that other tests keep count too.
-    monkeypatch.setattr(slabs, "_open", weakref.WeakKeyDictionary())
+    for listed in (slabs, _archived):
+        monkeypatch.setattr(listed, "_open", weakref.WeakKeyDictionary())
     with watched("rekv") as one:
         unit = unit_bytes(one)
     # A slab is a 64th of it.

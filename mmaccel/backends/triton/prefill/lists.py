@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmaccel.backends.ops import block_attend, block_lists
 from mmaccel.backends.ops.block_lists import FIELDS, KINDS, TILE, lead_sizes
@@ -305,19 +304,19 @@ def join_pairs(row: Tensor) -> Tensor:
     return out
 
 
-_MADE = WeakTensorKeyDictionary()
-
-
 def once(plan: list[Tensor], name: Any, make: Any) -> Any:
-    """What `make` derives of tensors of a plan, which nobody writes to: computed once on a CUDA stream while all of them
-    live, for all layers of a pass and all passes under the plan. It must hold none of these tensors."""
+    """What `make` derives of tensors of a plan: computed once on a CUDA stream, for all layers of a pass and all passes
+    under the plan, until one of them is written to or is no more. It is kept with the first and must hold none of them."""
     device = plan[0].device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    made = _MADE.setdefault(plan[0], {})
+    made = getattr(plan[0], "derived", None)
+    if made is None:
+        made = plan[0].derived = {}
     for known, (of, _) in list(made.items()):
         if any(one() is None for one in of):
             made.pop(known, None)
-    name = stream, name, *map(id, plan)
+    versions = (0 if t.is_inference() else t._version for t in plan)
+    name = stream, name, *map(id, plan), *versions
     return block_attend.remember(made, name, lambda: ([ref(t) for t in plan], make()))[1]
 
 

@@ -187,7 +187,8 @@ def test_others_open_and_close_while_all_are_listed(
     module: Any, opens: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In threads of theirs, between any two steps of the listing."""
-    monkeypatch.setattr(module, "_open", weakref.WeakKeyDictionary())
+    for listed in (slabs, _archived):  # memories that other tests keep count too
+        monkeypatch.setattr(listed, "_open", weakref.WeakKeyDictionary())
     own: Any = SimpleNamespace(store=open_store(together=1 << 40), _model=SimpleNamespace(model=object()))
     there, new, over = [opens() for _ in range(200)], [opens() for _ in range(50)], threading.Event()
     for one in there:

@@ -149,7 +149,7 @@ class UnknownName(RecipeError):
 
     kinds  known name -> its kind, if names of several kinds are known: then only names of the nearest one's kind are listed
     own    whether a file of the user could register the name
-    others  former names, and names of parts (an index), from which the nearest name may also come
+    others  former names, and fields of parts (an index, a store), from which the nearest name may also come
     meant  what the name means elsewhere and what to use instead (`Policy.words`); the message then says only this
     """
 
@@ -175,7 +175,7 @@ class UnknownName(RecipeError):
             if near:
                 same = ", ".join(one for one in names if kinds[one] == kinds[near[0]])
                 text = f"of kind {kinds[near[0]]} there are {same}; `mmaccel list` has the others."
-        of = ", of its index or of an earlier version" if near and near[0] not in names else ""
+        of = ", of its index or store, or of an earlier version" if near and near[0] not in names else ""
         hint = f"did you mean {near[0]!r}{of}? {text[0].upper()}{text[1:]}" if near else text
         hint = f"{hint[:-1]}; {OWN}." if own else hint
         super().__init__(f"unknown {kind} {shown(given)}: {hint}")

@@ -130,10 +130,12 @@ def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping
 
 BASES: dict[str, type[Policy]] = dict.fromkeys(("sparse", "kv", "draft", "prune"), Policy)
 """The kinds of policy, each a field of a recipe, and the contract of each, once it is imported."""
-DEFAULTS = {"sparse": "dense", "kv": "full", "draft": "off"}
-"""The policies of a recipe that names none: the plain model."""
-KINDS = (*BASES, "index", "model")
-"""Besides: "index", a part of stream memories that archive, and "model", the families."""
+PARTS = ("index", "store")
+"""The kinds that are fields of memories which keep a stream on the host, and no policies of a recipe by themselves."""
+DEFAULTS = {"sparse": "dense", "kv": "full", "draft": "off", "store": "host"}
+"""The policies of a recipe that names none: the plain model; and the part that a mapping without a name means."""
+KINDS = (*BASES, *PARTS, "model")
+"""Besides, "model": the families."""
 
 
 class Registry(Mapping[str, type[Any]]):
@@ -186,8 +188,8 @@ class Registry(Mapping[str, type[Any]]):
         for field in given:
             if field not in known:
                 unknown = field if isinstance(field, str) else shown(field)
-                indices = registry("index").values() if "index" in known else ()
-                own = [one.name for index in indices for one in dataclasses.fields(index)]
+                parts = [one for kind in PARTS if kind in known for one in registry(kind).values()]
+                own = [one.name for part in parts for one in dataclasses.fields(part)]
                 others = [*getattr(cls, "FORMER", ()), *own]
                 raise UnknownName(f"field of {self.kind} {name!r}", unknown, known, others=others)
         _check_types(f"{self.kind} {name!r}", cls, given)
@@ -233,7 +235,7 @@ def policy(kind: str, value: Any, where: str = "") -> Any:
     if not isinstance(value, Mapping):
         return value
     fields = dict(value)
-    name = fields.pop("name", None)
+    name = fields.pop("name", DEFAULTS.get(kind) if kind in PARTS else None)
     if name is False:
         name = DEFAULTS["draft"]  # YAML reads a bare off as false
     if not isinstance(name, str):

@@ -338,7 +338,7 @@ class Mosaic(ArchivedPolicy):
 
     FORMER: ClassVar[Mapping[str, FormerField]] = {
         **ArchivedPolicy.FORMER,
-        **{name: FormerField(part="clusters") for name in ("init", "visual", "semantic", "buffer")},
+        **{name: FormerField(part="index") for name in ("init", "visual", "semantic", "buffer")},
         "levels": FormerField("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
         "granularity": FormerField("frame", "clusters hold frames"),
         "tile": FormerField(49, "clusters hold frames"),

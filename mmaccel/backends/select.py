@@ -32,7 +32,8 @@ BACKENDS = {
     "triton": "mmaccel.backends.triton",
     "flash": "mmaccel.backends.flash",
 }
-"""Name to module; each has ``usable(device) -> str | None`` and ``op``, a custom operator of the flat schema."""
+"""Name to module; each has ``op``, a custom operator of the flat schema, and ``usable(device) -> str | None`` unless it runs
+everywhere."""
 
 # Order in which "auto" looks where nothing is measured, and in which it measures; fastest first.
 PREFERENCE = {"cuda": ("triton", "flash", "flex", "reference"), "cpu": ("reference", "flex")}
@@ -168,8 +169,8 @@ def _why_not(name: str, device: torch.device) -> str | None:
         module = import_module(BACKENDS[name])
     except ImportError as error:
         return f"it needs {error.name or error}"
-    reason: str | None = module.usable(device)
-    return reason
+    usable: Callable[[torch.device], str | None] | None = getattr(module, "usable", None)
+    return usable and usable(device)
 
 
 class Store(Generic[Kept]):

@@ -103,11 +103,11 @@ def decide(
     if name != "auto":
         get(name, device)
         return Choice(name, "asked for by name")
-    names = tuple(_candidates(device))
     if not (device.type == "cuda" if measure is None else measure):
-        return Choice(names[0], f"the first of {', '.join(names)} on {device.type}; nothing was measured")
+        return Choice(choose(device), f"the first that runs on {device.type}; nothing was measured")
     if shape.dtype == torch.float64:
         return Choice("reference", "no other computes in float64")
+    names = tuple(_candidates(device))
     kept: Store[Costs] = store if store is not None else Store()
     tried = tuple(n for n in names if n != "reference") or names
     key = key_of(device, shape, tried, f"{label} in blocks of {block}")

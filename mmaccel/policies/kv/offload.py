@@ -18,6 +18,7 @@ from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import HostPolicy
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.full import WholeStream
+from mmaccel.policies.kv.store import HostStore
 
 
 @register("kv", "offload")
@@ -56,7 +57,7 @@ class OffloadStream(WholeStream):
         self, policy: Offload, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
         super().__init__(stream, geometry, model, device)
-        self.store = policy.store.open(stream, geometry, device)
+        self.store: HostStore = policy.store.open(stream, geometry, device)
         self._heads: list[Pair | None] = [None] * geometry.layers
         self._turns: list[Pair | None] = [None] * geometry.layers
 

@@ -1,4 +1,4 @@
-"""`Policy`, the base class of all policies, and the registry that maps names to policy classes.
+"""`Policy`, the base class of all policies, the ranges of their fields, and the registry that maps names to policy classes.
 
 A policy is registered by its file::
 
@@ -16,10 +16,11 @@ import functools
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from mmaccel.core.errors import Limit, RecipeError, UnknownName, one_of, shown
+from mmaccel.core.errors import RecipeError, UnknownName, shown
 
 C = TypeVar("C", bound=type)
 
@@ -87,6 +88,49 @@ class Policy(metaclass=_TakesFormerFields):
     def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
         """Return `fields`, read from a file in `folder`, with relative paths resolved against `folder`."""
         return fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """The allowed values of a policy's field: `fits` tests a value, `give` says in words what is allowed."""
+
+    fits: Callable[[Any], bool]
+    give: str
+
+    def check(self, who: str, field: str, value: Any) -> None:
+        """Raise `RecipeError`, which names policy `who` and `field`, if `value` is not allowed."""
+        if not self.fits(value):
+            raise RecipeError(f"{who}: {field} is {shown(value)}; give {self.give}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)
+
+
+def at_least(least: float, of: str = "") -> Limit:
+    """Return a `Limit` that allows numbers >= `least`; `of` is appended to its description."""
+    return Limit(lambda value: _is_number(value) and value >= least, f"at least {least}{of}")
+
+
+def one_of(*choices: object, why: str = "") -> Limit:
+    """Return a `Limit` that allows the given choices; `why` is appended to its description."""
+    *most, last = map(repr, choices)
+    return Limit(choices.__contains__, f"{', '.join(most)} or {last}{why}")
+
+
+def between(least: float, most: float, give: str) -> Limit:
+    """A `Limit` of numbers from `least` to `most`, both included; `give` ends its error, such as "a share above 0"."""
+    return Limit(
+        lambda value: _is_number(value) and not isinstance(value, bool) and least <= value <= most, give
+    )
+
+
+SHARE = between(0, 1, "a share from 0 to 1")
+
+
+def limited(default: Any, limit: Limit) -> Any:
+    """Return a dataclass field with a `default` and a `limit` on its values, checked when the policy is created."""
+    return dataclasses.field(default=default, metadata={"limit": limit})
 
 
 def check_limits(who: str, fields: Any) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import Replays
-from mmaccel.core.errors import Limit, RecipeError, at_least, limited, shown, warn
+from mmaccel.core.errors import RecipeError, shown, warn
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamPolicy, StreamState
-from mmaccel.core.registry import Policy, register, with_base_dir
+from mmaccel.core.registry import Limit, Policy, at_least, limited, register, with_base_dir
 from mmaccel.core.registry import policy as built
 from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv._ingest import RUN

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import one_of
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamState, grow_buffer
-from mmaccel.core.registry import register
+from mmaccel.core.registry import one_of, register
 from mmaccel.policies.kv._archived import HostPolicy
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.full import WholeStream

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmaccel.backends.ops.block_attend import Part
-from mmaccel.core.errors import at_least, limited
-from mmaccel.core.registry import register
+from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, near_and_first_blocks
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import KeySpan, Part
 from mmaccel.backends.ops.lines import turned_classes
-from mmaccel.core.errors import SHARE, Limit, RecipeError, at_least, limited
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.prefill.plan import FAR, span_by_range
-from mmaccel.core.registry import register
+from mmaccel.core.registry import SHARE, Limit, at_least, limited, register
 from mmaccel.policies.sparse.estimate import Score
 from mmaccel.policies.sparse.orders import (
     IntraPattern,

@@ -80,7 +80,8 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
                 others["mm_token_type_ids"] = torch.cat([kinds[:, : self._head], kinds[:, self._tail :]], 1)
             with self.busy():
                 given = self.family.entering(self.model, {**others, "input_ids": rest[None]})
-                self._rest = deepstack.join_rows(given)[0]
+                levels = deepstack.WHERE in given
+                self._rest = (deepstack.join_rows(given) if levels else given["inputs_embeds"])[0]
         else:
             self._rest = self.words(rest)
         tail = ids[0, self._tail :]

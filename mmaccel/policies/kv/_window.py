@@ -32,7 +32,6 @@ Look = tuple[Tensor, int]
 
 OWN = 1 / 6
 """What is left of a row by itself behind all layers (`QuestionRows.reached`); measured, see lab/LOG.md."""
-
 WEIGHTS = 1 << 24  # attention weights in float32 that are there at a time
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.registry import policy
+from mmaccel.core.registry import policy, register
 from mmaccel.policies.kv._archived import HostMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
+from mmaccel.policies.kv.store import HostStore
+from tests.policies.kv.mosaic.driven import Driven
 
 WRONG: dict[str, list[tuple[str, Any]]] = {
     "livevlm": [
@@ -98,6 +101,23 @@ def test_what_a_memory_said_of_the_host_moves_to_its_store(name: str, tmp_path: 
     with pytest.warns(MmaccelWarning, match="moved to the store"):
         old: Any = Recipe.load(tmp_path / "old.yaml").kv
     assert old.store == HostMemory(spill="disk", folder=str(tmp_path / "slabs"))
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_store_of_one_s_own_is_the_one_that_a_memory_opens() -> None:
+    opened: list[Any] = []
+
+    @register("store", "told")
+    @dataclass(frozen=True, kw_only=True)
+    class Told(HostMemory):
+        def open(self, *given: Any) -> HostStore:
+            opened.append(super().open(*given))
+            return opened[-1]
+
+    assert Driven(store={"name": "told", "spill": "disk"}).state.store is opened[0]
+    assert (
+        opened[0].spill == "disk" and type(policy("kv", {"name": "offload", "store": "told"}).store) is Told
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from mmaccel.backends.select import Store
 from mmaccel.core.memory.buffers import host_total
 from mmaccel.core.prefill.sparse import planner
 
-STEP_LAYERS = 4
-"""Of the small model whose step is timed."""
+STEP_LAYERS = 4, 12
+"""Of the two small models whose steps are timed. On CUDA a layer's seconds are their difference, as what a step takes beside
+its layers is as much in both."""
 STEPS = 8
 """Steps timed together: on CUDA the first after a wait starts late."""
 WARM_S = 0.3
@@ -107,23 +108,22 @@ transfer_h200. An H100 computes alike, and its memory has 3.35/4.8 of the rate."
 def measured(
     device: torch.device,
     sizes: Sizes,
-    step: Callable[[], Any],
+    step: Callable[[int], Any],
     pattern: Any,
     store: Store[Device] | None = None,
     bench: Bench = bench,
 ) -> Device:
     """Return the rates of `device` for heads like the model's: from `store`, or measured in a few seconds and stored there.
-    `step` runs `STEP_LAYERS` small decoder layers on one row; on CUDA, planning of `pattern` is timed too."""
+    `step` runs that many small decoder layers on one row; on CUDA, planning of `pattern` is timed too."""
     shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     store = Store("rates.json", Device.of) if store is None else store
     cuda = device.type == "cuda"
     backend = select.choose(device)
-    key = select.key_of(device, shape, (backend,), "rates")
+    key = select.key_of(device, shape, (backend,), "rates by layers")
     found = store.get(key)
     if found is None:
         kernels = {backend: select.get(backend, device)}
         lengths = measure.LENGTHS if cuda else (1024, 2048)
-        steps = STEPS if cuda else 1
         plan = planner(pattern, shape, device) if cuda else None
         attend = measured_costs(device, shape, kernels, plan, lengths=lengths, bench=bench)
         found = Device(
@@ -134,7 +134,7 @@ def measured(
             attend=attend,
             copy=_copy(device, device, bench),
             wire=_copy(torch.device("cpu"), device, bench),
-            layer=bench(lambda: [step() for _ in range(steps)], device) / (steps * STEP_LAYERS),
+            layer=_layer(step, device, bench),
             memory=_memory(device),
         )
         store.put(key, found)
@@ -155,6 +155,15 @@ def _product(width: int, device: torch.device, dtype: torch.dtype, bench: Bench)
         product()
         torch.cuda.synchronize(device)
     return 2 * rows * weight.numel() / bench(product, device)
+
+
+def _layer(step: Callable[[int], Any], device: torch.device, bench: Bench) -> float:
+    """Seconds to launch a decoder layer."""
+    few, many = STEP_LAYERS
+    if device.type != "cuda":
+        return bench(lambda: step(few), device) / few
+    taken = [bench(lambda n=n: [step(n) for _ in range(STEPS)], device) / STEPS for n in STEP_LAYERS]
+    return max(taken[1] - taken[0], 0.1 * taken[1]) / (many - few)
 
 
 def _copy(source: torch.device, device: torch.device, bench: Bench) -> float:

@@ -45,7 +45,6 @@ Features = Callable[..., Any]
 
 class Family(ModelFamily):
     """Adapter for a model family with Qwen2's module names: ``model.model.language_model.layers[i].self_attn.q_proj``.
-
     A family is a subclass in one file that sets these facts and overrides methods whose default does not fit. Sets of class
     names say which modules our fused kernels may replace; all other modules run unchanged.
 
@@ -61,10 +60,10 @@ class Family(ModelFamily):
     plain_rotary            rotary embeddings with angles ``position * inv_freq`` where `rope_type` is "default"
     rotate_function         name of the function by which attention modules apply RoPE
     vision_rotate_function  the same in the vision tower that `windowed` returns
+    replaced_methods        methods of the multimodal model -> what runs instead, `ours(original, *args, **kwargs)`
     tiny                    model type -> configuration of a tiny test model (`tiny.py`)
     mixes                   whether one prompt may hold both images and videos
-    stamped                 whether prompts write text beside each frame, such as its time; then `beside` gives the text
-                            before and after a frame (see `qwen3_vl`), where separators precede all frames but the first
+    stamped                 whether prompts write text, such as a time, before and after each frame, which `beside` gives
     """
 
     mrope: ClassVar[bool] = False
@@ -79,6 +78,7 @@ class Family(ModelFamily):
     plain_rotary: ClassVar[frozenset[str]] = frozenset()
     rotate_function: ClassVar[str] = "apply_rotary_pos_emb"
     vision_rotate_function: ClassVar[str] = "apply_rotary_pos_emb_vision"
+    replaced_methods: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     mixes: ClassVar[bool] = True
     stamped: ClassVar[bool] = False

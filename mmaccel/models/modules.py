@@ -187,6 +187,8 @@ def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True)
             ours.by_parts = True  # type: ignore[attr-defined]
     batch_windows(hooks, family, model)
     if fewer:
+        for name, ours in family.replaced_methods.items():
+            hooks.wrap(multimodal, name, ours)
         fuse_tower(hooks, family, model)
 
 

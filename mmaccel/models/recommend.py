@@ -136,17 +136,18 @@ def device_of(name: str, sizes: rates.Sizes, **how: Any) -> rates.Device:
         place = loading.check_device(name, "--device")
     except ModelError as error:
         raise ModelError(f"{error} Devices known by name are {', '.join(rates.DEVICES)}.") from error
-    small = Qwen2Config(
-        vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=rates.STEP_LAYERS, num_attention_heads=2,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    model: Any = Qwen2Model(small).to(place)  # type: ignore[arg-type]
-    model.eval()
+    small: dict[int, Any] = {}
+    for count in rates.STEP_LAYERS:
+        config = Qwen2Config(
+            vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=count, num_attention_heads=2,
+            num_key_value_heads=2,
+        )  # fmt: skip
+        small[count] = Qwen2Model(config).to(place).eval()  # type: ignore[arg-type]
     ids = torch.zeros(1, 1, dtype=torch.long, device=place)
 
-    def step() -> Any:
+    def step(layers: int) -> Any:
         with torch.no_grad():
-            return model(ids)
+            return small[layers](ids)
 
     # Presets that plan each layer by its content do so by grids.
     return rates.measured(place, sizes, step, policy("sparse", "grid"), **how)

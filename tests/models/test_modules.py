@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import mmaccel
 from mmaccel.backends.ops import layer_ops
 from mmaccel.core.attach import adapter_for
-from mmaccel.models import modules
+from mmaccel.models import llava_onevision, modules
 from mmaccel.models.fingerprint import ModuleFingerprint
 from tests.models.streams import pair
 from tests.models.test_vision_windows import pixels_of
@@ -229,6 +229,30 @@ def test_as_the_module_makes_them(name: str, dtype: torch.dtype) -> None:
     cos, sin = family.rotary(model)(torch.empty(0, dtype=dtype), positions[..., None, :])
     for one, turned in zip(found, (cos, sin), strict=True):
         assert torch.equal(one, turned[:, None])
+
+
+def test_frames_are_pooled_with_the_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = BUILD["llava"]()
+    features = torch.randn(3, 36, 8, dtype=torch.float64)
+    plain = type(model.model).apply_pooling.__get__(model.model)
+    model.config.vision_config.image_size = 6 * model.config.vision_config.patch_size
+    monkeypatch.setattr(llava_onevision, "_pools_by_element", lambda features: True)
+    with mmaccel.accelerate(model, "dense"):
+        got = model.model.apply_pooling(features)
+        assert model.model.apply_pooling.args[0] == plain and got.shape == (3, 9, 8)
+    torch.testing.assert_close(got, plain(features), rtol=0, atol=1e-14)
+    assert "apply_pooling" not in vars(model.model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_pooled_frames_have_the_bits_of_the_model_s_own(dtype: torch.dtype) -> None:
+    model = BUILD["llava"]()
+    model.config.vision_config.image_size = 27 * model.config.vision_config.patch_size
+    features = torch.randn(3, 729, 64, device="cuda", dtype=dtype)
+    assert torch.equal(llava_onevision.pooled(None, features), model.model.apply_pooling(features))
 
 
 def test_stretched_angles_are_the_module_s_own() -> None:

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
-from mmaccel.core.memory.buffers import host_available, host_total
+from mmaccel.core.memory.buffers import host_available, host_total, pinned_empty, release_pinned
 from mmaccel.policies.kv.store import saved
 
 SLAB_BYTES = 16 * 2**20
-"""A power of two, for the allocator of pinned memory rounds up to one. While a slab is pinned, for some 0.8 ms a MiB (H100),
-the driver lets nobody else on, no token of an answer either."""
+"""While the driver locks a slab it lets nobody else on, no token of an answer either."""
 PIECES, FILE_BYTES = 2**14, 256 * 2**20
 """Slabs of a whole host at most, and the size of files: a system maps 65,530 pieces for a process."""
 LEAST = 64
@@ -144,10 +143,8 @@ class Slabs:
         self._emptied()
 
     def _emptied(self) -> None:
-        # PyTorch keeps pinned memory that was let go of, where it can tell it not to.
-        empty = getattr(torch.accelerator, "empty_host_cache", None)
-        if self._pinned and empty is not None:
-            empty()
+        if self._pinned:
+            release_pinned()
 
     def entries(self, slots: list[int]) -> list[Tensor]:
         """Return views [n, 2, G, P, D] of `slots`, at least one, in their order: consecutive ones of one slab together."""
@@ -205,8 +202,9 @@ class Slabs:
         try:
             # Written in any mode later, so not born in inference mode.
             with torch.inference_mode(False):
-                raw = torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        except (RuntimeError, MemoryError):
+                size = self.slab_bytes
+                raw = pinned_empty(size) if self._pinned else torch.empty(size, dtype=torch.uint8)
+        except (RuntimeError, MemoryError, OSError):
             return None
         return self._cut(raw)
 

@@ -152,7 +152,7 @@ def test_one_cap_over_all_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
         unit = unit_bytes(one)
     # A slab is a 64th of it.
     cap = 64 * unit
-    fields = {"process_bytes": cap, "spill": "drop_oldest"}
+    fields = {"store": {"process_bytes": cap, "spill": "drop_oldest"}}
     with (
         watched("rekv", **fields) as early,
         watched("rekv", **fields) as late,
@@ -179,7 +179,7 @@ def test_one_cap_over_all_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pinned_moment_stays_when_room_is_made() -> None:
     with watched("rekv", 20) as one:
         unit = unit_bytes(one)
-    with watched("rekv", 20, host_bytes=24 * unit, spill="drop_oldest") as session:
+    with watched("rekv", 20, store={"host_bytes": 24 * unit, "spill": "drop_oldest"}) as session:
         session.pin(2.0, 4.0)
         session.watch(film(COUNT), fps=FPS)
         assert held(session)[:5] == [2.0, 2.5, 3.0, 3.5, 4.0] and session.counters()["host_dropped"] > 0
@@ -196,7 +196,7 @@ def test_a_pinned_moment_stays_when_room_is_made() -> None:
         ({"keep_seconds": 0}, "keep_seconds is 0; give a positive number"),
         ({"keep_seconds": float("inf")}, "keep_seconds is inf"),
         ({"thin": True}, "thin has no effect without keep_seconds"),
-        ({"process_bytes": -1}, "process_bytes is -1"),
+        ({"store": {"process_bytes": -1}}, "process_bytes is -1"),
     ],
 )
 def test_fields_that_cannot_be(fields: dict[str, Any], says: str) -> None:

@@ -54,7 +54,7 @@ class ArchivedMemory(StreamMemory):
         self.reps = ALL if policy.reps is None else policy.reps
         own = policy.index, stream, geometry, device, self.window, policy.reps != 0
         self.index: Index = policy.index.opens(*own)
-        self.store = policy.store(stream, geometry, device)
+        self.store = policy.store.open(stream, geometry, device)
         self.prefetcher = Prefetcher(self.store, geometry.layers, self.window, stream.units(policy.cache))
         self.prediction = QueryPrediction(geometry.layers, geometry.hidden, device)
         self.replays = Replays(device)

@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters as ops
 from mmaccel.core.adapter import Geometry
-from mmaccel.core.errors import RecipeError, at_least, limited, shown
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import Stream, grow_buffer
-from mmaccel.core.registry import register
+from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.kv._archived import ArchivedPolicy, FormerField, Prefetch, renamed
 from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, SearchResult, SearchTables
 from mmaccel.policies.kv._window import Pair
@@ -340,7 +340,7 @@ class Mosaic(ArchivedPolicy):
 
     FORMER: ClassVar[Mapping[str, FormerField]] = {
         **ArchivedPolicy.FORMER,
-        **{name: FormerField(part="clusters") for name in ("init", "visual", "semantic", "buffer")},
+        **{name: FormerField(part="index") for name in ("init", "visual", "semantic", "buffer")},
         "levels": FormerField("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
         "granularity": FormerField("frame", "clusters hold frames"),
         "tile": FormerField(49, "clusters hold frames"),

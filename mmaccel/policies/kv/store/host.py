@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.clusters import alignment_of, gather_units
-from mmaccel.core.errors import RecipeError, StoreError, one_of
+from mmaccel.core.errors import RecipeError, StoreError
 from mmaccel.core.memory.buffers import on_device
+from mmaccel.core.registry import one_of
 from mmaccel.policies.kv.store import saved
 from mmaccel.policies.kv.store.slabs import Lanes, Mark, Shape, Slabs, SlotTable, in_units
 

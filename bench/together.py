@@ -25,10 +25,9 @@ from timing import Log, measure
 
 from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.decoding.batch import Batch
+from mmaccel.core.decoding.batch import TRIED, WINDOWS, Batch, DraftLength
 from mmaccel.core.decoding.draft import DraftState
 from mmaccel.core.decoding.generate import Speculation
-from mmaccel.core.decoding.load import TRIED, WINDOWS, DraftLength
 from mmaccel.core.report import Meter
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner

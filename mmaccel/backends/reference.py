@@ -36,11 +36,6 @@ UNSEEN = -1e30
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def usable(device: torch.device) -> str | None:
-    """Why this backend cannot run on `device`: always None, it runs everywhere."""
-    return None
-
-
 @dataclass(frozen=True)
 class _Layout:
     """Where the rows of keys lie, and the positions of keys and queries.

@@ -32,7 +32,8 @@ BACKENDS = {
     "triton": "mmaccel.backends.triton",
     "flash": "mmaccel.backends.flash",
 }
-"""Name to module; each has ``usable(device) -> str | None`` and ``op``, a custom operator of the flat schema."""
+"""Name to module; each has ``op``, a custom operator of the flat schema, and ``usable(device) -> str | None`` unless it runs
+everywhere."""
 
 # Order in which "auto" looks where nothing is measured, and in which it measures; fastest first.
 PREFERENCE = {"cuda": ("triton", "flash", "flex", "reference"), "cpu": ("reference", "flex")}
@@ -102,11 +103,11 @@ def decide(
     if name != "auto":
         get(name, device)
         return Choice(name, "asked for by name")
-    names = tuple(_candidates(device))
     if not (device.type == "cuda" if measure is None else measure):
-        return Choice(names[0], f"the first of {', '.join(names)} on {device.type}; nothing was measured")
+        return Choice(choose(device), f"the first that runs on {device.type}; nothing was measured")
     if shape.dtype == torch.float64:
         return Choice("reference", "no other computes in float64")
+    names = tuple(_candidates(device))
     kept: Store[Costs] = store if store is not None else Store()
     tried = tuple(n for n in names if n != "reference") or names
     key = key_of(device, shape, tried, f"{label} in blocks of {block}")
@@ -168,8 +169,8 @@ def _why_not(name: str, device: torch.device) -> str | None:
         module = import_module(BACKENDS[name])
     except ImportError as error:
         return f"it needs {error.name or error}"
-    reason: str | None = module.usable(device)
-    return reason
+    usable: Callable[[torch.device], str | None] | None = getattr(module, "usable", None)
+    return usable and usable(device)
 
 
 class Store(Generic[Kept]):

@@ -21,7 +21,7 @@ from mmaccel.cli.choices import takes
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.recipe import FORMER, MAIN_PRESETS, VERSION, Recipe, check_sequences, presets, stream_policy
-from mmaccel.core.registry import BASES, KINDS, policy, registry
+from mmaccel.core.registry import BASES, DEFAULTS, KINDS, PARTS, policy, registry
 from mmaccel.models import shipped
 from mmaccel.models.shapes import SHAPES
 
@@ -312,6 +312,9 @@ def schema() -> dict[str, Any]:
         # YAML 1.1 reads a bare off as false.
         names = [*registry(kind), *([False] if "off" in registry(kind) else [])]
         policies = [_object(cls, name) for name, cls in registry(kind).items()]
+        if kind in PARTS and kind in DEFAULTS:  # its mapping needs no name
+            default = policies[[*registry(kind)].index(DEFAULTS[kind])]
+            default["required"].remove("name")
         kinds[kind] = {"anyOf": [{"enum": names}, *policies]}
     whole = _object(Recipe)
     whole["properties"]["backend"] |= {"enum": ["auto", *select.BACKENDS]}
@@ -334,7 +337,8 @@ def _object(cls: Any, name: str | None = None) -> dict[str, Any]:
             described = {"description": text} if (text := texts.get(field.name)) else {}
             default = {} if field.default is dataclasses.MISSING else {"default": field.default}
             # Parts of a memory are a kind of their own, which the hint does not say.
-            kind = {"$ref": "#/definitions/index"} if field.name == "index" else _kind(hints[field.name])
+            part = {"$ref": f"#/definitions/{field.name}"} if field.name in PARTS else None
+            kind = part or _kind(hints[field.name])
             # Beside a $ref nothing is read.
             properties[field.name] = (
                 {"allOf": [kind], **described, **default}

@@ -113,18 +113,20 @@ KeepSeconds = Annotated[
 def with_retention(recipe: Recipe, keep_seconds: float | None, host_bytes: str | None, field: str) -> Recipe:
     """Set in a recipe for streams how many seconds of frames are kept, and the memory cap `field` ("host_bytes" or
     "process_bytes") beyond which the oldest are dropped; raises `RecipeError` for a KV policy that cannot drop frames."""
-    changed: dict[str, Any] = {}
-    if keep_seconds is not None:
-        changed["keep_seconds"] = keep_seconds
-    if host_bytes is not None:
-        changed |= {field: size(host_bytes, "--host-bytes"), "spill": "drop_oldest"}
-    known = {one.name for one in dataclasses.fields(recipe.kv)}  # type: ignore[arg-type]
-    if changed and not {"keep_seconds", field} <= known:
+    kv: Any = recipe.kv
+    if keep_seconds is None and host_bytes is None:
+        return recipe
+    if not {"keep_seconds", "store"} <= {one.name for one in dataclasses.fields(kv)}:
         option = "--keep-seconds" if keep_seconds is not None else "--host-bytes"
         raise RecipeError(
             f"{option}: kv {recipe.kv.name!r} lets nothing go for it; choose rekv or mosaic, or leave it out."
         )
-    return dataclasses.replace(recipe, kv=dataclasses.replace(recipe.kv, **changed)) if changed else recipe
+    if keep_seconds is not None:
+        kv = dataclasses.replace(kv, keep_seconds=keep_seconds)
+    if host_bytes is not None:
+        own: dict[str, Any] = {field: size(host_bytes, "--host-bytes"), "spill": "drop_oldest"}
+        kv = dataclasses.replace(kv, store=dataclasses.replace(kv.store, **own))
+    return dataclasses.replace(recipe, kv=kv)
 
 
 SHARES = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -6,9 +6,8 @@ import dataclasses
 import difflib
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
-from numbers import Real
 from typing import Any
 
 SHOWN = 60
@@ -97,49 +96,6 @@ class RecipeError(MmaccelError, ValueError):
     """A field of a recipe or a policy has a wrong value, or two choices of a recipe exclude each other."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Limit:
-    """The allowed values of a policy's field: `fits` tests a value, `give` says in words what is allowed."""
-
-    fits: Callable[[Any], bool]
-    give: str
-
-    def check(self, who: str, field: str, value: Any) -> None:
-        """Raise `RecipeError`, which names policy `who` and `field`, if `value` is not allowed."""
-        if not self.fits(value):
-            raise RecipeError(f"{who}: {field} is {shown(value)}; give {self.give}.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real)
-
-
-def at_least(least: float, of: str = "") -> Limit:
-    """Return a `Limit` that allows numbers >= `least`; `of` is appended to its description."""
-    return Limit(lambda value: _is_number(value) and value >= least, f"at least {least}{of}")
-
-
-def one_of(*choices: object, why: str = "") -> Limit:
-    """Return a `Limit` that allows the given choices; `why` is appended to its description."""
-    *most, last = map(repr, choices)
-    return Limit(choices.__contains__, f"{', '.join(most)} or {last}{why}")
-
-
-def between(least: float, most: float, give: str) -> Limit:
-    """A `Limit` of numbers from `least` to `most`, both included; `give` ends its error, such as "a share above 0"."""
-    return Limit(
-        lambda value: _is_number(value) and not isinstance(value, bool) and least <= value <= most, give
-    )
-
-
-SHARE = between(0, 1, "a share from 0 to 1")
-
-
-def limited(default: Any, limit: Limit) -> Any:
-    """Return a dataclass field with a `default` and a `limit` on its values, checked when the policy is created."""
-    return dataclasses.field(default=default, metadata={"limit": limit})
-
-
 OWN = "one of your own file is known by `mmaccel --import FILE`, from Python when it is imported"
 """What is added where the name could be that of a policy outside the package."""
 
@@ -149,7 +105,7 @@ class UnknownName(RecipeError):
 
     kinds  known name -> its kind, if names of several kinds are known: then only names of the nearest one's kind are listed
     own    whether a file of the user could register the name
-    others  former names, and names of parts (an index), from which the nearest name may also come
+    others  former names, and fields of parts (an index, a store), from which the nearest name may also come
     meant  what the name means elsewhere and what to use instead (`Policy.words`); the message then says only this
     """
 
@@ -175,7 +131,7 @@ class UnknownName(RecipeError):
             if near:
                 same = ", ".join(one for one in names if kinds[one] == kinds[near[0]])
                 text = f"of kind {kinds[near[0]]} there are {same}; `mmaccel list` has the others."
-        of = ", of its index or of an earlier version" if near and near[0] not in names else ""
+        of = ", of its index or store, or of an earlier version" if near and near[0] not in names else ""
         hint = f"did you mean {near[0]!r}{of}? {text[0].upper()}{text[1:]}" if near else text
         hint = f"{hint[:-1]}; {OWN}." if own else hint
         super().__init__(f"unknown {kind} {shown(given)}: {hint}")

@@ -1,4 +1,4 @@
-"""`Policy`, the base class of all policies, and the registry that maps names to policy classes.
+"""`Policy`, the base class of all policies, the ranges of their fields, and the registry that maps names to policy classes.
 
 A policy is registered by its file::
 
@@ -16,10 +16,11 @@ import functools
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from mmaccel.core.errors import Limit, RecipeError, UnknownName, one_of, shown
+from mmaccel.core.errors import RecipeError, UnknownName, shown
 
 C = TypeVar("C", bound=type)
 
@@ -89,6 +90,49 @@ class Policy(metaclass=_TakesFormerFields):
         return fields
 
 
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """The allowed values of a policy's field: `fits` tests a value, `give` says in words what is allowed."""
+
+    fits: Callable[[Any], bool]
+    give: str
+
+    def check(self, who: str, field: str, value: Any) -> None:
+        """Raise `RecipeError`, which names policy `who` and `field`, if `value` is not allowed."""
+        if not self.fits(value):
+            raise RecipeError(f"{who}: {field} is {shown(value)}; give {self.give}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)
+
+
+def at_least(least: float, of: str = "") -> Limit:
+    """Return a `Limit` that allows numbers >= `least`; `of` is appended to its description."""
+    return Limit(lambda value: _is_number(value) and value >= least, f"at least {least}{of}")
+
+
+def one_of(*choices: object, why: str = "") -> Limit:
+    """Return a `Limit` that allows the given choices; `why` is appended to its description."""
+    *most, last = map(repr, choices)
+    return Limit(choices.__contains__, f"{', '.join(most)} or {last}{why}")
+
+
+def between(least: float, most: float, give: str) -> Limit:
+    """A `Limit` of numbers from `least` to `most`, both included; `give` ends its error, such as "a share above 0"."""
+    return Limit(
+        lambda value: _is_number(value) and not isinstance(value, bool) and least <= value <= most, give
+    )
+
+
+SHARE = between(0, 1, "a share from 0 to 1")
+
+
+def limited(default: Any, limit: Limit) -> Any:
+    """Return a dataclass field with a `default` and a `limit` on its values, checked when the policy is created."""
+    return dataclasses.field(default=default, metadata={"limit": limit})
+
+
 def check_limits(who: str, fields: Any) -> None:
     """Raise `RecipeError`, beginning with `who`, for the first field of dataclass `fields` that violates its `limited`."""
     kind: Any = type(fields)
@@ -130,10 +174,12 @@ def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping
 
 BASES: dict[str, type[Policy]] = dict.fromkeys(("sparse", "kv", "draft", "prune"), Policy)
 """The kinds of policy, each a field of a recipe, and the contract of each, once it is imported."""
-DEFAULTS = {"sparse": "dense", "kv": "full", "draft": "off"}
-"""The policies of a recipe that names none: the plain model."""
-KINDS = (*BASES, "index", "model")
-"""Besides: "index", a part of stream memories that archive, and "model", the families."""
+PARTS = ("index", "store")
+"""The kinds that are fields of memories which keep a stream on the host, and no policies of a recipe by themselves."""
+DEFAULTS = {"sparse": "dense", "kv": "full", "draft": "off", "store": "host"}
+"""The policies of a recipe that names none: the plain model; and the part that a mapping without a name means."""
+KINDS = (*BASES, *PARTS, "model")
+"""Besides, "model": the families."""
 
 
 class Registry(Mapping[str, type[Any]]):
@@ -186,8 +232,8 @@ class Registry(Mapping[str, type[Any]]):
         for field in given:
             if field not in known:
                 unknown = field if isinstance(field, str) else shown(field)
-                indices = registry("index").values() if "index" in known else ()
-                own = [one.name for index in indices for one in dataclasses.fields(index)]
+                parts = [one for kind in PARTS if kind in known for one in registry(kind).values()]
+                own = [one.name for part in parts for one in dataclasses.fields(part)]
                 others = [*getattr(cls, "FORMER", ()), *own]
                 raise UnknownName(f"field of {self.kind} {name!r}", unknown, known, others=others)
         _check_types(f"{self.kind} {name!r}", cls, given)
@@ -233,7 +279,7 @@ def policy(kind: str, value: Any, where: str = "") -> Any:
     if not isinstance(value, Mapping):
         return value
     fields = dict(value)
-    name = fields.pop("name", None)
+    name = fields.pop("name", DEFAULTS.get(kind) if kind in PARTS else None)
     if name is False:
         name = DEFAULTS["draft"]  # YAML reads a bare off as false
     if not isinstance(name, str):

@@ -1,12 +1,23 @@
-"""How an answer's tokens are chosen: transformers' logits processors and stopping criteria, for one sequence."""
+"""How an answer's tokens are chosen: transformers' logits processors and stopping criteria, for one sequence, also those of
+answers that follow a JSON schema (by llguidance, an optional package)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import json
+import threading
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from mmaccel.core.errors import ModelError, nearest
 from mmaccel.core.streams.parts import TokenChoice
@@ -22,14 +33,17 @@ SETTINGS = (
     "schema",
 )
 """Settings of `generate` that `VideoSession.ask` takes; and a seed, and the schema of an answer in JSON."""
+LONGEST, STACK = 1 << 16, 256 << 20
+"""Characters of a schema at most, and bytes of the stack on which it is compiled."""
+_stacks = threading.Lock()
+WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space is that of `json.dumps`, for a model that may write as much of it as it likes may write nothing else."""
 
 
 def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
     """Build the logits processors and stopping criteria for up to `most` new tokens after `ids` [1, S], from the arguments
     of `generate` in `settings`, not from the model's `generation_config`; raises `ModelError`. `drafts`: a draft proposes
     tokens."""
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
-
     for name in settings:
         if name not in SETTINGS:
             raise ModelError(f"{name}: it is no setting of an answer; {nearest(name, SETTINGS)}leave it out.")
@@ -49,8 +63,6 @@ def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], 
 
     ends = sorted(adapter.ends())
     if (schema := given.pop("schema", None)) is not None:
-        from mmaccel.models.schema import by_schema
-
         told["logits_processor"].append(
             by_schema(adapter.model, adapter.processor.tokenizer, schema, ends, ids.shape[1])
         )
@@ -81,3 +93,121 @@ def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], 
     generator = None if seed is None else torch.Generator(adapter.device).manual_seed(int(seed))
     criteria = found["stopping_criteria"]
     return TokenChoice(warp, generator, lambda ids: bool(criteria(ids, ()).any()))
+
+
+class SchemaProcessor(LogitsProcessor):
+    """Logits processor for one sequence that allows only tokens by which the answer can still become JSON of a schema.
+
+    It depends only on the ids of each call, not on earlier calls, so drafted tokens can be rejected. It is pickled as its
+    arguments, for use in other processes.
+
+    tokenizer  the JSON of a fast tokenizer
+    vocabulary  size of the model's vocabulary
+    ends       ids that end an answer
+    start      number of tokens before the answer
+    """
+
+    def __init__(
+        self, tokenizer: str, vocabulary: int, ends: tuple[int, ...], schema: str, start: int
+    ) -> None:
+        self._made_of = tokenizer, vocabulary, ends, schema, start
+        self._start, self._ends, self._read = start, set(ends), list[int]()
+        self._matcher = _matcher(tokenizer, vocabulary, ends, schema).deep_copy()
+
+    def __reduce__(self) -> Any:
+        return SchemaProcessor, self._made_of
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ids = input_ids[0, self._start :].tolist()
+        if not self._ends.isdisjoint(ids) or not self._follow(ids):
+            return scores  # behind an end, or what is refused: this is not looked at
+        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        allowed = (bits[:, None] >> torch.arange(8)).bitwise_and_(1).flatten().bool()
+        allowed = torch.nn.functional.pad(allowed, (0, max(0, scores.shape[-1] - len(allowed))))
+        return scores.masked_fill(~allowed[: scores.shape[-1]].to(scores.device), -torch.inf)
+
+    def _follow(self, ids: list[int]) -> bool:
+        """Bring the matcher behind `ids`; whether all of them are let through."""
+        same = next((n for n, (a, b) in enumerate(zip(self._read, ids, strict=False)) if a != b), None)
+        same = min(len(self._read), len(ids)) if same is None else same
+        if same < len(self._read):
+            self._matcher.rollback(len(self._read) - same)
+        new = ids[same:]
+        count = self._matcher.validate_tokens(new) if new else 0
+        self._read = ids[: same + count]
+        return self._matcher.consume_tokens(new[:count]) and count == len(new)
+
+
+def by_schema(
+    model: nn.Module, tokenizer: Any, schema: Mapping[str, Any] | str | type, ends: Iterable[int], start: int
+) -> LogitsProcessor:
+    """Logits processor that makes `model`'s answer, after `start` tokens, JSON by `schema` (a mapping, its JSON text, or a
+    pydantic model class). Raises `ModelError` for an invalid schema, or without llguidance."""
+    told = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
+    try:
+        text = told if isinstance(told, str) else json.dumps(told)
+        if not isinstance(json.loads(text), dict):
+            raise ValueError("it is no JSON object")
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"schema: {error}; give a JSON schema, as a mapping or in JSON.") from error
+    if len(text) > LONGEST:
+        raise ModelError(f"schema: it has {len(text)} characters; give one of {LONGEST} at most.")
+    size = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+    return SchemaProcessor(tokenizer.backend_tokenizer.to_str(), size, tuple(sorted(ends)), text, start)
+
+
+@functools.lru_cache(maxsize=8)
+def _tokens(tokenizer: str, vocabulary: int, ends: tuple[int, ...]) -> Any:
+    """The tokenizer as llguidance has it, which takes a second to make."""
+    from llguidance import LLTokenizer
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    inner = Tokenizer.from_str(tokenizer)
+    inner.no_padding()
+    inner.no_truncation()
+    if inner.decode(inner.encode("{", add_special_tokens=False).ids) != "{" or len(inner.encode("{").ids) > 1:
+        # Text that has one spelling is written by the tokenizer: without a space of its own before it.
+        inner.normalizer = None
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return LLTokenizer(inner.to_str(), n_vocab=vocabulary, eos_token=list(ends) or None)
+
+
+@functools.lru_cache(maxsize=8)
+def _matcher(tokenizer: str, vocabulary: int, ends: tuple[int, ...], schema: str) -> Any:
+    """A matcher at the beginning, to copy; to compile one may take a second."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise ModelError(
+            "schema: it needs llguidance; install it with pip install 'mmaccel[json]'."
+        ) from error
+    known, made = _tokens(tokenizer, vocabulary, ends), list[Any]()
+
+    def make() -> None:
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=WRITTEN)
+            fault = LLMatcher.validate_grammar(grammar, known)
+            made.append(fault or LLMatcher(known, grammar, log_level=0))
+        except ValueError as error:
+            made.append(str(error))
+
+    # llguidance recurses on the native stack, as deep as a schema is nested.
+    with _stacks:
+        before = threading.stack_size(STACK)
+        try:
+            thread = threading.Thread(target=make, name="mmaccel-schema")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    fault = made[0] if made else "it could not be read"
+    if isinstance(fault, str):
+        raise ModelError(f"schema: {fault.strip().splitlines()[0].rstrip('.')}; give one that can be kept.")
+    return fault
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """End-of-text ids: those of the model's `generation_config`, or else the tokenizer's."""
+    told: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    told = tokenizer.eos_token_id if told is None else told
+    return set(told) if isinstance(told, list | tuple) else {told}

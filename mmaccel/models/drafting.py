@@ -262,9 +262,10 @@ class _Sequence:
         pruner = probe = listener = None
         try:
             with careful.dropping():
-                state = careful.state = draft.open(owner.view)
-                state.begin(prompt)
-                pruner, probe = state.pruner(draft.pruner), state.probe()
+                if draft.active:
+                    state = careful.state = draft.open(owner.view)
+                    state.begin(prompt)
+                    pruner, probe = state.pruner(draft.pruner), state.probe()
             if pruner is not None:
                 layout, new = attachment.family.layout(attachment.model, given), None
                 if past is not None:

@@ -193,6 +193,20 @@ def new_inputs(kwargs: Inputs, past: int) -> dict[str, Any]:
     return new
 
 
+def unpadded(inputs: Inputs) -> dict[str, Any]:
+    """The inputs of one sequence without padding tokens and attention mask."""
+    inputs = dict(inputs)
+    mask = inputs.pop("attention_mask", None)
+    if mask is None or bool(mask.all()):
+        return inputs
+    ids = inputs["input_ids"]
+    keep = mask[0].bool()
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.shape[-1] == ids.shape[1] and name in A_TOKEN:
+            inputs[name] = value[..., keep]
+    return inputs
+
+
 def is_given(value: Any) -> bool:
     """Whether an input is neither None nor an empty list."""
     return value is not None and (isinstance(value, Tensor) or bool(value))

@@ -22,7 +22,6 @@ from mmaccel.core.decoding.watching import QuestionAttention
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
-from mmaccel.core.memory.relay import relay
 from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.streams.asking import QuestionRunner, asked
 from mmaccel.core.streams.listening import AttentionRecording
@@ -31,8 +30,8 @@ from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models import deepstack, units
 from mmaccel.models.attention import MaxLength
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import PIXELS, Inputs, last_words, markup_ids, positions_of
-from mmaccel.models.runner import HFRunner, open_runner, unpadded
+from mmaccel.models.prompt_layout import PIXELS, Inputs, last_words, markup_ids, positions_of, unpadded
+from mmaccel.models.runner import HFRunner, open_runner
 from mmaccel.models.signals import SignalProbe
 from mmaccel.models.step import StreamSteps
 from mmaccel.models.stream import StreamPasses
@@ -81,7 +80,8 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
                 others["mm_token_type_ids"] = torch.cat([kinds[:, : self._head], kinds[:, self._tail :]], 1)
             with self.busy():
                 given = self.family.entering(self.model, {**others, "input_ids": rest[None]})
-                self._rest = deepstack.join_rows(given)[0]
+                levels = deepstack.WHERE in given
+                self._rest = (deepstack.join_rows(given) if levels else given["inputs_embeds"])[0]
         else:
             self._rest = self.words(rest)
         tail = ids[0, self._tail :]
@@ -315,7 +315,14 @@ class PromptRunner(Runner):
         with self._plainly():
             return self._at_work().step(ids, branches)
 
-    accept = truncate = length = relay(lambda self, name, *a, **k: getattr(self._at_work(), name)(*a, **k))
+    def accept(self, path: Tensor) -> None:
+        self._at_work().accept(path)
+
+    def truncate(self, length: int) -> None:
+        self._at_work().truncate(length)
+
+    def length(self) -> int:
+        return self._at_work().length()
 
     def sync_cache(self) -> None:
         """Close the KV memory; a second call does nothing."""

@@ -23,7 +23,7 @@ from mmaccel.core.registry import DEFAULTS, registry
 from mmaccel.models import decode, deepstack
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import in_parts
-from mmaccel.models.prompt_layout import A_TOKEN, Inputs, of_columns
+from mmaccel.models.prompt_layout import Inputs, of_columns, unpadded
 
 
 class HFRunner(Runner):
@@ -250,17 +250,3 @@ class HFRunner(Runner):
 def open_runner(model: nn.Module, family: Any, cache: Any) -> HFRunner:
     """A runner of `model` on `cache`, with CUDA-graph decode steps if `decode.can_capture` them."""
     return HFRunner(model, family, cache, decode.ROWS if decode.can_capture(model, family, cache) else ())
-
-
-def unpadded(inputs: Inputs) -> dict[str, Any]:
-    """The inputs of one sequence without padding tokens and attention mask."""
-    inputs = dict(inputs)
-    mask = inputs.pop("attention_mask", None)
-    if mask is None or bool(mask.all()):
-        return inputs
-    ids = inputs["input_ids"]
-    keep = mask[0].bool()
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.shape[-1] == ids.shape[1] and name in A_TOKEN:
-            inputs[name] = value[..., keep]
-    return inputs

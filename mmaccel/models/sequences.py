@@ -19,8 +19,7 @@ from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import A_TOKEN, PIXELS, is_given
-from mmaccel.models.runner import unpadded
+from mmaccel.models.prompt_layout import A_TOKEN, PIXELS, is_given, unpadded
 
 TURN = "mmaccel_turn"
 """The attribute of a cache that holds its `DraftTurn`."""

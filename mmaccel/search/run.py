@@ -20,9 +20,9 @@ from torch import nn
 
 from mmaccel.backends import select
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.errors import Limit, ModelError, RecipeError, UnknownName, at_least, limited
+from mmaccel.core.errors import ModelError, RecipeError, UnknownName
 from mmaccel.core.layout import MODALITIES
-from mmaccel.core.registry import check_limits
+from mmaccel.core.registry import Limit, at_least, check_limits, limited
 from mmaccel.core.report import Rows, environment, peak_bytes, write_whole
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, choices
 from mmaccel.search import measure as figures

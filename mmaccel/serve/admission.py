@@ -81,7 +81,8 @@ class Admission:
         seconds = min(promise.seconds, getattr(kv, "keep_seconds", None) or promise.seconds)
         frames = promise.fps * seconds
         whole = held + each * (frames - seen) if frames > seen else held * frames / seen
-        most = None if getattr(kv, "spill", None) == "disk" else getattr(kv, "host_bytes", None)
+        store = getattr(kv, "store", None)
+        most = None if store is None or store.spill == "disk" else store.host_bytes
         return max(promise.last[1], min(whole, most or whole))
 
     def admit(self, recipe: str, fps: float | None, seconds: float) -> Promise:
@@ -98,7 +99,7 @@ class Admission:
                 "no_time",
             )
         held, more = sum(map(self.bytes, self._promises)), self.bytes(new)
-        cap = getattr(self._recipes[recipe].kv, "process_bytes", None)
+        cap = getattr(getattr(self._recipes[recipe].kv, "store", None), "process_bytes", None)
         if fps is not None and cap is None and held + more > limits.memory_bytes and more:
             raise Refused(
                 503,

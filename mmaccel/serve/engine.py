@@ -27,7 +27,7 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.live import ended_with, threaded
 from mmaccel.media.video import Video
 from mmaccel.models import load_processor
-from mmaccel.models.schema import by_schema, end_tokens
+from mmaccel.models.choosing import by_schema, end_tokens
 from mmaccel.serve import sources
 from mmaccel.serve.copies import CHECK_S, Copies
 from mmaccel.serve.kept import StreamEntry, VideoCache, without_age_limit

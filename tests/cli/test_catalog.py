@@ -132,6 +132,8 @@ WRONG: list[dict[str, Any]] = [
     {"sparse": None},
     {"kv": {"name": "mosaic", "frames": "8"}},
     {"kv": {"name": "mosaic", "index": {"name": "nothing"}}},
+    {"kv": {"name": "mosaic", "index": {"visual": 8}}},
+    {"kv": {"name": "mosaic", "store": {"spil": "disk"}}},
     {"draft": {"name": "sequential", "prune": {"name": "uv", "retentoin": 0.1}}},
     {"draft": {"name": "sequential", "window": 2.5}},
     {"backend": "cuda"},

@@ -254,7 +254,7 @@ def test_a_stop_keeps_what_was_seen(
     assert json.loads((tmp_path / "s" / "session.json").read_text())["frames"] == 8
 
 
-CAP = "kv: {name: rekv, window: 16, frames: 8, host_bytes: 1000000}\n"
+CAP = "kv: {name: rekv, window: 16, frames: 8, store: {host_bytes: 1000000}}\n"
 """Room for 40 of the 64 frames, beside the window."""
 
 

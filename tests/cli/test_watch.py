@@ -376,7 +376,7 @@ def test_frames_are_let_go_of(call: Call, clip: str, ov: str, tmp_path: Path) ->
     assert "a saved session has its own" in err
     # Each frame's keys and values, of all layers, are some ten thousand bytes.
     told = call.object(*words, "--host-bytes", "200KB", "--json")
-    assert told["recipe"]["kv"]["spill"] == "drop_oldest"
+    assert told["recipe"]["kv"]["store"]["spill"] == "drop_oldest"
     assert 0 < told["counters"]["host_bytes"] <= 200_000 and told["let_go"]
 
 
@@ -387,4 +387,6 @@ def test_a_server_has_one_cap_for_all(call: Call, ov: str, monkeypatch: pytest.M
     monkeypatch.setattr("mmaccel.serve.engine.Engine", lambda *parts: parts)
     assert call("serve", "--keep-seconds", 60, "--host-bytes", "1GiB", "--model", ov)[0] == 0
     kv = given[0][3]["mosaic"].kv
-    assert (kv.keep_seconds, kv.process_bytes, kv.spill, kv.host_bytes) == (60, 1 << 30, "drop_oldest", None)
+    store = kv.store
+    assert (kv.keep_seconds, store.process_bytes, store.host_bytes) == (60, 1 << 30, None)
+    assert store.spill == "drop_oldest"

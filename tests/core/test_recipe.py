@@ -161,10 +161,10 @@ def test_every_path_counts_from_the_folder_of_its_file(
         (there / "mine.yaml").write_text(yaml.safe_dump({"draft": {"name": "sequential", "model": name}}))
         assert Recipe.load("../there/mine.yaml").draft.model == name
     for memory in ("mosaic", "rekv", "offload"):
-        kv = {"name": memory, "spill": "disk", "folder": "files"}
+        kv = {"name": memory, "store": {"spill": "disk", "folder": "files"}}
         (there / "mine.yaml").write_text(yaml.safe_dump({"kv": kv}))
-        assert Path(Recipe.load("../there/mine.yaml").kv.folder).resolve() == there / "files"
-        assert Recipe.load({"kv": kv}).kv.folder == "files", "there is no file to count from"
+        assert Path(Recipe.load("../there/mine.yaml").kv.store.folder).resolve() == there / "files"
+        assert Recipe.load({"kv": kv}).kv.store.folder == "files", "there is no file to count from"
     monkeypatch.chdir(there)
     assert model("./tiny-ov-draft") == "tiny-ov-draft"
     assert Path(Recipe.load("mine.yaml").draft.model).is_absolute()

@@ -28,9 +28,10 @@ from mmaccel.models.prompt_layout import format_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
 from mmaccel.models.runner import HFRunner
-from mmaccel.policies.sparse import a_shape, grid
+from mmaccel.policies.sparse import grid
 from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.k_boundary import KBoundary
+from mmaccel.policies.sparse.orders import Region
 from mmaccel.policies.sparse.q_boundary import QBoundary
 from mmaccel.policies.sparse.tri_shape import TriShape
 from mmaccel.policies.sparse.vertical_slash import VerticalSlash
@@ -94,11 +95,11 @@ def _shifted(*given: Any) -> Any:
     return replace(made, shift=(made.shift + 1) % made.stride)
 
 
-frame_phases, near_and_first = grid.frame_phases, a_shape.near_and_first
+frame_phases, near_and_first = grid.frame_phases, Region.near_and_first
 strongest, shares = VerticalSlash._strongest, BlockTopK._shares
 PATTERNS: dict[str, tuple[Any, str, Any]] = {
     "a_shape": (
-        a_shape,
+        Region,
         "near_and_first",
         lambda region, sink, window: near_and_first(region, sink, window + 1),
     ),

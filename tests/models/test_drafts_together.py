@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.decoding.batch import Batch, BatchSlot
+from mmaccel.core.decoding.batch import Batch, BatchSlot, DraftLength
 from mmaccel.core.decoding.draft import DraftStep
-from mmaccel.core.decoding.load import DraftLength
 from mmaccel.models.together import StepsTogether, share_weights
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny

@@ -18,7 +18,8 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.prefill.masked import Images
 from mmaccel.models import gemma, sliding
-from mmaccel.models.runner import HFRunner, unpadded
+from mmaccel.models.prompt_layout import unpadded
+from mmaccel.models.runner import HFRunner
 from tests.models.tiny_random import batch, prompt, sampler
 from tests.products import product
 

@@ -169,7 +169,7 @@ def test_a_first_ingestion_that_fails_leaves_no_stream() -> None:
 
 
 def test_a_store_that_is_full_when_the_film_ends_leaves_the_stream_as_it_was() -> None:
-    with open_session("random-ov", {**ROOMY["rekv"], "host_bytes": 0}, 4) as session:
+    with open_session("random-ov", {**ROOMY["rekv"], "store": {"host_bytes": 0}}, 4) as session:
         before = logits(session)
         with pytest.raises(mmaccel.core.errors.StoreError, match="cap"):
             session.ingest(film(FRAMES)[4:])

@@ -13,7 +13,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import ModelError
-from mmaccel.models.schema import LONGEST, by_schema
+from mmaccel.models.choosing import LONGEST, by_schema
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.products import product
 
@@ -198,7 +198,7 @@ def test_drafts_say_the_same(library: Any, draft: str, sample: bool) -> None:
 
 def test_the_processor_goes_by_the_ids_alone(library: Any) -> None:
     """Asked about prefixes in any order, also behind what is refused, it says of each what a fresh one says."""
-    from mmaccel.models.schema import by_schema
+    from mmaccel.models.choosing import by_schema
 
     model, processor = pair("tiny-ov")
     said = json.dumps({"colour": "red", "seen": True, "times": [1, 2]})

@@ -41,8 +41,13 @@ MEMORIES: dict[str, dict[str, Any]] = {
         "encode_frames": 2,
         "cache": 4,
     },
-    "offload disk": {"name": "offload", "host_bytes": 4096, "spill": "disk"},
-    "drop_oldest": {"name": "rekv", "window": 6, "frames": 4, "host_bytes": 1 << 19, "spill": "drop_oldest"},
+    "offload disk": {"name": "offload", "store": {"host_bytes": 4096, "spill": "disk"}},
+    "drop_oldest": {
+        "name": "rekv",
+        "window": 6,
+        "frames": 4,
+        "store": {"host_bytes": 1 << 19, "spill": "drop_oldest"},
+    },
 }
 
 

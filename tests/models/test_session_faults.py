@@ -111,23 +111,26 @@ def test_a_damaged_file_takes_in_nothing(tmp_path: Path) -> None:
 
 
 def test_the_cap_of_host_memory_is_told_before_it_is_passed() -> None:
-    fields = {**TIGHT["rekv"], "host_bytes": 20 * UNIT}
+    fields = {**TIGHT["rekv"], "store": {"host_bytes": 20 * UNIT}}
     with begun(fields) as session, unharmed(session, StoreError):
         session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
     for kv in ("offload", "mosaic"):
-        with begun({**TIGHT[kv], "host_bytes": 20 * UNIT}) as session, unharmed(session, StoreError):
+        with (
+            begun({**TIGHT[kv], "store": {"host_bytes": 20 * UNIT}}) as session,
+            unharmed(session, StoreError),
+        ):
             session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
 
 
 @pytest.mark.parametrize("kv", ["rekv", "offload", "mosaic"])
 def test_with_a_place_on_disk_the_cap_changes_nothing(kv: str, tmp_path: Path) -> None:
-    disk = {**TIGHT[kv], "host_bytes": 0, "spill": "disk", "folder": str(tmp_path / "spill")}
+    disk = {**TIGHT[kv], "store": {"host_bytes": 0, "spill": "disk", "folder": str(tmp_path / "spill")}}
     found = []
     for fields in (TIGHT[kv], disk):
         with begun(fields, 20) as session:
             found.append(logits(session))
             told = session.counters()
-            assert bool(list(tmp_path.rglob("slab-*"))) == ("spill" in fields)
+            assert bool(list(tmp_path.rglob("slab-*"))) == ("store" in fields)
     assert told["host_disk_bytes"] > 0 and torch.equal(*found)
     assert not list(tmp_path.rglob("slab-*")), "closed, its files are gone"
 
@@ -138,14 +141,14 @@ def test_a_full_disk_is_told_and_nothing_is_lost(
 ) -> None:
     from mmaccel.policies.kv.store import saved
 
-    fields = {**TIGHT[kv], "host_bytes": 0, "spill": "disk", "folder": str(tmp_path)}
+    fields = {**TIGHT[kv], "store": {"host_bytes": 0, "spill": "disk", "folder": str(tmp_path)}}
     with begun(fields, 5) as session, unharmed(session, StoreError), monkeypatch.context() as patch:
         patch.setattr(saved, "occupy", Mock(side_effect=OSError(28, "No space left on device")))
         session.watch(film(25), fps=FPS)
 
 
 def test_oldest_units_may_be_dropped() -> None:
-    fields = {**TIGHT["rekv"], "host_bytes": 60 * UNIT, "spill": "drop_oldest"}
+    fields = {**TIGHT["rekv"], "store": {"host_bytes": 60 * UNIT, "spill": "drop_oldest"}}
     with begun(fields, 10) as session:
         for _ in range(8):
             session.watch(film(25), fps=FPS)
@@ -162,7 +165,7 @@ def held(session: mmaccel.VideoSession) -> list[list[int]]:
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic"])
 def test_a_broken_watch_forgets_nothing_while_there_is_room(kv: str) -> None:
-    fields = {**TIGHT[kv], "host_bytes": 40 * UNIT, "spill": "drop_oldest"}
+    fields = {**TIGHT[kv], "store": {"host_bytes": 40 * UNIT, "spill": "drop_oldest"}}
     with begun(fields, 20) as session:
         before = held(session)
         with unharmed(session, KeyboardInterrupt):
@@ -183,7 +186,7 @@ def test_a_broken_watch_forgets_no_more_than_a_whole_one_up_to_there(kv: str, pa
         if done >= count:
             raise KeyboardInterrupt
 
-    fields = {**TIGHT[kv], "host_bytes": 40 * UNIT, "spill": "drop_oldest"}
+    fields = {**TIGHT[kv], "store": {"host_bytes": 40 * UNIT, "spill": "drop_oldest"}}
     more = film(25).repeat(4, 1, 1, 1)
     with begun(fields, 25) as session, begun(fields, 25) as twin:
         first = session._live.state._first  # type: ignore[union-attr]
@@ -260,7 +263,7 @@ def test_a_closed_session_serves_nothing(tmp_path: Path) -> None:
         ({"kv": {"name": "rekv", "window": 4, "local": 5}}, "local is 5"),
         ({"kv": {"name": "recent", "local": 0}}, "local is 0"),
         (
-            {"kv": {"name": "offload", "spill": "drop_oldest"}},
+            {"kv": {"name": "offload", "store": {"spill": "drop_oldest"}}},
             "give 'refuse' or 'disk', for it keeps everything[.]",
         ),
         ({"kv": {"name": "no_cache", "kept": 64}}, "at least twice"),

@@ -283,9 +283,9 @@ def test_a_memory_of_frames_needs_one_device() -> None:
 
 
 def test_a_cap_of_the_host_is_shared_by_layers() -> None:
-    policy: Any = mmaccel.Recipe.load(kv={"name": "rekv", "host_bytes": 1000}).kv
-    assert policy.for_layers(0.25).host_bytes == 250
-    assert mmaccel.Recipe.load(kv="rekv").kv.for_layers(0.25).host_bytes is None
+    policy: Any = mmaccel.Recipe.load(kv={"name": "rekv", "store": {"host_bytes": 1000}}).kv
+    assert policy.for_layers(0.25).store.host_bytes == 250
+    assert mmaccel.Recipe.load(kv="rekv").kv.for_layers(0.25).store.host_bytes is None
 
 
 def test_clusters_are_of_all_layers_where_a_device_has_one() -> None:

@@ -211,10 +211,10 @@ def test_a_failing_draft_loses_nothing_of_the_stream(
 
 
 def test_the_folder_of_the_drafts_memory_counts_from_its_recipe(tmp_path: Path) -> None:
-    kv = "{name: rekv, spill: disk, folder: slabs}"
+    kv = "{name: rekv, store: {spill: disk, folder: slabs}}"
     (tmp_path / "mine.yaml").write_text(f"kv: recent\ndraft: {{name: sequential, model: x, kv: {kv}}}\n")
     draft: Any = mmaccel.Recipe.load(tmp_path / "mine.yaml").draft
-    assert draft.kv.folder == str(tmp_path / "slabs")
+    assert draft.kv.store.folder == str(tmp_path / "slabs")
     assert mmaccel.Recipe.load(mmaccel.Recipe.load(tmp_path / "mine.yaml").to_dict()).draft == draft
 
 

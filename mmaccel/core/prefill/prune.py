@@ -14,10 +14,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import SHARE, RecipeError, UnknownName, limited, one_of, warn
+from mmaccel.core.errors import RecipeError, UnknownName, warn
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVState
-from mmaccel.core.registry import Policy
+from mmaccel.core.registry import SHARE, Policy, limited, one_of
 
 SIGNALS = ("hidden", "attention", "vision_attention", "vision_key")
 """What a pruner may need; all float, without a batch axis.

@@ -15,7 +15,7 @@ from mmaccel.core.decoding.draft import Warp, draw
 from mmaccel.core.decoding.watching import DraftStream
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.streams.draft_stream import LocalDraftStream
-from mmaccel.policies.draft._conversation import IDS, Conversation
+from mmaccel.policies.draft._draft_model import IDS, Conversation
 
 SUPPORT = 1024
 """A token is sampled from at most this many of the likeliest tokens. Their probabilities are sent with it."""

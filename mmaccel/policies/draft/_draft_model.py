@@ -1,4 +1,5 @@
-"""Base classes of drafts by a second model: how it is found, checked for the target's vocabulary, and reads the prompt."""
+"""Base classes of drafts by a second model: how it is found, checked for the target's vocabulary, and reads the prompts of a
+conversation, so that a later turn's draft continues from its KV cache."""
 
 from __future__ import annotations
 
@@ -17,17 +18,18 @@ from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy, registry, with_base_dir
 from mmaccel.core.streams.draft_stream import LocalDraftStream
-from mmaccel.policies.draft._conversation import Conversation, continued_conversation
 
 PADDING = 1024
 """Rows by which the embeddings of one vocabulary may differ."""
 BESIDE = "beside"
 """In the place of a draft's folder: the one beside the target's own that has its name and ``-draft``."""
+IDS = "mmaccel_ids"
+"""Beside a prompt's inputs, in a later turn: the ids [1, S] of the whole conversation, of which these have the last ones."""
 
 
 def folder_of(name: str, target: ModelView, model: str) -> str:
@@ -169,6 +171,111 @@ class PeerStrategy(DraftStrategy):
             )
         check_vocabulary(self.name, target.geometry.vocab, peer.geometry.vocab)
         return peer
+
+
+class Conversation:
+    """The tokens that a draft model's `runner` has run, pruned ones included: prompts, and the answers between them.
+
+    A prompt is read only when needed (`tell`, then `read`). Only the answer after the last prompt can be rolled back:
+    earlier there may be a video, whose pixels the next turn does not have.
+    """
+
+    def __init__(self, runner: Runner, device: torch.device | str) -> None:
+        self.runner, self._device = runner, torch.device(device)
+        self._ids = torch.empty(0, dtype=torch.long)
+        self._prompt = self._origin = (
+            0  # tokens up to the end of the last prompt, and the runner's columns of them
+        )
+        self._told: list[tuple[Tensor, Mapping[str, Any]]] = []
+
+    def tell(self, inputs: Mapping[str, Any], ids: Tensor) -> None:
+        """Announce the next prompt `ids` [S]; `inputs` are its last columns, which follow those of earlier turns."""
+        self._told.append((ids.cpu(), inputs))
+
+    def goes_on(self, ids: Tensor, past: TokenLayout) -> bool:
+        """Return whether the prompt `ids` [S], of which the target holds `past`, continues this conversation; forget prompts
+        that were announced, never read, and since rolled back."""
+        while self._told and not follows(self._told[-1][0], ids, past):
+            self._told.pop()
+        return bool(self._told) or (self._prompt > 0 and follows(self._ids[: self._prompt], ids, past))
+
+    def read(self, keep: Tensor | None = None, compact: bool = False) -> Tensor:
+        """Run the announced prompts; return logits [1, V] after the last one. See `Runner.prefill` for the rest."""
+        logits = torch.empty(0)
+        for number, (ids, inputs) in enumerate(self._told, 1):
+            columns = keep
+            if keep is not None and number < len(self._told):
+                columns = torch.tensor(
+                    [ids.numel() - 1]
+                )  # of a prompt that nobody asked about, what it takes to go on
+            inputs = self._behind(inputs, ids, whole=keep is None)
+            if columns is None:
+                logits = self.runner.prefill(inputs)
+            else:
+                logits = self.runner.prefill(inputs, columns.to(self._device), compact)
+            self._ids, self._prompt, self._origin = ids, ids.numel(), self.runner.length()
+        self._told = []
+        return logits
+
+    def _behind(self, inputs: Mapping[str, Any], ids: Tensor, whole: bool) -> dict[str, Any]:
+        """`inputs` of the prompt `ids` from the last column on that the runner has in common with it; what it has beyond is
+        taken back. Where it is not `whole`, from the last prompt on."""
+        new, known = inputs["input_ids"].shape[1], self._ids
+        start = self._prompt
+        if whole and known.numel():
+            most = min(known.numel(), ids.numel() - max(new, 1))
+            same = (known[:most] == ids[:most]).long().cumprod(0)
+            start = max(start, int(same.sum()))
+            if start < known.numel():
+                self.runner.truncate(self.runner.length() - (known.numel() - start))
+        made = {name: x.to(self._device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        more = ids.numel() - start - new
+        if more:
+            made["input_ids"] = ids[None, start:].to(self._device)
+            if isinstance(kinds := made.get("mm_token_type_ids"), Tensor):
+                made["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (more, 0))
+        return made
+
+    def said(self, tokens: Tensor) -> Conversation:
+        """End the turn, in which `tokens` [m] were generated after its prompt; those that the draft has run are kept."""
+        if not self._told:
+            run = min(self.runner.length() - self._origin, tokens.numel())
+            self.runner.truncate(self._origin + run)
+            self._ids = torch.cat([self._ids[: self._prompt], tokens[:run].cpu()])
+        return self
+
+
+def continued_conversation(
+    who: str, left: Any, fresh: Conversation, inputs: Mapping[str, Any], ids: Tensor, past: TokenLayout | None
+) -> Conversation:
+    """Return the conversation to which the prompt `ids` [S] was announced: `left` if the prompt continues it; else `fresh`,
+    if all that the target holds (`past`) is text. `inputs` are the columns after `past`. Otherwise raises `DraftError`."""
+    talk = fresh
+    if past is not None:
+        if isinstance(left, Conversation) and left.goes_on(ids, past):
+            talk = left
+        else:
+            check_text(who, past)
+    talk.tell(inputs, ids)
+    return talk
+
+
+def check_text(who: str, past: TokenLayout) -> None:
+    """Raise `DraftError` if the target's cache (`past`) holds images or videos, which this draft has not read."""
+    if bool((past.modality != TEXT).any()):
+        raise DraftError(
+            f"{who}: past_key_values holds images or videos that this draft did not read; give the cache that a call with "
+            "this draft gave back, as it was, or the whole prompt without a cache."
+        )
+
+
+def follows(known: Tensor, ids: Tensor, past: TokenLayout) -> bool:
+    """Return whether prompt `ids` [S], of which the target holds `past`, continues `known` [n], with no image or video in
+    between that `known` lacks."""
+    n = known.numel()
+    if n > past.length or not torch.equal(known, ids[:n].cpu()):
+        return False
+    return not bool((past.modality[0, n:] != TEXT).any())
 
 
 class PeerState(DraftState):

@@ -29,8 +29,8 @@ from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.core.streams.draft_stream import LocalDraftStream
-from mmaccel.policies.draft._conversation import follows
 from mmaccel.policies.draft._draft_decoder import SUPPORT, DraftDecoder, DraftedTokens, TokenDistribution
+from mmaccel.policies.draft._draft_model import follows
 from mmaccel.policies.draft._remote_stream import (
     BEGIN,
     CALL,

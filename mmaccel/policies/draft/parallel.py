@@ -15,13 +15,14 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.decoding.worker import READY, Worker
-from mmaccel.core.errors import DraftError, RecipeError, at_least, limited
+from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.core.prefill.prune import TokenPruner
-from mmaccel.core.registry import register
-from mmaccel.policies.draft._conversation import IDS, check_text
+from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.draft._draft_decoder import Local, TokenDistribution
 from mmaccel.policies.draft._draft_model import (
+    IDS,
     PeerStrategy,
+    check_text,
     check_vocabulary,
     devices_of,
     folder_of,

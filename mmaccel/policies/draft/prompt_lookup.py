@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Proposal
-from mmaccel.core.errors import at_least, limited
-from mmaccel.core.registry import register
+from mmaccel.core.registry import at_least, limited, register
 
 
 @register("draft", "prompt_lookup")

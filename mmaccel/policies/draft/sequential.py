@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import Drafting, DraftState, DraftStep, Prompt, Proposal, alone, draw
-from mmaccel.core.errors import at_least, between, limited
-from mmaccel.core.registry import register
+from mmaccel.core.registry import at_least, between, limited, register
 from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Proposal
-from mmaccel.core.errors import SHARE, DraftError, Limit, ModelError, at_least, limited
+from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.memory.kv import KVState, KVView
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.prune import PrefillPass, Probe, best, observers, quota
-from mmaccel.core.registry import register
+from mmaccel.core.registry import SHARE, Limit, at_least, limited, register
 from mmaccel.policies.kv.full import FullState
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.decoding.draft import DraftState, Proposal
-from mmaccel.core.errors import RecipeError, at_least, limited
-from mmaccel.core.registry import register
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
 
 STATIC = (

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import Replays
-from mmaccel.core.errors import Limit, RecipeError, at_least, limited, shown, warn
+from mmaccel.core.errors import RecipeError, shown, warn
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.registry import Limit, Policy, at_least, limited, register, with_base_dir
 from mmaccel.core.registry import policy as built
-from mmaccel.core.registry import with_base_dir
 from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv._ingest import RUN
 from mmaccel.policies.kv._retrieval import ArchivedMemory
@@ -38,7 +38,7 @@ class FormerField:
 
     default  the value that now always holds
     why      what replaced it
-    part     the index to which the field moved
+    part     the part ("index", "store") to which the field moved
     speed    other values (or their types) that changed no stored data and no answer: they are dropped with a warning
     """
 
@@ -57,9 +57,10 @@ def renamed(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> 
     warn(f"{who}: {old} is the former spelling; write {new}: {value}.")
 
 
+@register("store", "host")
 @dataclass(frozen=True, kw_only=True)
-class HostPolicy(StreamPolicy):
-    """The fields of a memory that keeps units on the host.
+class HostMemory(Policy):
+    """The host's memory that a stream's keys and values may take, as a field of a memory: ``store: {spill: disk}``.
 
     host_bytes  most host memory; None: as much as the host can spare
     process_bytes  most host memory of all sessions of the process; with "drop_oldest", one that needs room takes it from
@@ -74,18 +75,77 @@ class HostPolicy(StreamPolicy):
     spill: Spill = "refuse"
     folder: str | None = None
 
-    @classmethod
-    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-        return with_base_dir(fields, folder, "folder")
-
-    def for_layers(self, share: float) -> StreamPolicy:
-        return self if self.host_bytes is None else replace(self, host_bytes=int(self.host_bytes * share))
-
-    def store(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
+    def open(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
         """Return an empty store for a stream's units (frames)."""
         shape = Shape(geometry.layers, geometry.kv_heads, stream.unit, geometry.head_dim, stream.dtype)
         own = {"spill": self.spill, "folder": self.folder, "together": self.process_bytes}
         return HostStore(shape, device, cap=self.host_bytes, **own)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPolicy(StreamPolicy):
+    """Base of memories that keep units on the host; its field `store` says how much of it: `mmaccel describe host`."""
+
+    FORMER: ClassVar[Mapping[str, FormerField]] = {
+        name: FormerField(part="store") for name in ("host_bytes", "process_bytes", "spill", "folder")
+    }
+
+    store: Any = "host"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._build("store", HostMemory)
+
+    def _build(self, kind: str, base: type[Policy]) -> None:
+        """Put into field `kind` the part that its name or mapping means; raises `RecipeError` if that is no `base`."""
+        part = built(kind, getattr(self, kind), f"{self.name}: {kind}")
+        if not isinstance(part, base):
+            raise RecipeError(f"{self.name}: {kind} is {shown(part)}; give a name, or a mapping with a name.")
+        object.__setattr__(self, kind, part)
+
+    @classmethod
+    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        if isinstance(store := fields.get("store"), Mapping):
+            fields = {**fields, "store": with_base_dir(store, folder, "folder")}
+        return with_base_dir(fields, folder, "folder")  # where earlier versions had it
+
+    def for_layers(self, share: float) -> StreamPolicy:
+        most = self.store.host_bytes
+        if most is None:
+            return self
+        return replace(self, store=replace(self.store, host_bytes=int(most * share)))
+
+    @classmethod
+    def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `fields` without `FORMER` ones; those of a part move there. Raises `RecipeError` if a value cannot."""
+        given, moved = dict(fields), dict[str, dict[str, Any]]()
+        for name, one in cls.FORMER.items():
+            if name not in given:
+                continue
+            value, known = given.pop(name), (one.default, *one.speed)
+            # True and 1 are two values.
+            same = (value == each and isinstance(value, bool) == isinstance(each, bool) for each in known)
+            if one.part:
+                moved.setdefault(one.part, {})[name] = value
+            elif type(value) not in known and not any(same):
+                told = f"the field {name} is gone, and {shown(value)} is not what it became"
+                raise RecipeError(f"{cls.name}: {told}: {one.why}; leave it out.")
+            elif value != one.default:
+                told = f"the field {name} is gone, and it changed no answer"
+                warn(f"{cls.name}: {told}: {one.why}; leave it out.")
+        for part, some in moved.items():
+            own, names = given.get(part, cls.__dataclass_fields__[part].default), ", ".join(some)
+            own = {"name": own} if isinstance(own, str) else own
+            if not isinstance(own, Mapping):
+                raise RecipeError(f"{cls.name}: {names} are fields of the {part}; set them there.")
+            for name, value in some.items():
+                if own.get(name, value) != value:
+                    told = f"{name} is {shown(value)}, and another in its {part}"
+                    raise RecipeError(f"{cls.name}: {told}; set it there alone.")
+            given[part] = {**own, **some}
+            told = ", ".join(f"{name}: {'null' if x is None else x}" for name, x in given[part].items())
+            warn(f"{cls.name}: {names} moved to the {part}; write {part}: {{{told}}}.")
+        return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +169,14 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
                 (`VideoSession.pin`) stay, and so does what is in the window
     thin        forget only every second of them; of those twice as old, three in four, and so on: what is kept grows
                 with the logarithm of the stream's length
-    host_bytes, process_bytes, spill, folder  the host's memory, see `HostPolicy`
+    store       the host's memory that they may take, and what happens when it is used up (`mmaccel describe host`)
     """
 
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames", "local"})
     no_tensor_parallel: ClassVar[str | None] = "chooses frames by the keys of all heads"
     FORMER: ClassVar[Mapping[str, FormerField]] = {
-        "similarity": FormerField(part="frames"),
+        **HostPolicy.FORMER,
+        "similarity": FormerField(part="index"),
         "copies": FormerField("coalesced", "the store brings frames by its best way", speed=("frame",)),
     }
 
@@ -131,54 +192,16 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
     )
     thin: bool = False
 
-    @classmethod
-    def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `fields` without `FORMER` ones; those of the index move there. Raises `RecipeError` if a value cannot."""
-        given, moved = dict(fields), dict[str, Any]()
-        for name, one in cls.FORMER.items():
-            if name not in given:
-                continue
-            value, known = given.pop(name), (one.default, *one.speed)
-            # True and 1 are two values.
-            same = (value == each and isinstance(value, bool) == isinstance(each, bool) for each in known)
-            if one.part:
-                moved[name] = value
-            elif type(value) not in known and not any(same):
-                told = f"the field {name} is gone, and {shown(value)} is not what it became"
-                raise RecipeError(f"{cls.name}: {told}: {one.why}; leave it out.")
-            elif value != one.default:
-                told = f"the field {name} is gone, and it changed no answer"
-                warn(f"{cls.name}: {told}: {one.why}; leave it out.")
-        if not moved:
-            return given
-        own = given.get("index", cls.__dataclass_fields__["index"].default)
-        own = {"name": own} if isinstance(own, str) else own
-        if not isinstance(own, Mapping):
-            raise RecipeError(f"{cls.name}: {', '.join(moved)} are fields of the index; set them there.")
-        for name, value in moved.items():
-            if own.get(name, value) != value:
-                raise RecipeError(
-                    f"{cls.name}: {name} is {shown(value)}, and another in its index; set it there alone."
-                )
-        given["index"] = {**own, **moved}
-        told = ", ".join(f"{name}: {value}" for name, value in given["index"].items())
-        warn(f"{cls.name}: {', '.join(moved)} moved to the index; write index: {{{told}}}.")
-        return given
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "index", built("index", self.index, f"{self.name}: index"))
-        if not isinstance(self.index, IndexPolicy):
-            raise RecipeError(
-                f"{self.name}: index is {shown(self.index)}; give a name, or a mapping with a name."
-            )
+        self._build("index", IndexPolicy)
         if self.thin and self.keep_seconds is None:
             raise RecipeError(f"{self.name}: thin has no effect without keep_seconds; give it too.")
 
     def footprint(self, tokens: int, pace: int) -> Footprint:
         own, shown = super().footprint(tokens, pace), self.frames + self.local
         own = replace(own, shown=shown, recalled=self.frames, cache=self.cache, clusters=self.index.clusters)
-        return replace(own, host=None, evicts=self.spill == "drop_oldest")
+        return replace(own, host=None, evicts=self.store.spill == "drop_oldest")
 
     def outdated(self, unit: int, age: float) -> bool:
         """Return whether `unit` (a frame), shown `age` seconds before the newest, is to be forgotten."""
@@ -203,13 +226,14 @@ class SharedArchive(ArchivedMemory):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.store.relieve = _weakly(self._relieved)
-        _open.add(self)
+        _open[self] = None
 
     @property
     def together(self) -> int:  # type: ignore[override]
         # Each time costs a host a third of a millisecond; as few as passes of live frames have where room is short.
-        capped = self.policy.host_bytes is not None or self.policy.process_bytes is not None
-        return RUN if self.store.spill != "refuse" or capped else 4 * RUN
+        store = self.policy.store
+        capped = (store.host_bytes, store.process_bytes) != (None, None)
+        return RUN if store.spill != "refuse" or capped else 4 * RUN
 
     _lent: Any = None
     """The snapshot that reads what this memory changes."""
@@ -277,8 +301,8 @@ class SharedArchive(ArchivedMemory):
     def _relieved(self) -> bool:
         """Whether the memory on the same model that holds more than any has given a slab to this one."""
         own, model = self.store.slabs.memory_bytes(), self._model.model
-        found = [one for one in list(_open) if one is not self and one._model.model is model]
-        found = [one for one in found if one.policy.spill == "drop_oldest"]
+        there = [one for key in _open.keyrefs() if (one := key()) is not None and one is not self]
+        found = [one for one in there if one._model.model is model and one.store.spill == "drop_oldest"]
         most = max(found, key=lambda one: one.store.slabs.memory_bytes(), default=None)
         # Not so that the two change places.
         if most is None or most.store.slabs.memory_bytes() <= own + most.store.slabs.slab_bytes:
@@ -318,7 +342,7 @@ class SharedArchive(ArchivedMemory):
         super()._save(folder)
 
     def close(self) -> None:
-        _open.discard(self)
+        _open.pop(self, None)
         self.store.close()
 
 
@@ -330,5 +354,5 @@ def _weakly(call: Callable[..., bool]) -> Callable[..., bool]:
     return lambda *given: (own := held()) is not None and own(*given)
 
 
-_open: weakref.WeakSet[SharedArchive] = weakref.WeakSet()
-"""From which memories that need room may take it."""
+_open: weakref.WeakKeyDictionary[SharedArchive, None] = weakref.WeakKeyDictionary()
+"""From which memories that need room may take it; listed by `keyrefs`, in one step, for other threads add to it."""

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError, at_least, limited
+from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import MARGIN, KVView, Stream, StreamPass, StreamPolicy, grow_buffer
+from mmaccel.core.registry import at_least, limited
 from mmaccel.policies.kv._window import Look, Pair, QuestionView, attention, mean_query
 from mmaccel.policies.kv._windowed import StreamMemory
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError, RecipeError, at_least, limited
+from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import CacheSlot, Stream, StreamPass, StreamPolicy, StreamState, UnitEvidence
+from mmaccel.core.registry import at_least, limited
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [1, G, n, D]."""
@@ -31,7 +32,6 @@ Look = tuple[Tensor, int]
 
 OWN = 1 / 6
 """What is left of a row by itself behind all layers (`QuestionRows.reached`); measured, see lab/LOG.md."""
-
 WEIGHTS = 1 << 24  # attention weights in float32 that are there at a time
 
 

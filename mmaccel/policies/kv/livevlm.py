@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import Limit, at_least, between, limited
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
-from mmaccel.core.registry import register
+from mmaccel.core.registry import Limit, at_least, between, limited, register
 from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attended
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError, RecipeError, at_least, limited
+from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
-from mmaccel.core.registry import register
+from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.kv.full import Full
 
 FILE = 64

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import limited, one_of
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamState, grow_buffer
-from mmaccel.core.registry import register
+from mmaccel.core.registry import one_of, register
 from mmaccel.policies.kv._archived import HostPolicy
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.full import WholeStream
-from mmaccel.policies.kv.store import Spill
+from mmaccel.policies.kv.store import HostStore
 
 
 @register("kv", "offload")
@@ -29,14 +28,17 @@ class Offload(HostPolicy):
     Exact: every query sees all that came before it, at its original position. The device holds one layer of the stream at a
     time; the whole stream is copied for every chunk, question and token of an answer.
 
-    host_bytes, spill, folder  see `HostPolicy`; as it keeps everything, spill is "refuse" or "disk"
+    store  the host's memory that it may take (`mmaccel describe host`); as it keeps everything, spill is "refuse" or "disk"
     """
 
     exact: ClassVar[bool] = True
     ingests: ClassVar[bool] = True
     allows_branches: ClassVar[bool] = True
 
-    spill: Spill = limited("refuse", one_of("refuse", "disk", why=", for it keeps everything"))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        spills = one_of("refuse", "disk", why=", for it keeps everything")
+        spills.check("offload: store", "spill", self.store.spill)
 
     def footprint(self, tokens: int, pace: int) -> Footprint:
         return Footprint(host=None, copied=True)
@@ -54,7 +56,7 @@ class OffloadStream(WholeStream):
         self, policy: Offload, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
         super().__init__(stream, geometry, model, device)
-        self.store = policy.store(stream, geometry, device)
+        self.store: HostStore = policy.store.open(stream, geometry, device)
         self._heads: list[Pair | None] = [None] * geometry.layers
         self._turns: list[Pair | None] = [None] * geometry.layers
 

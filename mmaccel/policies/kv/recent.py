@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import at_least, limited
 from mmaccel.core.memory.kv import Stream, StreamState
-from mmaccel.core.registry import register
+from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.kv._window import WindowedPolicy
 from mmaccel.policies.kv._windowed import StreamMemory
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import between, limited
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
-from mmaccel.core.registry import register
+from mmaccel.core.registry import between, limited, register
 from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attended
 
 MERGED = 8

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError, at_least, limited
+from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import KVState, KVView, Stream, StreamPolicy, StreamState
-from mmaccel.core.registry import register
+from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.full import LayeredState
 

@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import SHARE, limited
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import QuotaPruner, Signals, Stage, others, spread
-from mmaccel.core.registry import register
+from mmaccel.core.registry import SHARE, limited, register
 
 
 @register("prune", "attention")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from mmaccel.core.errors import SHARE, Limit, RecipeError, between, limited
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, best, frames, quota, staying
-from mmaccel.core.registry import register
+from mmaccel.core.registry import SHARE, Limit, between, limited, register
 
 
 @register("prune", "dycoke")

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mmaccel.core.errors import Limit, RecipeError, limited
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import ScorePruner, Signals, Stage
-from mmaccel.core.registry import register
+from mmaccel.core.registry import Limit, limited, register
 
 
 @register("prune", "fastv")

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import SHARE, RecipeError, at_least, limited, shown
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import (
     Kept,
@@ -23,7 +23,7 @@ from mmaccel.core.prefill.prune import (
     quota,
     staying,
 )
-from mmaccel.core.registry import register
+from mmaccel.core.registry import SHARE, at_least, limited, register
 
 LAYERS, DEPTH = (2, 6, 15), 32
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mmaccel.core.errors import Limit, RecipeError, limited
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import ScorePruner, Signals, Stage, question
-from mmaccel.core.registry import register
+from mmaccel.core.registry import Limit, limited, register
 
 
 @register("prune", "uv")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
-from mmaccel.core.errors import SHARE, limited
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import (
     Kept,
@@ -22,7 +21,7 @@ from mmaccel.core.prefill.prune import (
     spread,
     staying,
 )
-from mmaccel.core.registry import register
+from mmaccel.core.registry import SHARE, limited, register
 
 
 @register("prune", "visionzip")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmaccel.backends.ops.block_attend import KeySpan, Part
-from mmaccel.core.errors import at_least, limited
-from mmaccel.core.prefill.plan import FAR
-from mmaccel.core.registry import register
-from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks, whole_blocks
+from mmaccel.backends.ops.block_attend import Part
+from mmaccel.core.registry import at_least, limited, register
+from mmaccel.policies.sparse.orders import IntraPattern, Region, near_and_first_blocks
 
 
 @register("sparse", "a_shape")
@@ -27,21 +25,7 @@ class AShape(IntraPattern):
     window: int = limited(4096, at_least(1, ", the token itself"))
 
     def parts(self, region: Region) -> tuple[Part, ...]:
-        return (region.part(near_and_first(region, self.sink, self.window)),)
+        return (region.part(region.near_and_first(self.sink, self.window)),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         return near_and_first_blocks(n_key, self.sink, self.window, self.block, gaps=gaps)
-
-
-def near_and_first(region: Region, sink: int, window: int) -> tuple[KeySpan, ...]:
-    """Return spans over the last `window` of the keys up to each query, and over the first `sink` keys; either may be 0."""
-    near = (region.span(0, window),) if window else ()
-    return (*near, region.span(window, FAR, first=sink)) if sink else near
-
-
-def near_and_first_blocks(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
-    """Return the most blocks that `near_and_first` lists, as `IntraPattern.max_blocks` does."""
-    keys = whole_blocks(n_key, block)
-    near = min(spanned_blocks(block + window - 1, block), keys) if window else 0
-    # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.
-    return near + whole_blocks(min(sink, n_key), block), keys if gaps and window else 0

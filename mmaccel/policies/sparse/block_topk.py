@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.decoding.replay import Compiled
-from mmaccel.core.errors import SHARE, RecipeError, at_least, limited
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, span_by_range, span_from_table
 from mmaccel.core.prefill.sparse import SparsePattern
-from mmaccel.core.registry import register
+from mmaccel.core.registry import SHARE, at_least, limited, register
 from mmaccel.policies.sparse.orders import LayerInputs, Region, whole_blocks
 
 ROOM = 1 << 28

@@ -10,12 +10,18 @@ from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import KeySpan, Part
 from mmaccel.backends.ops.lines import turned_classes
-from mmaccel.core.errors import SHARE, Limit, RecipeError, at_least, limited
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.prefill.plan import FAR, span_by_range
-from mmaccel.core.registry import register
-from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_blocks
+from mmaccel.core.registry import SHARE, Limit, at_least, limited, register
 from mmaccel.policies.sparse.estimate import Score
-from mmaccel.policies.sparse.orders import IntraPattern, Region, once, spanned_blocks, whole_blocks
+from mmaccel.policies.sparse.orders import (
+    IntraPattern,
+    Region,
+    near_and_first_blocks,
+    once,
+    spanned_blocks,
+    whole_blocks,
+)
 from mmaccel.policies.sparse.stride import (
     Classes,
     Frames,
@@ -111,7 +117,7 @@ class Grid(IntraPattern):
                 parts.append(self._dense_rows(region, classes))
         if self.window or self.sink:
             # Every row is served twice, over disjoint keys: the two are merged by their log-sum-exps.
-            parts.append(region.part(near_and_first(region, self.sink, self.window), merge_group=1))
+            parts.append(region.part(region.near_and_first(self.sink, self.window), merge_group=1))
         return tuple(parts)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:

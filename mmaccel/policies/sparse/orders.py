@@ -81,6 +81,14 @@ def spanned_blocks(n: int, block: int) -> int:
     return (n + block - 2) // block + 1 if n > 0 else 0
 
 
+def near_and_first_blocks(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
+    """Return the most blocks that `Region.near_and_first` lists, as `IntraPattern.max_blocks` does."""
+    keys = whole_blocks(n_key, block)
+    near = min(spanned_blocks(block + window - 1, block), keys) if window else 0
+    # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.
+    return near + whole_blocks(min(sink, n_key), block), keys if gaps and window else 0
+
+
 def once(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
     """Return the entry `name` of cache `memo`, made if missing; unlike `remember` also while a graph is traced."""
     if name not in memo:
@@ -128,6 +136,11 @@ class Region:
         order = self.q_row, k_row[:, None], self.at[:, None], k_pos[:, None]
         known: dict[str, Any] = dict(ordered=ordered, ranks=True, q_first=self.q_first)
         return span_by_range(*order, lo, hi, block, block, **known)
+
+    def near_and_first(self, sink: int, window: int) -> tuple[KeySpan, ...]:
+        """Return spans of the last `window` of the keys up to each query, and of the first `sink` keys; either may be 0."""
+        near = (self.span(0, window),) if window else ()
+        return (*near, self.span(window, FAR, first=sink)) if sink else near
 
     @property
     def max_keys(self) -> int:

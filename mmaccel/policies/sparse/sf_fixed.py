@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import KeySpan, Part
-from mmaccel.core.errors import RecipeError, at_least, limited, shown
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.layout import TEXT
 from mmaccel.core.prefill.plan import FAR, pad_rows, span_by_range
-from mmaccel.core.registry import register
+from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks, whole_blocks
 
 FRAMELESS = 128

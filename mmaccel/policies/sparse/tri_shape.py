@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from mmaccel.backends.ops.block_attend import Part
-from mmaccel.core.errors import at_least, limited
 from mmaccel.core.prefill.plan import FAR
-from mmaccel.core.registry import register
+from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.sparse.a_shape import AShape
 from mmaccel.policies.sparse.orders import Region, whole_blocks
 

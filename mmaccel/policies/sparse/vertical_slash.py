@@ -10,9 +10,8 @@ from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.lines import slash_runs, split_line_keys, strongest
-from mmaccel.core.errors import at_least, limited
 from mmaccel.core.prefill.plan import FAR, span_by_range
-from mmaccel.core.registry import register
+from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
 
 MOST_ENTRIES = 1 << 28

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.registry import policy
+from mmaccel.core.registry import policy, register
+from mmaccel.policies.kv._archived import HostMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
+from mmaccel.policies.kv.store import HostStore
+from tests.policies.kv.mosaic.driven import Driven
 
 WRONG: dict[str, list[tuple[str, Any]]] = {
     "livevlm": [
@@ -81,6 +86,40 @@ def test_a_former_field_of_speed_alone_is_dropped_and_a_spelling_warns(
         assert Recipe.load(None, kv={"name": "mosaic", **fields}).kv == Mosaic(**now)
 
 
+STORED: dict[str, Any] = {"host_bytes": 10**9, "process_bytes": None, "spill": "disk", "folder": "slabs"}
+
+
+@pytest.mark.parametrize("name", ["mosaic", "rekv", "offload"])
+def test_what_a_memory_said_of_the_host_moves_to_its_store(name: str, tmp_path: Path) -> None:
+    """Also in a YAML file, from whose folder the store's counts."""
+    told = f"{name}: .* moved to the store; write store: {{name: host, host_bytes: .*, process_bytes: null"
+    with pytest.warns(MmaccelWarning, match=told):
+        found: Any = policy("kv", {"name": name, **STORED})
+    assert found == policy("kv", {"name": name, "store": STORED}) and found.store == HostMemory(**STORED)
+    assert Recipe.load(Recipe(kv=found).to_dict()).kv == found
+    (tmp_path / "old.yaml").write_text(f"kv: {{name: {name}, spill: disk, folder: slabs}}\n")
+    with pytest.warns(MmaccelWarning, match="moved to the store"):
+        old: Any = Recipe.load(tmp_path / "old.yaml").kv
+    assert old.store == HostMemory(spill="disk", folder=str(tmp_path / "slabs"))
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_store_of_one_s_own_is_the_one_that_a_memory_opens() -> None:
+    opened: list[Any] = []
+
+    @register("store", "told")
+    @dataclass(frozen=True, kw_only=True)
+    class Told(HostMemory):
+        def open(self, *given: Any) -> HostStore:
+            opened.append(super().open(*given))
+            return opened[-1]
+
+    assert Driven(store={"name": "told", "spill": "disk"}).state.store is opened[0]
+    assert (
+        opened[0].spill == "disk" and type(policy("kv", {"name": "offload", "store": "told"}).store) is Told
+    )
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -88,6 +127,8 @@ def test_a_former_field_of_speed_alone_is_dropped_and_a_spelling_warns(
         {"prefetch": "query", "predictor": "projected"},
         {"prefetch": "off", "predictor": "query"},
         {"init": 8, "index": {"name": "clusters", "init": 4}},
+        {"spill": "disk", "store": {"spill": "refuse"}},
+        {"spill": "disk", "store": None},
     ],
 )
 def test_a_former_spelling_that_disagrees_is_refused(fields: dict[str, Any]) -> None:
@@ -101,12 +142,17 @@ def test_a_former_spelling_that_disagrees_is_refused(fields: dict[str, Any]) -> 
         ({"kv": {"name": "mosaic", "initt": 3}}, "did you mean 'init', of its index"),
         ({"kv": {"name": "mosaic", "first_stag": 3}}, "did you mean 'first_stage', of its index"),
         ({"kv": {"name": "mosaic", "fames": 3}}, r"did you mean 'frames'\?"),
-        ({"kv": {"name": "offload", "spill": "x"}}, "give 'refuse' or 'disk', for it keeps everything[.]"),
+        ({"kv": {"name": "mosaic", "spil": 3}}, "did you mean 'spill', of its index or store"),
         (
-            {"kv": {"name": "offload", "spill": "drop_oldest"}},
-            "give 'refuse' or 'disk', for it keeps everything[.]",
+            {"kv": {"name": "offload", "store": {"spill": "drop_oldest"}}},
+            "offload: store: spill is .*; give 'refuse' or 'disk', for it keeps everything[.]",
         ),
-        ({"kv": {"name": "rekv", "spill": "x"}}, "or 'drop_oldest'[.]"),
+        (
+            {"kv": {"name": "rekv", "store": {"spill": "x"}}},
+            "host: spill is 'x'; give .* or 'drop_oldest'[.]",
+        ),
+        ({"kv": {"name": "rekv", "store": {"spil": "x"}}}, "did you mean 'spill'"),
+        ({"kv": {"name": "rekv", "store": None}}, "rekv: store is None; give a name, or a mapping"),
         ({"prune": "uv"}, r"as \{draft: \{name: parallel, prune: uv\}\}, or"),
     ],
 )

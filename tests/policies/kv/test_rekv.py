@@ -111,7 +111,7 @@ def test_a_planted_frame_is_recalled() -> None:
 
 def test_what_lies_in_files_is_brought_like_what_lies_in_memory() -> None:
     found, told = [], []
-    for more in ({}, {"host_bytes": 0, "spill": "disk"}):
+    for more in ({}, {"store": {"host_bytes": 0, "spill": "disk"}}):
         with open_session("random-ov", {"name": "rekv", "frames": 6, "window": 4, **more}) as session:
             session.watch(film(25), fps=FPS)
             found.append(logits(session))

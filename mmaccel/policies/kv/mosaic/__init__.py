@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters as ops
 from mmaccel.core.adapter import Geometry
-from mmaccel.core.errors import RecipeError, at_least, limited, shown
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import Stream, grow_buffer
-from mmaccel.core.registry import register
+from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.kv._archived import ArchivedPolicy, FormerField, Prefetch, renamed
 from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, SearchResult, SearchTables
 from mmaccel.policies.kv._window import Pair
@@ -78,7 +78,7 @@ class ClusterIndex(Index):
             self.tree.insert(self._window)
         while self.tree.means.waiting > keep:
             retrieved = self.tree.means.take()
-            retrieved = None if retrieved is None else self._at.rows(retrieved)
+            retrieved = None if retrieved is None else torch.from_numpy(self._at.rows(retrieved.numpy()))
             if retrieved is not None and self.tree.started:
                 for layer, owners in enumerate(self.tree.semantic.owner.gather(1, retrieved)):
                     self.tree.touch(layer, owners.unique())
@@ -121,7 +121,9 @@ class ClusterIndex(Index):
             self.key[at] = self._sent(kept.means(kept.key, layer, members), self.key)
             if self.summaries:
                 self.value[at] = self._sent(kept.means(kept.value, layer, members), self.value)
-            unit = self._at.units(kept.units)[members.clamp_min(0)] if self._at.gap else members
+            unit = members
+            if self._at.gap:
+                unit = torch.from_numpy(self._at.units(kept.units))[members.clamp_min(0)]
             time = unit.masked_fill(members < 0, 0).sum(1) / level.size[layer, cluster].clamp_min(1)
             self.time[at] = self._sent(time, self.time)
         self._refresh_visual()
@@ -338,7 +340,7 @@ class Mosaic(ArchivedPolicy):
 
     FORMER: ClassVar[Mapping[str, FormerField]] = {
         **ArchivedPolicy.FORMER,
-        **{name: FormerField(part="clusters") for name in ("init", "visual", "semantic", "buffer")},
+        **{name: FormerField(part="index") for name in ("init", "visual", "semantic", "buffer")},
         "levels": FormerField("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
         "granularity": FormerField("frame", "clusters hold frames"),
         "tile": FormerField(49, "clusters hold frames"),

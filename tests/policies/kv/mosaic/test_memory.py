@@ -64,14 +64,15 @@ def test_much_happens_in_a_long_stream(encode_frames: int) -> None:
         {"cache": 0},
         {"cache": 40},
         {"encode_by": "frame", "encode_frames": 0},
-        {"host_bytes": 0, "spill": "disk"},
+        {"store": {"host_bytes": 0, "spill": "disk"}},
     ],
     ids=str,
 )
 def test_how_it_is_done_changes_no_answer(fields: dict[str, Any], tmp_path: Path) -> None:
-    disk = {"folder": str(tmp_path)} if "spill" in fields else {}
+    if disk := fields.get("store"):
+        fields = {**fields, "store": {**disk, "folder": str(tmp_path)}}
     # How many units go in one pass is a matter of how it is done where passes retrieve nothing.
-    plain, other = watched(encode_frames=fields.get("encode_frames", 8)), watched(**fields, **disk)
+    plain, other = watched(encode_frames=fields.get("encode_frames", 8)), watched(**fields)
     for name in (0, 1, 0, 5):
         assert torch.equal(plain.ask(name), other.ask(name))
         assert plain.evidence == other.evidence
@@ -240,7 +241,7 @@ def test_passes_retrieve_nothing_while_all_is_in_the_window() -> None:
 
 def test_the_host_s_cap_is_told_and_nothing_is_lost() -> None:
     unit = LAYERS * 2 * 2 * TOKENS * 8 * 8
-    driven = Driven(host_bytes=unit * 24, spill="refuse")
+    driven = Driven(store={"host_bytes": unit * 24, "spill": "refuse"})
     with pytest.raises(StoreError):
         driven.watch(90)
     driven.ask(1)
@@ -248,7 +249,7 @@ def test_the_host_s_cap_is_told_and_nothing_is_lost() -> None:
 
 def test_the_oldest_may_be_forgotten() -> None:
     unit = LAYERS * 2 * 2 * TOKENS * 8 * 8
-    driven = Driven(host_bytes=unit * 24, spill="drop_oldest")
+    driven = Driven(store={"host_bytes": unit * 24, "spill": "drop_oldest"})
     driven.watch(80)
     driven.ask(driven.scenes[0])
     assert driven.counters["host_dropped"] > 0

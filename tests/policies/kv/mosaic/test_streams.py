@@ -185,7 +185,7 @@ def test_a_question_that_breaks_off_leaves_the_wire_nothing_to_write(monkeypatch
 def test_what_a_broken_clip_pushed_out_stays_forgotten() -> None:
     """Where the host's memory had to forget older units for it."""
     unit = LAYERS * 2 * 2 * TOKENS * 8 * 8
-    driven = Driven(host_bytes=unit * 24, spill="drop_oldest", frames=20)
+    driven = Driven(store={"host_bytes": unit * 24, "spill": "drop_oldest"}, frames=20)
     state = driven.state
     driven.watch(31)
     mark, before = state.checkpoint(), int(state.index.absent.sum())

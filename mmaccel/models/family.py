@@ -64,6 +64,7 @@ class Family(ModelFamily):
     tiny                    model type -> configuration of a tiny test model (`tiny.py`)
     mixes                   whether one prompt may hold both images and videos
     stamped                 whether prompts write text, such as a time, before and after each frame, which `beside` gives
+    pixels_alone            whether the vision tower computes videos from pixels alone, without the host: then it is captured
     """
 
     mrope: ClassVar[bool] = False
@@ -82,6 +83,7 @@ class Family(ModelFamily):
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     mixes: ClassVar[bool] = True
     stamped: ClassVar[bool] = False
+    pixels_alone: ClassVar[bool] = False
     parted: ClassVar[Any] = None  # where frames come as images: see `generic.py`
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
@@ -261,11 +263,8 @@ class Family(ModelFamily):
         # A family that names no facts of its own may have those of others.
         known = registry("model").values() if self.facts else ()
         others: set[str] = set().union(*(getattr(one, "facts", ()) for one in known))
-        odd = [
-            f"{name} is of another family"
-            for name in sorted(others - self.facts)
-            if inputs.get(name) is not None
-        ]
+        given = {name for name, x in inputs.items() if x is not None}
+        odd = [f"{name} is of another family" for name in sorted((others - self.facts) & given)]
         odd += [
             f"{pixels} comes without {fact}"
             for pixels, fact in self.needed.items()

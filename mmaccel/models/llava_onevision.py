@@ -177,6 +177,7 @@ class LlavaOnevision(Family):
         )
     }
     vision_tower = Tower
+    pixels_alone = True
     decoder_layers = frozenset({"Qwen2DecoderLayer"})
     rms_norms = frozenset({"Qwen2RMSNorm"})
     gated_mlps = frozenset({"Qwen2MLP"})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_not
@@ -26,6 +27,9 @@ DEVICES = ("cuda",)
 
 WIDTHS = (1, 2, 4, *range(8, 65, 8))
 """Numbers of rows of a question's step: fewer are filled up to the next of these, more go through the modules."""
+
+FRAMES = 2
+"""Frames at most whose way through the vision tower is captured: of more, the device takes longer than the host."""
 
 Passes = Sequence[tuple[ForwardPass, int, bool]]
 
@@ -67,6 +71,35 @@ def warm_up(stream: Any, state: StreamState, running: Any) -> None:
             break
 
 
+class TowerSteps:
+    """The vision tower for one or two frames, whose launches take the host longer than their work the device, as one CUDA
+    graph: for families whose tower needs nothing but pixels (`Family.pixels_alone`)."""
+
+    def __init__(self, model: nn.Module, family: Any) -> None:
+        self._model, self._family, self._replays = model, family, Replays(home_of(model))
+        self._watched: ModuleFingerprint | None = None
+
+    def features(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """What `Family.frames` gives for `inputs`; None where the modules must be called: more frames, hooks, autocast, a
+        tower on another device, or modules whose `forward` was replaced."""
+        ((name, pixels), *more), family = inputs.items(), self._family
+        if more or not family.pixels_alone or math.prod(pixels.shape[:-3]) > FRAMES:
+            return None
+        text, device = family.text(self._model), pixels.device
+        roots = [one for one in family.multimodal(self._model).children() if one is not text]
+        if self._watched is None or not self._watched.same(roots):
+            self._watched = ModuleFingerprint(roots)
+        away = any(weight.device != device for one in roots for weight in one.parameters())
+        replaced = any("forward" in vars(module) for one in roots for module in one.modules())
+        if away or replaced or self._watched.hooked() or torch.is_autocast_enabled(device.type):
+            return None
+        self._replays.under(self._watched)
+        room = self._replays.room("pixels", tuple(pixels.shape), pixels.dtype).copy_(pixels)
+        told = partial(family.frames, self._model, {name: room})
+        (rows,) = self._replays("tower", lambda: (told(),), at=(pixels.shape, pixels.dtype), lasting=False)
+        return rows.clone()  # the next frame, of any stream, comes to lie there
+
+
 class StreamSteps:
     """Questions and answers of a stream by CUDA graphs: for a question one graph for the layers between two retrievals, for
     an answer, which retrieves nothing, one graph for all layers."""
@@ -79,7 +112,7 @@ class StreamSteps:
         self._steps, self._layers = list[LayerStep | StateStep](), list[LayerStep]()
         self._leads: list[list[StateStep]] = [[]]  # before each layer of attention, and behind the last
         self._seats: StateSlots | None = None
-        self._replays = Replays(home_of(model))
+        self._replays, self.tower = Replays(home_of(model)), TowerSteps(model, family)
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
 
@@ -217,7 +250,7 @@ class StreamSteps:
         """All layers. What they share, angles and the column that rows are written to, is sent once."""
         x = self._entered(embeds)
         layers, count, room = self._layers, len(x), self._replays.room
-        angles, begins, turned, wrote, name = self._named(slots, count)
+        angles, begins, turned, wrote, at = self._named(slots)
         sizes = (2, 1, count, slots[0].angles[0].shape[-1])
         ropes = [room(("rope", n), sizes, x.dtype) for n in range(len(angles))]
         for rope, pair in zip(ropes, angles, strict=True):
@@ -225,7 +258,7 @@ class StreamSteps:
                 place[:, : angle.shape[2]] = angle[0]
         starts = [room(("from", n), (1, 1), torch.long).fill_(column) for n, column in enumerate(begins)]
         biased = [(n, slot.bias) for n, slot in enumerate(slots) if slot.bias is not None]
-        biases = {n: room(("bias", n), tuple(one.shape), one.dtype) for n, one in biased}
+        biases = {n: self._bias(n, one) for n, one in biased}
         if biases:
             torch._foreach_copy_(list(biases.values()), [one for _, one in biased])
 
@@ -239,14 +272,12 @@ class StreamSteps:
             x.copy_(rows.rows)
             return ()
 
-        self._replays(name, work, at=self._lie)
+        self._replays(("answer", count), work, at=at)
         return normed(self._family.text(self._model).norm, x[: len(embeds)], self._family)
 
-    def _named(
-        self, slots: list[CacheSlot], count: int
-    ) -> tuple[list[Any], list[int], list[int], list[int], Any]:
-        """Of a step of `count` rows: the angles and first columns that layers have, which of these each has, and the name
-        of its capture, at `_lie`."""
+    def _named(self, slots: list[CacheSlot]) -> tuple[list[Any], list[int], list[int], list[int], Any]:
+        """Of a step: the angles and first columns that layers have, which of these each has, and what its capture goes by
+        beside the number of rows."""
         angles = {id(slot.angles): slot.angles for slot in slots}
         begins = list(dict.fromkeys(slot.column for slot in slots))
         turned = [list(angles).index(id(slot.angles)) for slot in slots]
@@ -256,14 +287,14 @@ class StreamSteps:
         if len(self._sides) != len(sides) or any(map(is_not, self._sides, sides)):
             self._sides, self._lie = sides, tuple((x.data_ptr(), x.shape, x.stride()) for x in sides)
         seats = None if self._seats is None else len(self._seats.owners)
-        name = "answer", count, tuple(turned), tuple(wrote), shapes, seats
-        return list(angles.values()), begins, turned, wrote, name
+        at = self._lie, tuple(turned), tuple(wrote), shapes, seats
+        return list(angles.values()), begins, turned, wrote, at
 
     def replays(self, slots: list[CacheSlot] | None) -> bool:
         """Whether an answer's step of one row is already captured as a CUDA graph; `slots` as in `run`."""
         self._replays.under(self._watched)
         if slots is not None:
-            return self._replays.ready(self._named(slots, 1)[-1], self._lie)
+            return self._replays.ready(("answer", 1), self._named(slots)[-1])
         lies = None if self._seats is None else len(self._seats.owners)
         ready = self._replays.ready
         # A layer with a slot, below those that a pruner cuts, is captured by another name, for each place of it.
@@ -332,9 +363,14 @@ class StreamSteps:
             self._starts[number, seat] = start, slot.column
         key, value, bias = slot.key, slot.value, slot.bias
         lies = key.data_ptr(), value.data_ptr(), key.shape, key.stride(), value.stride()
-        bias = None if bias is None else room(("bias", seat), tuple(bias.shape), bias.dtype).copy_(bias)
+        bias = None if bias is None else self._bias(seat, bias).copy_(bias)
         own = None if self._seats is None else len(self._seats.owners)
         return rope, start, bias, (lies, None if bias is None else bias.shape, own)
+
+    def _bias(self, number: int, like: Tensor) -> Tensor:
+        """A room of the size of `like` [m], one of all that share a power of two: summary tokens come and go."""
+        whole = 1 << len(like).bit_length()
+        return self._replays.room(("bias", number), (whole,), like.dtype)[: len(like)]
 
     def _leave(
         self, number: int, left: Rows, x: Tensor, qkv: list[Tensor], carried: StepStates | None

@@ -55,9 +55,8 @@ class StreamPasses:
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
         self.layer_devices = [home_of(layer) for layer in self._layers()]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
-        self.attention = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
-        if not recipe.sparse.dense:
-            self.attention = attachment.owner.attention
+        plain = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
+        self.attention = plain if recipe.sparse.dense else attachment.owner.attention
         self.text: Any = family.text(model)
         self._gate, self.turns = gate_of(self.text), fair_lock_of(self.text)
         self._between = functools.partial(self.turns.between, self.device)
@@ -73,11 +72,14 @@ class StreamPasses:
         """Encode a video's `inputs`, `units` time steps of `unit` tokens: features [n, P, E] of the stream's units (time
         steps, or what the recipe's pruner keeps of each group of them), and [m, E] of separator tokens at the end."""
         with self.busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
-            for block in self._tower:
-                hooks.before(block, self._between)
             listens = self.thins is not None and self.thins.needs & {"vision_attention", "vision_key"}
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
-            rows = self.family.frames(self.model, inputs)
+            captures = not listens and self.device.type in step.DEVICES
+            rows = step.steps_of(self).tower.features(inputs) if captures else None
+            if rows is None:
+                for block in self._tower:
+                    hooks.before(block, self._between)
+                rows = self.family.frames(self.model, inputs)
         if self.thins is not None and units:
             return prune_frames(self.thins, self.view.geometry, rows, units, unit, vision)
         inside = units * unit
@@ -287,10 +289,8 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         """What frames of (height, width) come to: the size in which the model sees them, and the tokens of a unit."""
         if size not in self._units:
             inputs, _, unit, _ = self._positions(size, None, 1)
-            self._units[size] = (
-                self.family.frame_size(self.model, inputs),
-                unit.shape[1] - sum(self.text_around_unit),
-            )
+            tokens = unit.shape[1] - sum(self.text_around_unit)
+            self._units[size] = self.family.frame_size(self.model, inputs), tokens
         return self._units[size]
 
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:

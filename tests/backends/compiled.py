@@ -257,7 +257,6 @@ def indexed() -> None:
     lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
     lists.reach(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
     lists.join_pairs(told)
-    lists.count_masked(few[None].to(torch.int8))
     kept, nine = zeros(1, 28, N + 1, dtype=torch.bool)[..., :-1], zeros(1, 9, dtype=INT)
     line_kernels.slash_runs(
         kept, (zeros(3, 3, dtype=INT), few, few, zeros(3, 1, 64, dtype=INT), nine, zeros(1, 9, 2, 2, dtype=INT), nine), 64

@@ -49,8 +49,8 @@ def made(most: int) -> tuple[Tensor, Tensor, list[Tensor], KeyLocations]:
     return key, value, k_row, KeyLocations.of(key, value, [span(row, k_pos) for row in k_row], HEADS, most)
 
 
-def test_every_key_is_where_its_home_says() -> None:
-    key, value, k_row, homes = made(1 << 30)
+def check(key: Tensor, value: Tensor, k_row: list[Tensor], homes: KeyLocations) -> None:
+    """Every key is where its home says."""
     assert homes.short is None
     for row, home, place in zip(k_row, homes.home, homes.place, strict=True):
         for b, x, n in torch.cartesian_prod(*(torch.arange(size) for size in home.shape)).tolist():
@@ -66,11 +66,31 @@ def test_every_key_is_where_its_home_says() -> None:
                 assert not homes.keys[-2 - told][~there].any()
         absent = (row < 0).expand_as(place)
         assert (place[absent] == FAR).all() and not (place[~absent] == FAR).any()
+
+
+def test_every_key_is_where_its_home_says() -> None:
+    key, value, k_row, homes = made(1 << 30)
+    check(key, value, k_row, homes)
     # What lies side by side stays where it is: all but the last block, which ends behind the last key, and the one with the
     # gap.
     natural, own, cut = homes.home
     assert (natural[..., :-1] >= 0).all() and (natural[..., -1] < -1).all() and (own[..., :-1] < -1).all()
     assert (cut < -1).sum(-1).eq(2).all()
+
+
+def test_layers_share_what_follows_from_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys are copied each time, also behind a layer whose copies found too little room."""
+    key, value, k_row, _ = made(1 << 30)
+    k_pos = torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320)
+    spans = [span(row, k_pos) for row in k_row]
+    few = KeyLocations.of(key, value, spans, HEADS, 10 * 2 * BOX * D * 4)
+    assert few.short is not None and int(few.short) > 0
+    monkeypatch.setattr("mmaccel.backends.triton.prefill.hopper_launch.home_kernel", None)
+    for layer in range(3):
+        own = key + layer, value - layer
+        check(*own, k_row, KeyLocations.of(*own, spans, HEADS, 1 << 30))
+        few = KeyLocations.of(*own, spans, HEADS, 10 * 2 * BOX * D * 4)
+        assert few.short is not None and int(few.short) > 0
 
 
 @pytest.mark.parametrize("n", [256, 320])

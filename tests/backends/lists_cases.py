@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from mmaccel.backends.ops import block_lists
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import FULL, Part
 from mmaccel.backends.ops.block_lists import FIELDS, copy_pieces
+from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.triton.prefill import attend, lists
 from mmaccel.backends.triton.prefill import kernel as working
 from mmaccel.backends.triton.prefill.kernel import MOST_PIECES, WAVES, Work
@@ -24,6 +27,7 @@ from mmaccel.backends.triton.prefill.lists import copy_pieces as launched
 from mmaccel.backends.triton.prefill.lists import count_masked, join_pairs
 from mmaccel.core.prefill.merge_heads import Slice, TensorPacker
 from mmaccel.core.prefill.plan import AttentionPlan, span_by_range
+from mmaccel.core.prefill.sparse import attend_plan, window_plan
 
 from .interpreted import DEVICE, INTERPRETED, first
 from .oracle import flat
@@ -233,6 +237,45 @@ def test_blocks_that_need_a_test_are_counted(size: tuple[int, ...]) -> None:
     if len(size) == 3:
         shared = kind[:1].expand(5, -1, -1)
         assert torch.equal(count_masked(shared.to(DEVICE)).cpu(), want[:1].expand(5, -1, -1))
+
+
+def test_layers_of_a_pass_share_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So do all passes under one window; what was made for a plan goes with it."""
+    made, of = list[Any](), Work.of
+
+    def noted(*given: Any) -> Work:
+        work = of(*given)
+        made.append(ref(work))
+        return work
+
+    monkeypatch.setattr(Work, "of", noted)
+    plan = window_plan.__wrapped__(150, 300, 7, 120, 4, torch.device(DEVICE))
+    for layer in range(3):
+        query, key, value = (t.to(DEVICE) for t in draw(plan, 2, 16, layer))
+        out, _ = attend_plan(plan, query, key, value, 0.25, partial(attend.block_attend, chunk=1))
+        want = dense_attend(query, key, value, 0.25, 150, None, 7, 120)
+        assert torch.allclose(out, want, atol=1e-3)
+    assert len(made) == 1 and made[0]() is not None
+    del plan
+    assert made[0]() is None
+
+
+def test_what_shares_a_part_of_a_plan_has_its_own() -> None:
+    """Plans in turns that have one tensor in common; what belongs to one that is gone is given back, and what was made
+    before a write is made anew."""
+    shared, *others = (torch.full((2,), n, device=DEVICE) for n in range(4))
+    made = list[int]()
+
+    def sums(other: Tensor) -> Any:
+        return lists.once([shared, other], "sum", lambda: made.append(1) or shared + other)
+
+    for _ in range(2):
+        assert [int(sums(other)[0]) for other in others] == [1, 2, 3]
+    assert len(made) == 3 == len(shared.derived)  # type: ignore[attr-defined]
+    del others[1:]
+    assert int(sums(others[0])[0]) == 1 and len(made) == 3 and len(shared.derived) == 1  # type: ignore[attr-defined]
+    others[0] += 5
+    assert int(sums(others[0])[0]) == 6
 
 
 class Watched:

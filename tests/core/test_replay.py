@@ -185,6 +185,19 @@ def test_of_many_places_the_last_used_are_kept(monkeypatch: pytest.MonkeyPatch) 
     assert sum(map(len, replays._held.values())) == replay.KEPT
 
 
+def test_of_all_names_the_last_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions of ever other lengths, beside an answer that comes again and again."""
+    replays = repeating(monkeypatch)
+    monkeypatch.setattr(replay, "MOST", 20)
+    for length in range(100):
+        for name in (("question", length), "answer"):
+            for _ in range(3):
+                assert replays(name, lambda: (torch.ones(1),))[0].item() == 1
+        assert sum(map(len, replays._held.values())) <= replay.MOST
+    assert replays.ready("answer") and replays.ready(("question", 99)) and not replays.ready(("question", 3))
+    assert len(MADE) == 101
+
+
 def test_what_comes_to_lie_where_something_lay_is_what_a_replay_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -46,6 +46,26 @@ def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
         assert (logits(session) - model(**inputs).logits[0, -1]).abs().max() <= 1e-3
 
 
+def test_a_frame_goes_through_the_tower_by_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As close to float64 as the modules are, whoever had the frame before; captured once."""
+    captures = heard(monkeypatch, replay, "captured", lambda *_: 1)
+    model, session = on_gpu("random-ov", torch.bfloat16, KV["full"])
+    exact, processor = copy.deepcopy(model).double(), pair("random-ov")[1]
+    with session, mmaccel.VideoSession(model, processor, None, kv=KV["rekv"]) as other:
+        adapters = [one._stream_adapter for one in (session, other)]
+        frames: Any = film(8).split(1)
+        found = [adapters[n % 2].features(frame, (42, 70))[0] for n, frame in enumerate(frames)]
+        assert len(captures) == 1
+        for frame, rows in zip(frames, found, strict=True):
+            inputs = adapters[0]._pixels(frame, (42, 70))  # type: ignore[attr-defined]
+            family: Any = adapters[0].family  # type: ignore[attr-defined]
+            with torch.no_grad():
+                plain = family.frames(model, inputs)[:-1]
+                right = family.frames(exact, {name: one.double() for name, one in inputs.items()})[:-1]
+            error, own = ((one.double().flatten(0, -2) - right).abs().max() for one in (rows, plain))
+            assert error <= 1.1 * own + 1e-6
+
+
 def of_own_size(frames: torch.Tensor) -> torch.Tensor:
     """Frames that the processor need not resize: devices round the bytes of resized ones differently."""
     return resize(frames, (112, 112))

@@ -12,7 +12,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError, StoreError
 from mmaccel.core.streams.parts import Clip
-from mmaccel.policies.kv import _index
+from mmaccel.policies.kv import _archived, _index
 from mmaccel.policies.kv.store import slabs
 from tests.models.streams import CLUSTERS, FPS, QUESTION, logits, open_session, pair, resumed
 from tests.models.streams import film as frames_of
@@ -146,7 +146,8 @@ def unit_bytes(session: mmaccel.VideoSession) -> int:
 def test_one_cap_over_all_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session that comes later takes room from the one that holds most, and all of them together stay below the cap."""
     # Streams that other tests keep count too.
-    monkeypatch.setattr(slabs, "_open", weakref.WeakSet())
+    for listed in (slabs, _archived):
+        monkeypatch.setattr(listed, "_open", weakref.WeakKeyDictionary())
     with watched("rekv") as one:
         unit = unit_bytes(one)
     # A slab is a 64th of it.
@@ -226,6 +227,12 @@ def test_what_the_index_knew_of_them_is_given_back(
         index, other = (one._live.state.index for one in (session, whole))  # type: ignore[union-attr]
         units = session._live.state.units()  # type: ignore[union-attr]
         assert other._known() == units and index._known() < 4 * KEEP * FPS < units / 3
+        # As many slots of units and layers as are held, on host and device.
+        for one in (session, whole):
+            state: Any = one._live.state  # type: ignore[union-attr]
+            one._rest()
+            assert state.store.table.slot.shape[1] < 4 * KEEP * FPS
+            assert state.prefetcher._tables.shape[1] < 4 * KEEP * FPS + WINDOW + 2
         assert held(session) == held(whole)
         if KEEPERS[kv]["frames"] == ALL:
             assert torch.equal(first(session), first(whole))

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding import replay
+from mmaccel.core.memory.kv import CacheSlot
 from mmaccel.core.streams.asking import asked
 from mmaccel.models import step
 from mmaccel.models.runner import HFRunner
@@ -305,3 +306,26 @@ def test_all_layers_of_an_answer_say_what_the_modules_say(
     assert len(calls) == 4 * (kv != "full")
     for one, right in zip(found, wanted, strict=True):
         assert (one - right).abs().max() <= 1e-4
+
+
+@pytest.mark.usefixtures("repeated")
+@torch.no_grad()
+def test_captures_of_answers_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question of a stream may have another number of summary tokens, and each of these a capture of all layers."""
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    model, processor = pair("random-qwen")
+    with mmaccel.VideoSession(copy.deepcopy(model), processor, None, kv=every_stream()["full"]) as session:
+        session.watch(film(4), fps=FPS)
+        session.ask(QUESTION, 2)
+        live: Any = session._live
+        steps, shape = live.adapter._few, live.adapter.view.geometry
+        replays = steps._replays
+        replays.under("a stream")
+        key = torch.zeros(1, shape.kv_heads, 400, shape.head_dim)
+        angles = torch.ones(1, 1, 1, shape.head_dim), torch.zeros(1, 1, 1, shape.head_dim)
+        for few in range(1, 3 * replay.KEPT):
+            slots = [CacheSlot(key, key, 300, angles, torch.zeros(few))] * shape.layers
+            for _ in range(2):
+                steps._answer(slots, torch.zeros(1, shape.hidden), None)
+        assert sum(map(len, replays._held.values())) == replay.KEPT
+        assert sum(name[0] == "bias" for name, *_ in replays._rooms) <= 6 * shape.layers

@@ -55,8 +55,9 @@ class Replays:
 
     Captures are valid while `mark` (see `under`) stays the same, which must cover every address that the work reads, except
     those that `at` names. For each name, captures are kept for the last `KEPT` values of `at`, so that sessions that share a
-    model each find theirs. What `at` names may be freed, and other data of the same shape be allocated there: a capture then
-    reads that. A capture reads nothing else that can be freed: rooms and results are its own.
+    model each find theirs; over all names, about the last `MOST` used. What `at` names may be freed, and other data of the
+    same shape be allocated there: a capture then reads that. A capture reads nothing else that can be freed: rooms and
+    results are its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -103,13 +104,15 @@ class Replays:
         """
         if not self.works:
             return work()
-        ways = self._held.setdefault(name, {})
         # The last one used is the last of all.
+        ways = self._held[name] = self._held.pop(name, {})
         held = ways.pop(at, None)
         self.warm = held is not None and not isinstance(held, tuple)
         if held is None:
             if len(ways) == KEPT:
                 del ways[next(iter(ways))]
+            elif sum(map(len, self._held.values())) >= MOST and len(self._held) > 1:
+                del self._held[next(iter(self._held))]
             out = work()
             with torch.inference_mode(False):
                 ways[at] = places = tuple(torch.empty_like(one) for one in out) if lasting else ()
@@ -131,6 +134,8 @@ class Replays:
 
 KEPT = 8
 """Captures of one name, each for other places. One of a layer's takes some hundred kilobytes of the device."""
+MOST = 4096
+"""Captures of all names, which questions of unlike lengths have: those of 64 layers for 8 sessions, 8 times over."""
 
 
 def _copied(places: Sequence[Tensor], out: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Growing buffers for KV memories, rows of a stream's units (frames), pinned host memory, and what the host has left."""
+"""Growing buffers for KV memories, rows of a stream's units (frames), and what the host has left, pins and sends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,8 +56,15 @@ def grow_buffer(
     return out
 
 
+def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor, or long numbers, on `device`, without a device sync."""
+    here = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
+    pinned = device.type == "cuda" and here.numel() > 0
+    return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)
+
+
 class UnitRows:
-    """Maps the units (frames) of a stream to rows of a buffer, on the host; rows of forgotten units are reused.
+    """Maps the units (frames) of a stream to rows of a buffer, on the host, in NumPy; rows of forgotten units are reused.
 
     The first rows belong to the units `old` [k], ascending, and each row n after them to unit n + `gap`; until `keep` is
     called a unit's row is its number.
@@ -67,27 +75,34 @@ class UnitRows:
 
     def clear(self) -> None:
         """Reset the mapping: the buffer row of each unit (frame) is its number."""
-        self.old, self.gap = torch.zeros(0, dtype=torch.long), 0
+        self.old, self.gap = np.zeros(0, dtype=np.int64), 0
 
     def keep(self, rows: int, kept: Tensor) -> None:
         """Keep of the buffer's `rows` rows only those at indices `kept` [k], and renumber them from 0."""
-        self.old, self.gap = self.units(rows)[kept], self.gap + rows - len(kept)
+        self.old, self.gap = self.units(rows)[kept.numpy()], self.gap + rows - len(kept)
 
-    def units(self, rows: int) -> Tensor:
+    def cut(self, end: int) -> None:
+        """Forget the units (frames) from `end` on: others come under these numbers."""
+        if end < self.gap + len(self.old):
+            self.old = self.old[: self.below(end)]
+            self.gap = end - len(self.old)
+
+    def units(self, rows: int) -> Any:
         """Return the units (frames) that the first `rows` rows of the buffer belong to."""
-        return torch.cat([self.old, torch.arange(len(self.old), max(rows, len(self.old))) + self.gap])[:rows]
+        late = np.arange(len(self.old), max(rows, len(self.old))) + self.gap
+        return np.concatenate([self.old, late])[:rows]
 
-    def rows(self, units: Tensor) -> Tensor:
+    def rows(self, units: Any) -> Any:
         """Return the buffer rows of `units` (frames), of any shape; -1 for forgotten ones."""
         if not self.gap:
             return units
-        fresh, at = units - self.gap, torch.searchsorted(self.old, units)
-        known = torch.cat([self.old, torch.tensor([-1])])[at] == units
-        return torch.where(fresh >= len(self.old), fresh, torch.where(known, at, -1))
+        fresh, at = units - self.gap, np.searchsorted(self.old, units)
+        known = np.append(self.old, -1)[at] == units
+        return np.where(fresh >= len(self.old), fresh, np.where(known, at, -1))
 
     def below(self, end: int) -> int:
         """Return the number of buffer rows of units (frames) numbered below `end`."""
-        return max(end - self.gap, int(torch.searchsorted(self.old, end))) if self.gap else end
+        return max(end - self.gap, int(np.searchsorted(self.old, end))) if self.gap else end
 
     def told(self) -> dict[str, Any]:
         """Return the mapping from units (frames) to buffer rows as a JSON-ready dictionary, for `read`."""
@@ -99,7 +114,7 @@ class UnitRows:
         old = checkpoint_io.numbers(told.get("old", []), "index: old", units)
         if old != sorted(set(old)) or len(old) > units - gap:
             raise ModelError("index: old does not fit the stream; the file is damaged.")
-        self.old, self.gap = torch.tensor(old, dtype=torch.long), gap
+        self.old, self.gap = np.array(old, dtype=np.int64), gap
         return units - gap
 
 

@@ -226,7 +226,7 @@ class SharedArchive(ArchivedMemory):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.store.relieve = _weakly(self._relieved)
-        _open.add(self)
+        _open[self] = None
 
     @property
     def together(self) -> int:  # type: ignore[override]
@@ -301,8 +301,8 @@ class SharedArchive(ArchivedMemory):
     def _relieved(self) -> bool:
         """Whether the memory on the same model that holds more than any has given a slab to this one."""
         own, model = self.store.slabs.memory_bytes(), self._model.model
-        found = [one for one in list(_open) if one is not self and one._model.model is model]
-        found = [one for one in found if one.store.spill == "drop_oldest"]
+        there = [one for key in _open.keyrefs() if (one := key()) is not None and one is not self]
+        found = [one for one in there if one._model.model is model and one.store.spill == "drop_oldest"]
         most = max(found, key=lambda one: one.store.slabs.memory_bytes(), default=None)
         # Not so that the two change places.
         if most is None or most.store.slabs.memory_bytes() <= own + most.store.slabs.slab_bytes:
@@ -342,7 +342,7 @@ class SharedArchive(ArchivedMemory):
         super()._save(folder)
 
     def close(self) -> None:
-        _open.discard(self)
+        _open.pop(self, None)
         self.store.close()
 
 
@@ -354,5 +354,5 @@ def _weakly(call: Callable[..., bool]) -> Callable[..., bool]:
     return lambda *given: (own := held()) is not None and own(*given)
 
 
-_open: weakref.WeakSet[SharedArchive] = weakref.WeakSet()
-"""From which memories that need room may take it."""
+_open: weakref.WeakKeyDictionary[SharedArchive, None] = weakref.WeakKeyDictionary()
+"""From which memories that need room may take it; listed by `keyrefs`, in one step, for other threads add to it."""

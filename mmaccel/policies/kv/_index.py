@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +22,10 @@ from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import PositionIds
-from mmaccel.core.memory.buffers import UnitRows
+from mmaccel.core.memory.buffers import UnitRows, on_device
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.store.slabs import on_device
 
 LEAST = 256
 """Units that are no more are let go of when they are so many at least."""
@@ -147,7 +147,7 @@ class Index(ABC):
 
     def forget(self, units: Sequence[int]) -> None:
         """Exclude `units` (frames), whose keys and values are gone, from searches."""
-        rows = self._at.rows(torch.tensor(list(units), dtype=torch.long))
+        rows = torch.from_numpy(self._at.rows(np.array(units, dtype=np.int64)))
         rows = rows[rows >= 0]
         self.absent = grow_buffer(self.absent, 0, int(rows.max()) + 1 if len(rows) else 0, fill=0, share=1.0)
         self.absent[rows] = True
@@ -292,11 +292,11 @@ class Index(ABC):
     def _surveyed(self, end: int, room: int, absent: Tensor) -> dict[str, Any]:
         """Of the `SearchTables` of units below `end`, by `room` rows: those that are not `absent` [rows], and numbers."""
         rows, some = len(absent), bool(absent.any())
-        number = self._fix("number", self._at.units(room)) if self._at.gap else None
+        number = self._fix("number", torch.from_numpy(self._at.units(room))) if self._at.gap else None
         here = torch.arange(rows, device=self.device)
         if number is not None or some:
             # By the host, which knows them: a mask on the device would be waited for.
-            here = self._sent(self._at.units(rows)[~absent])
+            here = self._sent(torch.from_numpy(self._at.units(rows))[~absent])
         return {"end": end, "entries": here, "number": number, "rows": rows}
 
     def copied(self) -> Index:

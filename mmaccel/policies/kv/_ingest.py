@@ -136,16 +136,22 @@ def unit_means(pairs: Sequence[Pair], side: int, tokens: int) -> Tensor:
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def shift_window(old: Ring | None, fresh: Ring, cut: int) -> tuple[Ring, Ring]:
-    """Append `fresh` to a window and cut off its first `cut` columns; return the new window, and a view of that cut."""
-    parts = [fresh] if old is None else [old, fresh]
+def first_columns(old: Ring | None, fresh: Ring, cut: int) -> Pair:
+    """Return raw keys and values of the first `cut` columns of a window with `fresh` appended: views where possible."""
+    first = fresh if old is None else old
+    if old is not None and old.key.shape[2] < cut:
+        first = Ring(*(torch.cat(side, 2) for side in zip(old, fresh, strict=True)))
+    return first.key[:, :, :cut], first.value[:, :, :cut]
+
+
+def shift_window(old: Ring | None, fresh: Ring, cut: int) -> Ring:
+    """Return a window with `fresh` appended and without its first `cut` columns."""
+    parts, skip = [fresh] if old is None else [old, fresh], cut
     if parts[0].key.shape[2] < cut:
-        parts = [Ring(*(torch.cat(side, 2) for side in zip(*parts, strict=True)))]
-    left, parts[0] = (
-        Ring(*(side[:, :, some] for side in parts[0])) for some in (slice(cut), slice(cut, None))
-    )
+        skip -= parts.pop(0).key.shape[2]
+    parts[0] = Ring(*(side[:, :, skip:] for side in parts[0]))
     # Copied, also of one part: a slice would keep the whole.
-    return Ring(*(torch.cat(side, 2) for side in zip(*parts, strict=True))), left
+    return Ring(*(torch.cat(side, 2) for side in zip(*parts, strict=True)))
 
 
 class IngestState(PassState):
@@ -176,7 +182,7 @@ class IngestState(PassState):
     together = RUN
 
     def _gone(self, layers: Sequence[int], first: int, count: int, pairs: Sequence[Pair]) -> None:
-        """Units ``first .. first + count`` leave the window of some layers: of each [1, G, count * P, D]."""
+        """Units ``first .. first + count`` leave the window of some layers: of each [1, G, count * P, D], to be copied."""
 
     def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
         """Rotated keys and values of units that have left the window, which the units of a pass see besides; by their raw

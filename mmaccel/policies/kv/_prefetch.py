@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters
+from mmaccel.core.memory.buffers import on_device
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store import HostStore
-from mmaccel.policies.kv.store.slabs import Mark, in_units, on_device
+from mmaccel.policies.kv.store.slabs import Mark, in_units
 
 COUNTED = ("needed", "cached", "covered", "missing", "guessed", "ahead", "in_time")
 WINDOW, CACHE, AHEAD = "window", "cache", "ahead"
@@ -68,13 +69,16 @@ class Prefetcher:
             self._tables = torch.zeros(layers, 0, dtype=torch.long, device=store.device)
             # Of each layer those that are cached.
             self._cached = torch.full((layers, room), NEVER, device=store.device)
+            # The units of the tables' first rows, where rows were given back: see `UnitRows`.
+            self._old = torch.zeros(0, dtype=torch.long, device=store.device)
+        self._units: object = None
         self._told: list[int] = []
         self._ahead: dict[int, Mark] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._seconds = dict.fromkeys(("slack_s", "waited_s", "waited_missing_s"), 0.0)
         self._guessed: list[Tensor] = []
         self._brought: list[_Brought] = []
-        self._wanted_later = 0
+        self._wanted_later = self._gap = 0
         # Codes of what was gathered, and how many of them were of the store.
         self._crossing: list[Tensor] = []
         self._crossed: Tensor | None = None
@@ -90,8 +94,12 @@ class Prefetcher:
 
     def begin(self, first: int) -> None:
         """Start a question: build the tables of where units (frames) are; those from `first` on are in the window."""
-        self._first = first
+        self._first, at = first, self._store.table.at
         begins, rows = self._begins(), self._store.table.rows()
+        if at.gap != self._gap or (at.gap and at.old is not self._units):
+            self._gap, self._units = at.gap, at.old
+            self._old = on_device(torch.from_numpy(at.old), self._store.device)
+            self._cached.fill_(NEVER)  # of some the store may be rid
         told = [self._store.slot_count, begins[AHEAD]]
         if told != self._told:
             self._told = told
@@ -102,26 +110,35 @@ class Prefetcher:
                 self._tables = self._known.new_zeros(len(rows), places)
         entry, table = torch.arange(places, device=rows.device), self._tables
         held = pad(rows, (0, places - rows.shape[1]), value=-1)
-        torch.where(entry < first, held, entry + (begins[WINDOW] - first), out=table)
+        near = first - self._gap
+        torch.where(entry < near, held, entry + (begins[WINDOW] - near), out=table)
         if self.room:
             # Those of the window stay where they are: what is written to the last place is overwritten.
-            at = torch.where(self._cached < first, self._cached, places - 1)
-            code = torch.arange(at.numel(), device=rows.device).view_as(at) + begins[CACHE]
-            table.scatter_(1, at, code)
+            row = torch.where(self._cached < first, self._rows(self._cached), places - 1)
+            code = torch.arange(row.numel(), device=rows.device).view_as(row) + begins[CACHE]
+            table.scatter_(1, row, code)
         table[:, -1].fill_(-1)
 
     def mark(self) -> Hashable:
         """Return addresses and shapes of what `codes`, `predict_codes`, `keep` use; while equal, a graph can be replayed."""
-        return tuple((one.data_ptr(), one.shape) for one in (self._known, self._tables, self._cached))
+        read = self._known, self._tables, self._cached, self._old
+        return self._gap, tuple((one.data_ptr(), one.shape) for one in read)
+
+    def _rows(self, entries: Tensor) -> Tensor:
+        """The table rows of `entries` (see `UnitRows`), -1 of -1."""
+        if not self._gap:
+            return entries
+        row = torch.maximum(entries - self._gap, torch.searchsorted(self._old, entries))
+        return torch.where(entries < 0, entries, row)
 
     def codes(self, layer: int, entries: Tensor) -> Tensor:
         """Return codes [n] long of where (host, window, cache, prefetched) each unit (frame) of `entries` [n] is."""
-        return self._tables[layer][entries]
+        return self._tables[layer][self._rows(entries)]
 
     def predict_codes(self, layer: int, entries: Tensor) -> Tensor:
         """Return codes [n], for `prefetch`, of those of `entries` [n] (-1: none) that are only on the host; -1 for others.
         From now on `codes` returns for these the places to which `prefetch` copies them."""
-        return clusters.host_slots(self._tables[layer], entries, self._known[:1], self._known[1:])
+        return clusters.host_slots(self._tables[layer], self._rows(entries), self._known[:1], self._known[1:])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
         """Start to copy the units (frames) that `predict_codes` predicted for a layer from the host."""
@@ -226,7 +243,7 @@ class Prefetcher:
         return self._counts["covered"] / max(1, self._wanted_later)
 
     def nbytes(self) -> int:
-        held = (self._known, self._tables, self._cached, *self._places.values())
+        held = (self._known, self._tables, self._cached, self._old, *self._places.values())
         return sum(one.nbytes for one in held)
 
     def _count(self, one: _Brought, code: Tensor) -> None:

@@ -17,13 +17,14 @@ from torch import Tensor
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.memory.kv import Stream, StreamPass
 from mmaccel.policies.kv._index import Index, SearchResult, compact_places, summary_positions, unit_positions
 from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv._window import Angles, Look, Pair, QuestionView, words_of
 from mmaccel.policies.kv._windowed import StreamMemory
-from mmaccel.policies.kv.store.slabs import in_units, on_device
+from mmaccel.policies.kv.store.slabs import in_units
 
 ALL = 1 << 62
 """As many summary tokens as there are clusters."""

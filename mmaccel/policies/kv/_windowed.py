@@ -15,7 +15,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import MARGIN, CacheSlot, KVView, Stream, StreamPass, UnitEvidence, grow_buffer
-from mmaccel.policies.kv._ingest import IngestState, shift_window, some_layers
+from mmaccel.policies.kv._ingest import IngestState, first_columns, shift_window, some_layers
 from mmaccel.policies.kv._window import Look, Pair, QuestionRows, QuestionView, Ring, mean_query, weigh
 
 
@@ -281,20 +281,18 @@ class StreamMemory(IngestState):
             return self._took(self._ingested, stream_pass)
         total = stream_pass.first + stream_pass.count
         first = max(self._first, total - self.window)
-        leaving = first - self._first
-        cut = leaving * self.stream.unit
-        for layers in some_layers(len(self._rings), leaving):
-            gone = list[Pair]()
+        gone = first - self._first
+        cut = gone * self.stream.unit
+        if left_out := {*range(len(self._rings))} - {*self._fresh}:
+            raise ModelError(f"kv: layer {min(left_out)} was left out of a pass.")
+        fresh = [Ring(key, self._fresh[layer], value) for layer, (key, value) in sorted(self._new.items())]
+        for layers in some_layers(len(self._rings), gone):
+            if gone:
+                some = ((self._rings[layer], fresh[layer]) for layer in layers)
+                self._gone(layers, self._first, gone, [first_columns(*pair, cut) for pair in some])
             for layer in layers:
                 stream_pass.pause()
-                if layer not in self._fresh:
-                    raise ModelError(f"kv: layer {layer} was left out of a pass.")
-                key, value = self._new[layer]
-                ring, left = shift_window(self._rings[layer], Ring(key, self._fresh[layer], value), cut)
-                self._rings[layer] = ring
-                gone.append((left.key.clone(), left.value.clone()))  # else all old windows stay until then
-            if leaving:
-                self._gone(layers, self._first, leaving, gone)
+                self._rings[layer] = shift_window(self._rings[layer], fresh[layer], cut)
         self._count, self._first = total, first
 
     # The stream as a whole.

@@ -53,7 +53,7 @@ class FrameIndex(Index):
         if count < rows:
             here &= ~self._sent(gone)
         if self.time.shape[1] != room:
-            self.time = self._sent(self._at.units(room)).float().repeat(self.layers, 1)
+            self.time = self._sent(torch.from_numpy(self._at.units(room))).float().repeat(self.layers, 1)
 
         owner, within = torch.where(here, number, room + 1), torch.zeros_like(number)
         made = {"owner": owner, "within": within, "flat": number, "size": here.long()}

@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.block_attend import KeySpan, lead_sizes
+from mmaccel.backends.ops.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill.kernel import LEAST_CHUNK, Work, merge_kernel, places_on, split_outputs
-from mmaccel.backends.triton.prefill.lists import count_masked
+from mmaccel.backends.triton.prefill.lists import count_masked, once
 
 BOX = 64  # keys of a block of the copy engine
 FAR = 2**31 - 1  # the place of what is not there
@@ -66,30 +66,18 @@ def home_kernel(
     tl.store(home + (b * heads + x).to(tl.int64) * blocks + block, told, mask=block < blocks)
 
 
-@triton.jit(do_not_specialize=["keys"])
-def place_kernel(
-    row, row_b, row_h, place, place_b, place_h, out, out_b, out_h, keys,
-    FAR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copy the positions of keys, with FAR for absent ones."""
-    at, x, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    mask = at < keys
-    there = tl.load(row + b * row_b + x * row_h + at, mask=mask, other=-1) >= 0
-    told = tl.load(place + b * place_b + x * place_h + at, mask=mask, other=0)
-    tl.store(out + b * out_b + x * out_h + at, tl.where(there, told, FAR), mask=mask)
-
-
 @triton.jit(do_not_specialize=["home", "upto", "capacity", "blocks", "heads"])
 def copy_kernel(
     key, value, key_b, key_g, key_s, value_b, value_g, value_s, row, row_b, row_h, home, upto, k_copies,
     v_copies, capacity, blocks, heads,
     GROUP: tl.constexpr, SHARED: tl.constexpr, BOX: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Copy a key block whose keys are not consecutive rows of the tensor to a slot; its `home` becomes -2 - slot."""
+    """Copy a key block whose keys are not consecutive rows of the tensor to a slot; its `home` becomes -2 - slot, for every
+    layer that shares it."""
     block, x, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = (b * heads + x).to(tl.int64) * blocks + block
     slot = tl.load(upto + at) - 1
-    if (tl.load(home + at) == -1) & (slot < capacity):
+    if (tl.load(home + at) < 0) & (slot < capacity):
         n, d = tl.arange(0, BOX), tl.arange(0, D)
         group, head = x // GROUP, x
         if SHARED:
@@ -138,31 +126,33 @@ class KeyLocations:
         apart = [s.k_row for s, there in zip(spans, natural, strict=True) if not there]
         shapes = [(B, G if r.shape[1] == 1 else heads, r.shape[2] // BOX) for r in apart]
         sizes = [b * x * n for b, x, n in shapes]
-        flat = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-        home = [t.view(s) for t, s in zip(flat.split(sizes), shapes, strict=True)] if apart else []
-        for r, t in zip(apart, home, strict=True):
-            grid = (triton.cdiv(t.shape[2], 16), t.shape[1], B)
-            shared = r.shape[1] == 1
-            home_kernel[grid](r, *lead(r), t, t.shape[2], t.shape[1], S, SHARED=shared, BOX=BOX, BLOCKS=16)
+
+        def tables() -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+            flat = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+            home = [t.view(s) for t, s in zip(flat.split(sizes), shapes, strict=True)] if apart else []
+            for r, t in zip(apart, home, strict=True):
+                grid, shared = (triton.cdiv(t.shape[2], 16), t.shape[1], B), r.shape[1] == 1
+                sides = t.shape[2], t.shape[1], S
+                home_kernel[grid](r, *lead(r), t, *sides, SHARED=shared, BOX=BOX, BLOCKS=16)
+            upto, found, homes = (flat == -1).cumsum(0, dtype=torch.int32), iter(home), list[Tensor]()
+            for s, there in zip(spans, natural, strict=True):
+                begin = torch.arange(0, s.k_row.shape[2], BOX, dtype=torch.int32, device=device)
+                homes.append(begin[None, None] if there else next(found))
+            places = [torch.where(s.k_row >= 0, s.k_pos, FAR) for s in spans]
+            return home, homes, places, upto
+
+        plan = [t for s in spans for t in (s.k_row, s.k_pos)]
+        home, homes, places, upto = once(plan, ("homes", key.shape, heads, *natural), tables)
         slot_bytes = 2 * BOX * D * key.element_size()
-        keys, values = _pool(min(len(flat), most // slot_bytes), key)
+        keys, values = _pool(min(len(upto), most // slot_bytes), key)
         capacity = len(keys)
-        upto = (flat == -1).cumsum(0, dtype=torch.int32) if apart else flat
         for r, t, u in zip(apart, home, upto.split(sizes) if apart else (), strict=True):
             copy_kernel[(t.shape[2], t.shape[1], B)](
                 key, value, *lines(key), *lines(value), r, *lead(r), t, u, keys, values, capacity,
                 t.shape[2], t.shape[1],
                 GROUP=heads // G, SHARED=r.shape[1] == 1, BOX=BOX, D=D, num_warps=8,
             )  # fmt: skip
-        short = (upto[-1] - capacity).clamp(min=0) if capacity < len(flat) else None
-        found, homes, places = iter(home), [], []
-        for s, there in zip(spans, natural, strict=True):
-            if there:
-                begin = torch.arange(0, s.k_row.shape[2], BOX, dtype=torch.int32, device=device)
-                homes.append(begin[None, None])
-            else:
-                homes.append(next(found))
-            places.append(s.k_pos if there else _beyond(s.k_row, s.k_pos))
+        short = (upto[-1] - capacity).clamp(min=0) if capacity < len(upto) else None
         return cls(homes, places, keys, values, short)
 
 
@@ -175,16 +165,6 @@ def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:
             if not capacity:
                 raise
             capacity //= 2
-
-
-def _beyond(row: Tensor, place: Tensor) -> Tensor:
-    b, h = lead_sizes(row, place)
-    out = torch.empty(b, h, row.shape[2], dtype=torch.int32, device=row.device)
-    grid = (triton.cdiv(row.shape[2], 1024), h, b)
-    place_kernel[grid](
-        *(row, *lead(row), place, *lead(place), out, *out.stride()[:2], row.shape[2]), FAR=FAR, BLOCK=1024
-    )
-    return out
 
 
 class View(NamedTuple):
@@ -267,6 +247,9 @@ def launch(
     homes = KeyLocations.of(key, value, spans, query.shape[1])
     found = (table_row(*one, each=joint > 0) for one in zip(spans, homes.place, homes.home, strict=True))
     table = [span[name] for span in found for name in hopper.FIELDS]
+    numbers = [x.data_ptr() if isinstance(x, Tensor) else x for x in table]
+    plan = [t for s in spans for t in (s.lists.row, s.q_pos)]
+    told = once(plan, ("told", *numbers), lambda: device_integers(numbers, query.device))
     seen, beside = as_matrix(key), as_matrix(value)
     if seen is None or seen != beside:
         key, value = key.contiguous(), value.contiguous()
@@ -289,7 +272,7 @@ def launch(
         kernel, of_tiles, programs = hopper_joint.joint_kernel, [], grid
         how = dict(GROUPS=joint, STAGES=PLACES[joint], LAG=LAG)
     kernel[programs](
-        *own, *apart, device_integers([x.data_ptr() if isinstance(x, Tensor) else x for x in table], query.device),
+        *own, *apart, told,
         given[1] if homes.short is None else homes.short, query, *given, *of_tiles, *lines(query),
         seen.batch, seen.group, seen.column, *sizes, len(spans), scale,
         D=D, GATED=homes.short is not None, **how, **shape, num_warps=4,
@@ -305,7 +288,7 @@ def table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False)
     row, index = lists.row.to(torch.int64), lists.entries.to(torch.int32)
     # How many blocks are not FULL: before each block in order, or, of an index of blocks, in all.
     whole = len(index) > 0 and not each
-    counts = count_masked(lists.kind)
+    counts = once([lists.kind], "masked", lambda: count_masked(lists.kind))
     counts = counts[..., -1:] if whole else counts
     found: dict[str, Any] = dict(index=index if len(index) else 0, form=int(whole))
     found |= dict(lo=span.lo, hi=span.hi, home=home)

@@ -1,6 +1,6 @@
 """Triton kernels of `ops.block_lists`, and the functions that launch them, with the operators' arguments: lists of key
 blocks by a few small kernels, where PyTorch needs some forty. Also, for the attention kernels: joining the runs of two
-neighbouring blocks, and counting blocks that need a mask."""
+neighbouring blocks, counting blocks that need a mask, and what is computed `once` for a plan."""
 
 # mypy: ignore-errors
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from array import array
+from typing import Any
+from weakref import ref
 
 import torch
 import triton
@@ -300,29 +302,26 @@ def join_pairs(row: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["kind_b", "kind_h", "n"])
-def unsure_kernel(kind, kind_b, kind_h, OUT, n, FULL: tl.constexpr, STEP: tl.constexpr):
-    """Kernel of `count_masked`, for one head."""
-    h, b = tl.program_id(0), tl.program_id(1)
-    told = kind + b * kind_b + h.to(tl.int64) * kind_h
-    to = OUT + (b * tl.num_programs(0) + h).to(tl.int64) * (n + 1)
-    tl.store(to, 0)
-    before = tl.zeros([], tl.int32)
-    for begin in range(0, n, STEP):
-        at = begin + tl.arange(0, STEP)
-        one = (tl.load(told + at, mask=at < n, other=FULL) != FULL).to(tl.int32)
-        tl.store(to + 1 + at, before + tl.cumsum(one, 0), mask=at < n)
-        before += tl.sum(one)
+def once(plan: list[Tensor], name: Any, make: Any) -> Any:
+    """What `make` derives of tensors of a plan: computed once on a CUDA stream, for all layers of a pass and all passes
+    under the plan, until one of them is written to or is no more. It is kept with the first and must hold none of them."""
+    device = plan[0].device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    made = getattr(plan[0], "derived", None)
+    if made is None:
+        made = plan[0].derived = {}
+    for known, (of, _) in list(made.items()):
+        if any(one() is None for one in of):
+            made.pop(known, None)
+    versions = (0 if t.is_inference() else t._version for t in plan)
+    name = stream, name, *map(id, plan), *versions
+    return block_attend.remember(made, name, lambda: ([ref(t) for t in plan], make()))[1]
 
 
 def count_masked(kind: Tensor) -> Tensor:
     """How many of the blocks before each block (and in all, at the end) are not FULL: int32 [b, h, N + 1] from kind [b, h,
     N], or [N + 1] from [N]."""
-    n = kind.shape[-1]
-    out = torch.empty(*kind.shape[:-1], n + 1, dtype=torch.int32, device=kind.device)
-    b, h = kind.shape[:2] if kind.dim() == 3 else (1, 1)
-    unsure_kernel[(h, b)](kind, *lead(kind), out, n, FULL=FULL, STEP=2048, num_warps=8)
-    return out
+    return torch.nn.functional.pad((kind != block_attend.FULL).cumsum(-1, dtype=torch.int32), (1, 0))
 
 
 @triton.jit(do_not_specialize=["table", "n", "steps"])

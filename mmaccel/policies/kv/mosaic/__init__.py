@@ -78,7 +78,7 @@ class ClusterIndex(Index):
             self.tree.insert(self._window)
         while self.tree.means.waiting > keep:
             retrieved = self.tree.means.take()
-            retrieved = None if retrieved is None else self._at.rows(retrieved)
+            retrieved = None if retrieved is None else torch.from_numpy(self._at.rows(retrieved.numpy()))
             if retrieved is not None and self.tree.started:
                 for layer, owners in enumerate(self.tree.semantic.owner.gather(1, retrieved)):
                     self.tree.touch(layer, owners.unique())
@@ -121,7 +121,9 @@ class ClusterIndex(Index):
             self.key[at] = self._sent(kept.means(kept.key, layer, members), self.key)
             if self.summaries:
                 self.value[at] = self._sent(kept.means(kept.value, layer, members), self.value)
-            unit = self._at.units(kept.units)[members.clamp_min(0)] if self._at.gap else members
+            unit = members
+            if self._at.gap:
+                unit = torch.from_numpy(self._at.units(kept.units))[members.clamp_min(0)]
             time = unit.masked_fill(members < 0, 0).sum(1) / level.size[layer, cluster].clamp_min(1)
             self.time[at] = self._sent(time, self.time)
         self._refresh_visual()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.core.errors import RecipeError, StoreError
+from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.registry import one_of
 from mmaccel.policies.kv.store import saved
-from mmaccel.policies.kv.store.slabs import Lanes, Mark, Shape, Slabs, SlotTable, in_units, on_device
+from mmaccel.policies.kv.store.slabs import Lanes, Mark, Shape, Slabs, SlotTable, in_units
 
 Spill = Literal["refuse", "disk", "drop_oldest"]
 """When the host may hold no more: refuse, write to files, or forget the oldest units."""
@@ -112,11 +112,11 @@ class HostStore:
         ]
         if len(set(units)) < n or any(unit < 0 for unit in units):
             raise StoreError("host store: units to store are different numbers from 0 on; number each once.")
-        for layer, unit in itertools.product(layers, units):
-            if self.table.look(layer, unit) >= 0:
-                raise StoreError(f"host store: layer {layer} holds unit {unit} already; drop it first.")
         if not units:
             return []
+        for layer, unit in np.argwhere(self.table.look(layers, units) >= 0):
+            told = f"layer {layers[layer]} holds unit {units[unit]} already"
+            raise StoreError(f"host store: {told}; drop it first.")
         # First what may fail on the device: nothing has been forgotten or noted yet.
         packed = torch.empty(L, n, *self.shape.unit, dtype=self.shape.dtype, device=self.device)
 
@@ -127,7 +127,7 @@ class HostStore:
 
         self.lanes.compute.run(pack)
         gone = self._make_room(L * n, n, keep=units)
-        entries = self.slabs.entries([slot for layer in layers for slot in self.table.put(layer, units)])
+        entries = self.slabs.entries(self.table.put(layers, units))
         _, began = self._begin(packed)
         parts = torch.split(packed.flatten(0, 1), [len(one) for one in entries])
         for entry, part in zip(entries, parts, strict=True):
@@ -145,7 +145,7 @@ class HostStore:
         """
         self._open()
         target = self.buffer(len(units)) if out is None else out
-        slots = [self._slot(layer, unit) for unit in units]
+        slots = self._slots(layer, units)
         if not slots:
             return target[0], target[1]
         if self.indexed:
@@ -227,24 +227,25 @@ class HostStore:
     def cut(self, end: int) -> None:
         """Forget the units (frames) from number `end` on, in all layers."""
         self._open()
-        self.table.drop(slice(end, None))
+        self.table.drop([unit for unit in self.units() if unit >= end])
+        self.table.at.cut(end)
         self.lost = [unit for unit in self.lost if unit < end]
         self.written = {place: one for place, one in self.written.items() if one.units[-1] < end}
 
     def drop(self, units: Sequence[int]) -> None:
         """Forget `units` (frames) in all layers, whether held or not."""
         self._open()
-        self.table.drop([unit for unit in units if 0 <= unit < self.table.slot.shape[1]])
+        self.table.drop(units)
 
     def shrink(self) -> list[int] | None:
         """Free the last slab, and forget the oldest units (frames) for which the others have no room; return these units.
         None, and no change, if there is a single slab, files, or too many pinned units."""
         self._open()
         slabs, table = self.slabs, self.table
-        left, held = (len(slabs.slabs) - 1) * slabs.per, self._held()
+        left, held = (len(slabs.slabs) - 1) * slabs.per, self.units()
         old = [unit for unit in held if not self.pinned(unit)]
         over = int((table.slot >= 0).sum()) - left
-        sizes = (table.slot[:, old] >= 0).sum(0).cumsum()
+        sizes = (table.look(range(len(table.slot)), old) >= 0).sum(0).cumsum()
         count = int(np.searchsorted(sizes, over)) + 1 if over > 0 else 0
         if slabs.files or left <= 0 or count > len(old):
             return None
@@ -252,9 +253,9 @@ class HostStore:
         table.drop(old[:count])
         table.free = [slot for slot in table.free if slot < left]
         heapq.heapify(table.free)
-        for layer, unit in zip(*(at.tolist() for at in (table.slot >= left).nonzero()), strict=True):
-            kept = self.entry(layer, unit)
-            table.slot[layer, unit] = slot = heapq.heappop(table.free)
+        for layer, row in np.argwhere(table.slot >= left):
+            (kept,) = slabs.entries([int(table.slot[layer, row])])
+            table.slot[layer, row] = slot = heapq.heappop(table.free)
             slabs.entries([slot])[0].copy_(kept)
         table.stale = True
         slabs.give_back()
@@ -262,19 +263,16 @@ class HostStore:
         self.lost += old[:count]
         return old[:count]
 
-    def _held(self) -> list[int]:
-        """The units that any layer holds, ascending."""
-        found: list[int] = np.flatnonzero((self.table.slot >= 0).any(0)).tolist()
-        return found
-
-    def units(self, layer: int) -> list[int]:
-        """Return the units (frames) that a layer holds, ascending."""
-        found: list[int] = np.flatnonzero(self.table.slot[layer] >= 0).tolist()
+    def units(self, layer: int | None = None) -> list[int]:
+        """Return the units (frames) that a layer (None: any) holds, ascending."""
+        slot = self.table.slot if layer is None else self.table.slot[[layer]]
+        rows = np.flatnonzero((slot >= 0).any(0))
+        found: list[int] = self.table.at.units(slot.shape[1])[rows].tolist()
         return found
 
     def entry(self, layer: int, unit: int) -> Tensor:
         """Return a view [1, 2, G, P, D] of a unit (frame) on the host; valid after `settle`, while the unit is held."""
-        return self.slabs.entries([self._slot(layer, unit)])[0]
+        return self.slabs.entries(self._slots(layer, [unit]))[0]
 
     def nbytes(self) -> int:
         """Return the bytes that the store holds on the device."""
@@ -337,13 +335,14 @@ class HostStore:
         if self._closed:
             raise StoreError("host store: it is closed; open another.")
 
-    def _slot(self, layer: int, unit: int) -> int:
-        slot = self.table.look(layer, unit)
-        if slot < 0:
+    def _slots(self, layer: int, units: Sequence[int]) -> list[int]:
+        slots: list[int] = self.table.look([layer], units)[0].tolist()
+        if -1 in slots:
+            unit = units[slots.index(-1)]
             raise StoreError(
                 f"host store: layer {layer} does not hold unit {unit}; ask for units that it holds."
             )
-        return slot
+        return slots
 
     def _make_room(self, slots: int, units: int, keep: Sequence[int] = ()) -> list[int]:
         """See that `slots` slots are free, for a chunk of `units` units; the units that were forgotten for them, none of
@@ -359,7 +358,7 @@ class HostStore:
             drops = self.spill == "drop_oldest"
             if drops and self.slabs.crowded and self.relieve():
                 continue
-            needed, held = units * self.shape.layers, self._held()
+            needed, held = units * self.shape.layers, self.units()
             left = (unit for unit in held if unit not in keep and not self.pinned(unit))
             old = next(left, None) if drops else None
             if old is None or size < needed:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
-from mmaccel.core.memory.buffers import host_available, host_total, pinned_empty, release_pinned
+from mmaccel.core.memory import buffers
+from mmaccel.core.memory.buffers import UnitRows, host_available, host_total, on_device
 from mmaccel.policies.kv.store import saved
 
 SLAB_BYTES = 16 * 2**20
@@ -114,8 +115,7 @@ class Slabs:
         self.folder, self._own_folder = folder, list[Path]()
         self.files: list[Path] = []
         self._remove = weakref.finalize(self, _remove, self.files, self._own_folder)
-        with _taking:
-            _open.add(self)
+        _open[self] = None
 
     def grow(self) -> bool:
         """Allocate a slab; return False if memory is full and there is no disk. Raises `StoreError` if the disk is full."""
@@ -140,11 +140,7 @@ class Slabs:
         """Free the last slab, which must be in memory."""
         self.slabs.pop()
         self.in_memory -= 1
-        self._emptied()
-
-    def _emptied(self) -> None:
-        if self._pinned:
-            release_pinned()
+        buffers.release_pinned()
 
     def entries(self, slots: list[int]) -> list[Tensor]:
         """Return views [n, 2, G, P, D] of `slots`, at least one, in their order: consecutive ones of one slab together."""
@@ -168,7 +164,7 @@ class Slabs:
         self._awaited()
         self.slabs.clear()
         self.in_memory = 0
-        self._emptied()
+        buffers.release_pinned()
         self._remove()
 
     def why_full(self, slots: int | None = None) -> str:
@@ -188,7 +184,8 @@ class Slabs:
         """Whether the limit for all stores of the process forbids another slab."""
         if self._together is None:
             return False
-        taken = sum(one.slab_bytes * (one.in_memory + (one._ahead is not None)) for one in list(_open))
+        stores = [one for key in _open.keyrefs() if (one := key()) is not None]
+        taken = sum(one.slab_bytes * (one.in_memory + (one._ahead is not None)) for one in stores)
         return taken + self.slab_bytes > self._together
 
     def _at_cap(self) -> bool:
@@ -203,7 +200,7 @@ class Slabs:
             # Written in any mode later, so not born in inference mode.
             with torch.inference_mode(False):
                 size = self.slab_bytes
-                raw = pinned_empty(size) if self._pinned else torch.empty(size, dtype=torch.uint8)
+                raw = buffers.pinned_empty(size) if self._pinned else torch.empty(size, dtype=torch.uint8)
         except (RuntimeError, MemoryError, OSError):
             return None
         return self._cut(raw)
@@ -250,7 +247,7 @@ class Slabs:
         return used.view(self._shape.dtype).view(self.per, *self._shape.unit)
 
 
-_open: weakref.WeakSet[Slabs] = weakref.WeakSet()
+_open: weakref.WeakKeyDictionary[Slabs, None] = weakref.WeakKeyDictionary()  # `keyrefs` list it in one step
 _taking = threading.RLock()
 """Held while memory is taken, so that stores of several threads do not take the same twice."""
 
@@ -265,42 +262,53 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
 
 
 class SlotTable:
-    """The slot of each unit (frame) in each layer: `slot` [L, units] on the host, -1 for none; a heap of `free` slots."""
+    """The slot of each unit (frame) in each layer: `slot` [L, rows] on the host, -1 for none, by the rows of units (`at`); a
+    heap of `free` slots. When rows run out, those of units that no layer holds are reused."""
 
     @torch.inference_mode(False)
     def __init__(self, layers: int, device: torch.device) -> None:
-        self.slot = np.full((layers, 0), -1, dtype=np.int64)
-        self.free: list[int] = []
-        self.copy = torch.zeros(layers, 0, dtype=torch.long, device=device)
-        """What `rows` gave last."""
-        self.stale = True
+        self.slot, self.at = np.full((layers, 0), -1, dtype=np.int64), UnitRows()
+        self.copy = torch.zeros(layers, 0, dtype=torch.long, device=device)  # what `rows` gave last
+        self.free, self.stale = list[int](), True
 
-    def put(self, layer: int, units: Sequence[int]) -> list[int]:
-        """Assign the lowest free slots to units (frames) of a layer, and return them."""
-        slots = [heapq.heappop(self.free) for _ in units]
-        width, have = max(units) + 1, self.slot.shape[1]
-        if width > have:
-            self.slot = np.pad(self.slot, ((0, 0), (0, max(width, 2 * have) - have)), constant_values=-1)
-        self.slot[layer, units] = slots
+    def put(self, layers: Sequence[int], units: Sequence[int]) -> list[int]:
+        """Assign the lowest free slots to units (frames) of some layers, and return them, layer by layer."""
+        slots = [heapq.heappop(self.free) for _ in range(len(layers) * len(units))]
+        if (self._row(units) < 0).any():
+            old, held = self.slot, np.flatnonzero((self.slot >= 0).any(0))
+            known = self.at.units(old.shape[1])[held]
+            every = np.union1d(known, units)
+            self.at.old, self.at.gap = every, int(every[-1]) + 1 - len(every)
+            size = min(old.shape[1], 2 * len(held)) if held.max(initial=0) + 1 == len(held) else len(held)
+            self.slot = np.full((len(old), max(len(every), 2 * size)), -1, dtype=np.int64)
+            self.slot[:, self.at.rows(known)] = old[:, held]
+        self.slot[np.ix_(layers, self._row(units))] = np.reshape(slots, (len(layers), -1))
         self.stale = True
         return slots
 
-    def drop(self, units: list[int] | slice) -> None:
-        """Free the slots of units (frames) in all layers, if they have any. Numbers are below the table's width."""
-        held = self.slot[:, units]
-        slots = held[held >= 0].tolist()
-        for slot in slots:
-            heapq.heappush(self.free, slot)
-        self.slot[:, units] = -1
-        self.stale = self.stale or bool(slots)
+    def _row(self, units: Sequence[int]) -> Any:
+        """The rows [n] of units, -1 for none."""
+        row = self.at.rows(np.array(units, dtype=np.int64))
+        return np.where((row >= 0) & (row < self.slot.shape[1]), row, -1)
 
-    def look(self, layer: int, unit: int) -> int:
-        """Return the slot of a unit (frame) in a layer, or -1."""
-        return int(self.slot[layer, unit]) if 0 <= unit < self.slot.shape[1] else -1
+    def drop(self, units: Sequence[int]) -> None:
+        """Free the slots of units (frames) in all layers, if they have any."""
+        row = self._row(units)
+        held = self.slot[:, row := row[row >= 0]]
+        for slot in held[held >= 0].tolist():
+            heapq.heappush(self.free, slot)
+            self.stale = True
+        self.slot[:, row] = -1
+
+    def look(self, layers: Sequence[int], units: Sequence[int]) -> Any:
+        """Return the slots [L, n] of units (frames) in some layers, -1 for none."""
+        row, found = self._row(units), np.full((len(layers), len(units)), -1)
+        found[:, row >= 0] = self.slot[np.ix_(layers, row[row >= 0])]
+        return found
 
     def rows(self) -> Tensor:
         """Return the slots on the device, uploaded whole at the first call after a change (streams change in one phase and
-        are asked in another). The address is the same until the table widens."""
+        are asked in another). The address is the same until the number of rows changes."""
         if self.stale:
             if self.copy.shape != self.slot.shape:
                 with torch.inference_mode(False):
@@ -308,13 +316,6 @@ class SlotTable:
             self.copy.copy_(on_device(torch.from_numpy(self.slot).clone(), self.copy.device))
             self.stale = False
         return self.copy
-
-
-def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor, or long numbers, on `device`, without a device sync."""
-    here = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
-    pinned = device.type == "cuda" and here.numel() > 0
-    return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)
 
 
 def in_units(tensor: Tensor, tokens: int) -> Tensor:

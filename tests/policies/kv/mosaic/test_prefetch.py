@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.decoding import replay
+from mmaccel.core.memory.buffers import on_device
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv.store import HostStore, host
-from mmaccel.policies.kv.store.slabs import Mark, on_device
+from mmaccel.policies.kv.store.slabs import Mark
 from tests.core.test_replay import Repeated
 from tests.policies.kv.mosaic.driven import Driven
 from tests.policies.kv.store.units import LAYERS, TOKENS, SimLane, SimLanes, contents, fill, open_store

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -75,17 +76,14 @@ def replay(folder: Path, seed: int, files: bool) -> None:
             for side in (0, 1):
                 expect(found[side], layer, held, side)
         elif kind == "index" and not files and plain:
-            index, out, rows = (
-                torch.full((len(units),), -5),
-                store.buffer(len(units)),
-                store.table.rows()[layer].clone(),
-            )
-            slots = torch.nn.functional.pad(rows, (0, 10), value=-1)[torch.tensor(units, dtype=torch.long)]
+            index, out = torch.full((len(units),), -5), store.buffer(len(units))
+            rows = torch.from_numpy(store.table.at.rows(np.array(units, dtype=np.int64)))
+            slots = torch.nn.functional.pad(store.table.rows()[layer], (0, 10), value=-1)[rows]
             lanes.compute.run(lambda index=index, slots=slots: index.copy_(slots))
             lanes.compute.wait(store.gather(index, out)[1])
             expect(out[1], layer, units, 1)
         elif kind == "drop":
-            store.table.drop([unit for unit in units if unit < store.table.slot.shape[1]])
+            store.drop(units)
             plain = {key: salt for key, salt in plain.items() if key[1] not in units}
         elif kind == "save" and draw.random() < 0.5:
             store.save(folder)
@@ -337,3 +335,30 @@ def test_work_is_done_at_once_without_streams() -> None:
     later = lanes.wire.mark(timed=True)
     lanes.wire.mark().sync()
     assert done == [1] and mark.seconds(later) >= 0
+
+
+def test_the_table_is_as_wide_as_what_is_held(tmp_path: Path) -> None:
+    """A stream without an end, of which the last units are held and two that are pinned. Some are taken back and come
+    again; all are saved and read."""
+    store, pinned, last = open_store(12), [3, 40], 20
+    for unit in range(600):
+        fill(store, [unit])
+        store.drop([one for one in store.units(0) if one <= unit - last and one not in pinned])
+        if unit % 97 == 96:
+            store.cut(unit - 5)
+            fill(store, list(range(unit, unit - 6, -1)))
+    held = [*pinned, *range(580, 600)]
+    store.save(tmp_path)
+    for _ in range(2):
+        assert store.table.rows().shape[1] == store.table.slot.shape[1] <= 4 * len(held)
+        for layer in range(LAYERS):
+            assert store.units(layer) == held and store.table.look([layer], [2, 41, 579]).max() == -1
+            check(store, layer, held[::-1])
+        with pytest.raises(StoreError, match="does not hold unit 41"):
+            store.fetch(0, [40, 41])
+        store.load(tmp_path)
+    assert store.table.slot.shape[1] <= 4 * len(held)
+    store.cut(0)
+    fill(store, [0, 1])
+    check(store, 1, [1, 0])
+    assert store.units() == [0, 1] and store.table.at.gap == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import StoreError
 from mmaccel.core.memory import buffers
+from mmaccel.policies.kv import _archived
 from mmaccel.policies.kv.store import HostStore, Shape, host, slabs
 
 from .units import LAYERS, UNIT_BYTES, SimLanes, check, contents, fill, open_store
@@ -35,7 +38,7 @@ def ahead(
 
     own._pinned = True
     monkeypatch.setattr(own, "_memory", memory)
-    monkeypatch.setattr(slabs, "release_pinned", lambda: None)
+    monkeypatch.setattr(buffers, "release_pinned", lambda: None)
     return store, made
 
 
@@ -126,7 +129,9 @@ def test_nobody_holds_the_slabs_that_are_given_back(monkeypatch: pytest.MonkeyPa
     fill(store, [0, 1, 2, 3, 4])
     check(store, 0, [0, 4])
     given, held = [weakref.ref(one) for one in store.slabs.slabs], list[bool]()
-    monkeypatch.setattr(slabs, "release_pinned", lambda: held.append(any(one() is not None for one in given)))
+    monkeypatch.setattr(
+        buffers, "release_pinned", lambda: held.append(any(one() is not None for one in given))
+    )
     store.close()
     assert held == [False]
 
@@ -220,3 +225,41 @@ def test_what_computes_after_a_join_runs_after_the_wire(seed: int) -> None:
     lanes.compute.run(lambda: order.append("compute"))
     lanes.rush()
     assert order == ["wire"] * 3 + ["compute"]
+
+
+class Other:
+    """A memory of somebody else's on another model."""
+
+    def __init__(self) -> None:
+        self._model = SimpleNamespace(model=object())
+
+
+@pytest.mark.parametrize("module, opens", [(slabs, lambda: open_store().slabs), (_archived, Other)])
+def test_others_open_and_close_while_all_are_listed(
+    module: Any, opens: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In threads of theirs, between any two steps of the listing."""
+    for listed in (slabs, _archived):  # memories that other tests keep count too
+        monkeypatch.setattr(listed, "_open", weakref.WeakKeyDictionary())
+    own: Any = SimpleNamespace(store=open_store(together=1 << 40), _model=SimpleNamespace(model=object()))
+    there, new, over = [opens() for _ in range(200)], [opens() for _ in range(50)], threading.Event()
+    for one in there:
+        module._open[one] = None
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            for one in new:
+                module._open[one] = None
+            for one in new:
+                module._open.pop(one, None)
+
+    thread, interval = threading.Thread(target=come_and_go), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(400):
+            assert not own.store.slabs.crowded and not _archived.SharedArchive._relieved(own)
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        thread.join()

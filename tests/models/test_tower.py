@@ -84,6 +84,10 @@ def test_a_tower_that_is_changed_or_heard_is_not_replayed(monkeypatch: pytest.Mo
         assert all(torch.equal(some.flatten(0, 1), wanted) for some in found)
         assert not torch.equal(found[0], plain[0])
     assert Kept.made == 2
+    # Nor is a weight of the model itself, which stands outside of the tower.
+    model.model.image_newline = torch.nn.Parameter(model.model.image_newline.detach() + 1)
+    marks = [one.features(frame, size)[1] for _ in range(3)]
+    assert Kept.made == 3 and all(torch.equal(some, marks[0]) for some in marks)
 
 
 def test_a_tower_that_needs_more_than_pixels_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

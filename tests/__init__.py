@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 SOURCES = os.pathsep.join([str(ROOT), str(ROOT / "lab")])
 """For PYTHONPATH."""
@@ -34,6 +32,8 @@ def python(*words: str, said: str | None = None, **environment: str) -> subproce
 @contextmanager
 def sentence(error: type[Exception], *words: str) -> Iterator[None]:
     """What is inside is refused in one sentence that has these words."""
+    import pytest  # here, for processes that tests start import this file
+
     with pytest.raises(error) as caught:
         yield
     told = str(caught.value)

@@ -1,5 +1,6 @@
 """Profiles of property tests ("ci", the default, is small and always the same; "thorough" looks further), and models."""
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,12 @@ settings.register_profile("thorough", max_examples=400, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def pytest_collection_finish() -> None:
+    """What there is by now stays: a full collection, for which tests and commands call, need not look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

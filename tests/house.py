@@ -185,7 +185,13 @@ def caches() -> list[Any]:
     """Every `functools.cache` of mmaccel."""
     load_all()
     kind = functools._lru_cache_wrapper
-    return [one for one in gc.get_objects() if type(one) is kind and one.__module__.startswith("mmaccel.")]
+    gc.unfreeze()  # what is frozen is not listed
+    try:
+        return [
+            one for one in gc.get_objects() if type(one) is kind and one.__module__.startswith("mmaccel.")
+        ]
+    finally:
+        gc.freeze()
 
 
 def entered(call: Callable[[], object]) -> set[str]:

@@ -30,7 +30,7 @@ def shown(rows: list[dict[str, Any]]) -> set[str]:
 
 def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    rows = run(out, "question")
+    rows = run(out, "question", shrink=15)
     assert "torch" in rows[0]["environment"]
     assert [row for row in rows if "failed" in row] == []
     ways = {row["way"]: row for row in rows if row.get("case") == "question"}
@@ -48,7 +48,7 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     told = happened["question, mosaic"]
     assert min(told["recalled"], told["deferred"], told["singletons"], told["deferred_splits"]) > 0
     assert all(row["off"] >= 0.9 for row in happened.values()) and len(happened) == 2
-    again = run(out, "question", "encode")
+    again = run(out, "question", "encode", shrink=15)
     assert [row["done"] for row in again if "done" in row] == ["question", "encode"]
     encoded = {row["way"] for row in again if row.get("case") == "encode"}
     assert {f"encode, {way}" for way in encoded} == shown(again) - shown(rows) and len(encoded) == 4
@@ -146,7 +146,7 @@ def test_a_frame_waits_for_one_piece(kv: str) -> None:
     model, processor = pair("tiny-ov")
     with mmaccel.VideoSession(model, processor, None, kv={"name": kv}) as session:
         session.watch(film(25), fps=2.0)
-        given = {"fps": 20.0, "seconds": 2.0, "count": 400, "tokens": 16}
+        given = {"fps": 20.0, "seconds": 1.2, "count": 400, "tokens": 16}
         row = live.measured(session, film(25), **given)
     print(row)
     assert row["answers"] >= 1 and row["frames"] > 3 and row["words"] == 400

@@ -155,9 +155,8 @@ def test_no_file_is_too_long() -> None:
 
 def test_every_file_says_what_it_is() -> None:
     sources = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in ALL_FILES}
-    assert [
-        name for name, text in sources.items() if text.strip() and not ast.get_docstring(ast.parse(text))
-    ] == []
+    docstring = re.compile(r'(?:#.*\n|\n)*r?"""\s*\S')
+    assert [name for name, text in sources.items() if text.strip() and not docstring.match(text)] == []
 
 
 def test_nothing_is_left_undone() -> None:
@@ -215,7 +214,8 @@ def rank(name: str) -> tuple[int, str]:
 
 def test_public_names_are_sorted() -> None:
     for path in SHIPPED:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        text = path.read_text(encoding="utf-8")
+        for node in ast.parse(text).body if "__all__" in text else ():
             if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == "__all__" for t in node.targets):
                 names = list(ast.literal_eval(node.value))
                 assert names == sorted(set(names), key=rank), (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 
 import pytest
@@ -91,6 +92,12 @@ print(json.dumps(before == state()))
 
 
 WITHOUT_THE_LAB = """
+from mmaccel_command import main as command
+sys.argv = ["mmaccel", "--version"]
+try:
+    command()
+except SystemExit as done:
+    assert not done.code
 import mmaccel
 from mmaccel.cli import main
 print(mmaccel.list_models()[0])
@@ -111,16 +118,29 @@ except mmaccel.MmaccelError as error:
 """
 
 
-def test_without_the_lab_a_tiny_model_says_what_to_install() -> None:
-    done = python("-c", BLOCK.format(blocked={"mmaccel_lab"}) + WITHOUT_THE_LAB)
+def told_of_threads(code: str, **given: str) -> subprocess.CompletedProcess[str]:
+    """What a process says, whose OpenMP tells on standard error how threads wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+            patch.delenv(name, raising=False)
+        return python("-c", code, OMP_DISPLAY_ENV="verbose", **given)
+
+
+@pytest.fixture(scope="module")
+def bare() -> subprocess.CompletedProcess[str]:
+    """Commands where the lab is not."""
+    return told_of_threads(BLOCK.format(blocked={"mmaccel_lab"}) + WITHOUT_THE_LAB)
+
+
+def test_without_the_lab_a_tiny_model_says_what_to_install(bare: subprocess.CompletedProcess[str]) -> None:
     told = (
         "model 'tiny-ov' comes with mmaccel-lab, which is not installed; run `pip install mmaccel-lab`, or `make install` "
         "in a checkout."
     )
-    lines = done.stdout.splitlines()
+    lines = bare.stdout.splitlines()[1:]
     assert lines[:3] == ["tiny-ov", told, told]
     assert [line for line in lines if line.startswith("status")] == ["status 2"] * 3 + ["status 0"]
-    ask, describe, demo = done.stderr.splitlines()
+    ask, describe, demo = (line for line in bare.stderr.splitlines() if line.startswith("error"))
     assert ask == describe == f"error: {told}"
     assert demo.startswith(
         "error: `mmaccel demo` is now `mmaccel-lab demo`; where that is missing, run `pip install"
@@ -128,18 +148,14 @@ def test_without_the_lab_a_tiny_model_says_what_to_install() -> None:
     assert lines[-1].startswith("there is no folder llava/tiny-ov/no")
 
 
-COMMAND = "import sys; sys.argv = ['mmaccel', 'list']; from mmaccel_command import main; main()"
+COMMAND = "import sys; sys.argv = ['mmaccel', '--version']; from mmaccel_command import main; main()"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the OpenMP of other platforms tells in other words")
-@pytest.mark.parametrize(("given", "spins"), [(None, False), ("active", True)])
 def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
-    given: str | None, spins: bool, monkeypatch: pytest.MonkeyPatch
+    bare: subprocess.CompletedProcess[str],
 ) -> None:
     """As the OpenMP that torch has loaded tells it: what is set after that has no effect."""
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-    own = {} if given is None else {"OMP_WAIT_POLICY": given}
-    told = python("-c", COMMAND, OMP_DISPLAY_ENV="verbose", **own).stderr
-    count = re.search(r"GOMP_SPINCOUNT = '(\w+)'", told)
-    assert count is not None and (count[1] != "0") is spins
+    for done, spins in ((bare, False), (told_of_threads(COMMAND, OMP_WAIT_POLICY="active"), True)):
+        count = re.search(r"GOMP_SPINCOUNT = '(\w+)'", done.stderr)
+        assert count is not None and (count[1] != "0") is spins

@@ -165,5 +165,7 @@ def test_what_is_kept_of_a_tensor_goes_with_it() -> None:
 
 
 def test_hooks_are_installed_in_one_place() -> None:
-    trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-    assert {name for name, tree in trees.items() if reaches(tree)} == {*REACHES, "models/install.py"}
+    texts = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in FILES}
+    named = {name: text for name, text in texts.items() if "__dict__" in text or "register_forward" in text}
+    found = {name for name, text in named.items() if reaches(ast.parse(text))}
+    assert found == {*REACHES, "models/install.py"}

@@ -70,7 +70,7 @@ def share(seen: list[Judged], recipe: str) -> float:
 def test_a_film_is_answered_rightly(name: str, samples: int, shipped: Shipped, loaded: Loaded) -> None:
     """Three kinds of question about real H.264 files, under dense, a_shape and grid; the demonstration asks tiny-ov."""
     recipes = {one: Recipe.load(one) for one in ("dense", "a_shape-short", "grid")}
-    seen = judged(loaded(shipped(name)), recipes, 128, samples)
+    seen = judged(loaded(shipped(name)), recipes, 96 if samples == 1 else 128, samples)
     assert len(seen) == 3 * samples
     shares = {one: share(seen, one) for one in recipes}
     assert min(shares.values()) >= 0.9, shares
@@ -98,7 +98,9 @@ def test_an_answer_rests_on_the_video(name: str, shipped: Shipped, loaded: Loade
         )
         assert first.right(said.text)
         counts = set()
-        for case in others[:5]:
+        for case in others:
+            if len(counts) >= 2:
+                break
             inputs = prompt(processor, case.content(film.watch(case.world)), model)
             counts.add(ask(model, processor, inputs, max_new_tokens=8).text)
     assert len(counts) >= 2

@@ -19,7 +19,7 @@ from mmaccel.backends.triton.prefill.hopper_launch import (
     table_row,
 )
 
-from .triton_cases import DEVICE
+from .triton_cases import DEVICE, INTERPRETED
 
 B, G, HEADS, S, D = 2, 2, 4, 300, 64
 
@@ -119,7 +119,7 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
 def test_nothing_beyond_the_keys_is_read() -> None:
     """What lies behind the last key in a buffer with room may be anything, and zero times it need not be zero."""
     rng = torch.Generator().manual_seed(1)
-    for keys in (40, 64, 130, S):
+    for keys in (40, 64, 130, *[S] * (not INTERPRETED)):
         whole = torch.full((B, G, S + 100, D), torch.nan)
         whole[:, :, :keys] = torch.randn(B, G, keys, D, generator=rng)
         key = whole.to(DEVICE)[:, :, :keys]

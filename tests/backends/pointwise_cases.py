@@ -10,7 +10,7 @@ from mmaccel.backends.ops.delta import delta_rows
 from mmaccel.backends.ops.experts import expert_rows
 from mmaccel.backends.triton import delta, experts, pointwise
 
-from .triton_cases import DEVICE, DTYPES
+from .triton_cases import DEVICE, DTYPES, some
 
 TYPES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 
@@ -125,9 +125,9 @@ def near(made: Tensor, plain: Tensor, exact: Tensor) -> bool:
 SIZES = [(1, 1, 2, 4, 16, 16, 4, 64), (2, 3, 1, 2, 24, 40, 3, 50), (3, 2, 2, 6, 16, 8, 4, 40)]
 
 
-@pytest.mark.parametrize("size", [*SIZES, (1, 0, 2, 2, 16, 16, 4, 64)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lag", [0, 5])
+@pytest.mark.parametrize(
+    ("size", "dtype", "lag"), some([*SIZES, (1, 0, 2, 2, 16, 16, 4, 64)], DTYPES, [0, 5]), ids=str
+)
 def test_rows_through_a_running_state(size: tuple[int, ...], dtype: torch.dtype, lag: int) -> None:
     """Rows of the journal beside a sequence's own, and states of others, stay as they are."""
     count, n, groups, heads, K, V, taps, ring = size

@@ -32,14 +32,15 @@ def test_tells_why_it_cannot_run() -> None:
 QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
 PRODUCTS = pytest.mark.numeric(by="numpy")
 INTERPRETED = [
-    pytest.param("triton", marks=PRODUCTS),
+    pytest.param("triton together", marks=PRODUCTS),
     pytest.param("clusters decode hopper index lists pointwise", marks=PRODUCTS),
 ]
 
 
 def ran(names: str, **environment: str) -> None:
-    files = [f"tests/backends/{name}_cases.py" for name in names.split()]
-    files += ["tests/core/test_masked.py::test_a_planned_layer"] * (names == "triton")
+    files = [f"tests/backends/{name}_cases.py" for name in names.split() if name != "together"]
+    if "together" in names:
+        files += ["tests/core/test_masked.py::test_a_planned_layer[dense1]", "tests/models/together_cases.py"]
     out = run("pytest", *files, *QUIET, PYTEST_ADDOPTS="", **environment)
     assert " passed" in out and "failed" not in out and "skipped" not in out
 

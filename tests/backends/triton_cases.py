@@ -138,6 +138,8 @@ def test_biases_and_keys_of_their_own(kind: tuple[str, int | None], dtype: torch
     plan = with_extras(random_plan(5, lead=lead, n_query=30, n_key=50), 2, 16, 5)
     tensors = draw(plan, 2, 16, 5)
     check(plan, tensors, dtype, kernel=partial(block_attend, chunk=chunk))
+    if INTERPRETED and lead:
+        return
     # A cache with room for more, of another stride.
     query, key, value = (t.to(DEVICE, dtype) for t in tensors)
     room = torch.full((2, 2, 50, 40), torch.nan, device=DEVICE, dtype=dtype)[..., 3:35:2].copy_(key)
@@ -183,8 +185,8 @@ def test_blocks_larger_than_a_tile(blocks: tuple[int, int], lead: str) -> None:
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_many_spans(chunk: int | None) -> None:
     """More spans than one loop walks, and than one piece of a split row covers."""
-    plan = blocks_plan(16, 16, "h", spans=9)
-    check(plan, draw(plan, 2, 16, 1), kernel=partial(block_attend, chunk=chunk))
+    plan = blocks_plan(16, 16, "h", spans=9, heads=2)
+    check(plan, draw(plan, 1, 16, 1), kernel=partial(block_attend, chunk=chunk))
 
 
 def test_the_wide_places_of_a_span_widen_all() -> None:
@@ -339,8 +341,8 @@ def test_float64_is_refused() -> None:
 
 
 def test_is_a_clean_operator() -> None:
-    plan = random_plan(7, n_query=30, n_key=50).to(DEVICE)
-    tensors = [t.to(DEVICE) for t in draw(plan, 2, 16, 3)]
+    plan = random_plan(7, heads=2, n_query=16, n_key=40).to(DEVICE)
+    tensors = [t.to(DEVICE) for t in draw(plan, 1, 16, 3)]
     torch.library.opcheck(backend.op, (*tensors, *flat(plan.parts[0], plan), 0.2))
     schemas = [str(op._opoverload._schema).split("(", 1)[1] for op in (reference.op, backend.op)]
     assert schemas[0] == schemas[1]

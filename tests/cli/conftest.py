@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,12 @@ def ov(random_folder: Callable[[str], Path]) -> str:
 def slow_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """No line of progress comes between what a command says, however slow the machine is."""
     monkeypatch.setattr(console, "EVERY_S", 3600.0)
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch does not begin with a full collection of all that the tests hold; `test_watch` tries it as it is."""
+    monkeypatch.setattr("mmaccel.cli.watch.gc_frozen", nullcontext)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from mmaccel.core.errors import MmaccelError, ModelError, VideoError
 from mmaccel.media import Video
 from tests import python
 from tests.cli import Call
+from tests.products import product
 
 
 @pytest.mark.parametrize(
@@ -208,23 +209,22 @@ def test_typed_questions_are_answered(
     assert "first one ?" in out and "second one ?" in out and out.count("based on") == 2
 
 
-@pytest.mark.parametrize("live", [(), ("--live",)], ids=["stored", "live"])
-@pytest.mark.parametrize(
-    ("stop", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (VideoError("it is silent."), 2)]
-)
+ENDS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (VideoError("it is silent."), 2)]
+
+
+@pytest.mark.parametrize(("end", "live"), product(ENDS, [(), ("--live",)]), ids=str)
 def test_a_stop_keeps_what_was_seen(
     call: Call,
     clip: str,
     ov: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    stop: BaseException | signal.Signals,
-    status: int,
+    end: tuple[BaseException | signal.Signals, int],
     live: tuple[str, ...],
 ) -> None:
     from mmaccel import media
 
-    inner = media.clips
+    inner, (stop, status) = media.clips, end
     # Where the tests run in the background of a shell interrupts are ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 

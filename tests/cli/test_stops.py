@@ -18,6 +18,7 @@ from mmaccel.cli import console
 from mmaccel.core.errors import StoreError
 from tests import SOURCES
 from tests.cli import Call
+from tests.products import product
 
 COMMANDS = {
     "needle": ("mmaccel_lab.eval.needle", "judge"),
@@ -38,11 +39,17 @@ def terminate() -> None:
     """SIGTERM, twice, as a supervisor sends it to a process and to its group."""
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5)
+    time.sleep(0.1)
 
 
-STOPS = [pytest.param(interrupt, 130, id="interrupt"), pytest.param(terminate, 143, id="sigterm")]
 Stop = Callable[[], None]
+ENDS: list[tuple[Stop, int]] = [(interrupt, 130), (terminate, 143)]
+STOPS = [pytest.param(*one, id=one[0].__name__) for one in ENDS]
+
+
+def told_as(one: Any) -> str:
+    """The name of a command, of a time, or of an end."""
+    return one if isinstance(one, str) else one[0].__name__
 
 
 def after(
@@ -65,12 +72,11 @@ def full() -> None:
     raise StoreError("the host's memory is full.")
 
 
-@pytest.mark.parametrize(("stop", "code"), [*STOPS, pytest.param(full, 2, id="error")])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("name", "end"), product(COMMANDS, [*ENDS, (full, 2)]), ids=told_as)
 def test_an_end_before_the_first_answer_is_told_alone(
-    name: str, stop: Stop, code: int, call: Call, ov: str, monkeypatch: pytest.MonkeyPatch
+    name: str, end: tuple[Stop, int], call: Call, ov: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, function = COMMANDS[name]
+    (place, function), (stop, code) = COMMANDS[name], end
     monkeypatch.setattr(f"{place}.{function}", after(0, iter, stop))
     how = {
         "needle": ("--frames", 8),
@@ -101,7 +107,11 @@ def test_a_stopped_haystack_shows_what_there_is(
     assert json.loads(call(*words, "--json")[1])["complete"] is False
 
 
-@pytest.mark.parametrize(("stop", "code"), STOPS)
+@pytest.mark.parametrize(
+    ("stop", "code"),
+    [ENDS[0], pytest.param(*ENDS[1], marks=pytest.mark.slow)],
+    ids=["interrupt", "terminate"],
+)
 def test_a_stopped_search_says_what_is_kept(
     stop: Stop,
     code: int,
@@ -185,12 +195,16 @@ def stopped_while_importing(words: list[str], environment: dict[str, str]) -> No
     assert command.returncode == 130
 
 
-@pytest.mark.parametrize("module", ["mmaccel", "torch", "mmaccel.cli", "typer"])
+@pytest.mark.parametrize(
+    "module",
+    ["torch", "typer", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mmaccel", "mmaccel.cli"))],
+)
 def test_a_stop_while_the_command_is_imported_is_told(module: str) -> None:
     stopped_while_importing(["-c", IMPORTED.format(module=module)], {})
 
 
-MODULES = [("mmaccel", name) for name in ("mmaccel.models", "torch", "mmaccel.cli", "typer")]
+MODULES = [("mmaccel", name) for name in ("mmaccel.models", "torch", "typer")]
+MODULES += [pytest.param("mmaccel", "mmaccel.cli", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(
@@ -268,8 +282,11 @@ def test_sigterm_acts_again_where_the_first_was_swallowed(
     assert bool(cleaned) is not swallowed
 
 
-@pytest.mark.parametrize(("stop", "code"), STOPS)
-@pytest.mark.parametrize("when", ["the model loads", "the model loads again", "the first clip"])
+@pytest.mark.parametrize(
+    ("when", "end"),
+    product(["the first clip", "the model loads", "the model loads again"], ENDS[::-1]),
+    ids=told_as,
+)
 def test_a_watch_stopped_early_says_that_nothing_is_saved(
     call: Call,
     ov: str,
@@ -277,13 +294,12 @@ def test_a_watch_stopped_early_says_that_nothing_is_saved(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     when: str,
-    stop: Stop,
-    code: int,
+    end: tuple[Stop, int],
 ) -> None:
     from mmaccel.cli import choices
     from mmaccel.core.streams.session import VideoSession
 
-    place = tmp_path / "s"
+    place, (stop, code) = tmp_path / "s", end
     base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25)
     if when == "the model loads again":
         assert call(*base, "--save", place)[0] == 0

@@ -10,7 +10,7 @@ import gc
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -26,6 +26,7 @@ from mmaccel.cli.choices import own_options, read_video
 from mmaccel.cli.console import bars
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.core.streams import sources
+from mmaccel.core.streams.live import gc_frozen
 from mmaccel.media import reader
 from mmaccel.media.preprocess import Pixels, size_of
 from mmaccel_lab.world import World, write_mp4
@@ -120,8 +121,16 @@ def test_warnings_name_no_argument_the_command_lacks(tmp_path: Path) -> None:
         warnings.warn("max_side= stays", UserWarning, stacklevel=1)
 
 
+@pytest.fixture
+def freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A watch freezes what there is, and thaws it."""
+    monkeypatch.setattr("mmaccel.cli.watch.gc_frozen", gc_frozen)
+    yield
+    gc.freeze()
+
+
 def test_no_full_collection_comes_between_tokens(
-    call: Call, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    freezing: None, call: Call, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was there before the first frame is frozen for the command, and for it alone: a session leaves the user's garbage
     collector as it is."""
@@ -286,11 +295,13 @@ def test_a_memory_that_does_not_ingest_watches(
     assert found["frames"] == 32 and "ingested" not in found["counters"]
 
 
-SECONDS = [pytest.param(256, id="short"), pytest.param(1800, id="half an hour", marks=pytest.mark.slow)]
+LONGER = [("tiny-ov", 256), ("tiny-ov", 1800), ("tiny-qwen", 1800)]
 
 
-@pytest.mark.parametrize("seconds", SECONDS)
-@pytest.mark.parametrize("model", ["tiny-ov", "tiny-qwen"])
+@pytest.mark.parametrize(
+    ("model", "seconds"),
+    [("tiny-qwen", 256), *(pytest.param(*one, marks=pytest.mark.slow) for one in LONGER)],
+)
 def test_one_recipe_has_all_three_systems_at_work(
     model: str, seconds: int, call: Call, shipped: Callable[[str], str], tmp_path: Path
 ) -> None:

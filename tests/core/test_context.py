@@ -25,7 +25,7 @@ from tests.products import product
 SCENE = Scene(
     (
         sequence(
-            [(TEXT, [40]), (VIDEO, [49] * 14), (TEXT, [30]), (IMAGE, [36]), (VIDEO, [49] * 6), (TEXT, [50])]
+            [(TEXT, [40]), (VIDEO, [49] * 8), (TEXT, [30]), (IMAGE, [36]), (VIDEO, [49] * 4), (TEXT, [50])]
         ),
     ),
     size=16,

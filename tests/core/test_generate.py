@@ -265,7 +265,7 @@ def test_the_draft_is_closed_when_something_else_fails(culprit: str) -> None:
 
 
 V = 4
-SAMPLED = 2_000
+SAMPLED = 1_200
 WINDOW = 2
 
 

@@ -21,6 +21,7 @@ from mmaccel.media import Video, reader
 from mmaccel.media.container import Source
 from tests.media.films import Film, answering, numbers, send
 from tests.media.odd import CASES, Odd
+from tests.products import product
 from tests.spies import heard
 
 
@@ -90,9 +91,12 @@ def test_bare_h264_is_thinned_over_its_whole_span(film: Film, how: dict[str, Any
     }
 
 
-@pytest.mark.parametrize("name", ["film.mkv", "live.mkv", "film.ts"])
 @pytest.mark.parametrize(
-    "how", [{"max_frames": 8}, {"fps": 5, "max_frames": 8}, {"max_frames": 8, "stop": 5.05}]
+    ("name", "how"),
+    product(
+        ["film.mkv", "live.mkv", "film.ts"],
+        [{"max_frames": 8}, {"fps": 5, "max_frames": 8}, {"max_frames": 8, "stop": 5.05}],
+    ),
 )
 def test_an_address_without_an_index_is_read_once(
     film: Film, address: str, name: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -39,9 +39,9 @@ def gone(others: set[threading.Thread]) -> bool:
 def test_a_silence_that_a_slow_consumer_does_not_wait_for_is_no_stall(film: Film, tmp_path: Path) -> None:
     path = tmp_path / "halt.ts"
     with halting(film("whole.ts").read_bytes(), path) as go:
-        stream = media.clips(path, fps=5, frames_per_clip=8, follow=True, timeout=1.0)
+        stream = media.clips(path, fps=5, frames_per_clip=8, follow=True, timeout=0.6)
         parts = [next(stream)]
-        time.sleep(1.3)
+        time.sleep(0.9)
         go.set()
         parts += list(stream)
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 60, 2))
@@ -138,14 +138,14 @@ def test_check_may_wait_for_a_thread_that_closes(film: Film, tmp_path: Path) -> 
 
 
 def test_what_check_raises_ends_the_wait_and_loses_no_frame(film: Film, tmp_path: Path) -> None:
-    path, until = tmp_path / "halt.ts", [time.monotonic() + 0.5]
+    path, until = tmp_path / "halt.ts", [time.monotonic() + 0.4]
 
     def check() -> None:
         if time.monotonic() > until[0]:
             raise InterruptedError
 
     with halting(film("whole.ts").read_bytes(), path) as go:
-        stream = media.clips(path, fps=5, frames_per_clip=50, follow=True, timeout=2, check=check)
+        stream = media.clips(path, fps=5, frames_per_clip=50, follow=True, timeout=1, check=check)
         with pytest.raises(InterruptedError):
             next(stream)
         until[0] += 60
@@ -160,9 +160,9 @@ def test_an_address_waits_for_a_slow_consumer(film: Film) -> None:
 
     parts = []
     with answering(lambda request: send(request, data)) as url:
-        for clip in media.clips(f"{url}/film.mkv", fps=10, frames_per_clip=20, timeout=1.5):
+        for clip in media.clips(f"{url}/film.mkv", fps=10, frames_per_clip=20, timeout=0.8):
             parts.append(clip)
-            time.sleep(2.0 if len(parts) == 1 else 0)
+            time.sleep(1.2 if len(parts) == 1 else 0)
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(60))
 
 
@@ -181,10 +181,10 @@ def test_a_read_tells_a_stall_and_a_fault_from_damage(film: Film, how: str, shar
         try:
             if share == 2:
                 told = (
-                    r"it stalled: nothing came for 1\.5 s" if how == "stall" else "it broke off: input/output"
+                    r"it stalled: nothing came for 0\.7 s" if how == "stall" else "it broke off: input/output"
                 )
                 with pytest.warns(VideoWarning, match=told) as caught:
-                    video = media.read(f"{url}/film.ts", timeout=1.5)
+                    video = media.read(f"{url}/film.ts", timeout=0.7)
                 assert 20 < len(video) < 40 and "damaged" not in str(caught[0].message)
                 assert numbers(video.frames)[:-1] == list(range(len(video) - 1)), "the last was cut"
             else:
@@ -192,18 +192,18 @@ def test_a_read_tells_a_stall_and_a_fault_from_damage(film: Film, how: str, shar
                     "sent nothing in the time allowed" if how == "stall" else "cannot be opened: input/output"
                 )
                 with pytest.raises(VideoError, match=told):
-                    media.read(f"{url}/film.ts", timeout=1.5)
+                    media.read(f"{url}/film.ts", timeout=0.7)
         finally:
             over.set()
 
 
 def test_a_read_of_a_pipe_that_falls_silent_tells_a_stall(film: Film, tmp_path: Path) -> None:
-    data, told = film("whole.ts").read_bytes(), r"could be read; it stalled: nothing came for 1\.5 s"
+    data, told = film("whole.ts").read_bytes(), r"could be read; it stalled: nothing came for 0\.7 s"
     with (
         silent_pipe(tmp_path / "pipe.ts", data[: len(data) // 2]),
         pytest.warns(VideoWarning, match=told) as caught,
     ):
-        video = media.read(tmp_path / "pipe.ts", fps=5, timeout=1.5)
+        video = media.read(tmp_path / "pipe.ts", fps=5, timeout=0.7)
     assert 10 < len(video) < 30 and "damaged" not in str(caught[0].message)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import operator
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,34 +126,41 @@ def refusal(cell: Cell) -> str | None:
     return _refusal(cell._replace(family="", use=SERVES[cell.use]))
 
 
-def cells() -> Iterator[Cell]:
+def cells(families: Sequence[str] = AXES["family"]) -> Iterator[Cell]:
     """All of them, but for the pruners of drafts that take none: these are fields that are not there."""
-    for values in itertools.product(*AXES.values()):
+    for values in itertools.product(*{**AXES, "family": families}.values()):
         cell = Cell(*values)
         if cell.own == "none" or cell.draft in MODELS:
             yield cell
 
 
+RUNS = {"generate": 1, "session": 1, "batch": 4}
+"""How much longer a cell of each use takes than one of "generate"."""
+
+
 def covering(strength: int, fine: Iterable[Cell] | None = None, seed: int = 18) -> list[Cell]:
-    """Cells of `fine` (None: all that run) holding all choices of `strength` axes that any of them holds, found greedily."""
+    """Cells of `fine` (None: all that run) holding all choices of `strength` axes that any of them holds, found greedily:
+    those that hold most for the time they take."""
     fine = [cell for cell in cells() if refusal(cell) is None] if fine is None else list(fine)
-    axes = list(itertools.combinations(range(len(AXES)), strength))
+    axes = [operator.itemgetter(*some) for some in itertools.combinations(range(len(AXES)), strength)]
+    left = {(n, choices(cell)) for n, choices in enumerate(axes) for cell in fine}
 
-    def held(cell: Cell) -> set[tuple[Any, ...]]:
-        return {(some, tuple(cell[n] for n in some)) for some in axes}
+    def gain(cell: Cell) -> int:
+        return sum((n, choices(cell)) in left for n, choices in enumerate(axes))
 
-    left = set().union(*map(held, fine))
-    chosen = []
+    def best(some: list[Cell]) -> Cell:
+        # The best of some: the array is a little longer than the best of all would give, and found in a second.
+        some = random.Random(seed + len(chosen)).sample(some, min(400, len(some)))
+        return max(some, key=lambda cell: gain(cell) / RUNS[cell.use])
+
+    chosen: list[Cell] = []
     while left:
-        # The best of some: the array is a little longer than the best of all would give, and found in seconds.
-        some = random.Random(seed + len(chosen)).sample(fine, min(400, len(fine)))
-        best = max(some, key=lambda cell: len(held(cell) & left))
-        gain = held(best) & left
-        if not gain:
-            fine = [cell for cell in fine if held(cell) & left]
-            continue
-        chosen.append(best)
-        left -= gain
+        one = best(fine)
+        if not gain(one):
+            n, choice = min(left)
+            one = best([cell for cell in fine if axes[n](cell) == choice])
+        chosen.append(one)
+        left -= {(n, choices(one)) for n, choices in enumerate(axes)}
     return chosen
 
 

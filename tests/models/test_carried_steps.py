@@ -28,6 +28,7 @@ from tests.models.test_hybrid import PIECES, Echo
 from tests.models.test_stream_families import CLOSE, FPS, QUESTION, TIGHT, film, session
 from tests.models.test_stream_families import pair as stream_pair
 from tests.models.tiny_random import prompt, sampler
+from tests.products import product
 from tests.spies import heard
 
 KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe"]
@@ -47,11 +48,14 @@ def model_of(kind: str, seed: int = 0) -> Any:
     return made
 
 
-@pytest.fixture(params=[False, True], ids=["written", "replayed"])
+@pytest.fixture
 def replays(request: Any) -> None:
     """As on a CPU, where no step is captured; or as on a device."""
-    if request.param:
+    if request.param == "replayed":
         request.getfixturevalue("repeated")
+
+
+REPLAYS = ["written", "replayed"]
 
 
 def pair(kind: str, rows: tuple[int, ...] = (1, 4, 8)) -> tuple[HFRunner, HFRunner]:
@@ -64,6 +68,7 @@ def pair(kind: str, rows: tuple[int, ...] = (1, 4, 8)) -> tuple[HFRunner, HFRunn
     return both  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("replays", REPLAYS, indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_steps_are_the_model_s_own(kind: str, replays: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +101,11 @@ def test_a_state_goes_back_no_further_than_it_says(monkeypatch: pytest.MonkeyPat
         steps.truncate(length - 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("draft", ["off", "echo", "model"])
+@pytest.mark.parametrize(
+    ("kind", "draft", "replays"),
+    product(KINDS, ["off", "echo", "model"], REPLAYS, together=2),
+    indirect=["replays"],
+)
 def test_a_recipe_decodes_by_them(
     kind: str, draft: str, replays: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,8 +178,10 @@ def test_the_seats_of_a_cache_go_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
             gc.enable()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "perception_lm", "glm46v", *KINDS])
-@pytest.mark.parametrize("kv", ["rekv", "streammem", "full"])
+@pytest.mark.parametrize(
+    ("kind", "kv"),
+    product(["qwen3_vl", "internvl", "perception_lm", "glm46v", *KINDS], ["rekv", "streammem", "full"]),
+)
 def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""
     model, _ = stream_pair(kind)
@@ -196,7 +206,7 @@ def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: py
                 model.get_parameter(name).copy_(weight)
 
 
-@pytest.mark.parametrize("kv", ["rekv", "full"])
+@pytest.mark.parametrize(("kv", "replays"), product(["rekv", "full"], REPLAYS), indirect=["replays"])
 def test_questions_in_turns_on_two_sessions(kv: str, replays: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of each are its own, with a draft that is often wrong, and after what was computed ahead of an answer."""
     kind, asked = "qwen3_5", ("a b a b a b?", "what moved?", "a b a b a b?")

@@ -67,7 +67,7 @@ class Tried(DraftLength):
 
 
 def answers(
-    model: Any, recipes: list[Any], batch: Batch | None, tokens: Callable[[int], int] = lambda n: 30 + 5 * n
+    model: Any, recipes: list[Any], batch: Batch | None, tokens: Callable[[int], int] = lambda n: 20 + 4 * n
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """What each of `CALLS` generates with a draft of its own, in threads of their own; None: one at a time."""
     ready = threading.Barrier(len(CALLS))
@@ -105,7 +105,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def plain(models: tuple[Any, Any]) -> list[torch.Tensor]:
     """What the plain model says to each of `CALLS`."""
-    given = [(prompt(KIND, PROMPTS[kind], n), 30 + 5 * n, how) for n, (kind, how) in enumerate(CALLS)]
+    given = [(prompt(KIND, PROMPTS[kind], n), 20 + 4 * n, how) for n, (kind, how) in enumerate(CALLS)]
     return [models[0].generate(**inputs, max_new_tokens=most, **how) for inputs, most, how in given]
 
 
@@ -327,7 +327,7 @@ def test_a_call_ends_with_its_answer_though_another_comes_in_its_place() -> None
                 pass
 
     short: Any = Stand(5)
-    long: Any = Stand(400, begun=lambda: come() or time.sleep(0.005))
+    long: Any = Stand(160, begun=lambda: come() or time.sleep(0.005))
     third: Any = Stand(10_000_000)
     threads = [
         threading.Thread(target=go, args=each)
@@ -338,7 +338,7 @@ def test_a_call_ends_with_its_answer_though_another_comes_in_its_place() -> None
         pass
     threads[1].start()
     threads[1].join()
-    assert ends["short"] > 100
+    assert ends["short"] > 40
     third.left = 1
     for one in threads:
         one.join()

@@ -204,6 +204,7 @@ def test_frames_meanwhile(name: str, kv: str, question: str, tmp_path: Path) -> 
     assert (met.ways[1] > 0) == (kv != "drop_oldest"), "frames come between two layers of a question"
 
 
+@pytest.mark.in_turn("kv", 6)
 @pytest.mark.parametrize(("kv", "captured"), CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_in_the_middle_of_passes(

@@ -43,17 +43,27 @@ pytestmark = pytest.mark.in_turn("kv", 4)
 
 
 FRAMES = 24
-AFTER_S, LATE_S = 2.5, 9.0
-"""When `watch` is ended, and less than the 10 s after which it would tell a stall."""
+SOON_S, AFTER_S, LATE_S = 0.5, 2.5, 9.0
+"""When a `watch` of nothing and of something is ended, and less than the 10 s after which it would tell a stall."""
 
 
-def watched(session: mmaccel.VideoSession, path: Path | str, how: str, **more: Any) -> tuple[int, float]:
-    """The frames that `watch` takes in, and the seconds it lasts, when it is ended after `AFTER_S`."""
-    timer = threading.Timer(AFTER_S, session.cancel)
+def watched(
+    session: mmaccel.VideoSession, path: Path | str, how: str, count: int = 0, **more: Any
+) -> tuple[int, float]:
+    """The frames that `watch` takes in, and the seconds it lasts, when it is ended once so many are in, or by its time."""
+
+    def cancel() -> None:
+        late = time.monotonic() + LATE_S
+        while session.frames < count and time.monotonic() < late:
+            time.sleep(0.02)
+        time.sleep(SOON_S)
+        session.cancel()
+
+    timer = threading.Thread(target=cancel)
     if how == "cancel":
         timer.start()
     else:
-        more["timeout"] = AFTER_S
+        more["timeout"] = AFTER_S if count else SOON_S
     began = time.monotonic()
     told = "was cancelled" if how == "cancel" else "reached its timeout"
     with pytest.warns(
@@ -71,7 +81,7 @@ def test_a_silent_pipe_is_left(tmp_path: Path, how: str, sent: bool) -> None:
     film = write(tmp_path / "film.ts", even(FRAMES, 1.0), gop=1)
     data, others = film.read_bytes() if sent else b"", readers()
     with open_session("random-ov", "recent") as session, silent_pipe(tmp_path / "pipe.ts", data):
-        done, took = watched(session, tmp_path / "pipe.ts", how)
+        done, took = watched(session, tmp_path / "pipe.ts", how, FRAMES - 4 if sent else 0)
         assert took < LATE_S and done == session.frames
         assert FRAMES - 4 <= done < FRAMES if sent else done == 0, done
         assert gone(others), "no thread reads on"
@@ -93,7 +103,7 @@ def test_a_slow_decoder_is_left(
     monkeypatch.setattr(Source, "frames", slow)
     more = {"times": even(140, 1.0)} if timed else {}
     with open_session("random-ov", "recent") as session:
-        done, took = watched(session, film, how, **more)
+        done, took = watched(session, film, how, 64, **more)
         assert took < LATE_S and done == session.frames == 64
 
 
@@ -173,13 +183,12 @@ def test_a_source_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
             yield Clip(frames[3:6], [0.0, 0.5, 1.0], 2.0, part=True)
         else:
             yield Clip(frames[6:9], [0.0, 0.5, 1.0], 2.0, part=True)
+            session.cancel()
             while True:
                 check()
-                time.sleep(0.01)
 
     with open_session("random-ov", TIGHT["rekv"]) as session:
         session._stream_adapter.clips = clips  # type: ignore[method-assign]
-        threading.Timer(2.0, session.cancel).start()
         with pytest.warns(MmaccelWarning, match="cancelled; it took in 9 frames"):
             assert session.watch("rtsp://camera", reconnect=True) == 9
         stall, end = session.events

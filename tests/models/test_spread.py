@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -148,8 +149,10 @@ def test_what_a_hook_hands_over() -> None:
     assert there["mmaccel_pass"].layout.device == meta and not there["mmaccel_pass"].layout.padded
 
 
-def test_a_shape_is_made_where_its_layers_lie() -> None:
+def test_a_shape_is_made_where_its_layers_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same modules, layer by layer, as one that is made at once; and its steps may be captured."""
+    shape = shapes.SHAPES["llava-onevision-0.5b"]
+    monkeypatch.setitem(shapes.SHAPES, "llava-onevision-0.5b", replace(shape, vocab=2000))
     more: dict[str, Any] = {"layers": 3, "vision_layers": 1, "dtype": torch.float32}
     model = shapes.build("llava-onevision-0.5b", devices=[CPU, OTHER], **more)
     whole = shapes.build("llava-onevision-0.5b", **more)

@@ -16,7 +16,6 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.batch import Batch, BatchSlot
 from mmaccel.models import step
 from mmaccel.models.together import StepsTogether, share_weights, why_not
-from tests.backends.test_triton import run
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 
@@ -212,15 +211,6 @@ def test_what_cannot_share_a_step_is_decoded_alone_and_says_why(choice, why):
         fast.seat = BatchSlot(Batch(lambda count: pytest.fail("it shared a step")))
         assert torch.equal(fast.generate(**inputs, max_new_tokens=8, do_sample=False), want)
         assert why in fast.seat.alone
-
-
-@pytest.mark.numeric(by="numpy")
-def test_by_kernels_that_read_where_memories_lie():
-    """As on a device: filled up to the numbers that are captured, and by the table alone. Interpreted."""
-    pytest.importorskip("triton")
-    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
-    out = run("pytest", "tests/models/together_cases.py", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
-    assert " passed" in out and "failed" not in out and "skipped" not in out
 
 
 def test_layers_of_another_kind_are_decoded_alone(family):

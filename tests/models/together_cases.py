@@ -1,4 +1,5 @@
-"""A shared step by its kernels, interpreted: `test_together.py` runs this."""
+"""A shared step by its kernels, interpreted: filled up to the numbers that are captured, and by the table alone, as on a
+device. `tests/backends/test_triton.py` runs this."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from mmaccel.models.together import StepsTogether
 from tests.models.test_together import BUILD, opened
 
 
-@pytest.mark.parametrize("name", ["qwen", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen", pytest.param("qwen3_vl", marks=pytest.mark.slow), "qwen3_5"])
 @torch.no_grad()
 def test_the_table_alone_says_where_memories_lie(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     works = replay.Replays.__init__

@@ -108,7 +108,7 @@ def site(film: bytes, request: Any) -> None:
 
 def test_http_sources_have_caps(tmp_path: Path) -> None:
     film = write_film(tmp_path / "film.mp4", 12).read_bytes()
-    limits = Limits(source_bytes=1 << 20, source_seconds=1.0, redirects=2)
+    limits = Limits(source_bytes=1 << 20, source_seconds=0.5, redirects=2)
     with answering(partial(site, film)) as url, running(Settings(private=True, limits=limits)) as served:
 
         def status(path: str) -> tuple[int, str]:

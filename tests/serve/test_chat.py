@@ -15,6 +15,7 @@ from mmaccel.media.video import Video, read_image
 from mmaccel.serve.sources import decoded
 from mmaccel.serve.speech import TextStreamer
 from tests.media.films import write_film
+from tests.products import product
 from tests.serve.conftest import QUESTION, Served, frames_url, jpegs, loaded, mp4_url, text, video
 
 
@@ -35,8 +36,9 @@ def plainly(content: list[dict[str, Any]], recipe: Any, **how: Any) -> tuple[str
     return processor.decode(ids[0, rows:]), rows
 
 
-@pytest.mark.parametrize("recipe", ["dense", "mosaic", "fastv", "prompt_lookup"])
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "streamed"), product(["dense", "mosaic", "fastv", "prompt_lookup"], [True, False])
+)
 def test_an_answer_is_that_of_generate(served: Served, recipe: str, streamed: bool) -> None:
     words = "Describe the video."
     content = [{"type": "video", "video": seen()}, {"type": "text", "text": words}]
@@ -178,8 +180,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("recipe", ["dense", "mosaic", "prompt_lookup"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("recipe", "form"), product(["dense", "mosaic", "prompt_lookup"], FORMS))
 def test_an_answer_in_json(served: Served, recipe: str, form: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
     fields = {"max_tokens": 40, "mmaccel": {"recipe": recipe}, "response_format": form}

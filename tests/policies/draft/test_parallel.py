@@ -294,7 +294,7 @@ def test_the_sampled_test_sees_a_token_judged_twice(monkeypatch: pytest.MonkeyPa
         return committed, kept
 
     monkeypatch.setattr(generate, "accept", twice)
-    assert sampled("plain") < 1e-4
+    assert sampled("plain", 1_000) < 1e-4
 
 
 def test_tokens_per_round_by_hand() -> None:

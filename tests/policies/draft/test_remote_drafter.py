@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,22 @@ from tests.policies.draft.toy_service import VOCAB, table
 TARGET = bigram(table(1))
 
 
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    """A process that writes by the toy rule."""
-    started = Worker("tests.policies.draft.toy_service:serve", {"model": "1"})
-    started.wait(READY, 60)
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Worker]]:
+    started: list[Worker] = []
     yield started
-    started.close()
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def worker(workers: list[Worker]) -> Worker:
+    """A process that writes by the toy rule: another one, where a test has ended the last."""
+    if not workers or not workers[-1].alive:
+        workers.append(Worker("tests.policies.draft.toy_service:serve", {"model": "1"}))
+        workers[-1].wait(READY, 60)
+    workers[-1].wire.silence_s = 30.0
+    return workers[-1]
 
 
 def stop(worker: Worker) -> None:
@@ -334,16 +343,19 @@ def drafted(session: mmaccel.VideoSession) -> tuple[int, ...]:
         assert time.monotonic() < until, "the draft takes part in no answer"
 
 
-def test_a_session_drafts_in_the_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_session_drafts_in_the_process(resumed: bool, tmp_path: Path) -> None:
     with open_session(NAME, TIGHT["mosaic"]) as quiet:
         quiet.watch(film(20), fps=FPS)
         want = quiet.ask("Describe the video.", 60)
-    with open_session(NAME, TIGHT["mosaic"], draft=parallel(True)) as session:
+    with ExitStack() as stack:
+        session = open_session(NAME, TIGHT["mosaic"], draft=parallel(True))
         session.watch(film(20)[:9], fps=FPS)
-        session.save(tmp_path / "saved")
-        session.watch(film(20)[9:], fps=FPS)
-        assert drafted(session) == want.ids
-    with mmaccel.VideoSession.resume(*pair(NAME), tmp_path / "saved") as session:
+        if resumed:
+            session.save(tmp_path / "saved")
+            session.close()
+            session = mmaccel.VideoSession.resume(*pair(NAME), tmp_path / "saved")
+        stack.callback(session.close)
         session.watch(film(20)[9:], fps=FPS)
         assert drafted(session) == want.ids
         live = session._live

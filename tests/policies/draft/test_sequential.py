@@ -164,7 +164,7 @@ def test_sampled_triples_have_the_targets_joint_distribution(confidence: float) 
     def warp(ids: Tensor, logits: Tensor) -> Tensor:
         return torch.softmax(logits / 0.7, -1)
 
-    vocab, chunk, g = 4, 400, torch.Generator().manual_seed(9)
+    vocab, chunk, g = 4, 200, torch.Generator().manual_seed(9)
     large, small = Triples(vocab, 5), Triples(vocab, 6)
     counts = torch.zeros(vocab, vocab, vocab, dtype=torch.long)
     for _ in range(10):

@@ -215,7 +215,7 @@ def test_a_tracer_is_not_asked_whether_a_stream_is_captured(monkeypatch: pytest.
     assert remember(memo, "one", lambda: 1) == 1 and not memo
 
 
-TRACED = ("block_topk", "boundary_2d", "per_head")
+TRACED = ("block_topk", "per_head")
 """In the fast tests, of which the last holds a window, lines and a grid, and the first goes through inductor; in the slow
 ones all do."""
 
@@ -224,6 +224,7 @@ ones all do."""
     "backend, name",
     [
         *(("eager", name) for name in TRACED),
+        pytest.param("eager", "boundary_2d", marks=pytest.mark.slow),
         ("inductor", TRACED[0]),
         *(
             pytest.param("inductor", name, marks=pytest.mark.slow)

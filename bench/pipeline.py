@@ -65,7 +65,7 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
             tell(log, **row)
 
     def alone(options: argparse.Namespace, log: Log) -> None:
-        once = decode([bench.runner], [Off().open(None)], [bench.columns, 0], bench.tokens, 1)  # type: ignore[arg-type]
+        once = decode([bench.runner], [None], [bench.columns, 0], bench.tokens, 1)
         bench.found["alone"] = once["tokens_per_s"]
         floor = answer.min_step_s(bench.target, cache_bytes(bench.target, bench.columns), bench.rate)
         tell(log, case="alone", **shape, **once, of_floor=1 / once["tokens_per_s"] / floor)
@@ -152,7 +152,7 @@ def self_steps(bench: Bench) -> Iterator[Step]:
         held = columns // 10 + 2 * replayed.LATER
         runner = after(bench.small, columns, keep=0.9)
         warm(runner, WIDTHS, bench.device)
-        alone = decode([runner], [Off().open(None)], [columns, 0], bench.tokens, 1)["tokens_per_s"]  # type: ignore[arg-type]
+        alone = decode([runner], [None], [columns, 0], bench.tokens, 1)["tokens_per_s"]
         worker = bench.ready(held)
         for window in (2, None):
             rows = [piped(bench, [runner], worker, window, columns, held, seed) for seed in seeds(given)]

@@ -232,7 +232,11 @@ def assumed(columns: int, tokens: int, seat: int, device: torch.device) -> Promp
 
 
 def decode(
-    targets: Sequence[Counting], drafts: Sequence[DraftState], columns: Sequence[int], tokens: int, seed: int
+    targets: Sequence[Counting],
+    drafts: Sequence[DraftState | None],
+    columns: Sequence[int],
+    tokens: int,
+    seed: int,
 ) -> dict[str, Any]:
     """One generation a target, in turns, after assumed prompts; seconds count from the first tokens. `columns`: what each
     target and each draft holds."""
@@ -242,7 +246,8 @@ def decode(
         target.truncate(columns[0])
         target.dice.manual_seed(seed + 1000 * seat)
         said = assumed(columns[1], tokens, seat, device)
-        draft.begin(said)
+        if draft is not None:
+            draft.begin(said)
         meters.append(Rounds())
         first = torch.nn.functional.one_hot(said.ids[:, -1] + 1, VOCAB).float()
         end = said.ids.shape[1] + tokens

@@ -139,8 +139,8 @@ def check_draft(strategy: DraftStrategy) -> None:
         f"{who}: max_rollback is {max_rollback} and needs {sorted(needs)}; name 'rollback' in needs where it is above 0, "
         "and there alone.",
     )
-    if "memory" in needs:
-        return  # the toy has no memory to read: models alone can try this one
+    if "memory" in needs or not strategy.active:
+        return  # the toy has no memory to read: models alone can try this one; what is not active is never opened
     draft = strategy.open(view(RULE, VOCAB))
     said, target, rounds = prompt([3, 1], max_new_tokens=TOKENS - 2), ToyRunner(RULE), Rounds()
 

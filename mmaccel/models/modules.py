@@ -185,10 +185,11 @@ def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True)
         if encode is not None and not getattr(encode, "by_parts", False):
             ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined)
             ours.by_parts = True  # type: ignore[attr-defined]
+    for name, method in family.replaced_methods.items():
+        if name not in vars(multimodal):
+            hooks.wrap(multimodal, name, method)
     batch_windows(hooks, family, model)
     if fewer:
-        for name, ours in family.replaced_methods.items():
-            hooks.wrap(multimodal, name, ours)
         fuse_tower(hooks, family, model)
 
 

@@ -85,15 +85,18 @@ class TowerSteps:
         ((name, pixels), *more), family = inputs.items(), self._family
         if more or not family.pixels_alone or math.prod(pixels.shape[:-3]) > FRAMES:
             return None
-        text, device = family.text(self._model), pixels.device
-        roots = [one for one in family.multimodal(self._model).children() if one is not text]
+        text, device, multimodal = family.text(self._model), pixels.device, family.multimodal(self._model)
+        roots = [one for one in multimodal.children() if one is not text]
         if self._watched is None or not self._watched.same(roots):
             self._watched = ModuleFingerprint(roots)
         away = any(weight.device != device for one in roots for weight in one.parameters())
         replaced = any("forward" in vars(module) for one in roots for module in one.modules())
         if away or replaced or self._watched.hooked() or torch.is_autocast_enabled(device.type):
             return None
-        self._replays.under(self._watched)
+        # Not in `roots`: weights of the model itself, such as the newline's.
+        own = tuple(weight.data_ptr() for weight in multimodal.parameters(recurse=False))
+        config: Any = multimodal.config
+        self._replays.under((self._watched, own, config.vision_config._attn_implementation))
         room = self._replays.room("pixels", tuple(pixels.shape), pixels.dtype).copy_(pixels)
         told = partial(family.frames, self._model, {name: room})
         (rows,) = self._replays("tower", lambda: (told(),), at=(pixels.shape, pixels.dtype), lasting=False)

@@ -82,7 +82,7 @@ class Admission:
         frames = promise.fps * seconds
         whole = held + each * (frames - seen) if frames > seen else held * frames / seen
         store = getattr(kv, "store", None)
-        most = None if store is None or store.spill == "disk" else store.host_bytes
+        most = None if getattr(store, "spill", None) == "disk" else getattr(store, "host_bytes", None)
         return max(promise.last[1], min(whole, most or whole))
 
     def admit(self, recipe: str, fps: float | None, seconds: float) -> Promise:

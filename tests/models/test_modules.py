@@ -3,6 +3,7 @@ known again only as long as nothing in them has been exchanged."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -241,6 +242,12 @@ def test_frames_are_pooled_with_the_channels_last(monkeypatch: pytest.MonkeyPatc
         got = model.model.apply_pooling(features)
         assert model.model.apply_pooling.args[0] == plain and got.shape == (3, 9, 8)
     torch.testing.assert_close(got, plain(features), rtol=0, atol=1e-14)
+    assert "apply_pooling" not in vars(model.model)
+    # So they are in a session without a recipe, and once in one of a model that has one.
+    for recipe in (False, True):
+        fast = mmaccel.accelerate(model, "dense") if recipe else contextlib.nullcontext()
+        with fast, modules.in_parts(adapter_for(model), model, fewer=False):
+            assert model.model.apply_pooling.args[0] == plain
     assert "apply_pooling" not in vars(model.model)
 
 

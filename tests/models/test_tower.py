@@ -18,13 +18,14 @@ from tests.models.streams import film, pair
 class Kept(Repeated):
     """Results lie in fixed places also where no others are given, as those of a graph do."""
 
-    made = 0
+    made = calls = 0
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         Kept.made += 1
 
     def __call__(self) -> Any:
+        Kept.calls += 1
         self.out = self.out or tuple(torch.empty_like(one) for one in self.work())
         return super().__call__()
 
@@ -34,7 +35,7 @@ def adapters(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     monkeypatch.setattr(replay, "_Replay", Kept)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    Kept.made = 0
+    Kept.made = Kept.calls = 0
     model, processor = copy.deepcopy(pair(name)[0]), pair(name)[1]
     made = [adapter_for(model).stream_adapter(model, processor) for _ in range(2)]  # type: ignore[attr-defined]
     for one in made:
@@ -61,7 +62,7 @@ def test_a_tower_that_is_changed_or_heard_is_not_replayed(monkeypatch: pytest.Mo
     frame, size, heard = film(1), (42, 70), list[int]()
     plain = [one.features(frame, size)[0] for _ in range(3)]
     assert torch.equal(plain[0], plain[2]) and Kept.made == 1
-    # A hook hears each call, and what it gives is what comes out.
+    replayed = Kept.calls
     block: Any = one._tower[0]
     hook = block.register_forward_hook(lambda *given: heard.append(1))
     for _ in range(3):
@@ -70,8 +71,9 @@ def test_a_tower_that_is_changed_or_heard_is_not_replayed(monkeypatch: pytest.Mo
     assert len(heard) == 3
     block.forward = lambda hidden, *rest, whole=block.forward, **more: whole(hidden + 1, *rest, **more)
     assert not torch.equal(one.features(frame, size)[0], plain[0])
+    assert Kept.calls == replayed  # a graph would neither call a hook nor a module's own `forward`
     del block.forward
-    assert torch.equal(one.features(frame, size)[0], plain[0]) and Kept.made == 1
+    assert torch.equal(one.features(frame, size)[0], plain[0]) and Kept.calls == replayed + 1
     # Other weights in the same place are read, and those that lie elsewhere captured anew.
     weight = block.mlp.fc1.weight
     for change in (lambda: weight.data.mul_(2), lambda: setattr(weight, "data", weight.data * 2)):
@@ -82,6 +84,10 @@ def test_a_tower_that_is_changed_or_heard_is_not_replayed(monkeypatch: pytest.Mo
         assert all(torch.equal(some.flatten(0, 1), wanted) for some in found)
         assert not torch.equal(found[0], plain[0])
     assert Kept.made == 2
+    # Nor is a weight of the model itself, which stands outside of the tower.
+    model.model.image_newline = torch.nn.Parameter(model.model.image_newline.detach() + 1)
+    marks = [one.features(frame, size)[1] for _ in range(3)]
+    assert Kept.made == 3 and all(torch.equal(some, marks[0]) for some in marks)
 
 
 def test_a_tower_that_needs_more_than_pixels_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

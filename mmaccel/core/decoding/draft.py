@@ -207,7 +207,7 @@ class DraftState(ABC):
 class DraftStrategy(Policy, ABC, kind="draft"):
     """A drafting method for speculative decoding; `open` returns its `DraftState` for one sequence.
 
-    active  whether this strategy drafts at all
+    active  whether this strategy drafts at all; one that does not is never opened
     needs   what it requires of the recipe: "rollback", that the KV memory can drop the last `max_rollback` columns;
             "memory", that it holds every column of an accelerated model; "branches", that it takes trees; "prompt", the
             prompt's own inputs, which a stream lacks; "video", these or a stream (`watch`); "model", a draft model

@@ -1,10 +1,7 @@
-"""Growing buffers for KV memories, rows of a stream's units (frames), and what the host has left, pins and sends."""
+"""Growing buffers for KV memories, rows of a stream's units (frames), and what the host has left and sends."""
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -156,54 +153,3 @@ def _numbers(path: Path, unit: int = 1) -> dict[str, int]:
         return {}
     rows = [["", *line.removesuffix(" kB").replace(":", "").split()] for line in lines]
     return {row[-2]: int(row[-1]) * unit for row in rows if row[-1].isdigit()}
-
-
-HUGE_PAGE = 2 * 2**20
-PORTABLE = 1
-"""A flag of the driver: memory is pinned for all devices."""
-_CUDA: Any = torch.cuda  # partly untyped in PyTorch
-_gone: list[_PinnedPages] = []
-_going = threading.Lock()
-
-
-class _PinnedPages(mmap.mmap):
-    """Host memory that the driver has locked. When no tensor uses it any more it waits for `release_pinned`: a finalizer may
-    run while a CUDA graph is captured, when the driver must not be called."""
-
-    address: int | None = None
-
-    def __del__(self) -> None:
-        if self.address is not None:
-            _gone.append(self)
-
-
-def pinned_empty(nbytes: int) -> Tensor:
-    """Return pinned host memory of zeros, uint8 [nbytes], that every CUDA device reads and writes; `release_pinned` frees it
-    once no tensor uses it. Raises RuntimeError if the driver cannot lock so much.
-
-    The memory is brought in by all threads of PyTorch, in pages of 2 MiB where the system has them, before the driver locks
-    it: 16 MiB take 2.7 ms, where ``torch.empty(pin_memory=True)`` takes 13.9 (the host of an H100), all of them in the
-    driver, which holds up every other call.
-    """
-    with contextlib.suppress(RuntimeError):
-        release_pinned()
-    pages = _PinnedPages(-1, nbytes + HUGE_PAGE)
-    with contextlib.suppress(AttributeError, OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    begin = -torch.frombuffer(pages, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE
-    out = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=begin).zero_()
-    cudart = _CUDA.cudart()
-    _CUDA.check_error(int(cudart.cudaHostRegister(out.data_ptr(), nbytes, PORTABLE)))
-    pages.address = out.data_ptr()
-    return out
-
-
-def release_pinned() -> None:
-    """Free the memory of `pinned_empty` that no tensor uses any more, once the device has done all that may read it."""
-    with _going:
-        if _gone:
-            _CUDA.synchronize()
-        for pages in [_gone.pop() for _ in range(len(_gone))]:
-            _CUDA.check_error(int(_CUDA.cudart().cudaHostUnregister(pages.address)))
-            pages.address = None
-            pages.close()

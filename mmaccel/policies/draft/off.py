@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.decoding.draft import DraftState, DraftStrategy
+from mmaccel.core.errors import DraftError
 from mmaccel.core.registry import register
 
 
@@ -20,15 +19,4 @@ class Off(DraftStrategy):
     active: ClassVar[bool] = False
 
     def open(self, target: ModelView) -> DraftState:
-        return _Silent()
-
-
-class _Silent(DraftState):
-    def begin(self, prompt: Prompt) -> None:
-        pass
-
-    def propose(self) -> Proposal:
-        return Proposal.empty()
-
-    def observe(self, committed: Tensor, kept: int) -> None:
-        pass
+        raise DraftError("off: it proposes nothing, so there is no draft to open; decode with draft None.")

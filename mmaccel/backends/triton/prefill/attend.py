@@ -23,7 +23,7 @@ from mmaccel.backends.triton.prefill.kernel import (
     places_on,
     split_outputs,
 )
-from mmaccel.backends.triton.prefill.lists import join_pairs, once
+from mmaccel.backends.triton.prefill.lists import derived, join_pairs
 from mmaccel.core.errors import RecipeError
 
 PAIRS = 200 << 10
@@ -139,7 +139,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     if split:
         sizes_of = B, lists, M, tiles, longest, places_on(query.device), chunk
         plan = [s.lists.row for s in spans]
-        work = once(plan, sizes_of, lambda: Work.of([s.lists.count for s in spans], *sizes_of))
+        work = derived(plan, sizes_of, lambda: Work.of([s.lists.count for s in spans], *sizes_of))
     outputs = split_outputs(work, tiles * tall * pack, DV, lse)
     items = work.items if work is not None else list_rows
     layout = dict(GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=tall, PACK=pack, PLACED=bool(rows))

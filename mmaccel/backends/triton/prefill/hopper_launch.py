@@ -26,7 +26,7 @@ from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill.kernel import LEAST_CHUNK, Work, merge_kernel, places_on, split_outputs
-from mmaccel.backends.triton.prefill.lists import count_masked, once
+from mmaccel.backends.triton.prefill.lists import count_masked, derived
 
 BOX = 64  # keys of a block of the copy engine
 FAR = 2**31 - 1  # the place of what is not there
@@ -142,7 +142,7 @@ class KeyLocations:
             return home, homes, places, upto
 
         plan = [t for s in spans for t in (s.k_row, s.k_pos)]
-        home, homes, places, upto = once(plan, ("homes", key.shape, heads, *natural), tables)
+        home, homes, places, upto = derived(plan, ("homes", key.shape, heads, *natural), tables)
         slot_bytes = 2 * BOX * D * key.element_size()
         keys, values = _pool(min(len(upto), most // slot_bytes), key)
         capacity = len(keys)
@@ -249,7 +249,7 @@ def launch(
     table = [span[name] for span in found for name in hopper.FIELDS]
     numbers = [x.data_ptr() if isinstance(x, Tensor) else x for x in table]
     plan = [t for s in spans for t in (s.lists.row, s.q_pos)]
-    told = once(plan, ("told", *numbers), lambda: device_integers(numbers, query.device))
+    told = derived(plan, ("told", *numbers), lambda: device_integers(numbers, query.device))
     seen, beside = as_matrix(key), as_matrix(value)
     if seen is None or seen != beside:
         key, value = key.contiguous(), value.contiguous()
@@ -288,7 +288,7 @@ def table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False)
     row, index = lists.row.to(torch.int64), lists.entries.to(torch.int32)
     # How many blocks are not FULL: before each block in order, or, of an index of blocks, in all.
     whole = len(index) > 0 and not each
-    counts = once([lists.kind], "masked", lambda: count_masked(lists.kind))
+    counts = derived([lists.kind], "masked", lambda: count_masked(lists.kind))
     counts = counts[..., -1:] if whole else counts
     found: dict[str, Any] = dict(index=index if len(index) else 0, form=int(whole))
     found |= dict(lo=span.lo, hi=span.hi, home=home)

@@ -302,7 +302,7 @@ def join_pairs(row: Tensor) -> Tensor:
     return out
 
 
-def once(plan: list[Tensor], name: Any, make: Any) -> Any:
+def derived(plan: list[Tensor], name: Any, make: Any) -> Any:
     """What `make` derives of tensors of a plan: computed once on a CUDA stream, for all layers of a pass and all passes
     under the plan, until one of them is written to or is no more. It is kept with the first and must hold none of them."""
     device = plan[0].device

@@ -186,12 +186,9 @@ def caches() -> list[Any]:
     load_all()
     kind = functools._lru_cache_wrapper
     gc.unfreeze()  # what is frozen is not listed
-    try:
-        return [
-            one for one in gc.get_objects() if type(one) is kind and one.__module__.startswith("mmaccel.")
-        ]
-    finally:
-        gc.freeze()
+    found = [one for one in gc.get_objects() if type(one) is kind and one.__module__.startswith("mmaccel.")]
+    gc.freeze()
+    return found
 
 
 def entered(call: Callable[[], object]) -> set[str]:

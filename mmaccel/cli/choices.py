@@ -111,8 +111,9 @@ KeepSeconds = Annotated[
 
 
 def with_retention(recipe: Recipe, keep_seconds: float | None, host_bytes: str | None, field: str) -> Recipe:
-    """Set in a recipe for streams how many seconds of frames are kept, and the memory cap `field` ("host_bytes" or
-    "process_bytes") beyond which the oldest are dropped; raises `RecipeError` for a KV policy that cannot drop frames."""
+    """Return a recipe for streams that keeps `keep_seconds` of frames and at most the bytes `host_bytes`, set in the field
+    `field` ("host_bytes" or "process_bytes"); beyond that the oldest frames are dropped. Raises `RecipeError` for a KV
+    policy that cannot drop frames."""
     changed: dict[str, Any] = {}
     if keep_seconds is not None:
         changed["keep_seconds"] = keep_seconds
@@ -222,7 +223,7 @@ def model_and_video(
 
 @contextmanager
 def own_options() -> Iterator[None]:
-    """Context in which errors and warnings of `media.read` name command-line options instead of its arguments."""
+    """Context in which errors and warnings of `media.read` name command-line options instead of the function's arguments."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", VideoWarning)
         try:
@@ -235,7 +236,7 @@ def own_options() -> Iterator[None]:
 
 
 def rate(fps: float, own: float | None) -> str:
-    """The line that tells how many frames per second are read; `own` is the source's mean rate, None if unknown."""
+    """Return the line that tells how many frames per second are read; `own` is the source's mean rate, None if unknown."""
     if own is not None and fps > 1.001 * own:
         return (
             f"reads {fps:g} frames a second (--fps); the source has {own:g} on average, and what stands is taken as --gaps "

@@ -50,7 +50,8 @@ def home_of(model: nn.Module) -> torch.device:
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """The token tree of one decode step, whose n tokens are appended to the cache in one forward pass (tree attention).
+    """The token tree that one decode step verifies: n tokens, appended to the cache and run in one forward pass (tree
+    attention).
 
     sees [n, m] bool: whether new row i attends to column j of the last m columns, the n new ones included; earlier columns
     are seen by all. depth [n] long: the position of each row, counted from the first of those m columns.
@@ -62,13 +63,15 @@ class Branches:
 
 @dataclass
 class Columns:
-    """The `layout` of the tokens in a KV cache, and `delta`, what is added to a column number to get its rotary position."""
+    """The tokens in a KV cache: their `layout`, and `delta`, which is added to a column number to get its rotary
+    position."""
 
     layout: TokenLayout
     delta: Tensor
 
     def turn(self, new: TokenLayout) -> TokenLayout:
-        """Return the layout followed by `new` [1, n], the next turn of a conversation; only its words count as `asked`."""
+        """Return the layout with the next turn of a conversation, `new` [1, n], appended; only the words of that turn count
+        as `asked`."""
         text, visual = (new.modality == TEXT) & new.valid, (new.modality != TEXT).long()
         after = text & (visual.cumsum(1) == visual.sum(1, keepdim=True))
         asked = new.asked if bool(new.asked.any()) else after if bool(after.any()) else text
@@ -101,7 +104,8 @@ class Runner(ABC):
         """Run tokens `ids` [1, n], a chain or (with `branches`) a tree, after those run before; return logits [1, n, V]."""
 
     def resume(self, inputs: Mapping[str, Any], past: Columns | None = None) -> None:
-        """Continue from a KV cache that holds the tokens `past` and the prompt `inputs`: set positions, run nothing."""
+        """Take over a KV cache that holds the tokens `past` and the prompt `inputs`, so that `step` continues after them.
+        Sets positions, runs nothing."""
         raise ModelError(f"{type(self).__name__} cannot resume from a KV cache; run the whole prompt.")
 
     def accept(self, path: Tensor) -> None:
@@ -352,7 +356,7 @@ class ModelView:
         return self.adapter.runner(self.model)
 
     def hold(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda held: True) -> Any:
-        """Return the object cached as `name` until `release`; create it by `make` if it is missing or `use` rejects it."""
+        """Return the object cached under `name` until `release`; `make` creates it if it is missing or `use` rejects it."""
         held = self._held.get(name)
         if held is not None and not use(held):
             self._held.pop(name).close()

@@ -53,7 +53,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class Field:
-    """The names of a call's arguments inside an error message: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
+    """Arguments of a call as an error message names them: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
 
     within  the words around the names, ``{}`` where the names go; all of it is omitted if no name remains
     sign    what follows each name
@@ -63,7 +63,8 @@ class Field:
         self.names, self.value, self.within, self.sign = names, value, within, sign
 
     def said(self, options: Mapping[str, str] | None = None) -> str:
-        """Return the names as text; `options` gives the command-line option to show for each name, others are omitted."""
+        """Return the names as text. With `options` (argument -> command-line option) the options are named instead;
+        arguments that have none are omitted."""
         names = [f"{one}{self.sign}" for one in self.names]
         if options is not None:
             names = [options[one] for one in self.names if one in options]
@@ -99,7 +100,8 @@ class RecipeError(MmaccelError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """The allowed values of a policy's field: `fits` tests a value, `give` says in words what is allowed."""
+    """The allowed values of a policy's field: `fits` tests a value, `give` says in words what is allowed ("a share above
+    0")."""
 
     fits: Callable[[Any], bool]
     give: str
@@ -126,7 +128,8 @@ def one_of(*choices: object, why: str = "") -> Limit:
 
 
 def between(least: float, most: float, give: str) -> Limit:
-    """A `Limit` of numbers from `least` to `most`, both included; `give` ends its error, such as "a share above 0"."""
+    """Return a `Limit` that allows numbers from `least` to `most`, both included; `give` says so in words: "a share above
+    0"."""
     return Limit(
         lambda value: _is_number(value) and not isinstance(value, bool) and least <= value <= most, give
     )

@@ -115,8 +115,9 @@ class TokenLayout:
 
     @cached_property
     def runs(self) -> dict[int, tuple[int, int]]:
-        """For each modality, the most runs of it in any sequence, padding left out, and the fewest tokens of a run that is
-        neither the first nor the last of its sequence (copied to the host once)."""
+        """For each modality, (the most runs of adjacent tokens in any sequence, the fewest tokens of a run). Read from the
+        device once. Padding does not count, nor do runs at the begin and the end of a sequence for the fewest tokens, as
+        they may be cut off."""
         runs = dict.fromkeys(MODALITIES, (0, self.length))
         for row in torch.where(self.valid, self.modality, -1).to(torch.int8).cpu():
             kinds, sizes = torch.unique_consecutive(row[row >= 0], return_counts=True)
@@ -178,7 +179,8 @@ class TokenLayout:
 
 
 class Pace(NamedTuple):
-    """For rotary positions in seconds: positions per second, and seconds per unit at the stream's even frame rate."""
+    """The clock of rotary positions that are seconds: positions per second, and seconds per unit at the stream's even frame
+    rate."""
 
     second: float
     unit: float
@@ -231,13 +233,14 @@ class PositionIds:
 
     @classmethod
     def evenly(cls, head: Tensor, unit: Tensor, text: int, slope: int, limit: int, *more: Any) -> PositionIds:
-        """Create the positions of units (frames) that follow each other as text does, `slope` apart on every axis."""
+        """Create positions for a model that numbers video tokens as text: units (frames) follow each other, `slope` apart on
+        every axis."""
         made = cls(head, unit, lambda n: torch.arange(n) * slope, text, slope, limit, None, *more)
         made.moved = made.axes
         return made
 
     def anew(self, tokens: int) -> PositionIds:
-        """Return positions of units (frames) of `tokens` tokens, numbered 0, 1, 2, ... on every axis."""
+        """Return positions that number the tokens of units (frames) of `tokens` tokens 0, 1, 2, ... on every axis."""
         first = self._head.shape[1]
         line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
         return self.evenly(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)
@@ -267,7 +270,8 @@ class PositionIds:
         self._own[begin : len(slots)] = steps.to(self._own.device)
 
     def at(self, unit: int) -> float:
-        """Return the slot of a unit (frame): its time in intervals of the even rate. Unknown times follow the last one."""
+        """Return the time slot of a unit (frame): its time in intervals of the even frame rate. Unknown times follow the
+        last one."""
         if self._odd is None:
             return unit
         last = len(self._slots) - 1
@@ -283,7 +287,8 @@ class PositionIds:
         return self._odd is None
 
     def own(self, first: int, count: int, base: int = 0) -> Tensor:
-        """Return positions [count * P] or [3, count * P] of units (frames) from `first` on, by their times, minus `base`."""
+        """Return positions [count * P] or [3, count * P] of `count` units (frames) from `first` on, by the times at which
+        they were shown, minus `base` slots."""
         if self._odd is None:
             return self.units(first - base, count)
         if not base:
@@ -309,17 +314,17 @@ class PositionIds:
         return self._shaped(self._head)
 
     def units(self, first: int, count: int) -> Tensor:
-        """Return positions [count * P] or [3, count * P] of units (frames) ``first .. first + count``, by number."""
+        """Return positions [count * P] or [3, count * P] of `count` units (frames) from `first` on, by their numbers."""
         return self._placed(self._upto(first + count)[first : first + count])
 
     def chosen(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
-        """Return positions [k * P] or [3, k * P] of the units (frames) `numbers` [k] long, none above `most`; with `token`,
-        of only that token of each unit: [k] or [3, k]. `own`: at the units' own times."""
+        """Return positions [k * P] or [3, k * P] of the units (frames) `numbers` [k] long, none above `most`. With `token`,
+        of only that token of each unit: [k] or [3, k]. `own`: by the times of the units, not their numbers."""
         return self._placed(self._table(most + 1, own)[numbers.to(self._head.device)], token)
 
     def cells(self, columns: Tensor, most: int, own: bool = False) -> Tensor:
         """Return positions [k] or [3, k] of single video tokens, by column: u * P + c is token c of unit (frame) u, no u
-        above `most`. `own`: at the units' own times."""
+        above `most`. `own`: by the times of the units, not their numbers."""
         columns, tokens = columns.to(self._head.device), self._unit.shape[1]
         out = self._unit[:, columns % tokens].clone()
         out[: self.moved] += self._table(most + 1, own)[columns // tokens]
@@ -336,8 +341,8 @@ class PositionIds:
         return self._shaped(self.follows[:, last] + (row - last) + begin)
 
     def after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
-        """Return positions [count] or [3, count] of columns ``start .. start + count`` after `units` units (frames): first
-        the `pending` columns of further units, all or none, then the text. `own`: by the units' own times."""
+        """Return positions [count] or [3, count] of what follows `units` units (frames), from column `start` on: first
+        `pending` columns of further units, then text. `own`: by the times of the units, not their numbers."""
         more = pending // self._unit.shape[1]
         if start >= pending:
             return self.tail(units + more, start - pending, count)
@@ -345,15 +350,16 @@ class PositionIds:
         return torch.cat([first, self.tail(units + more, 0, count - pending)], -1)
 
     def span(self, units: int, own: bool = False) -> int:
-        """Return the largest position of `units` units (frames) and a text token after them. `own`: by the units' times."""
+        """Return the largest position used by `units` units (frames) and one text token after them. `own`: by the times of
+        the units."""
         last = max(units, 1) - 1
         self._upto(last + 1)
         step = self._step(self.at(last)) if own and self._odd is not None else self._known[last]
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
     def ends(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
-        """Return the position of the last of `rows` columns after `units` units (frames), of which the first `pending` are
-        further units; and how many positions are used in all (by time or text). `own`: by the units' own times."""
+        """Return the position of the last of `rows` columns that follow `units` units (frames), the first `pending` of which
+        are further units; and the number of positions used in all. `own`: by the times of the units, not their numbers."""
         whole = units + pending // self._unit.shape[1]
         first, count = self._text + (whole - 1) * self._slope, rows - pending
         if self.follows is None:
@@ -364,12 +370,12 @@ class PositionIds:
         return last, max(most, self.span(whole, own)) + 1
 
     def admits(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
-        """Whether a pass of `rows` fits: its last position (`ends`), and one more for an answer, are below the limit."""
+        """Return whether the model has positions for a pass of `rows` columns and one more token (see `ends`)."""
         last, taken = self.ends(units, pending, rows, own)
         return last + 1 < self.limit and taken <= self.limit
 
     def known(self, count: int, own: bool = False) -> int:
-        """Return how many units (frames), at least `count`, the position table covers before it has to be rebuilt."""
+        """Return for how many units (frames), at least `count`, the position table has entries; more rebuild it."""
         return self._table(count, own).numel()
 
     def mark(self, count: int) -> tuple[int, int]:

@@ -147,14 +147,16 @@ class Attachment(Attaching):
         return self.sequences.get(cache) if cache is not None else None
 
     def asked(self, name: str, kwargs: Mapping[str, Any]) -> Any:
-        """The value of `generate`'s argument `name`: from `kwargs`, its generation config or the model's; or None."""
+        """Look up the value of `generate`'s argument `name`: in `kwargs`, else in its generation config, else in the
+        model's; None if it is nowhere."""
         if name in kwargs:
             return kwargs[name]
         given = getattr(kwargs.get("generation_config"), name, None)
         return given if given is not None else getattr(self.model.generation_config, name, None)
 
     def promise(self, inputs: Mapping[str, Any], past: int = 0) -> None:
-        """Compute the token layout of the prompt of the coming `generate` call, after `past` cached tokens."""
+        """Compute the token layout of the prompt of a coming `generate` call, after `past` cached tokens, while its pixels
+        are at hand."""
         new = new_inputs(inputs, past) if past else inputs
         self.running.layout = past, new["input_ids"], self.family.layout(self.model, new)
 

@@ -67,8 +67,8 @@ class SchemaProcessor(LogitsProcessor):
 def by_schema(
     model: nn.Module, tokenizer: Any, schema: Mapping[str, Any] | str | type, ends: Iterable[int], start: int
 ) -> LogitsProcessor:
-    """Logits processor that makes `model`'s answer, after `start` tokens, JSON by `schema` (a mapping, its JSON text, or a
-    pydantic model class). Raises `ModelError` for an invalid schema, or without llguidance."""
+    """Return a logits processor that makes `model`'s answer, which follows `start` tokens, JSON by `schema` (a mapping, its
+    JSON text, or a pydantic model class). Raises `ModelError` for an invalid schema, or without llguidance."""
     told = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
     try:
         text = told if isinstance(told, str) else json.dumps(told)

@@ -23,7 +23,8 @@ NEVER = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes in queries and keys; for each axis how many blocks form a tile (`joined`), or tiles a block (`cut`)."""
+    """Tile sizes in queries and keys; along each axis, how many blocks one tile joins (`joined`), or into how many tiles one
+    block is cut (`cut`)."""
 
     queries: int
     keys: int
@@ -39,14 +40,16 @@ class Tiles:
 
 
 class Span(NamedTuple):
-    """A `KeySpan` as flash-attn's mask sees it: its first key has index `begin` among the concatenated keys of all spans."""
+    """A `KeySpan` with the index `begin` of its first key among the concatenated keys of all spans, as flash-attn's mask
+    needs it."""
 
     of: KeySpan
     begin: int
 
     @property
     def keys(self) -> int | None:
-        """Number n of keys of the span, if key i is the token i for all i < n and no other is present; None if unknown."""
+        """Number n of keys, if the span holds exactly the rows 0 .. n - 1 of the key tensor, in order; None if that is not
+        known."""
         return self.of.ordered if self.of.ranks else None
 
 

@@ -47,7 +47,7 @@ def speculate(
 
 
 def lockstep(sequences: Sequence[Speculation]) -> None:
-    """Decode several sequences to their ends, one round of each in turn.
+    """Decode several sequences to their ends, one round of draft and verification of each in turn.
 
     Each gets the tokens it would get alone, and the target reads its weights once for each (`batch.Batch` shares steps). A
     draft in another process works on one sequence while the target verifies another. All drafts are closed, also on errors.
@@ -163,9 +163,10 @@ class Speculation:
 
     @torch.no_grad()
     def offer(self, most: int | None = None) -> Generator[DraftStep, Tensor, Offer | None]:
-        """Return the rows of the target's next step: the last token and the draft's proposal (at most `most` tokens if it
-        can choose; 0: none), with `Branches` for a tree; None for the first token, as the prompt's logits are there. The
-        draft's own steps are yielded. Call `take` next."""
+        """Draft, and return the rows that the target's next step must run: the last token and the draft's proposal, with
+        `Branches` for a tree. None for the first token, whose logits the prompt gave. The proposal has at most `most` tokens
+        if the draft can choose (0: none). The draft model's own steps are yielded. Call `take` with the target's logits
+        next."""
         self._proposal, self._rests = Proposal.empty(), most == 0
         if self._first is not None:
             return None
@@ -184,7 +185,7 @@ class Speculation:
 
     @torch.no_grad()
     def take(self, logits: Tensor | None) -> None:
-        """Commit tokens, given the target's logits [n, V] of the offered rows."""
+        """Verify the offered rows by the target's logits [n, V], and commit the accepted tokens."""
         first, self._first = self._first, None
         if first is not None:
             prompt = self._prompt
@@ -249,7 +250,8 @@ class Speculation:
 
     @property
     def adapts(self) -> bool:
-        """Whether this sequence's number of drafted tokens may vary; under sampling it would change the random numbers."""
+        """Whether the number of drafted tokens may vary with load. Not when sampling: it would change which random numbers
+        are used."""
         return getattr(self._draft.state, "chooses", False) and self._prompt.warp is None
 
     @property
@@ -263,7 +265,7 @@ class Speculation:
 
 
 class Ended(Exception):
-    """The deadline ended a call; `reason` is "timeout" or "cancelled". Internal: users never see it."""
+    """Internal signal that a call must end: `reason` is "timeout" or "cancelled". Users never see it."""
 
     def __init__(self, reason: Over) -> None:
         super().__init__(reason)

@@ -51,8 +51,8 @@ class DraftLength:
         return chosen
 
     def took(self, count: int, window: int, seconds: float, judged: Iterable[tuple[int, int]]) -> None:
-        """Record that a round of `count` sequences took `seconds`, without one-off work such as graph capture; `judged`:
-        (proposed, accepted) tokens of each that drafted."""
+        """Record the `seconds` of a round of `count` sequences with draft length `window`, without one-off work such as
+        graph capture; `judged`: (proposed, accepted) tokens of each sequence that drafted."""
         size = _size(count)
         self._seconds[size, window].append(seconds)
         self._rounds[size] += 1

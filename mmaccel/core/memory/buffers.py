@@ -53,7 +53,7 @@ def grow_buffer(
 
 
 class UnitRows:
-    """Maps the units (frames) of a stream to rows of a buffer, on the host; rows of forgotten units are reused.
+    """Maps the units (frames) of a stream to rows of a buffer, on the host, so that rows of forgotten units can be reused.
 
     The first rows belong to the units `old` [k], ascending, and each row n after them to unit n + `gap`; until `keep` is
     called a unit's row is its number.

@@ -63,7 +63,8 @@ class KVState(ABC):
         """Return the keys and values of `layer` that `query` [B, H, n, D] of the last `n` appended columns may attend to."""
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
-        """Take the hidden states [B, n, E] that enter `layer`; an offloaded memory can start to fetch for the next layer."""
+        """Announce the hidden states [B, n, E] that enter `layer`; an offloaded memory can start to fetch what the next
+        layer needs."""
 
     @abstractmethod
     def accept(self, keep: int | Tensor) -> None:
@@ -108,14 +109,14 @@ class KVState(ABC):
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     def wrote(self, count: int) -> None:
-        """Record that `count` new columns were written into the `buffers` of all layers, after those held."""
+        """Record that a caller wrote `count` new columns into the `buffers` of all layers, after those held."""
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     follows: ClassVar[bool] = False
     """Whether it is a part of the recipe's own memory, so that a pruner has been at work."""
 
     def lacks(self, layer: int) -> int:
-        """Return how many prompt columns of the sequence `layer` does not hold, because a pruner dropped them."""
+        """Return how many columns of the prompt `layer` does not hold, as a pruner dropped them before it."""
         return 0
 
     def save(self, path: str | Path) -> None:
@@ -230,9 +231,10 @@ class UnitEvidence:
 
 @dataclass(frozen=True, eq=False)
 class CacheSlot:
-    """Where the rows of a question or an answer are written at one layer: after the first `column` columns of buffers key
-    and value [1, G, N, D], whose keys are after RoPE; `angles` are the rows' cosines and sines [1, 1, n, D], `bias` that of
-    `KVView`. A row sees the columns up to its own. There is room for at least `MARGIN` rows."""
+    """Where the new rows of a question or an answer are written at one layer, by a caller that applies RoPE itself. They go
+    after the first `column` columns of the buffers key and value [1, G, N, D], whose keys are after RoPE; `angles` are the
+    rows' cosines and sines [1, 1, n, D], `bias` that of `KVView`. A row sees the columns up to its own. There is room for at
+    least `MARGIN` rows."""
 
     key: Tensor
     value: Tensor
@@ -299,13 +301,14 @@ class StreamState(KVState):
         return None
 
     def fit(self, first: int, count: int) -> int:
-        """Return how many of `count` units (frames) from number `first` on may go in one pass, at least 1."""
+        """Return how many of `count` units (frames) from number `first` on can go through the model in one pass, at least
+        1."""
         return count
 
     def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
-        """Return how many units (frames) come before question `stream_pass` by its positions (called before it runs), and
-        whether units keep their own positions: then all units count, else those shown, as they get consecutive positions (an
-        upper bound if not yet known)."""
+        """Return how many units (frames) question `stream_pass` will see, and whether these keep their own positions. Called
+        before the question runs; its positions follow from it. If they keep them, all units of the stream count. Otherwise
+        they get consecutive positions, and those shown count (an upper bound if not yet known)."""
         return self.units(), True
 
     def begin_ingest(self) -> None:
@@ -316,8 +319,8 @@ class StreamState(KVState):
         """End an ingestion, and do work that was put off while units (frames) came; no more units come for now."""
 
     def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
-        """Forget units (frames) that are too old, by the seconds at which each was `shown`, except `pinned` ones, which from
-        now on stay even if memory is full. Return the numbers of all units forgotten since the last call."""
+        """Forget units (frames) that are too old, and return the numbers of all units forgotten since the last call. `shown`
+        gives the seconds at which a unit was shown. Units that are `pinned` stay, from now on even if memory is full."""
         return []
 
     def evidence(self) -> dict[int, UnitEvidence]:
@@ -355,7 +358,8 @@ class StreamState(KVState):
         return features, [1] * features.shape[0]
 
     def waiting(self) -> Tensor | None:
-        """Return the features [w, P, E] of frames that `merge` holds back, merged as of now; a question sees them last."""
+        """Return the features [w, P, E] of frames that `merge` holds back, merged as far as known; a question sees them
+        after all others."""
 
     def accept(self, keep: int | Tensor) -> None:
         raise ModelError("kv: this memory cannot verify token trees; use a draft that proposes chains.")

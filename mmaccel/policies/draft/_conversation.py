@@ -17,7 +17,7 @@ IDS = "mmaccel_ids"
 
 
 class Conversation:
-    """The tokens that a draft model's `runner` has run, pruned ones included: prompts, and the answers between them.
+    """What a draft model has read of a conversation: the tokens that its `runner` has run, pruned ones included.
 
     A prompt is read only when needed (`tell`, then `read`). Only the answer after the last prompt can be rolled back:
     earlier there may be a video, whose pixels the next turn does not have.
@@ -36,8 +36,8 @@ class Conversation:
         self._told.append((ids.cpu(), inputs))
 
     def goes_on(self, ids: Tensor, past: TokenLayout) -> bool:
-        """Return whether the prompt `ids` [S], of which the target holds `past`, continues this conversation; forget prompts
-        that were announced, never read, and since rolled back."""
+        """Return whether the prompt `ids` [S] continues this conversation; the target holds its first columns, `past`.
+        Prompts that were announced, never read, and since rolled back are forgotten."""
         while self._told and not follows(self._told[-1][0], ids, past):
             self._told.pop()
         return bool(self._told) or (self._prompt > 0 and follows(self._ids[: self._prompt], ids, past))
@@ -113,8 +113,8 @@ def check_text(who: str, past: TokenLayout) -> None:
 
 
 def follows(known: Tensor, ids: Tensor, past: TokenLayout) -> bool:
-    """Return whether prompt `ids` [S], of which the target holds `past`, continues `known` [n], with no image or video in
-    between that `known` lacks."""
+    """Return whether prompt `ids` [S] continues the tokens `known` [n]; the target holds its first columns, `past`. An image
+    or video that `known` lacks must not lie between."""
     n = known.numel()
     if n > past.length or not torch.equal(known, ids[:n].cpu()):
         return False

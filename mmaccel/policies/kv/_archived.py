@@ -49,8 +49,8 @@ class FormerField:
 
 
 def renamed(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> None:
-    """Set field `new` to `value`, what a former field `old` means, with a warning; raises `RecipeError` if both are given
-    and disagree."""
+    """Replace the former field `old` by `new`, set to `value`, with a warning; raises `RecipeError` if both are given and
+    disagree."""
     if new in given and given[new] != value:
         raise RecipeError(f"{who}: {old} means {new}: {value}, and {new} is given; leave the former out.")
     given[new] = value
@@ -133,7 +133,8 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `fields` without `FORMER` ones; those of the index move there. Raises `RecipeError` if a value cannot."""
+        """Return `fields` with `FORMER` fields replaced or dropped; those that belong to the index move there. Raises
+        `RecipeError` for a value that has no equivalent."""
         given, moved = dict(fields), dict[str, Any]()
         for name, one in cls.FORMER.items():
             if name not in given:

@@ -84,8 +84,9 @@ UnitsOf = Callable[[int, Tensor], Tensor]  # of a layer's shares [n, N] of colum
 
 @dataclass(eq=False)
 class QuestionView:
-    """What a question sees at one layer: keys with RoPE and values, with spare room; `base` columns come before the
-    question, of which `seen` units (frames), after `few` summary tokens; `bias` is that of `KVView`."""
+    """The keys (after RoPE) and values that a question sees at one layer, in buffers with spare room for its own. `base`
+    columns come before the question, of which `seen` units (frames), after `few` summary tokens; `bias` is that of
+    `KVView`."""
 
     key: Tensor
     value: Tensor
@@ -96,8 +97,8 @@ class QuestionView:
 
 
 class Rope:
-    """Applies RoPE to keys and queries [1, heads, n, D]: `angles` returns cosines and sines of positions [n] or [3, n],
-    `apply` rotates by them. Named angles are cached until `forget`."""
+    """Applies RoPE to keys and queries [1, heads, n, D], and caches its angles. `angles` returns cosines and sines of
+    positions [n] or [3, n]; `apply` rotates by them. Named angles are cached until `forget`."""
 
     def __init__(self, model: ModelView, dtype: torch.dtype) -> None:
         self.angles, self.apply, self.model = partial(model.angles, dtype=dtype), model.apply_rope, model
@@ -300,7 +301,8 @@ class _Row(NamedTuple):
 
 
 class QuestionRows:
-    """The queries of a question's rows at each layer, from its first word on, kept to compute evidence after the question.
+    """Keeps the queries of a question's rows at each layer, from its first word on, from which evidence is computed
+    afterwards.
 
     Before `reached` is called, it only copies queries, whose buffers the next question overwrites.
     """
@@ -352,7 +354,8 @@ class QuestionRows:
 
     @torch.no_grad()
     def reached(self, rope: Rope, head: int, units_of: UnitsOf, pause: Callable[[], None]) -> Tensor | None:
-        """Return [U]: each unit's (frame's) share of all that reaches the last row, which predicts the first token; or None.
+        """Return [U]: what share each unit (frame) has in all that reaches the question's last row, which predicts the first
+        token; None if unknown.
 
         Attention rollout (Abnar and Zuidema, 2020): after each layer a row consists of its own former part, of what it gets
         from units, and of what it gets from earlier rows. Its own part is such that `OWN` of it remains after all layers.
@@ -384,8 +387,8 @@ class QuestionRows:
 
 
 def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, UnitEvidence]:
-    """Return the evidence, unit (frame) -> `UnitEvidence`, from what each layer attended to and each unit's share in the
-    answer, `reached` [count].
+    """Compute the evidence of an answer, unit (frame) -> `UnitEvidence`, from what each layer attended to and each unit's
+    share `reached` [count] in the answer.
 
     Also has units that no layer attended to, if they have more than an even share, through their summary tokens.
     """

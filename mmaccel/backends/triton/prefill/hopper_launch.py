@@ -47,8 +47,8 @@ def home_kernel(
     row, row_b, row_h, home, blocks, heads, keys,
     SHARED: tl.constexpr, BOX: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """For each of BLOCKS key blocks: the row at which it begins, if its BOX rows are adjacent in the tensor of `keys` rows,
-    else -1."""
+    """For each of BLOCKS key blocks: the first of its BOX rows in the tensor of `keys` rows if they are adjacent there, else
+    -1."""
     b, x = tl.program_id(2), tl.program_id(1)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     n = tl.arange(0, BOX)
@@ -86,7 +86,8 @@ def copy_kernel(
     v_copies, capacity, blocks, heads,
     GROUP: tl.constexpr, SHARED: tl.constexpr, BOX: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Copy a key block whose keys are not consecutive rows of the tensor to a slot; its `home` becomes -2 - slot."""
+    """Copy a key block whose keys are not adjacent in the tensor to a free slot of the pool, and note that in its `home` as
+    -2 - slot."""
     block, x, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = (b * heads + x).to(tl.int64) * blocks + block
     slot = tl.load(upto + at) - 1
@@ -189,8 +190,8 @@ def _beyond(row: Tensor, place: Tensor) -> Tensor:
 
 
 class View(NamedTuple):
-    """A tensor [B, G, S, D] as a matrix for TMA: shape, row stride, rows between sequences and between groups, columns
-    between groups."""
+    """A tensor [B, G, S, D] seen as a matrix, which TMA can address. shape, row stride, rows between sequences and between
+    groups, columns between groups."""
 
     shape: tuple[int, int]
     stride: int

@@ -378,7 +378,8 @@ class Hierarchy:
 
     @one_thread()
     def touch(self, layer: int, clusters: Tensor) -> None:
-        """Make the deferred splits of the semantic `clusters` [b] of `layer`, which were retrieved to the device."""
+        """Make the splits that were put off for the semantic `clusters` [b] of `layer`, now that these were retrieved to the
+        device."""
         level = self.semantic
         for home in clusters[level.lazy[layer, clusters]].tolist():
             at = torch.tensor([layer]), torch.tensor([home])

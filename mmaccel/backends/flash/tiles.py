@@ -102,8 +102,8 @@ def window_bounds(
 
 
 def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """Tensors of the mask `between`, for spans whose keys are at their own position: for each span [b, h, 2, P] int32, the
-    first key that each query sees, and how many from there."""
+    """Return the tensors of the mask `between`, for spans whose keys are at their own position: for each span [b, h, 2, P]
+    int32, the first key that each query sees, and how many from there."""
     found = []
     for span in spans:
         assert span.keys is not None
@@ -116,9 +116,9 @@ def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> li
 
 
 def position_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """Tensors of the mask `within`, for any spans: [b, h, N] the position of each key, then for each span [b, h, 4, P]: the
-    first position that each query sees and how many follow, the first key that is listed for it and how many follow. int64
-    if positions are."""
+    """Return the tensors of the mask `within`, for any spans: [b, h, N], the position of each key; then for each span [b, h,
+    4, P], for each query the first position that it sees and how many follow, the first key that is listed for it and how
+    many follow. int64 if positions are."""
     wide = any(t.dtype == torch.int64 for span in spans for t in (span.of.q_pos, span.of.k_pos))
     dtype = torch.int64 if wide else torch.int32
     never = NEVER[dtype]

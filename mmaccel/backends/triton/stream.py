@@ -502,8 +502,8 @@ def host_slots(table, entries, slots, begin):
 
 
 def gather_units(out, slab, base, slot, grain=0, *, programs=PROGRAMS, words=UNDER_WAY):
-    """Launch `ops.clusters.gather_units`: copy units from host memory to `out`; `programs` and `words` as the constants
-    above."""
+    """Launch `ops.clusters.gather_units`: copy units from host memory to `out`, by at most `programs` programs, with about
+    `words` words of loads under way."""
     slots, _, groups, tokens, size = slab[0].shape
     n = slot.shape[0]
     if n == 0:

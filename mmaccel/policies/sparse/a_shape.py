@@ -40,7 +40,8 @@ def near_and_first(region: Region, sink: int, window: int) -> tuple[KeySpan, ...
 
 
 def near_and_first_blocks(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
-    """Return the most blocks that `near_and_first` lists, as `IntraPattern.max_blocks` does."""
+    """Return how many key blocks `near_and_first` lists at most: for each query block, and further ones in total (see
+    `IntraPattern.max_blocks`)."""
     keys = whole_blocks(n_key, block)
     near = min(spanned_blocks(block + window - 1, block), keys) if window else 0
     # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.

@@ -358,7 +358,8 @@ def turned_kernel(
     line_at, line_row, line_place, dense_row, dense_at, P, N, V, E, C, H, room, steps,
     VERTICAL: tl.constexpr, HORIZONTAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `ops.lines.turned_classes` (strided pattern), for one head. No residue class has 2 ** `steps` keys."""
+    """Kernel of `ops.lines.turned_classes` (strided pattern), for one head; `steps`: a class has fewer than 2 ** `steps`
+    keys."""
     head = tl.program_id(1).to(tl.int64)
     b = head // H
     q_begin += b * (C + 1)

@@ -111,15 +111,20 @@ def lines(files: Iterable[Path]) -> int:
     return sum(path.read_bytes().count(b"\n") for path in files)
 
 
+# What is called with the name of a module of kernels.
+NAMING = ("operator", "Operator", "imported")
+
+
 @functools.cache
 def kernels_of(path: Path) -> tuple[str, ...]:
-    """The modules of kernels that a file's operators name, which the first call on a GPU imports."""
-    calls = (
-        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
-    )
-    named = [call.args[0] for call in calls if getattr(call.func, "id", "") == "operator" and call.args]
-    names = {one.value for one in named if isinstance(one, ast.Constant) and isinstance(one.value, str)}
-    return tuple(f"mmaccel.backends.triton.{name}" for name in sorted(names))
+    """The modules of kernels that a file names, as an operator does, to be imported at the first call on a GPU."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in NAMING:
+            told = [one.value for one in node.args if isinstance(one, ast.Constant)]
+            texts = [one for one in told if isinstance(one, str)]
+            names |= {one if "mmaccel." in one else f"mmaccel.backends.triton.{one}" for one in texts[:1]}
+    return tuple(sorted(names))
 
 
 def imports_between(files: Iterable[Path], kernels: bool = False) -> dict[str, set[str]]:

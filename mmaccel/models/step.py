@@ -52,7 +52,8 @@ def warm_up(stream: Any, state: StreamState, running: Any) -> None:
     """Warm up before the first token: run an answer's step on `state` until it is captured as a CUDA graph."""
     if stream.device.type not in DEVICES:
         return
-    steps, word, length = stream._few, stream.words(torch.zeros(1, dtype=torch.long)), state.length()
+    word = stream.words(torch.zeros(1, dtype=torch.long, device=stream.device))
+    steps, length = stream._few, state.length()
     for _ in range(2):
         state.begin_pass(StreamPass(kind="answer", rows=1))
         new = steps.serves(word) and not steps.replays(state.all_write_slot())

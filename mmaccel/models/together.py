@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops import operator
-from mmaccel.backends.ops.layer_ops import ALIGNED, MOST, WINDOW, Caches
+from mmaccel.backends.ops.layer_ops import MOST, WINDOW, Caches
 from mmaccel.core.adapter import home_of
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import KVState
@@ -42,7 +42,7 @@ def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
     if not decode.can_capture(model, family, cache, also=("cpu",)):
         return "its layers are not of a kind that a shared step computes"
     home, dtype = home_of(model), next(model.parameters()).dtype
-    even = family.geometry(model).head_dim % ALIGNED == 0
+    even = family.geometry(model).head_dim % Caches.aligned == 0
     if home.type == "cuda" and (dtype == torch.float64 or not even or operator.usable(home)):
         return "the kernels of a shared step do not run on this device, or in this type"
     return None

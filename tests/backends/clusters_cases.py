@@ -226,8 +226,9 @@ def test_as_the_plain_way(dtype: torch.dtype, sizes: tuple[int, int, int], progr
     ]
     rows = len(SLOT) * tokens
     base = torch.tensor([s.data_ptr() - slabs[0].data_ptr() for s in slabs])
+    grain = plain.alignment_of(slabs)
     expected = torch.full((2, 2, rows + 6, size), 9, dtype=dtype)
-    plain.gather_units.plain(expected[:, :, 2 : 2 + rows], slabs, base, torch.tensor(SLOT))
+    plain.gather_units.plain(expected[:, :, 2 : 2 + rows], slabs, base, torch.tensor(SLOT), grain)
     assert (expected[:, :, :2] == 9).all() and (expected[:, :, 2 + rows :] == 9).all()
     assert (expected[:, :, 2 + 2 * tokens : 2 + 3 * tokens] == 0).all()
     assert torch.equal(expected[1, 1, 2 : 2 + tokens], slabs[0][3, 1, 1])
@@ -235,9 +236,9 @@ def test_as_the_plain_way(dtype: torch.dtype, sizes: tuple[int, int, int], progr
     out = torch.full((2, 2, rows + 6, size), 9, dtype=dtype, device=DEVICE)
     window = out[:, :, 2 : 2 + rows]
     slot = torch.tensor(SLOT, device=DEVICE)
-    stream.gather_units(window, slabs, base.to(DEVICE), slot, programs=programs, words=words)
+    stream.gather_units(window, slabs, base.to(DEVICE), slot, grain, programs=programs, words=words)
     assert torch.equal(out.cpu(), expected)
-    stream.gather_units(window[:, :, :0], slabs, base.to(DEVICE), slot[:0])
+    stream.gather_units(window[:, :, :0], slabs, base.to(DEVICE), slot[:0], grain)
 
 
 def test_units_that_lie_apart_where_they_are_written() -> None:
@@ -246,10 +247,10 @@ def test_units_that_lie_apart_where_they_are_written() -> None:
     slab = torch.randn(10, 2, 3, 4, 8)
     slab = slab if INTERPRETED else slab.pin_memory()
     base, slot = torch.zeros(1, dtype=torch.long, device=DEVICE), torch.tensor(SLOT, device=DEVICE)
-    place = torch.full((len(SLOT), 2, 3, 4, 8), 9.0, device=DEVICE)
-    stream.gather_units(place[:-1].permute(1, 2, 0, 3, 4), [slab], base, slot[:-1], words=8)
+    place, grain = torch.full((len(SLOT), 2, 3, 4, 8), 9.0, device=DEVICE), plain.alignment_of([slab])
+    stream.gather_units(place[:-1].permute(1, 2, 0, 3, 4), [slab], base, slot[:-1], grain, words=8)
     held = torch.tensor(SLOT) >= 0
     expected = torch.where(held[:, None, None, None, None], slab[torch.tensor(SLOT)], 0.0)
     assert torch.equal(place[:-1].cpu(), expected[:-1]) and (place[-1] == 9).all()
-    plain.gather_units.plain(place.permute(1, 2, 0, 3, 4), [slab], base, slot)
+    plain.gather_units.plain(place.permute(1, 2, 0, 3, 4), [slab], base, slot, grain)
     assert torch.equal(place.cpu(), expected)

@@ -27,7 +27,8 @@ from triton.runtime.jit import JITFunction
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
-from mmaccel.backends.ops.clusters import Late, Lists, Own, Words
+from mmaccel.backends.ops.block_lists import FIELDS
+from mmaccel.backends.ops.clusters import Late, Lists, Own, Words, alignment_of
 from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
 from mmaccel.backends.triton import decode, delta, experts, pointwise, stream
@@ -266,9 +267,7 @@ def indexed() -> None:
 
 def copy_pieces() -> None:
     """Tables of a plan's pieces: one that fills, and one that comes after it."""
-    table = [0] * len(lists.FIELDS)
-    for name in ("heads", "batch", "size"):
-        table[lists.FIELDS.index(name)] = 1
+    table = [int(name in ("batch", "heads", "size")) for name in FIELDS]
     lists.copy_pieces([zeros(8)], table * 2, 1, [8, 8, 8])
 
 
@@ -296,7 +295,7 @@ def gathered(tokens: int, size: int, apart: bool) -> None:
     slab = blank(10, 2, 4, tokens, size)
     out = torch.empty_like(slab[:5]).permute(1, 2, 0, 3, 4) if apart else blank(2, 4, 5 * tokens, size)
     index = zeros(5)
-    stream.gather_units(out, [slab], index[:1], index)
+    stream.gather_units(out, [slab], index[:1], index, alignment_of([slab]))
 
 
 def rows_alone() -> None:

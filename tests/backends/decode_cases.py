@@ -120,9 +120,7 @@ def test_each_sequence_over_a_cache_of_its_own(size: int, dtype: torch.dtype) ->
     columns = torch.tensor([[2, 3], [120, 121], [0, 1], [64, 65]], device=DEVICE)
     query = drawn(4, 2, 6 if INTERPRETED else 14, size, dtype=dtype).transpose(1, 2)
     caches = apart([4, 122, 2, 66], 2, size, dtype)
-    out = decode.decode_attend(
-        query, caches.home, caches.home, columns, size**-0.5, splits=4, table=caches.table
-    )
+    out = decode.decode_attend(query, caches.home, caches.home, columns, size**-0.5, splits=4, each=caches)
     for b, pair in enumerate(caches.pairs):
         own = query[b : b + 1], *pair, columns[b : b + 1], size**-0.5
         assert torch.equal(out[b : b + 1], decode.decode_attend(*own, splits=4))

@@ -12,7 +12,7 @@ import torch
 from mmaccel.backends import flex, reference
 from mmaccel.backends.ops import clusters, layer_ops, lines, operator
 from mmaccel.backends.ops.block_lists import FIELDS, copy_pieces, listed_area, reach
-from mmaccel.backends.ops.clusters import gather_units
+from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, rope_rows
 from mmaccel.core.layout import TEXT, VIDEO
@@ -93,7 +93,8 @@ def of_prompts() -> Iterator[Call]:
     fills = len(sheet._fills) // len(FIELDS)
     yield "copy_pieces", copy_pieces, (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends)
     slabs, base = [torch.randn(4, 2, 2, 5, 4) for _ in range(2)], torch.zeros(2, dtype=torch.long)
-    yield "gather_units", gather_units, (torch.empty(2, 2, 15, 4), slabs, base, torch.tensor([7, -1, 2]))
+    out, slot = torch.empty(2, 2, 15, 4), torch.tensor([7, -1, 2])
+    yield "gather_units", gather_units, (out, slabs, base, slot, alignment_of(slabs))
 
 
 @pytest.mark.parametrize("call", [*of_steps(), *of_prompts()], ids=lambda call: call[0])

@@ -325,8 +325,8 @@ def graphs_of(static):
     """The graphs of each number of rows, on all devices, one for each part."""
     held = [one for replays in {part.replays for part in static.steps.parts} for one in replays._held.items()]
     assert all(isinstance(graph, replay._Replay) for _, ways in held for graph in ways.values())
-    rows = sorted({(width, tree) for (_, width, tree), _ in held})
-    return [[number for (number, *of), _ in held if tuple(of) == one] for one in rows]
+    rows = sorted({(width, tree) for (_, width, tree, _), _ in held})
+    return [[number for (number, width, tree, _), _ in held if (width, tree) == one] for one in rows]
 
 
 @pytest.mark.gpu

@@ -48,6 +48,12 @@ def remember(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -
     return made
 
 
+def lead_sizes(*tensors: Tensor) -> tuple[int, int]:
+    """Broadcast the leading sizes (sequences, heads) of tensors [b, h, ...], each full or 1."""
+    b, h = (max(sizes) for sizes in zip(*(t.shape[:2] for t in tensors), strict=True))
+    return b, h
+
+
 @dataclass(frozen=True, eq=False)
 class BlockLists:
     """The key blocks that each query block attends to, as ranges of one shared index tensor.
@@ -94,14 +100,9 @@ class BlockLists:
         index = None if self.index is None else self.index.to(device)
         return BlockLists(self.row.to(device), index, self.kind.to(device))
 
-    def _lead(self) -> tuple[int, int, int]:
-        b, h = (max(x, y) for x, y in zip(self.row.shape[:2], self.kind.shape[:2], strict=True))
-        return b, h, self.blocks
-
     def table(self) -> Tensor:
         """Dense form [b, h, M, key blocks] int8 of block lists: the kind of each listed block, else -1. No host sync."""
-        b, h, m = self._lead()
-        blocks = self.kind.shape[-1]
+        (b, h), m, blocks = lead_sizes(self.row, self.kind), self.blocks, self.kind.shape[-1]
         begin, count, head, tail, shift = (t[..., None] for t in self.row.expand(b, h, m, 5).unbind(-1))
         entry = torch.arange(blocks, device=self.row.device)
         kinds = self.kind[:, :, None].expand(b, h, m, blocks)
@@ -119,8 +120,7 @@ class BlockLists:
 
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
         """Concatenate the block lists: offsets [b, h, M + 1], block and kind of each entry. Synchronizes with the host."""
-        b, h, m = self._lead()
-        n = self.kind.shape[-1]
+        (b, h), m, n = lead_sizes(self.row, self.kind), self.blocks, self.kind.shape[-1]
         begin, count, head, tail, shift = self.row.expand(b, h, m, 5).reshape(-1, 5).unbind(-1)
         owner = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
         ends = torch.nn.functional.pad(count.cumsum(0), (1, 0))

@@ -10,23 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.ops.block_attend import ABSENT, FULL, BlockLists, KeySpan, Part
+from mmaccel.backends.ops.block_attend import ABSENT, FULL, BlockLists, KeySpan, Part, lead_sizes
 from mmaccel.backends.ops.operator import operator
 
 ENTRIES = 1 << 24  # most entries of lists looked at at a time, where they are counted
 BEYOND = 1 << 60  # more than any place: wide places exceed 32 bits
 
 FIELDS = (
-    *("tiles", "to", "kind", "to_b", "to_h", "heads", "batch", "size"),
-    *("source", "from_kind", "from_b", "from_h", "more", "of_row", "shift"),
+    *("batch", "heads", "size", "source", "to", "kind", "to_b", "to_h"),
+    *("from_kind", "from_b", "from_h", "more", "of_row", "shift"),
 )
-"""What the table says of a piece. tiles: those of the pieces before it, of its phase; to, kind: its first element in the
-result of a kind; to_b, to_h, from_b, from_h: elements from a sequence, or a head, to the next; `batch` sequences of `heads`
-heads of `size` elements that follow each other. source: number of the tensor it comes from, -1 for none. more: what is added
-to each element; with of_row instead to the first of each five, and `shift` to the last."""
+"""What the table says of a piece: `batch` sequences of `heads` heads of `size` elements that follow each other. source:
+number of the tensor it comes from, -1 for none; to, kind: its first element in the result of a kind; to_b, to_h, from_b,
+from_h: elements from a sequence, or a head, to the next. more: what is added to each element; with of_row instead to the
+first of each five, and `shift` to the last."""
 
 KINDS = (torch.int32, torch.int64, torch.int8)  # the types of a result, or of a source, by number
-TILE = 4096  # elements that a program moves
 ROW = 5  # numbers of a list, in `BlockLists`
 
 
@@ -39,12 +38,6 @@ def compacted(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.zeros(*chosen.shape[:-1], n + 1, dtype=torch.int32, device=chosen.device)
     index.scatter_(-1, slot, value.to(torch.int32).expand_as(slot))
     return index[..., :n].flatten(), upto
-
-
-def lead_sizes(*tensors: Tensor) -> tuple[int, int]:
-    """Broadcast the leading sizes (sequences, heads) of tensors [b, h, ...], each full or 1."""
-    b, h = (max(sizes) for sizes in zip(*(t.shape[:2] for t in tensors), strict=True))
-    return b, h
 
 
 def count_present(row: Tensor, block: int) -> Tensor:

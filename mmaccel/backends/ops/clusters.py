@@ -261,7 +261,7 @@ def alignment_of(slab: Sequence[Tensor]) -> int:
 
 
 @operator("stream", mutates=("out",), fake=lambda: None)
-def gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor, grain: int = 0) -> None:
+def gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor, grain: int) -> None:
     """Copy key/value units from host memory to `out`, in the order of `slot`; one kernel launch if Triton runs.
 
     out    [2, G, n * P, D] on the device: keys, then values, the last two dimensions dense; or [2, G, n, P, D], where units
@@ -269,7 +269,7 @@ def gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor
     slab   host tensors [slots, 2, G, P, D], pinned if `out` is on CUDA
     base   [slabs] long, on the device: byte offset of each slab from the first
     slot   [n] long, on the device: slot s is entry ``s % slots`` of slab ``s // slots``; -1 writes zeros
-    grain  the alignment `alignment_of` the slabs, 0 if unknown (it is slow to compute for a hundred slabs)
+    grain  `alignment_of(slab)`, which for a hundred slabs is to be computed once, not at each call
 
     The plain PyTorch form reads the slots on the host.
     """

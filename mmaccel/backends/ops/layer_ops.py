@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -242,16 +243,13 @@ class Caches:
     pairs  keys and values [1, G, capacity, D] of each sequence, for the plain PyTorch form
     home   [1, G, 1, D], whose first element is the base address for kernels; it also gives sizes and dtype
     table  [B, 4] long on the device: for each sequence's keys the element offset from `home` and the stride between heads,
-           then the same for its values. All are multiples of `ALIGNED`
+           then the same for its values. All are multiples of `aligned`, the elements that a kernel loads at a time
     """
 
+    aligned: ClassVar[int] = 8
     pairs: Sequence[tuple[Tensor, Tensor]]
     home: Tensor
     table: Tensor
-
-
-ALIGNED = 8
-"""Elements that a kernel loads at a time from caches whose places it reads from a table."""
 
 
 @operator("decode", serves=runs_triton_in_float32)

@@ -228,10 +228,9 @@ def _jumping(
     return torch.stack([first, upto[..., -1], none, upto.gather(3, sure)[..., 0], none], -1), index
 
 
-def class_shapes(
+def _class_shapes(
     order: Sequence[Tensor], phases: Sequence[Tensor], wide: bool, columns: int, rows: int
 ) -> list[Tensor]:
-    """Allocate the results of `turned_classes`, uninitialized."""
     queries, (B, H) = order[0], phases[0].shape[:2]
     kind = torch.int64 if wide else torch.int32
     P, N = (B, H, queries.shape[2]), (B, H, columns)
@@ -241,7 +240,7 @@ def class_shapes(
     return out + [queries.new_empty(B, H, rows) for _ in range(2 if rows else 0)]
 
 
-@operator("prefill.lines", fake=class_shapes)
+@operator("prefill.lines", fake=_class_shapes)
 def turned_classes(
     order: Sequence[Tensor], phases: Sequence[Tensor], room: int, wide: bool, columns: int, rows: int
 ) -> list[Tensor]:

@@ -27,7 +27,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.layer_ops import ALIGNED, WINDOW
 from mmaccel.backends.triton.launch_args import lines
 from mmaccel.backends.triton.pointwise import rms_norm_kernel
 
@@ -51,14 +50,14 @@ def _pieces(columns, b, n, SPLITS, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
 
 
 @triton.jit
-def _begins(table, b, which: tl.constexpr, head, lines, mask, EACH: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the keys (`which` 0) or values (1) of a head of sequence `b` begin. Under EACH every sequence has a cache of its
-    own, whose place the table tells (`ops.layer_ops.Caches`)."""
+def _begins(table, b, which: tl.constexpr, head, lines, mask, EACH: tl.constexpr):
+    """Where the keys (`which` 0) or values (1) of a head of sequence `b` begin. If EACH is not 0, every sequence has a cache
+    of its own, whose place the table tells in multiples of EACH elements (`ops.layer_ops.Caches`)."""
     if EACH:
         at = tl.where(mask, b, 0) * 4 + 2 * which
         begin = tl.load(table + at) + head * tl.load(table + at + 1)
         # Loads are wide only from places that are known to be even.
-        begin = tl.multiple_of(begin, ALIGNED)
+        begin = tl.multiple_of(begin, EACH)
     else:
         begin = b * lines[0] + head * lines[1]
     return begin
@@ -70,13 +69,13 @@ def piece_kernel(
     value_lines,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr, TREE: tl.constexpr,
-    BIAS: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention over one piece of the cache, for all query heads of a key/value head (flash-decoding).
 
-    Program row r is head r % GROUP of new row r // GROUP. Under BIAS the first `biased` columns have a score bias. `lines`
-    are strides (`launch_args.lines`). part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) are float32; 0 and -inf
+    Program row r is head r % GROUP of new row r // GROUP. Under BIAS the first `biased` columns have a score bias. WINDOW:
+    bits of a word of `sees`. `lines` are strides (`launch_args.lines`). part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) are float32; 0 and -inf
     for rows that see nothing of the piece.
     """
     split = tl.program_id(0)
@@ -93,8 +92,8 @@ def piece_kernel(
     source = query + b.to(tl.int64) * query_lines[0] + (head * query_lines[1] + i * query_lines[2])[:, None]
     q = tl.load(source + d[None, :], mask=mine[:, None] & wide[None, :], other=0.0)
     own = tl.load(columns + b * n + i, mask=mine, other=-1).to(tl.int32)
-    key += _begins(table, b.to(tl.int64), 0, g.to(tl.int64), key_lines, True, EACH, ALIGNED)
-    value += _begins(table, b.to(tl.int64), 1, g.to(tl.int64), value_lines, True, EACH, ALIGNED)
+    key += _begins(table, b.to(tl.int64), 0, g.to(tl.int64), key_lines, True, EACH)
+    value += _begins(table, b.to(tl.int64), 1, g.to(tl.int64), value_lines, True, EACH)
     bits = tl.load(sees + i, mask=mine & TREE, other=0)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -159,10 +158,10 @@ def merge_kernel(
 
 
 def decode_attend(
-    query, key, value, columns, scale, sees=None, bias=None, *, splits=None, block_n=None, table=None
+    query, key, value, columns, scale, sees=None, bias=None, *, splits=None, block_n=None, each=None
 ):
     """Launch `ops.layer_ops.decode_attend`: at most `splits` pieces per sequence and key/value head, in tiles of `block_n`
-    keys. `table`: that of the `Caches` of `attend_each`."""
+    keys. `each`: the `Caches` of `attend_each`."""
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
@@ -179,14 +178,15 @@ def decode_attend(
     part = torch.empty(B, H, n, splits, D, dtype=torch.float32, device=query.device)
     lse = torch.empty(B, H, n, splits, dtype=torch.float32, device=query.device)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    columns = columns.contiguous()
+    columns, tree = columns.contiguous(), sees is not None
+    sees = sees.contiguous() if tree else columns
+    table, aligned = (columns, 0) if each is None else (each.table, each.aligned)
     piece_kernel[(splits, B * G, tiles)](
-        query, key, value, columns, columns if sees is None else sees.contiguous(),
-        lse if bias is None else bias.contiguous(), columns if table is None else table, part, lse, scale,
+        query, key, value, columns, sees, lse if bias is None else bias.contiguous(), table, part, lse, scale,
         n, 0 if bias is None else len(bias), lines(query), lines(key), lines(value),
         GROUPS=G, GROUP=group, D=D, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        LEAST=LEAST, TREE=sees is not None, BIAS=bias is not None, WINDOW=WINDOW, EACH=table is not None,
-        ALIGNED=ALIGNED, PRECISION="ieee", STAGES=stages, num_warps=4,
+        LEAST=LEAST, TREE=tree, BIAS=bias is not None, WINDOW=torch.iinfo(sees.dtype).bits, EACH=aligned,
+        PRECISION="ieee", STAGES=stages, num_warps=4,
     )  # fmt: skip
     merge_kernel[(n * triton.cdiv(D, MERGED), H, B)](
         part, lse, columns, out, n, out.stride()[:3],
@@ -199,7 +199,7 @@ def decode_attend(
 def attend_each(query, caches, columns, scale):
     """Launch `ops.layer_ops.attend_each`: attention of query [B, H, n, D], each sequence over its own cache, which kernels
     find by `caches.table`; columns [B, n] as in `decode_attend`."""
-    return decode_attend(query, caches.home, caches.home, columns, scale, table=caches.table)
+    return decode_attend(query, caches.home, caches.home, columns, scale, each=caches)
 
 
 @triton.jit
@@ -416,8 +416,7 @@ def enter_kernel(
     value, rows, n, eps, key_lines, value_lines,
     K: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr,
     PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, EACH: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Kernel of `ops.layer_ops.enter_rows`: compute BLOCK_O outputs of one head as RoPE pairs ``(d, d + D / 2)``, rotate
     queries and keys, and write to the query output or the cache."""
@@ -463,10 +462,10 @@ def enter_kernel(
     b = (r // n).to(tl.int64)
     to = query + (r * (HEADS * D) + head * D)[None, :] + d[:, None]
     if head >= HEADS + GROUPS:
-        some = _begins(table, b, 1, number, value_lines, mine, EACH, ALIGNED) + column * value_lines[2]
+        some = _begins(table, b, 1, number, value_lines, mine, EACH) + column * value_lines[2]
         to = value + some[None, :] + d[:, None]
     elif head >= HEADS:
-        some = _begins(table, b, 0, number, key_lines, mine, EACH, ALIGNED) + column * key_lines[2]
+        some = _begins(table, b, 0, number, key_lines, mine, EACH) + column * key_lines[2]
         to = key + some[None, :] + d[:, None]
     tl.store(to, turned_1.to(kind), mask=inside)
     tl.store(to + HALF, turned_2.to(kind), mask=inside)
@@ -476,7 +475,7 @@ def enter_kernel(
 def rope_kernel(
     rows, cos, sin, places, columns, table, query, key, value, n, count, key_lines, value_lines,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    EACH: tl.constexpr, ALIGNED: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
     """Kernel of `rope_rows`: rotate one head of one row if it is a query or key; write keys and values to the cache."""
     head, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -498,17 +497,17 @@ def rope_kernel(
     if head < HEADS:
         tl.store(query + ((b * n + i) * HEADS + head) * D + d, x, mask=wide)
     elif head < HEADS + GROUPS:
-        key += _begins(table, b, 0, head - HEADS, key_lines, True, EACH, ALIGNED) + column * key_lines[2]
+        key += _begins(table, b, 0, head - HEADS, key_lines, True, EACH) + column * key_lines[2]
         tl.store(key + d, x, mask=wide)
     else:
         number = head - HEADS - GROUPS
-        value += _begins(table, b, 1, number, value_lines, True, EACH, ALIGNED) + column * value_lines[2]
+        value += _begins(table, b, 1, number, value_lines, True, EACH) + column * value_lines[2]
         tl.store(value + d, x, mask=wide)
 
 
-def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *, block_k=None, table=None):
-    """Launch `ops.layer_ops.enter_rows` (project, RoPE, write cache); a program reads `block_k` inputs at a time. `table`:
-    that of the `Caches` of `enter_each`."""
+def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *, block_k=None, each=None):
+    """Launch `ops.layer_ops.enter_rows` (project, RoPE, write cache); a program reads `block_k` inputs at a time. `each`:
+    the `Caches` of `enter_each`."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]
@@ -519,36 +518,36 @@ def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *
     gain, squares = (None if t is None else t.contiguous() for t in (gain, squares))
     block_o, block_k, block_r, warps, stages = tile_of(x, sum(map(len, weight)), 1, block_k)
     parts, chunk = parts_of(squares, block_r)
+    table, aligned = (columns, 0) if each is None else (each.table, each.aligned)
     if gain is not None:
         x = normed(x, gain, eps)
     enter_kernel[((heads + 2 * G) * triton.cdiv(D, block_o),)](
-        x, *weight, *(bias or weight), x if squares is None else squares, turn, columns,
-        columns if table is None else table, query, key, value, rows, n, eps, lines(key), lines(value),
+        x, *weight, *(bias or weight), x if squares is None else squares, turn, columns, table, query, key,
+        value, rows, n, eps, lines(key), lines(value),
         K=K, HEADS=heads, GROUPS=G, D=D, BIAS=bool(bias), PARTS=parts, CHUNK=chunk, BLOCK_O=block_o,
-        BLOCK_K=block_k, BLOCK_R=block_r, EACH=table is not None, ALIGNED=ALIGNED, PRECISION="ieee",
-        STAGES=stages, num_warps=warps,
+        BLOCK_K=block_k, BLOCK_R=block_r, EACH=aligned, PRECISION="ieee", STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return query.transpose(1, 2)
 
 
 def enter_each(x, weight, bias, gain, squares, eps, turn, columns, caches):
     """Launch `ops.layer_ops.enter_each`: `enter_rows` with a cache for each sequence, found by `caches.table`."""
-    home, table = caches.home, caches.table
-    return enter_rows(x, weight, bias, gain, squares, eps, turn, columns, home, home, table=table)
+    home = caches.home
+    return enter_rows(x, weight, bias, gain, squares, eps, turn, columns, home, home, each=caches)
 
 
-def rope_rows(rows, cos, sin, places, columns, key, value, *, table=None):
-    """Launch `ops.layer_ops.rope_rows` (RoPE, write cache): one kernel, a program for each head of each row. `table`: that
-    of the `Caches` of `rope_each`."""
+def rope_rows(rows, cos, sin, places, columns, key, value, *, each=None):
+    """Launch `ops.layer_ops.rope_rows` (RoPE, write cache): one kernel, a program for each head of each row. `each`: the
+    `Caches` of `rope_each`."""
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G
     query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
+    table, aligned = (columns, 0) if each is None else (each.table, each.aligned)
     rope_kernel[(heads + 2 * G, n, B)](
         rows.contiguous(), cos.contiguous(), sin.contiguous(), places.contiguous(),
-        columns.contiguous(), columns if table is None else table, query, key, value, n, cos.shape[1],
-        lines(key), lines(value), HEADS=heads, GROUPS=G, D=D, BLOCK_D=triton.next_power_of_2(D),
-        EACH=table is not None, ALIGNED=ALIGNED, num_warps=1,
+        columns.contiguous(), table, query, key, value, n, cos.shape[1], lines(key), lines(value),
+        HEADS=heads, GROUPS=G, D=D, BLOCK_D=triton.next_power_of_2(D), EACH=aligned, num_warps=1,
     )  # fmt: skip
     return query.transpose(1, 2)
 
@@ -556,4 +555,4 @@ def rope_rows(rows, cos, sin, places, columns, key, value, *, table=None):
 def rope_each(rows, cos, sin, places, columns, caches):
     """Launch `ops.layer_ops.rope_each`: `rope_rows` with a cache for each sequence, found by `caches.table`."""
     home = caches.home
-    return rope_rows(rows, cos, sin, places, columns, home, home, table=caches.table)
+    return rope_rows(rows, cos, sin, places, columns, home, home, each=caches)

@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from mmaccel.backends.ops.clusters import alignment_of
-
 CLUSTERS = 8  # clusters of a program
 OTHERS = 512  # clusters that they are compared with at a time
 ENTRIES = 2048  # entries that are looked at together
@@ -501,7 +499,7 @@ def host_slots(table, entries, slots, begin):
     return out
 
 
-def gather_units(out, slab, base, slot, grain=0, *, programs=PROGRAMS, words=UNDER_WAY):
+def gather_units(out, slab, base, slot, grain, *, programs=PROGRAMS, words=UNDER_WAY):
     """Launch `ops.clusters.gather_units`: copy units from host memory to `out`, by at most `programs` programs, with about
     `words` words of loads under way."""
     slots, _, groups, tokens, size = slab[0].shape
@@ -512,7 +510,7 @@ def gather_units(out, slab, base, slot, grain=0, *, programs=PROGRAMS, words=UND
     side, group = (out.stride(i) * out.element_size() for i in (0, 1))
     each = out.stride(2) * out.element_size() if out.dim() == 5 else run
     # A slab that begins anywhere else than the first is told to the kernel in bytes from there, and read by the same words.
-    aligned = (run, side, group, each, out.data_ptr(), grain or alignment_of(slab))
+    aligned = (run, side, group, each, out.data_ptr(), grain)
     word = next(w for w in WORD_TYPES if not any(b % w for b in aligned))
     block = min(words, triton.next_power_of_2(run // word))
     items = n * 2 * groups * triton.cdiv(run // word, block)

@@ -112,7 +112,6 @@ class TensorPacker:
         self._fills: list[int] = []
         self._puts: list[int] = []
         self._ends = [0] * len(block_lists.KINDS)
-        self._tiles = [0, 0]
         self._made: list[Tensor] = []
 
     def add(self, shape: tuple[int, ...], value: int, dtype: torch.dtype, first: int = 0) -> Slice:
@@ -121,9 +120,8 @@ class TensorPacker:
         to = Slice(kind, self._ends[kind], shape, first)
         self._ends[kind] += size + -size % ALIGNED
         if size:
-            tiles = self._next(0, 1, size)
             # In the order of `block_lists.FIELDS`, as below.
-            self._fills += (tiles, to.begin, kind, 0, 0, 1, 1, size, -1, 0, 0, 0, value, 0, 0)
+            self._fills += (1, 1, size, -1, to.begin, kind, 0, 0, 0, 0, 0, value, 0, 0)
         return to
 
     def put(
@@ -147,17 +145,10 @@ class TensorPacker:
             if not at or from_h:
                 self._sources.append(t[:, at : at + count] if at else t)
             target = to.begin + slot * line + begin * row
-            tiles = self._next(1, count * to.shape[0], size)
-            self._puts += (tiles, target, to.kind, to.shape[1] * line, line, count, to.shape[0], size)
-            source, kind = len(self._sources) - 1, block_lists.KINDS.index(t.dtype)
-            self._puts += (source, kind, from_b, from_h, more, int(row > 1), shift)
+            self._puts += (to.shape[0], count, size, len(self._sources) - 1)
+            self._puts += (target, to.kind, to.shape[1] * line, line)
+            self._puts += (block_lists.KINDS.index(t.dtype), from_b, from_h, more, int(row > 1), shift)
             at += count
-
-    def _next(self, phase: int, lines: int, size: int) -> int:
-        """The tiles of a phase so far, to which those of a piece are added."""
-        before = self._tiles[phase]
-        self._tiles[phase] += lines * -(-size // block_lists.TILE)
-        return before
 
     def flush(self) -> None:
         """Write all pieces recorded by `put` into the packed buffers."""

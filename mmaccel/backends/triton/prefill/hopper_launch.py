@@ -23,8 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.block_attend import KeySpan
-from mmaccel.backends.ops.block_lists import lead_sizes
+from mmaccel.backends.ops.block_attend import KeySpan, lead_sizes
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill.kernel import LEAST_CHUNK, Work, merge_kernel, places_on, split_outputs
 from mmaccel.backends.triton.prefill.lists import count_masked

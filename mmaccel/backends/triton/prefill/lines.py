@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from mmaccel.backends.ops import block_attend
-from mmaccel.backends.ops.lines import class_shapes
+from mmaccel.backends.triton.prefill.lists import halved
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
 
@@ -344,11 +344,7 @@ def slash_runs(kept, queries, block):
 def _not_after(place, low, high, bound, steps):
     """Where the first of the ascending `place` in low .. high lies that is greater than `bound`."""
     for _ in range(steps):
-        middle = (low + high) // 2
-        open_ = low < high
-        below = open_ & (tl.load(place + middle, mask=open_, other=0) <= bound)
-        high = tl.where(open_ & (below == 0), middle, high)
-        low = tl.where(below, middle + 1, low)
+        low, high = halved(place, bound, low, high)
     return low
 
 
@@ -413,14 +409,17 @@ def turned_classes(order, phases, room, wide, columns, rows):
     position; a program places `TURNED` rows."""
     (queries, q_begin, keys, k_begin, stride), (line, shift, dense) = order, phases
     _, B, P = queries.shape
-    N, H = keys.shape[2], line.shape[1]
-    row, slash_at, *more = out = class_shapes(order, phases, wide, columns, rows)
-    at_line, line_row, line_place = more[:3] if columns else (slash_at, row, slash_at)
-    dense_row, dense_at = more[-2:] if rows else (row, row)
+    N, H, kind = keys.shape[2], line.shape[1], torch.int64 if wide else torch.int32
+    # What is not wanted has no elements.
+    row, line_row, *of_dense = (queries.new_empty(B, H, n) for n in (P, columns, rows, rows))
+    slash_at, line_at, line_place = (
+        queries.new_empty(B, H, n, dtype=kind) for n in (P, P if columns else 0, columns)
+    )
     turned_kernel[(triton.cdiv(max(P, columns, rows), TURNED), B * H)](
         *queries.unbind(0), q_begin, keys[0], keys[1], k_begin, stride, line, shift, dense,
-        row, slash_at, at_line, line_row, line_place, dense_row, dense_at,
+        row, slash_at, line_at, line_row, line_place, *of_dense,
         P, N, columns, rows, k_begin.shape[1] - 1, H, room, room.bit_length(),
         VERTICAL=columns > 0, HORIZONTAL=rows > 0, TILE=TURNED,
     )  # fmt: skip
-    return out
+    of_lines = line_at, line_row, line_place
+    return [row, slash_at, *(of_lines if columns else ()), *(of_dense if rows else ())]

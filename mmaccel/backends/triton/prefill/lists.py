@@ -14,17 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.ops import block_attend, block_lists
-from mmaccel.backends.ops.block_lists import FIELDS, KINDS, TILE, lead_sizes
+from mmaccel.backends.ops import block_attend
+from mmaccel.backends.ops.block_attend import lead_sizes
 from mmaccel.backends.triton.launch_args import lead
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
 
-WIDTH, ROW = tl.constexpr(len(FIELDS)), tl.constexpr(block_lists.ROW)
-
-BEYOND = tl.constexpr(block_lists.BEYOND)
-
-NEVER = tl.constexpr(1 << 62)  # beyond every block
+BEYOND = tl.constexpr(1 << 60)  # beyond every place, and every block
+WIDTH = tl.constexpr(14)  # numbers of a piece
+TILE = 4096  # elements of a piece that a program moves
 TOKENS = 1024  # tokens that a program looks at together
 STEP = 1024  # blocks, or entries of a list, that a program looks at together
 SEARCHED = 128  # blocks of queries that a program finds the runs of, one a thread
@@ -114,7 +112,7 @@ def settle_kernel(LEAST, MOST, blocks, STEP: tl.constexpr):
 
 
 @triton.jit
-def _halved(values, bound, low, high):
+def halved(values, bound, low, high):
     """One step of a search: a half of low .. high that holds the first of the ascending `values` above `bound`."""
     middle = (low + high) >> 1
     open_ = low < high
@@ -145,10 +143,10 @@ def reach_kernel(
     first, count, head, tail = none, none, none, none
     first_end, count_end, head_end, tail_end = none + blocks, none + blocks, none + blocks, none + blocks
     for _ in range(steps):
-        first, first_end = _halved(K_MOST + keys, first_place - hi, first, first_end)
-        count, count_end = _halved(K_LEAST + keys, last_place - lo, count, count_end)
-        head, head_end = _halved(K_LEAST + keys, last_place - hi, head, head_end)
-        tail, tail_end = _halved(K_MOST + keys, first_place - lo, tail, tail_end)
+        first, first_end = halved(K_MOST + keys, first_place - hi, first, first_end)
+        count, count_end = halved(K_LEAST + keys, last_place - lo, count, count_end)
+        head, head_end = halved(K_LEAST + keys, last_place - hi, head, head_end)
+        tail, tail_end = halved(K_MOST + keys, first_place - lo, tail, tail_end)
     count = tl.maximum(count - first, 0)
     to = (lead.to(tl.int64) * M + block) * 5
     tl.store(OUT + to, tl.minimum(first, blocks - 1).to(tl.int64), mask=inside)
@@ -261,8 +259,8 @@ def merge_pairs_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
     """Kernel of `join_pairs`: joins some pairs of lists of one head."""
     h, b = tl.program_id(1), tl.program_id(2)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    first, last = tl.full([TILE], NEVER, tl.int64), tl.full([TILE], -NEVER, tl.int64)
-    near, end = tl.full([TILE], -NEVER, tl.int64), tl.full([TILE], NEVER, tl.int64)
+    first, last = tl.full([TILE], BEYOND, tl.int64), tl.full([TILE], -BEYOND, tl.int64)
+    near, end = tl.full([TILE], -BEYOND, tl.int64), tl.full([TILE], BEYOND, tl.int64)
     alone = at < 0
     for which in tl.static_range(2):
         mine = 2 * at + which
@@ -272,8 +270,8 @@ def merge_pairs_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
         begin = tl.load(told, mask=inside, other=0) + tl.load(told + 4, mask=inside, other=0)
         some = count > 0
         alone = alone | (some == 0)
-        first = tl.minimum(first, tl.where(some, begin, NEVER))
-        last = tl.maximum(last, tl.where(some, begin + count, -NEVER))
+        first = tl.minimum(first, tl.where(some, begin, BEYOND))
+        last = tl.maximum(last, tl.where(some, begin + count, -BEYOND))
         near = tl.maximum(near, begin + tl.load(told + 2, mask=inside, other=0))
         end = tl.minimum(end, begin + tl.load(told + 3, mask=inside, other=0))
     length = tl.maximum(last - first, 0)
@@ -330,7 +328,8 @@ def count_masked(kind: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["table", "n", "steps"])
 def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
-    """Kernel of `copy_pieces`: some elements of one of n slices, whose `source` is an address, or 0 for a fill."""
+    """Kernel of `copy_pieces`: some elements of one of n slices. `table` has the `ops.block_lists.FIELDS` of each, but in
+    place of the first the tiles of the slices before it, and of `source` an address, or 0 for a fill."""
     tile = tl.program_id(0)
     low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + n
     for _ in range(steps):
@@ -341,16 +340,16 @@ def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
         low = tl.where(below, middle + 1, low)
     told = table + (low - 1) * WIDTH
     local = tile - tl.load(told).to(tl.int32)
-    kind, heads, size = tl.load(told + 2), tl.load(told + 5), tl.load(told + 7)
+    heads, size, source, kind = tl.load(told + 1), tl.load(told + 2), tl.load(told + 3), tl.load(told + 5)
     tiles = (size + TILE - 1) // TILE
     line, at = local // tiles, (local % tiles) * TILE + tl.arange(0, TILE)
     b, h = line // heads, line % heads
     inside = at < size
-    source, more = tl.load(told + 8), tl.load(told + 12)
+    more = tl.load(told + 11)
     value = tl.zeros([TILE], tl.int64)
     if source != 0:
-        first = b * tl.load(told + 10) + h * tl.load(told + 11)
-        from_kind = tl.load(told + 9)
+        first = b * tl.load(told + 9) + h * tl.load(told + 10)
+        from_kind = tl.load(told + 8)
         if from_kind == 0:
             value = tl.load(source.to(tl.pointer_type(tl.int32)) + first + at, mask=inside, other=0).to(
                 tl.int64
@@ -361,12 +360,12 @@ def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
             value = tl.load(source.to(tl.pointer_type(tl.int8)) + first + at, mask=inside, other=0).to(
                 tl.int64
             )
-    if tl.load(told + 13) != 0:
-        column = at % ROW
-        value += tl.where(column == 0, more, 0) + tl.where(column == ROW - 1, tl.load(told + 14), 0)
+    if tl.load(told + 12) != 0:
+        column = at % 5
+        value += tl.where(column == 0, more, 0) + tl.where(column == 4, tl.load(told + 13), 0)
     else:
         value += more
-    to = tl.load(told + 1) + b * tl.load(told + 3) + h * tl.load(told + 4) + at
+    to = tl.load(told + 4) + b * tl.load(told + 6) + h * tl.load(told + 7) + at
     if kind == 0:
         tl.store(narrow + to, value.to(tl.int32), mask=inside)
     elif kind == 1:
@@ -378,17 +377,15 @@ def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
 def copy_pieces(sources, table, fills, sizes):
     """Launch `ops.block_lists.copy_pieces`: assemble tensors from slices of `sources`; the table is copied to the device
     asynchronously."""
-    device = sources[0].device
-    out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]
-    told, width = array("q", table), len(FIELDS)
+    device, kinds = sources[0].device, (torch.int32, torch.int64, torch.int8)
+    out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, kinds, strict=True)]
+    told, tiles = array("q", table), [0, 0]
     address = [*(t.data_ptr() for t in sources), 0]
-    at = FIELDS.index("source")
-    told[at::width] = array("q", [address[source] for source in told[at::width]])
-    tiles = [0, 0]
-    for first in range(0, len(told), width):
-        lines = told[first + FIELDS.index("heads")] * told[first + FIELDS.index("batch")]
-        tiles[first >= fills * width] += lines * -(-told[first + FIELDS.index("size")] // TILE)
-    rows = torch.frombuffer(told, dtype=torch.int64).view(-1, width)
+    for number, at in enumerate(range(0, len(told), WIDTH.value)):
+        batch, heads, size, source = told[at : at + 4]
+        told[at], told[at + 3] = tiles[number >= fills], address[source]
+        tiles[number >= fills] += batch * heads * -(-size // TILE)
+    rows = torch.frombuffer(told, dtype=torch.int64).view(-1, WIDTH.value)
     sent = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
     for some, count in zip((sent[:fills], sent[fills:]), tiles, strict=True):
         if count:

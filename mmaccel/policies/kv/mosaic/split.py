@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.clusters import gather_units
+from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
@@ -188,7 +188,7 @@ class UnitMeans:
         self._inbox: deque[tuple[list[Tensor], torch.cuda.Event | None]] = deque()
         self.centre: tuple[Tensor, Tensor] | None = None
         """Of looks [E + 1] and of keys [L, d + 1]: the mean, and the last coordinate."""
-        self._zero: Tensor | None = None
+        self._zero = torch.zeros(1, dtype=torch.long, device=device)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -312,9 +312,8 @@ class UnitMeans:
         # A row is gathered as its two halves are, which a unit's keys and values would be.
         layers, width = held.shape[1:]
         out = torch.empty(2, 1, len(units), width // 2, dtype=held.dtype, device=self._device)
-        if self._zero is None:
-            self._zero = torch.zeros(1, dtype=torch.long, device=self._device)
-        gather_units(out, [held.view(-1, 2, 1, 1, width // 2)], self._zero, units * layers + layer)
+        slab = [held.view(-1, 2, 1, 1, width // 2)]
+        gather_units(out, slab, self._zero, units * layers + layer, alignment_of(slab))
         return out[:, 0].float().transpose(0, 1).flatten(1)
 
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def over() -> None:
-    """End the handling of Ctrl-C during the import of the package."""
+    """Restore Python's default Ctrl-C handling, when the package has been imported."""
     if sys.excepthook is _told:
         sys.excepthook = sys.__excepthook__
 

@@ -18,11 +18,13 @@ PACKAGE = Path(__file__).parents[1] / "mmaccel"
 
 
 def public() -> tuple[list[tuple[str, str]], list[str]]:
-    """(place, docstring) of public modules, classes, functions and methods, and their names; a method's says its class."""
+    """(place, docstring) of public modules, classes, functions and methods of public classes, and their names."""
     docstrings, names = [], []
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        classes = [
+            node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        ]
         inner = [(f"{node.name}.", member) for node in classes for member in node.body]
         for owner, node in (*(("", node) for node in (tree, *tree.body)), *inner):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

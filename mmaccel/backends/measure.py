@@ -191,7 +191,8 @@ def _tensors(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def near_blocks(n: int, heads: int, device: torch.device, size: int = BLOCK) -> tuple[int, Part]:
-    """A plan part for benchmarks: each query block of `size` lists the nearest eighth of key blocks; and their number."""
+    """Build a plan part for benchmarks, in which each query block of `size` tokens lists the nearest eighth of the key
+    blocks; return how many blocks it lists, and the part."""
     m = n // size
     block = torch.arange(m, device=device)
     count = (block + 1).clamp(max=max(1, m // 8))

@@ -1,9 +1,10 @@
 """Backend "reference": runs one part of an attention plan in plain PyTorch.
 
 A *task* is one query block of one key/value head (with all its query heads if they share lists): its rows stacked, its
-listed key blocks of all spans gathered. Tasks with lists of similar length share a product; lists over the memory budget go
-in slices, merged by log-sum-exp. Computed first are key blocks that neighbouring tasks all list and fully see, for all of
-them at once; then those that one task fully sees; then the rest, masked. Sums are in float32 (float64 for float64 inputs).
+listed key blocks of all spans gathered. Tasks with lists of similar length share one matrix product; lists over the memory
+budget are computed in slices, merged by log-sum-exp. Key blocks that neighbouring tasks all list and fully see are computed
+first, for all of them at once; then those that one task fully sees; then the rest, masked. Sums are in float32 (float64 for
+float64 inputs).
 """
 
 from __future__ import annotations

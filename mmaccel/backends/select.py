@@ -176,8 +176,9 @@ def _why_not(name: str, device: torch.device) -> str | None:
 
 
 class Store(Generic[Kept]):
-    """A JSON file that caches measurements by device, shape, versions and label: costs, or what `of` makes of an entry.
-    `path` is the file, or its name in the user's cache folder."""
+    """A JSON file that caches measurements, so that a device is measured once: keyed by device, shape, versions and label.
+    `path` is the file, or its name in the user's cache folder; `of` rebuilds an entry from its JSON mapping (default:
+    `Costs`)."""
 
     def __init__(self, path: Path | str = "costs.json", of: Callable[[Any], Any] = Costs.of) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

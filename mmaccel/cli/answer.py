@@ -1,4 +1,4 @@
-"""Generation for the commands: prompt inputs, answers with their reports, and the benefit of a draft.
+"""Generation for the commands: prompt inputs, answers with their reports, and what a draft gained.
 
 For a draft: tokens accepted in a round and in a row, speed-up over plain decoding, and a check of tokens that differ.
 """
@@ -111,7 +111,7 @@ def finish_reason(said: Sequence[int], ends: set[int], most: int) -> FinishReaso
 
 
 def ends_of(model: nn.Module, tokenizer: Any) -> set[int]:
-    """The model's end-of-text ids; the tokenizer's if the model names none."""
+    """Return the model's end-of-text ids, or the tokenizer's if the model's generation config names none."""
     told: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if told is None:
         told = tokenizer.eos_token_id

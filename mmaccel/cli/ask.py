@@ -118,7 +118,7 @@ def compared(
     progress: Progress,
     max_new_tokens: int,
 ) -> tuple[dict[str, Answer], int]:
-    """The answer under each recipe, in order, and the number of video tokens in the prompt.
+    """Answer the question under each of `recipes`, in order; also return the number of video tokens in the prompt.
 
     A short warm-up run comes first, so that the first recipe is not timed with it.
     """
@@ -197,7 +197,7 @@ def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> 
 
 
 def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens: int) -> Group:
-    """Console output: the question, and tables with a column for each recipe, as many as fit the width.
+    """Format the answers for the console: the question, and tables with a column for each recipe, as many as fit the width.
 
     tokens  video tokens of the prompt
     """
@@ -234,7 +234,8 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
 
 
 def video_tokens(answer: Answer, whole: int) -> dict[str, int]:
-    """Video-token counts: `whole` of the prompt, those a pruner kept from each layer on, those of a pruned draft."""
+    """Count video tokens: `whole` in the prompt, those that a pruner kept from each layer on, and those that a draft
+    read."""
     told = {"prompt": whole}
     for name, count in answer.report.kv.items():
         if name.startswith("visual "):
@@ -255,7 +256,8 @@ def _pruned(tokens: Mapping[str, int]) -> str:
 def as_object(
     answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens: int, compare: bool = False
 ) -> dict[str, Any]:
-    """JSON object of a run: the first recipe's figures on top; `dense` beside them if compared; `runs` if several.
+    """Return the JSON object of a run: the figures of the first recipe; under `dense` those without a recipe, if compared;
+    under `runs` those of each recipe, if there are several.
 
     tokens  video tokens of the prompt
     """

@@ -205,7 +205,8 @@ def build(slot: str, name: str, **fields: Any) -> Any:
 
 
 def reason_or_yes(works: Callable[[], object], names: Iterable[str] = ()) -> str:
-    """`YES` if `works` raises no `RecipeError`, else its message without the policy `names`, so that equal reasons match."""
+    """Return `YES` if `works` raises no `RecipeError`, else its message, with the policy `names` taken out, so that equal
+    reasons compare equal."""
     try:
         works()
     except RecipeError as error:
@@ -221,7 +222,8 @@ USES: dict[str, Callable[[Recipe], object]] = {"generate": check_sequences, "Vid
 
 
 def choices() -> dict[str, list[str]]:
-    """Policy names for each recipe field; "own": pruners of a draft's prompt, "none": an empty field."""
+    """Return the names that each recipe field can take: policies, "own" for pruners of a draft's prompt, "none" for an empty
+    field."""
     names = {slot: list(registry(slot)) for slot in SLOTS}
     own = {name for name, cls in registry("prune").items() if cls.stage == "draft"}
     pruners = {"own": sorted(own), "prune": [name for name in names["prune"] if name not in own]}
@@ -229,7 +231,8 @@ def choices() -> dict[str, list[str]]:
 
 
 def refusal(use: str, names: Iterable[str] = (), **parts: Any) -> str:
-    """`YES`, or why a recipe of the policies `parts` does not support the use `use`; `names` are removed from the reason."""
+    """Return `YES`, or why a recipe with the policies `parts` does not support `use` ("generate" or "VideoSession"), without
+    the policy `names`."""
     return reason_or_yes(lambda: USES[use](Recipe(**parts)), names)
 
 

@@ -224,7 +224,7 @@ def model_and_video(
 
 @contextmanager
 def own_options() -> Iterator[None]:
-    """Context in which errors and warnings of `media.read` name command-line options instead of its arguments."""
+    """Context in which errors and warnings of `media.read` name command-line options instead of the function's arguments."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", VideoWarning)
         try:
@@ -237,7 +237,7 @@ def own_options() -> Iterator[None]:
 
 
 def rate(fps: float, own: float | None) -> str:
-    """The line that tells how many frames per second are read; `own` is the source's mean rate, None if unknown."""
+    """Return the line that tells how many frames per second are read; `own` is the source's mean rate, None if unknown."""
     if own is not None and fps > 1.001 * own:
         return (
             f"reads {fps:g} frames a second (--fps); the source has {own:g} on average, and what stands is taken as --gaps "

@@ -32,12 +32,12 @@ def out() -> Console:
 
 
 def say(text: str) -> None:
-    """Print text to standard output without markup."""
+    """Print text to standard output as it is, without console markup."""
     out().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def remark(text: str) -> None:
-    """Print a line to standard error without markup."""
+    """Print a line to standard error as it is, without console markup."""
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -71,7 +71,7 @@ def silence_libraries() -> None:
 
 
 def sentence(error: Exception) -> str | None:
-    """One-sentence message of a user's error; None for an internal error."""
+    """Return the one-sentence message of an error that the user can mend; None for an internal error."""
     if isinstance(error, MmaccelError):
         return str(error)
     if getattr(error, "option_name", None) == "--import":
@@ -148,7 +148,7 @@ def counter(
 
 
 def steps(progress: Progress, unit: str = "frames") -> Callable[[str, int, int | None], None]:
-    """A callback ``(name, done, total)`` that shows a progress bar for each name while it is incomplete."""
+    """Return a callback ``(name, done, total)`` that shows a progress bar for each name until it is complete."""
     tasks: dict[str, Any] = {}
 
     def update(what: str, done: int, total: int | None) -> None:
@@ -160,7 +160,8 @@ def steps(progress: Progress, unit: str = "frames") -> Callable[[str, int, int |
 
 
 def columns(names: Sequence[str], room: int, wide: int) -> Iterator[Sequence[str]]:
-    """Split table columns into groups of equal size, one table each; a column needs `wide` of `room` characters."""
+    """Split table columns into groups of equal size, one table each; a table has `room` characters, a column needs
+    `wide`."""
     begin, tables = 0, -(-len(names) // max(1, room // wide))
     for number in range(tables):
         end = begin + (len(names) - begin) // (tables - number)

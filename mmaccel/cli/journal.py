@@ -42,7 +42,7 @@ class WatchSource:
 
 @dataclass(frozen=True)
 class Point:
-    """How far a video was read: up to `until` seconds of it, which are `until` + `shift` seconds of the session.
+    """How far a video was read: up to second `until` of it, which is second `until` + `shift` of the session.
 
     frames   frames of the session; `session` is the CRC-32 of its session.json (None: the save did not finish)
     whole    whether the video was read to its end
@@ -63,7 +63,8 @@ def journal_of(folder: Path) -> Path:
 
 
 def point_of(folder: Path, reading: WatchSource) -> Point | None:
-    """Where the session in `folder` stopped reading this video; None if it read another one, or with other options.
+    """Find in the journal where the session in `folder` stopped reading this video; None if it read another one, or with
+    other options.
 
     `whole` of the result: nothing is left, as the video was read to its end and is no longer growing.
     """
@@ -177,7 +178,7 @@ class PeriodicSaver:
         return True
 
     def saved(self) -> str:
-        """A phrase that says how many frames are saved; "" without a folder."""
+        """Say in words how many frames are saved; "" without a folder."""
         if self._folder is None:
             return ""
         if not self._saved:

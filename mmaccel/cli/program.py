@@ -66,8 +66,8 @@ def shielded() -> Iterator[None]:
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], bool]]:
-    """Context that delays Ctrl-C and SIGTERM until the code inside has ended; it yields a function that tells whether one
-    came. A second Ctrl-C acts at once. A handler installed by the caller stays."""
+    """Context that delays Ctrl-C and SIGTERM until the code inside has ended; it yields a function that tells whether one of
+    them came. A second Ctrl-C acts at once. A handler installed by the caller stays."""
     came = False
 
     def note(number: int, frame: FrameType | None) -> None:

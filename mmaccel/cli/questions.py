@@ -63,7 +63,7 @@ def parsed(text: str, source: str = "--question") -> Asked:
 
 
 def piped(given: Sequence[str]) -> list[Asked]:
-    """Read questions from standard input, if it is a pipe or file, to its end; `given` are those of the options.
+    """Read questions from standard input to its end, if it is a pipe or file; `given` are those of the options.
 
     If there are also questions as options, it is read only if one of them is ``-``: it may be for another command.
     """
@@ -94,7 +94,8 @@ def piped(given: Sequence[str]) -> list[Asked]:
 
 
 def cut(part: Video, asked: list[Asked]) -> Iterator[Piece]:
-    """Cut a clip into pieces, each with the questions due after its last frame; removes these from `asked`."""
+    """Cut a clip after each frame at which a question is due; yield the pieces with their questions, and remove these from
+    `asked`."""
     times, start = part.clock.tolist(), 0
     while start < len(part):
         when = asked[0][0] if asked else None
@@ -154,7 +155,8 @@ def evidence_table(answer: Answer, moments: int) -> Table:
 
 
 def below(answer: Answer, moments: int) -> list[str]:
-    """Lines printed below the evidence table: whether the answer was cut off, how many frames are not shown, the speed."""
+    """Return the lines printed below the evidence table: whether the answer was cut off, how many frames are not shown, the
+    speed."""
     left = len(answer.evidence) - moments
     lines = [cut_short(answer.finish_reason, len(answer.ids))]
     if moments and not answer.evidence:
@@ -168,7 +170,7 @@ def below(answer: Answer, moments: int) -> list[str]:
 
 
 def acted(report: Report) -> list[str]:
-    """Lines on what each part of a session's recipe did: frames seen, share of attention computed, tokens drafted."""
+    """Return lines on what each part of a session's recipe did: frames seen, share of attention computed, tokens drafted."""
     parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
     if seen is not None:
         parts.append(f"each frame saw {seen:.0%} of those before it")

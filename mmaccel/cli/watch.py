@@ -282,7 +282,8 @@ class Watching:
         self.uneven = EventLog()
 
     def shift(self, first: Video) -> float:
-        """Seconds to add to the source's times, so that the video follows the saved session; `first` is its first clip."""
+        """Return the seconds to add to the source's times, so that the video follows the saved session; `first` is its first
+        clip."""
         start = float(first.clock[0])
         return self.begin + 1 / self._fps - start if self.begin is not None and start <= self.begin else 0.0
 
@@ -327,7 +328,8 @@ class Watching:
         self.answer(due)
 
     def answer(self, due: list[Asked], last: bool = False) -> None:
-        """Ask the questions whose time has come, or the `last` ones. Prints a note where a time was not watched."""
+        """Ask the questions `due`, whose time has come, or at the end the `last` ones. Prints a note for a time that was not
+        watched."""
         for at, text in due:
             end = self._session.seconds
             if last and at is not None and at > end + 1 / self._fps:

@@ -23,12 +23,12 @@ Rule = Callable[[Sequence[int]], Tensor]
 
 
 def bigram(table: Tensor) -> Rule:
-    """Return a rule that takes the next logits [V] from row `last token` of `table` [V, V]."""
+    """Return a rule of a toy model: the next token's logits [V] are the row of `table` [V, V] for the last token."""
     return lambda tokens: table[tokens[-1]]
 
 
 class ToyModel(nn.Module):
-    """A toy model of `vocab` tokens whose logits are computed by `rule`."""
+    """A toy model of `vocab` tokens, whose logits follow from the tokens so far by `rule`."""
 
     def __init__(self, rule: Rule, vocab: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ToyModel(nn.Module):
 
 
 class ToyRunner(Runner):
-    """A runner of a toy model, which records the tokens it has run and how it was used."""
+    """A `Runner` of a toy model; it records which tokens it has run and how it was used."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule

@@ -91,7 +91,7 @@ def check_lengths(policy: KVPolicy) -> None:
 
 
 def check_cuts(policy: KVPolicy) -> None:
-    """Test that rolled back columns have no effect on later ones, also after a question that failed in a pass."""
+    """Test that columns that were rolled back have no effect on later ones, also after a question that failed in a pass."""
     who = f"kv {policy.name!r}"
     plain, cut, broken = (policy.open(GEOMETRY, None, CPU) for _ in range(3))
     for state in (plain, cut):
@@ -133,7 +133,8 @@ def check_beams(policy: KVPolicy) -> None:
 
 
 def written(serials: list[list[int]], layer: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, G, n, D] that encode serial number, layer, group and index; values are negative."""
+    """Return keys and values [B, G, n, D] whose elements encode serial number, layer, group and index; values are
+    negative."""
     base = 1000.0 * torch.tensor(serials, dtype=torch.float64)[:, None, :, None] + 100 * layer
     key = base + 10 * torch.arange(GROUPS)[None, :, None, None] + torch.arange(SIZE)
     return key, -key - 0.5

@@ -33,7 +33,7 @@ FIELDS = ("modality", "segment", "frame", "row", "column")
 
 
 def promise(kept: object, sentence: str) -> None:
-    """Raise `RecipeError` with the sentence unless the promise is `kept`."""
+    """Raise `RecipeError` with the sentence unless `kept` is true."""
     if not kept:
         raise RecipeError(sentence)
 

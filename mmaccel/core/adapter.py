@@ -352,7 +352,7 @@ class ModelView:
         return self.adapter.runner(self.model)
 
     def hold(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda held: True) -> Any:
-        """Return the object cached as `name` until `release`; create it by `make` if it is missing or `use` rejects it."""
+        """Return the object cached under `name` until `release`; `make` creates it if it is missing or `use` rejects it."""
         held = self._held.get(name)
         if held is not None and not use(held):
             self._held.pop(name).close()

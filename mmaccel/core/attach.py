@@ -64,7 +64,7 @@ class StreamModel(ABC):
         return AttentionConfig(Recipe(), "auto", None)
 
     def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
-        """Return whether frames [T, 3, H, W] enter the vision tower at the same size as frames of `size` (height, width)."""
+        """Return whether the vision tower takes frames [T, 3, H, W] at the same size as frames of `size` (height, width)."""
         return True
 
     @abstractmethod
@@ -123,7 +123,8 @@ class StreamModel(ABC):
         """
 
     def run_each(self, passes: Sequence[tuple[ForwardPass, int, bool]], embeds: Tensor) -> Any:
-        """Run answers of several streams as one batch (each: pass, number of rows, `hidden`; see `run`); errors by index."""
+        """Run one pass each for answers on several streams, as one batch (for each: pass, number of rows, `hidden`; see
+        `run`). Returns the final hidden states, and errors by index."""
         raise ModelError("run_each: this model cannot batch several answers; run them one by one.")
 
     def new_running_states(self) -> RunningStates | None:
@@ -273,8 +274,8 @@ class Accelerated:
         return self._state()
 
     def opened(self, state: KVState, holder: object) -> Callable[[], object]:
-        """Register `state` as the current KV memory. It is released with `holder`, or earlier by the returned function; its
-        counters are saved for reports."""
+        """Register `state` as the current KV memory. It is released when `holder` is garbage-collected, or earlier by the
+        returned function; its counters are saved for reports."""
         self._state, self._counted = ref(state), {}
         kept = finalize(holder, self._left_over, state)
         kept.atexit = False
@@ -285,7 +286,7 @@ class Accelerated:
             self._counted = dict(state.counters())
 
     def closed(self, state: KVState, counters: Mapping[str, float]) -> None:
-        """Release `state`; if it is still the current KV memory, reports show these `counters` for it."""
+        """Release the KV memory `state`. If it is still the current one, reports go on showing these `counters` for it."""
         if self._state() is state:
             self._state, self._counted = lambda: None, dict(counters)
 

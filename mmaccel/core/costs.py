@@ -48,7 +48,7 @@ columns that a buffer grows ahead, and bytes that a host store takes at a time."
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The workload to predict: a video or stream of `frames`, `questions` of `words` tokens each, answers of `answer`
+    """The workload to predict: a video or stream of `frames` frames, `questions` of `words` tokens each, answers of `answer`
     tokens.
 
     live    the frames come from a camera as they are watched

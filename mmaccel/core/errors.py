@@ -52,7 +52,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class Field:
-    """The names of a call's arguments inside an error message: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
+    """Arguments of a call as an error message names them: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
 
     within  the words around the names, ``{}`` where the names go; all of it is omitted if no name remains
     sign    what follows each name
@@ -62,7 +62,8 @@ class Field:
         self.names, self.value, self.within, self.sign = names, value, within, sign
 
     def said(self, options: Mapping[str, str] | None = None) -> str:
-        """Return the names as text; `options` gives the command-line option to show for each name, others are omitted."""
+        """Return the names as text. With `options` (argument -> command-line option) the options are named instead;
+        arguments that have none are omitted."""
         names = [f"{one}{self.sign}" for one in self.names]
         if options is not None:
             names = [options[one] for one in self.names if one in options]

@@ -237,7 +237,7 @@ class PositionIds:
         return made
 
     def anew(self, tokens: int) -> PositionIds:
-        """Return positions of units (frames) of `tokens` tokens, numbered 0, 1, 2, ... on every axis."""
+        """Return positions that number the tokens of units (frames) of `tokens` tokens 0, 1, 2, ... on every axis."""
         first = self._head.shape[1]
         line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
         return self.evenly(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)
@@ -309,17 +309,17 @@ class PositionIds:
         return self._shaped(self._head)
 
     def units(self, first: int, count: int) -> Tensor:
-        """Return positions [count * P] or [3, count * P] of units (frames) ``first .. first + count``, by number."""
+        """Return positions [count * P] or [3, count * P] of `count` units (frames) from `first` on, by their numbers."""
         return self._placed(self._upto(first + count)[first : first + count])
 
     def chosen(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
-        """Return positions [k * P] or [3, k * P] of the units (frames) `numbers` [k] long, none above `most`; with `token`,
-        of only that token of each unit: [k] or [3, k]. `own`: at the units' own times."""
+        """Return positions [k * P] or [3, k * P] of the units (frames) `numbers` [k] long, none above `most`. With `token`,
+        of only that token of each unit: [k] or [3, k]. `own`: by the times of the units, not their numbers."""
         return self._placed(self._table(most + 1, own)[numbers.to(self._head.device)], token)
 
     def cells(self, columns: Tensor, most: int, own: bool = False) -> Tensor:
         """Return positions [k] or [3, k] of single video tokens, by column: u * P + c is token c of unit (frame) u, no u
-        above `most`. `own`: at the units' own times."""
+        above `most`. `own`: by the times of the units, not their numbers."""
         columns, tokens = columns.to(self._head.device), self._unit.shape[1]
         out = self._unit[:, columns % tokens].clone()
         out[: self.moved] += self._table(most + 1, own)[columns // tokens]
@@ -336,8 +336,8 @@ class PositionIds:
         return self._shaped(self.follows[:, last] + (row - last) + begin)
 
     def after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
-        """Return positions [count] or [3, count] of columns ``start .. start + count`` after `units` units (frames): first
-        the `pending` columns of further units, all or none, then the text. `own`: by the units' own times."""
+        """Return positions [count] or [3, count] of what follows `units` units (frames), from column `start` on: first
+        `pending` columns of further units, then text. `own`: by the times of the units, not their numbers."""
         more = pending // self._unit.shape[1]
         if start >= pending:
             return self.tail(units + more, start - pending, count)
@@ -352,8 +352,8 @@ class PositionIds:
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
     def ends(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
-        """Return the position of the last of `rows` columns after `units` units (frames), of which the first `pending` are
-        further units; and how many positions are used in all (by time or text). `own`: by the units' own times."""
+        """Return the position of the last of `rows` columns that follow `units` units (frames), the first `pending` of which
+        are further units; and the number of positions used in all. `own`: by the times of the units, not their numbers."""
         whole = units + pending // self._unit.shape[1]
         first, count = self._text + (whole - 1) * self._slope, rows - pending
         if self.follows is None:
@@ -364,12 +364,12 @@ class PositionIds:
         return last, max(most, self.span(whole, own)) + 1
 
     def admits(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
-        """Whether a pass of `rows` fits: its last position (`ends`), and one more for an answer, are below the limit."""
+        """Return whether the model has positions for a pass of `rows` columns and one more token (see `ends`)."""
         last, taken = self.ends(units, pending, rows, own)
         return last + 1 < self.limit and taken <= self.limit
 
     def known(self, count: int, own: bool = False) -> int:
-        """Return how many units (frames), at least `count`, the position table covers before it has to be rebuilt."""
+        """Return for how many units (frames), at least `count`, the position table has entries; more rebuild it."""
         return self._table(count, own).numel()
 
     def mark(self, count: int) -> tuple[int, int]:

@@ -61,8 +61,9 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Rates of a device: matrix-product FLOP/s by width, attention costs (`Costs`), bytes/s of copies on the device (read
-    plus written) and from the host (`wire`), seconds to launch a decoder layer's operators; bytes of memory."""
+    """Rates of a device, from which costs are predicted. They are: matrix-product FLOP/s by width, attention costs
+    (`Costs`), bytes/s of copies on the device (read plus written) and from the host (`wire`), seconds to launch a decoder
+    layer's operators; bytes of memory."""
 
     name: str
     products: dict[int, float]

@@ -213,12 +213,14 @@ class Registry(Mapping[str, type[Any]]):
         return name in self._classes
 
     def meant(self, name: str) -> str | None:
-        """Return what `name` means outside mmaccel, if a class of this kind declares that in `words`; else None."""
+        """Return what `name` means elsewhere and what to use instead, if a class of this kind declares it (`Policy.words`);
+        else None."""
         meanings = (getattr(cls, "words", {}).get(name) for cls in self._classes.values())
         return next((meaning for meaning in meanings if meaning is not None), None)
 
     def those(self, fits: Callable[[Any], bool]) -> str:
-        """Return the names of the classes of this kind that `fits` admits, for an error's sentence: "'one' or 'two'"."""
+        """Return the names of this kind's classes for which `fits` is true, as words for an error's sentence: "'one' or
+        'two'"."""
         return " or ".join(repr(name) for name, cls in self.items() if fits(cls))
 
     def build(self, name: str, fields: Mapping[str, Any] | None = None) -> Any:

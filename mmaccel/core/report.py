@@ -103,12 +103,12 @@ class Report(HtmlReport):
 
 
 def counted(heads: Mapping[str, int]) -> str:
-    """Return the number of heads per pattern in words: "dense x 2, grid x 10"."""
+    """Format how many heads ran each pattern: "dense x 2, grid x 10"."""
     return ", ".join(f"{name} x {n}" for name, n in sorted(heads.items()))
 
 
 def share(kept: float | None) -> str:
-    """Return the share of attention computed, as text in percent; above 100% with the reason."""
+    """Format the share of attention computed in percent; above 100% with the reason."""
     percent = "-" if kept is None else f"{kept:.1%}"
     return f"{percent} (blocks count whole)" if kept and kept > 1 and percent != "100.0%" else percent
 
@@ -123,7 +123,8 @@ def _figure(name: str, value: float) -> str:
 
 @dataclass(kw_only=True)
 class Rounds:
-    """Statistics of speculative decoding: for each non-empty proposal, its length and how many tokens were accepted."""
+    """Counts the rounds of speculative decoding: for each non-empty proposal, its length and how many tokens were
+    accepted."""
 
     lengths: list[int] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
@@ -250,7 +251,7 @@ class Meter(Rounds):
             self.notes.append(sentence)
 
     def planned(self, other: Meter) -> None:
-        """Add the query-key pairs and the notes that another meter, `other`, has counted."""
+        """Add to this meter the query-key pairs and the notes that the meter `other` has counted."""
         for layer, names in other.names.items():
             for listed, causal in zip(other.listed[layer], other.causal[layer], strict=True):
                 self.attention(layer, names, listed, causal)

@@ -276,12 +276,12 @@ def drafted(draft: Fields) -> str:
 
 
 def many(count: int, thing: str) -> str:
-    """Return a count with its noun: "1 frame", "2 frames"."""
+    """Format a count with its noun: "1 frame", "2 frames"."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def size(count: float) -> str:
-    """Return a number of bytes as text in MiB or GiB."""
+    """Format a number of bytes in MiB or GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 

@@ -78,7 +78,7 @@ def is_pipe(name: str) -> bool:
 
 
 def ready(number: int, seconds: float) -> bool:
-    """Whether a file descriptor has data to read, or is at its end, within `seconds`."""
+    """Whether a file descriptor can be read at once (it has data, or is at its end) within `seconds`."""
     asked = select.poll()  # `select` refuses the files of a program that has many open
     asked.register(number, select.POLLIN)
     return bool(asked.poll(min(1e3 * seconds, LONGEST_MS)))

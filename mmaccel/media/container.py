@@ -271,7 +271,8 @@ class Source(AbstractContextManager["Source"]):
                 self._goal = goal
 
     def jump(self, place: float, target: float) -> None:
-        """Seek to the key frame before `target`, if one certainly lies between `place` and `target` (seconds).
+        """Seek to the key frame before `target`, if one certainly lies between `place`, where reading is, and `target`
+        (seconds).
 
         This is learned from the distance of key frames so far, so the first stretch is always decoded in full.
         """
@@ -289,7 +290,7 @@ class Source(AbstractContextManager["Source"]):
         return 1.0 / self.rate if self.rate else 0.04
 
     def places(self, stop: float | None = None) -> int:
-        """Number of damaged places before `stop` seconds. (A multi-threaded decoder reads far beyond its last frame.)"""
+        """Number of damaged parts before second `stop`. (A multi-threaded decoder reads far beyond its last frame.)"""
         last = FOREVER if stop is None else stop + (self._start or 0.0)
         # Packets where recordings are joined are marked as corrupt, too; most begin a clock anew.
         corrupt = 0 if self.restarted else sum(dts * self._unit < last for dts in self.corrupt)

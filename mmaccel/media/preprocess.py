@@ -99,7 +99,7 @@ def resize(frames: Tensor, size: tuple[int, int], resample: int = 3) -> Tensor:
 
 
 def through_floats(frames: Tensor, size: tuple[int, int], mode: str) -> Tensor:
-    """Interpolate uint8 frames as floats and round, as torchvision does where uint8 has no kernel."""
+    """Resize uint8 frames by float interpolation and rounding, as torchvision does for modes without a uint8 kernel."""
     result = F.interpolate(frames.float(), size=size, mode=mode, align_corners=False, antialias=True)
     return result.clamp_(0, 255).round_().to(frames.dtype)
 

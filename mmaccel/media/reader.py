@@ -147,7 +147,7 @@ def read(
 
 @dataclass(frozen=True)
 class Plan:
-    """Which frames of a file to keep: how many (None: unknown) and at what rate (0.0: unknown).
+    """Which frames of a file to keep: how many (None: unknown), and at what rate (0.0: unknown).
 
     stream   (tick, time, frame) for each wanted frame, in seconds: the moment asked for, and when the frame taken for it
              is shown. The frame is None if there is none for the tick; frames taken by number have tick = time
@@ -189,7 +189,7 @@ def _by_rate(
 
 
 def unless_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
-    """Yield the items of `stream` without item `number`, if that is the last one."""
+    """Yield the items of `stream`, but leave out item `number` if it is the last one."""
     for place, (item, after) in enumerate(itertools.pairwise(itertools.chain(stream, [None]))):
         if place != number or after is not None:
             yield item

@@ -31,7 +31,8 @@ TOUCHING = 1e-6
 
 
 def half_tick(fps: float) -> float:
-    """How early, in seconds, a frame may be taken for a tick of rate `fps`."""
+    """Half the interval of rate `fps`, in seconds: how much later than a tick a frame may start and still be taken for
+    it."""
     return 0.5 / fps + ROUNDED
 
 
@@ -44,7 +45,7 @@ def uniform(total: int, count: int) -> list[int]:
 
 
 def grid(start: float, fps: float, stop: float | None = None) -> Iterator[float]:
-    """Yield the times `start + k / fps` before `stop`; endless if it is None."""
+    """Yield the sampling times `start + k / fps` before `stop`; without end if that is None."""
     times = (start + step / fps for step in itertools.count())
     return times if stop is None else itertools.takewhile(lambda time: time < stop, times)
 

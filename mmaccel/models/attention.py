@@ -228,7 +228,8 @@ def packed_sequence_ids(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: b
 
 
 def chunks_of(run: ForwardPass, chunk: int) -> Iterator[tuple[int, int]]:
-    """Split the new tokens of `run` into chunks (begin, end) of `chunk` tokens, or a few more rather than cut an image."""
+    """Split the new tokens of `run` into chunks (begin, end) of `chunk` tokens; a chunk is a little longer rather than split
+    an image."""
     begin, count = 0, run.layout.length - run.start
     while begin < count:
         end = begin + chunk
@@ -315,8 +316,8 @@ class KVCache(Cache):
 
     @contextmanager
     def at_work(self, ticket: Tensor | None = None) -> Iterator[None]:
-        """Context in which the layers may append to this cache (else they raise, since no attention of ours would read it);
-        `ticket` is that of the pass that appends."""
+        """Context in which the layers may append to this cache; outside of it they raise, since no attention of ours would
+        read it. `ticket` is that of the pass that appends."""
         self.door.open, self.door.ticket = True, ticket
         try:
             yield
@@ -369,7 +370,7 @@ def cache_of(model: nn.Module, family: Any, state: KVState | None = None) -> Any
 
 
 def without_cache(out: Any) -> Any:
-    """Copy a model output without `past_key_values` (a field set to None would remain among its keys)."""
+    """Return a copy of a model output that lacks `past_key_values` (a field set to None would remain among its keys)."""
     return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})
 
 

@@ -54,7 +54,7 @@ def conversations(content: Any, images: Any, videos: Any) -> list[Conversation]:
 
 
 def one_chat(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages unchanged; a list of content pieces as the messages of one user turn."""
+    """Return messages unchanged, and a list of content pieces as the messages of one user turn."""
     if "role" in content[0]:
         return [dict(one) for one in content]
     return [{"role": "user", "content": list(content)}]
@@ -201,7 +201,7 @@ def render(
 
 
 def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Tokenize a text; special tokens that a `ChatText` text marks as plain are tokenized as ordinary text."""
+    """Tokenize a text. The special tokens that a `ChatText` marks as plain are tokenized as ordinary text."""
     plain = text.plain if isinstance(text, ChatText) else {}
     if not plain:
         return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -1,4 +1,4 @@
-"""Memory-bound decoding: a decode step with static shapes that reads the weights and the KV cache once.
+"""Decode steps bound by memory bandwidth: static shapes, and one read of the weights and the KV cache each.
 
 All that depends on the length is a tensor: `columns` names the cache slots that keys are written to, and a row sees the
 slots up to its own. So on CUDA a step is captured as one graph for each number of rows and replayed at every length, without
@@ -235,8 +235,8 @@ class SequenceSteps:
         return out[:, :count].clone()
 
     def lay(self, state: KVState, delta: int, room: int) -> list[DeviceStep]:
-        """Build the parts, device by device, over KV buffers with room for `room` more tokens; graphs captured over replaced
-        buffers are dropped."""
+        """Build the decode steps, device by device, over KV buffers with room for `room` more tokens. Graphs that were
+        captured over buffers since replaced are dropped."""
         buffers = state.buffers(room)
         laid = delta, [state.lacks(layer) for layer in range(len(buffers))]
         same = self.parts and all(a[0] is b[0] for a, b in zip(buffers, self._buffers, strict=True))

@@ -21,7 +21,7 @@ ENTERING = ("inputs_embeds", WHERE, FEATURES, EACH)
 
 
 def of_columns(given: Mapping[str, Any], columns: slice | Tensor) -> dict[str, Any]:
-    """Slice the DeepStack features to some tokens of the prompt: `columns` is a slice or indices [n]."""
+    """Return the DeepStack features of some tokens of the prompt: `columns` is a slice or indices [n]."""
     where = given[WHERE]
     inside = torch.zeros_like(where)
     inside[:, columns] = True

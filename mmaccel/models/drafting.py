@@ -139,7 +139,8 @@ def _sequences(
 
 
 class _Sequence:
-    """One prompt of the call: read by the target and told to its draft; `decoding` goes on from there.
+    """One prompt of a `generate` call: the target has read it and its draft has been given it; `decoding` continues from
+    there.
 
     given    [1, S], the prompt as it came, padding and all, of which `read` tokens were run
     rows     the logits [1, V] of each token, where they were asked for
@@ -307,7 +308,7 @@ class _Sequence:
             self._turn.leave(self.cache, self._careful.left, heard)
 
     def end(self) -> None:
-        """Finish the cache and the metrics of this sequence, however decoding ended; a second call does nothing."""
+        """Close this sequence's cache and figures, however decoding ended; a second call does nothing."""
         if self._over:
             return
         self._over = True

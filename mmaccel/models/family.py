@@ -196,7 +196,8 @@ class Family(ModelFamily):
         return {}
 
     def numbered(self, model: nn.Module) -> dict[str, dict[int, int]]:
-        """Config entry: layer index -> index among attention layers, for models that also have recurrent layers."""
+        """Return what attention layers read in their config: layer index -> index among attention layers, for a model that
+        also has recurrent layers; else {}."""
         modules: list[Any] = self.attentions(model) if self.states(model) else []
         return {LAYERS: {one.layer_idx: n for n, one in enumerate(modules)}} if modules else {}
 
@@ -256,7 +257,7 @@ class Family(ModelFamily):
         raise self._lacks("what a small prompt of it is made of")
 
     def finished(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Complete the inputs of a small test prompt that were joined from its pieces; unchanged by default."""
+        """Complete the inputs of a small test prompt, which were joined from pieces; by default they are complete."""
         return made
 
     def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:

@@ -25,7 +25,7 @@ class ModuleFingerprint:
         self._held, self._mark = self._look(roots)
 
     def same(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether `modules` are the ones of the snapshot, unchanged, except that weight values may have changed in place."""
+        """Whether `modules` are those of the snapshot and unchanged. In-place changes of weight values do not count."""
         return self._look(modules)[1] == self._mark
 
     def hooked(self) -> bool:

@@ -343,7 +343,8 @@ class DraftTimes:
 
 
 class Clock:
-    """A streamer that calls `token` with the number of tokens that reached the host, and forwards the tokens to `inner`."""
+    """A streamer for `generate` that reports how many tokens have reached the host, by `token`, and forwards the tokens to
+    `inner`."""
 
     def __init__(self, token: Callable[[int], None], inner: Any) -> None:
         self.token, self.inner, self.prompt = token, inner, True

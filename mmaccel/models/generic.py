@@ -202,7 +202,7 @@ class Generic(Family):
     def parted(
         self, inputs: Inputs, layout: TokenLayout, columns: slice
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """For models that take frames as images: split `inputs` into those of images at `columns` and all others."""
+        """Split `inputs` into those of the images at `columns` and all others, for models that take frames as images."""
         if PIXELS[VIDEO] in inputs or not is_given(inputs.get(PIXELS[IMAGE])):
             return None
         visual = layout.modality[0] != TEXT
@@ -286,7 +286,7 @@ class Generic(Family):
 
 @register("model", "other")
 class Other(Generic):
-    """Any other image or video model of transformers whose layers all have full attention; no such model is tested here."""
+    """Any other image or video model of transformers whose layers all have full attention. Our tests cover no such model."""
 
     model_types = ("*",)
     rotate_function = ""

@@ -147,7 +147,8 @@ class Attachment(Attaching):
         return self.sequences.get(cache) if cache is not None else None
 
     def asked(self, name: str, kwargs: Mapping[str, Any]) -> Any:
-        """The value of `generate`'s argument `name`: from `kwargs`, its generation config or the model's; or None."""
+        """Look up the value of `generate`'s argument `name`: in `kwargs`, else in its generation config, else in the
+        model's; None if it is nowhere."""
         if name in kwargs:
             return kwargs[name]
         given = getattr(kwargs.get("generation_config"), name, None)

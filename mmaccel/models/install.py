@@ -53,7 +53,7 @@ class Hooks(ExitStack):
     """
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of the module instance; it is restored on close, unless it was set again since."""
+        """Set an attribute of the module instance. `close` restores it, unless somebody has set it since."""
         before = module.__dict__.get(name, _ABSENT)
 
         def back() -> None:
@@ -77,7 +77,8 @@ class Hooks(ExitStack):
         return wrapper
 
     def attention(self, modules: Iterable[nn.Module], shared: Any, name: str, **facts: Any) -> None:
-        """Give the `modules` whose config is `shared` one copy of it, with attention implementation `name` and `facts`."""
+        """Give the `modules` that hold the config `shared` one copy of it, with the attention implementation `name` and
+        further `facts`."""
         own = copy.copy(shared)
         own._attn_implementation = name
         for fact, value in facts.items():
@@ -87,18 +88,18 @@ class Hooks(ExitStack):
                 self.put(module, "config", own)
 
     def before(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
-        """Register a forward pre-hook that also gets keyword arguments, removed on close."""
+        """Register a forward pre-hook, which also gets keyword arguments; `close` removes it."""
         self.callback(_unregister, hook, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
         module.register_forward_pre_hook(hook, with_kwargs=True, **options)
 
     def after(self, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> None:
-        """Register a forward hook, removed on close."""
+        """Register a forward hook; `close` removes it."""
         self.callback(_unregister, hook, module._forward_hooks, module._forward_hooks_with_kwargs)
         module.register_forward_hook(hook, with_kwargs=with_kwargs)
 
 
 class PromptHook:
-    """Base class of our forward hooks that a fused decode step may skip, since they only matter in a prefill."""
+    """Base of our forward hooks that matter in a prefill only, so that a fused decode step may skip them."""
 
 
 def _unregister(hook: Callable[..., Any], hooks: dict[int, Any], with_kwargs: dict[int, bool]) -> None:
@@ -227,8 +228,8 @@ class Gate:
                 self._state.notify_all()
 
     def drain(self, what: str, modules: Collection[nn.Module]) -> None:
-        """Inside `alone`: wait for other threads' running calls of `modules` that began before any hook, so entered no
-        gate."""
+        """Inside `alone`: wait for running calls of `modules` that entered no gate, as they began before any hook was
+        there."""
         if _call_of(sys._getframe(), modules):
             raise _within(what)
         with self._state:

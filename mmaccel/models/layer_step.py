@@ -34,15 +34,16 @@ class Rows(NamedTuple):
 
 
 class StepStates(NamedTuple):
-    """Recurrent states of B sequences in a decode step. told [B, 4] long: first new column, columns that the state contains
-    before and after, and slot. layers: each recurrent layer's journal [S, R, W] and states [S, H, K, V] (`delta_rows`)."""
+    """The recurrent states that a decode step of B sequences reads and writes, in slots (`recurrent.StateSlots`). told [B,
+    4] long, for each sequence: its first new column, the columns that its state contains before and after the step, and its
+    slot. layers: for each recurrent layer a journal of rows [S, R, W] and states [S, H, K, V] of S slots (`delta_rows`)."""
 
     told: Tensor
     layers: Sequence[tuple[Tensor, Tensor]]
 
 
 class _Step:
-    """What layers of either kind have: norms, and the second half with the products after attention.
+    """Base of the fused steps of both kinds of layers: their norms, and what follows attention (output projection and MLP).
 
     follows  the norm after the layer; None: whoever reads its rows needs no norm, or computes it
     """

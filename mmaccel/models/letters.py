@@ -31,7 +31,8 @@ class Tokens:
 
 
 class Letters(Processor):
-    """A test processor that makes prompts for tiny models of `config`, with the visual tokens of `Family.tiny_visual`."""
+    """A test processor that makes prompts for tiny models of `config`; an image or video becomes the tokens of
+    `Family.tiny_visual`."""
 
     video_token, video_token_id = "<video>", -1
 

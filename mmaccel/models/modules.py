@@ -96,9 +96,9 @@ def rotate_by(
     hooks: Hooks, modules: Iterable[nn.Module], name: str, turned: Callable[..., Any] | None = None
 ) -> None:
     """Let attention `modules` apply RoPE in place, or by `turned`, which gets their own RoPE function and its arguments.
-    `name` is the name by which their forward calls that function.
 
-    Their forward runs as a copy in which this one name is rebound; the original function is unchanged.
+    `name` is the name by which their forward calls that function. Their forward runs as a copy in which this one name is
+    rebound; the original function is unchanged.
     """
     for module in modules:
         known: Any = getattr(module.forward, "__func__", None)
@@ -241,9 +241,9 @@ def batch_windows(hooks: Hooks, family: Any, model: nn.Module) -> None:
 
 
 def batches_of(ends: list[int], device: torch.device) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Group consecutive windows, bounded by `ends`, by length: (windows, rows each) of each batch; the rows [n] in batch
-    order; and the inverse permutation. The last two are None if rows are already in that order. Empty windows are left
-    out."""
+    """Group windows by length, so that each group is one batch; `ends` are the bounds of consecutive windows. Returns
+    (windows, rows each) of each batch; the rows [n] in batch order; and the inverse permutation. The last two are None if
+    rows are already in that order. Empty windows are left out."""
     begins: dict[int, list[int]] = {}
     for begin, end in pairwise(ends):
         if end > begin:

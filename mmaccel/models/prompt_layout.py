@@ -147,7 +147,8 @@ def format_seconds(time: float) -> str:
 
 
 def by_name(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Bind positional `args` of a call of `method` to their names; raises `TypeError` for arguments that do not fit."""
+    """Bind the positional arguments `args` of a call of `method` to their names, beside `kwargs`; raises `TypeError` if they
+    do not fit."""
     given = inspect.signature(method).bind_partial(*args).arguments
     if twice := sorted(given.keys() & kwargs.keys()):
         raise TypeError(f"multiple values for argument {twice[0]!r}")
@@ -161,7 +162,7 @@ def columns(kwargs: Mapping[str, Any]) -> int:
 
 
 def rope_of(config: Any) -> Mapping[str, Any]:
-    """RoPE parameters of a text model's config; those of full attention, if layer types have their own."""
+    """Return the RoPE parameters of a text model's config; of full attention, if layer types have their own."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("full_attention", rope)  # type: ignore[no-any-return]
 

@@ -154,7 +154,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         return own, others | {name: x for name, x in several.items() if len(x)}
 
     def paid(self, heard: QuestionAttention) -> Tensor:
-        """The question's attention [k, 1, S] over the prompt's tokens: `heard` at tokens of frames, 0 elsewhere."""
+        """Spread the question's attention `heard` over the prompt's tokens: [k, 1, S], 0 outside frames."""
         out = heard.paid.new_zeros(len(heard.paid), 1, self.inputs["input_ids"].shape[1])
         tokens = torch.arange(self._inside - self._head, device=out.device)
         unit = self._unit

@@ -42,7 +42,8 @@ LATER = "prune {name!r} left the images and videos of this turn whole: it acts o
 
 @dataclass(eq=False)
 class _Work:
-    """One prompt or token on its way: what was caught for the next cut, and what the layers get since the last.
+    """The state of one pruned pass, of a prompt or of a decoded token: the signals caught for the next cut, and the layers'
+    arguments since the last.
 
     layout  of the columns that the cuts have left so far
     total   candidates that the prompt had before any cut; 0 for a token

@@ -46,7 +46,8 @@ class _Mark:
 
 
 class Recurrent(LinearAttentionLayer):
-    """The recurrent state of one layer as a transformers cache layer; `module` is the layer's Gated DeltaNet module."""
+    """The recurrent state of one layer as a transformers cache layer, which can be rolled back; `module` is its Gated
+    DeltaNet."""
 
     is_sliding, is_croppable = False, True
 
@@ -62,7 +63,7 @@ class Recurrent(LinearAttentionLayer):
         self._copies: list[tuple[int, Tensor]] = []  # of the state in the seat, after so many columns
 
     def sit(self, seats: StateSlots, layer: int, number: int) -> None:
-        """Move this layer's recurrent state into slot `number` of `seats`, as layer `layer` there."""
+        """Move this layer's recurrent state into slot `number` of `seats`, where it is layer `layer`."""
         self.leave()
         self.seats, self._seat, self._base = seats, (layer, number), self.length
         self._sat = self.length
@@ -84,14 +85,14 @@ class Recurrent(LinearAttentionLayer):
         return start, base, self._base, self._seat[1]
 
     def broke_off(self, length: int) -> None:
-        """Restore the last copy of the recurrent state after a decode step failed that began at `length` tokens."""
+        """Restore the last copy of the recurrent state, after a decode step that began at `length` tokens has failed."""
         self.length = length
         if self.seats is not None:
             self._base, kept = self._copies[-1]  # made before the step ran
             self._room()[1].copy_(kept)
 
     def leave(self) -> None:
-        """Give up the slot, if any, after applying all journal rows to the recurrent state."""
+        """Give up the slot, if there is one: apply the rows that the journal still holds, and take the state back."""
         if self.seats is None:
             return
         journal, state = self._room()
@@ -205,8 +206,8 @@ class Recurrent(LinearAttentionLayer):
 
 
 class StateSlots:
-    """Slots of S sequences for decode steps: per layer the `journals` [S, R, W] and `states` [S, H, K, V]. They are
-    reallocated when more sequences come."""
+    """The recurrent states of S sequences in slots, for decode steps: for each layer `journals` [S, R, W] and `states` [S,
+    H, K, V]. They are reallocated when more sequences come."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._modules = modules
@@ -214,7 +215,8 @@ class StateSlots:
         self.owners = list[Callable[[], Any]]()  # of each seat the sequence's first layer, or None
 
     def of(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int, int, int]:
-        """The row `told` of `delta_rows` for a decode step of `count` rows of one sequence, which gets a slot if needed."""
+        """Announce a decode step of `count` rows of one sequence, which gets a slot if it has none; return its row `told`
+        for `delta_rows`."""
         held = [one() for one in self.owners]
         number = held.index(layers[0]) if layers[0] in held else None
         if number is None or any(one.seats is not self for one in layers):

@@ -180,7 +180,7 @@ class HFRunner(Runner):
         self.cache.sequence = Columns(layout, torch.full((1, 1), self.delta, device=positions.device))
 
     def stepped(self, count: int) -> None:
-        """Account for a step of `count` rows that wrote to this runner's KV memory without calling `step`."""
+        """Record that a step of `count` rows wrote to this runner's KV memory without a call of `step`."""
         self._last = count
         self.memory().wrote(count)
 

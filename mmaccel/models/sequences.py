@@ -33,8 +33,9 @@ draft asks about tokens that are refused, too, and about the same place twice.""
 
 
 class DraftTurn:
-    """A draft's state kept with a cache for the next turn, and the attention that its pruner read. Copies of the cache share
-    it: each turn rolls the draft back to the prefix shared with the last one, so that one draft serves all."""
+    """What a conversation's cache keeps of its draft between two turns: the draft's state, and the attention that its pruner
+    read. Copies of the cache share it: each turn rolls the draft back to the prefix shared with the last one, so that one
+    draft serves all."""
 
     def __init__(
         self, choice: DraftStrategy | None = None, left: Any = None, heard: Mapping[int, Tensor] | None = None
@@ -54,7 +55,7 @@ class DraftTurn:
         return held if isinstance(held, DraftTurn) and held.choice == choice else DraftTurn(choice)
 
     def take(self) -> Any:
-        """Take out the draft's stored state for one call; a concurrent call finds none."""
+        """Take the draft's stored state out for one call; a call that runs beside it finds none."""
         left, self.left = self.left, None
         return left
 

@@ -158,8 +158,8 @@ class SignalProbe(Probe):
         return [states, hidden.new_zeros(start - len(states), hidden.shape[-1])]
 
     def told(self, attention: Tensor) -> None:
-        """Receive the attention [k, 1, S] that was measured elsewhere, for a prompt whose video was read as a stream; for a
-        pruner that reads hidden states, its score [1, 1, S]."""
+        """Take the attention [k, 1, S] that was measured elsewhere, as the prompt's video was read as a stream; for a pruner
+        that reads hidden states, its score [1, 1, S]."""
         with self._failing():
             self.attention, self.heard = attention, dict.fromkeys(self.heard, self.layout.length)
             self._scored, self.hidden = bool(self.hidden), {}
@@ -228,14 +228,14 @@ class SignalProbe(Probe):
         return states[left if held is None else torch.searchsorted(held, left)]
 
     def close(self) -> None:
-        """Called at the end of the prompt: raises `ModelError` if the pruner has not received its signals."""
+        """End the prompt; raises `ModelError` if the pruner has not received all its signals."""
         if not self.done:
             with self._failing():
                 raise ModelError(f"prune {self.pruner.name!r} received nothing from the target's prefill.")
 
 
 class VisionTower(ABC):
-    """Adapter by which pruners read a family's vision tower: attention that each visual token receives, and its key.
+    """How pruners read a family's vision tower: the attention that each visual token receives there, and its key vector.
 
     attention  the attention module whose input is given to `look`
     """
@@ -247,12 +247,13 @@ class VisionTower(ABC):
 
     @abstractmethod
     def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """From the input `hidden` of `attention`: each patch's received attention, then its key, [..., patches, 1 + D]."""
+        """Compute for each patch, from the input `hidden` of the module `attention`, the attention it receives and its key:
+        [..., patches, 1 + D], attention first."""
 
     @abstractmethod
     def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
-        """Received attention and key, [n, 1 + D], of the visual tokens of one tower call on images (IMAGE) or videos
-        (VIDEO). `caught` holds the results of `look`, `given` the call's arguments."""
+        """Reduce the patches of one tower call to visual tokens: received attention and key of each, [n, 1 + D]. kind: IMAGE
+        or VIDEO; `caught` holds the results of `look`, `given` the call's arguments."""
 
 
 class VisionProbe:

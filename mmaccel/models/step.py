@@ -150,7 +150,7 @@ class StreamSteps:
         self._seats = StateSlots(states) if states else None
 
     def forget(self) -> None:
-        """Invalidate the check of the layers, as the next pass is no answer; the next `serves` checks them again."""
+        """Mark the layers as unchecked, since the next pass is no answer; the next `serves` checks them again."""
         self._sure, self._sides, self._lie = False, [], ()
 
     def run(

@@ -136,7 +136,7 @@ class StockProcessor(Processor):
 
 
 class _Marking:
-    """A tokenizer that reads the marks of special tokens as the text they stand for; else it is as the one it has."""
+    """Wraps a tokenizer so that marks of special tokens are read as the plain text they stand for."""
 
     def __init__(self, tokenizer: Any, plain: Mapping[str, str]) -> None:
         self._tokenizer, self._plain = tokenizer, plain
@@ -173,8 +173,8 @@ def _as(value: Tensor, dtype: torch.dtype, device: torch.device | str | None) ->
 
 
 def wrap(processor: Any, model_type: str | None = None, *, special_tokens: bool = True) -> Processor:
-    """Return a `Processor` unchanged, or wrap a transformers processor as a `StockProcessor` of the model type `model_type`
-    (None: inferred from its class). Raises `ModelError` for anything else."""
+    """Return `processor` as a `Processor`: one of ours unchanged, one of transformers as a `StockProcessor` of the model
+    type `model_type` (None: inferred from its class). Raises `ModelError` for anything else."""
     if isinstance(processor, Processor):
         if special_tokens or not processor.special_tokens:
             return processor

@@ -108,8 +108,8 @@ def sample(
 def most_frames(
     processor: Any, model: nn.Module, path: str | os.PathLike[str], recipe: Recipe | None = None
 ) -> tuple[int, str]:
-    """How many frames of a file fit under `recipe` (None: the attached one), and a sentence that names the limit: the
-    model's positions, its device's memory, or the file's length.
+    """Compute how many frames of a file fit under `recipe` (None: the attached one), and a sentence that names the limit:
+    the model's positions, its device's memory, or the file's length.
 
     Frames have the size that they have by default. Raises `VideoError` for a source of unknown length.
     """

@@ -50,8 +50,8 @@ def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class KVAddress:
-    """Where the KV memory `state` of a sequence lies: keys and values of each layer in `pairs`, `capacity` tokens each, and
-    `table` [L, 4] long on the host, as in `Caches` but with addresses counted from 0."""
+    """Where the KV memory `state` of a sequence lies in memory. `pairs`: keys and values of each layer, `capacity` tokens
+    each; `table` [L, 4] long on the host, as in `Caches` but with addresses counted from 0."""
 
     state: KVState
     pairs: Buffers

@@ -76,8 +76,8 @@ def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Seq
 
 
 def longest_even_part(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
-    """For the video at columns `mine` [S]: the frames of its longest evenly spaced part, the number of text tokens before
-    each frame, and the columns where the part begins and ends."""
+    """For the video at columns `mine` [S]: the frames of the longest part of it in which frames are equally far apart, the
+    number of text tokens before each frame, and the columns where the part begins and ends."""
     text, frame = (layout.modality[0] == TEXT).tolist(), layout.frame[0].masked_fill(~mine, -1)
     numbers, sizes = frame[frame >= 0].unique_consecutive(return_counts=True)
     starts = [int((frame == number).nonzero()[0, 0]) for number in numbers]

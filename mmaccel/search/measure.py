@@ -102,7 +102,7 @@ def frame_tokens(layout: TokenLayout) -> int:
 
 
 def present(layout: TokenLayout) -> list[int]:
-    """The modalities that occur in a prompt."""
+    """Return the modalities that occur in a prompt."""
     return [m for m in MODALITIES if layout.max_tokens_of[m]]
 
 
@@ -247,7 +247,7 @@ def scored(
     tolerance: float,
     tick: Tick = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measurements of all candidate patterns for each head of a layer.
+    """Measure all candidate patterns for each head of a layer.
 
     scores, shares  boundary type -> slot -> each candidate's error, and its share of causal pairs; None if left out
     errors, kept    boundary type, with its best candidates -> error of the whole output, and share of causal pairs
@@ -281,7 +281,7 @@ def ticks(space: Space, modalities: Sequence[int]) -> int:
 
 
 def arrange(kind: str, space: Space, head: Row, block: int, tolerance: float) -> tuple[dict[str, Any], float]:
-    """Best pattern of boundary type `kind` for one head, and its cost relative to the target.
+    """Compose the best pattern of boundary type `kind` for one head; also return its cost relative to the target.
 
     Each slot takes its candidate of least error, of equals the cheapest. Candidates were levelled on the mean of heads, so
     the choice may cost this head more than the target: then slots switch to cheaper candidates where the error grows least

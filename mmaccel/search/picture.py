@@ -70,8 +70,8 @@ def table_map(layers: Sequence[Sequence[str]], title: str) -> Figure:
 
 
 def orders(layout: TokenLayout) -> dict[str, Tensor]:
-    """Token orders of one prompt, [S] each: unchanged, by cell within the frame, by modality; those that change nothing are
-    omitted.
+    """Return the token orders in which a head is drawn, [S] each: unchanged, by cell within the frame, by modality; those
+    that change nothing are omitted.
 
     Tokens outside frames are numbered on from the frame before them, as in a grid pattern.
     """
@@ -183,7 +183,7 @@ def small_plan(name: str) -> AttentionPlan:
 
 
 def part_numbers(plan: AttentionPlan) -> Tensor:
-    """Which part of the plan computes each pair, [n, n] int64, from 1; 0 for none."""
+    """Number each query-key pair by the part of the plan that computes it: [n, n] int64, from 1; 0 for none."""
     numbers = torch.zeros(plan.n_query, plan.n_key, dtype=torch.long)
     for number, (part, spans) in enumerate(zip(plan.parts, plan_pairs(plan), strict=True), 1):
         for span, (seen, _) in zip(part.spans, spans, strict=True):

@@ -251,7 +251,7 @@ class SearchProgress(Rows):
             )
 
     def all(self, key: str) -> list[Any]:
-        """Values of `key` in all stored rows that have it, in order."""
+        """Return the values of `key` in all stored rows that have it, in order."""
         return [row[key] for row in self.rows if key in row]
 
     def layers(self) -> dict[int, dict[str, Any]]:
@@ -260,7 +260,7 @@ class SearchProgress(Rows):
 
 
 def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of the options in which two searches differ, videos first, then cost; stored values in brackets."""
+    """Return the names of the options in which two searches differ, videos first, then cost; stored values in brackets."""
     old, new = known.get("sample") or {}, now.get("sample") or {}
     names = [
         f"{option} ({', '.join(old.get(name, ()))})"

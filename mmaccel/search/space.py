@@ -71,7 +71,8 @@ class Slot:
 
 
 def kinds_of(wanted: Sequence[str], modalities: Sequence[int]) -> list[str]:
-    """The wanted boundary types that apply to a prompt with these modalities (with one modality only "no_boundary")."""
+    """Return those of the `wanted` boundary types that apply to a prompt with these modalities (with one modality only
+    "no_boundary")."""
     return [k for k in KINDS if k in wanted] if len(modalities) > 1 else ["no_boundary"]
 
 
@@ -88,7 +89,7 @@ def boundary_slots(kind: str, modalities: Sequence[int]) -> list[Slot]:
 
 
 def compose(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
-    """The recipe mapping of boundary type `kind` with a pattern for each slot.
+    """Build the `sparse` part of a recipe: boundary type `kind`, with the pattern chosen for each slot.
 
     Modalities that the sample lacks take the pattern of one that it has: images that of videos, if there are any.
     """
@@ -103,7 +104,8 @@ def compose(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> d
 
 
 def one_slot(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
-    """The `sparse` part of a recipe: boundary `kind` with `pattern` for one modality or pair (`slot`) alone."""
+    """Build the `sparse` part of a recipe in which only one pair of modalities (`slot`) of boundary `kind` attends, by
+    `pattern`."""
     if kind == "no_boundary":
         return dict(pattern)
     if kind == "boundary_2d":
@@ -115,7 +117,7 @@ def one_slot(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> d
 def every_slot(
     kind: str, pattern: Mapping[str, Any], modalities: Sequence[int], block: int
 ) -> dict[str, Any]:
-    """The recipe mapping of boundary type `kind` with `pattern` in every slot."""
+    """Build the `sparse` part of a recipe: boundary type `kind`, with `pattern` in every slot."""
     return compose(kind, {slot.name: pattern for slot in boundary_slots(kind, modalities)}, block)
 
 
@@ -233,7 +235,7 @@ Tick = Callable[[], None]
 
 
 def level(row: Row, cost: Cost, tolerance: float, start: int = 0) -> tuple[int, Candidate]:
-    """Find the budget step at which `row` costs its share of the target, starting at `start`; returns it and the candidate.
+    """Find the budget step, from `start` on, at which `row` costs its share of the target; return it and the candidate.
 
     The result depends on the costs alone: equal costs give equal candidates.
     """

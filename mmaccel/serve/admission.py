@@ -23,8 +23,8 @@ Point = tuple[int, int]
 
 @dataclass(eq=False)
 class Promise:
-    """Resources promised to a stream under `recipe`: `fps` frames per second for `seconds`. `first` and `last` are its
-    (frames, bytes) at the first and the last measurement."""
+    """What the server has promised a stream under `recipe`: compute for `fps` frames per second, for `seconds`. `first` and
+    `last` are its (frames, bytes) at the first and the last measurement."""
 
     recipe: str
     fps: float
@@ -68,13 +68,13 @@ class Admission:
             self._longest[promise.recipe] = promise
 
     def busy(self, promise: Promise) -> float:
-        """Predicted seconds of compute that a stream's frames take per second."""
+        """Predict the load of a stream: seconds of compute that its frames take in each second."""
         costs = self._costs[promise.recipe]
         return promise.rate * sum(seconds for seconds, _ in costs) / max(1, sum(new for _, new in costs))
 
     def bytes(self, promise: Promise) -> float:
-        """Predicted final memory of a stream in bytes: by its own growth, or by the longest stream's of its recipe before it
-        has any frames."""
+        """Predict how many bytes a stream will hold in the end: by its own growth, or, before it has any frames, by that of
+        the longest stream of its recipe."""
         model = promise if promise.last[0] else self._longest.get(promise.recipe, promise)
         (seen, held), each = model.last, model.grown()
         kv: Any = self._recipes[promise.recipe].kv

@@ -80,7 +80,7 @@ class StreamEntry:
         return told
 
     def point(self) -> tuple[int, int]:
-        """Number of frames that the stream has taken in, and `bytes()`."""
+        """Return how many frames the stream has taken in, and how many bytes it holds (`bytes()`)."""
         return self.session.frames, self.bytes()
 
     def bytes(self) -> int:

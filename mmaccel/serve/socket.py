@@ -37,7 +37,7 @@ class AskMessage(AskRequest):
 
 
 class OnMessage(StrictModel):
-    """A standing question that is asked repeatedly; fields as in `VideoSession.on`."""
+    """Client message: ask a question again and again while frames come; fields as in `VideoSession.on`."""
 
     type: Literal["on"]
     id: str = ""

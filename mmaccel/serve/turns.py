@@ -11,8 +11,8 @@ from mmaccel.serve.settings import Refused
 
 
 class Turns:
-    """Fair queue: at most `first` calls hold a turn, up to `beside` more continue after leaving theirs (`most` in all), and
-    at most `waiting` wait, served caller by caller."""
+    """Fair queue of requests, served caller by caller. At most `first` calls hold a turn; up to `beside` more continue after
+    passing theirs on (`most` in all); at most `waiting` wait."""
 
     def __init__(self, first: int, waiting: int, beside: int = 0) -> None:
         self._free, self._room, self._beside, self.most = first, waiting, beside, first + beside

@@ -1,9 +1,10 @@
 """The operator `block_attend` by flash-attn 4: query and key rows in the part's order, block lists as its block-sparse
 tensors.
 
-If all lists are runs of consecutive blocks, adjacent blocks are joined into tiles of 128 x 128, and a mask keeps each query
-to the run of its own block. Other lists keep their blocks of 64 or 128 as tiles. A tile whose blocks are all FULL is not
-masked; others are, also those of ABSENT blocks, whose present keys pass. Keys already in order are read in place.
+If every list is a run of consecutive blocks, adjacent blocks are joined into tiles of 128 x 128, and a mask limits each
+query to the run of its own block. For other lists a tile is one block, of 64 or 128 tokens. A tile is masked unless all its
+blocks are of kind FULL; in ABSENT blocks (some keys missing) the mask admits the keys that are there. Keys that are already
+in the plan's order are read in place, without a gather.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ MOST = 1 << 28
 
 
 class Setup(NamedTuple):
-    """What is known on the host about a call of this backend.
+    """Host-side description of one flash-attn call: how queries and keys are laid out, and what masks them.
 
-    Key spans are concatenated, each starting at a tile boundary, or all read the first `own` keys in place (None: gathered).
-    `in_place`: queries are read in place; bounds, seen: results of `window_bounds`; sizes: queries and keys, with padding.
+    Key spans are concatenated, each starting at a tile boundary; or, with `own`, all spans read the first `own` keys of the
+    key tensor in place (None: keys are gathered). `in_place`: queries are read in place; bounds, seen: results of
+    `window_bounds`; sizes: numbers of queries and keys, padding included.
     """
 
     spans: list[Span]
@@ -91,7 +93,7 @@ class Setup(NamedTuple):
 
     @property
     def by_key(self) -> bool:
-        """Whether the mask compares key indices instead of positions."""
+        """Whether the mask compares key indices; otherwise it compares positions."""
         return all(span.keys is not None for span in self.spans)
 
     @property
@@ -100,7 +102,8 @@ class Setup(NamedTuple):
         return [span.of.lists for span in self.spans]
 
     def tests(self, blocks: tuple[int, int]) -> list[Tensor]:
-        """The tensors that the mask function reads."""
+        """The tensors that the mask function reads: `key_runs` or `position_runs`; none if `bounds` describe the whole
+        mask."""
         if self.bounds is not None:
             return []
         return (key_runs if self.by_key else position_runs)(self.spans, self.tiles, blocks)
@@ -201,7 +204,8 @@ def check_call(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: 
 
 
 def check_table(part: Part, batch: int, block_q: int, block_k: int) -> None:
-    """Raise `RecipeError` if one head, over `batch` sequences and all spans, has more than `MOST` pairs of blocks."""
+    """Raise `RecipeError` if the block-sparse table of one head, over `batch` sequences and all spans, would have more than
+    `MOST` entries (pairs of a query and a key block)."""
     blocks = sum(span.k_row.shape[-1] for span in part.spans) // block_k
     pairs = batch * (part.q_row.shape[-1] // block_q) * blocks
     if pairs > MOST:

@@ -23,7 +23,8 @@ NEVER = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes in queries and keys; for each axis how many blocks form a tile (`joined`), or tiles a block (`cut`)."""
+    """Tile sizes in queries and keys; along each axis, how many blocks one tile joins (`joined`), or into how many tiles one
+    block is cut (`cut`)."""
 
     queries: int
     keys: int
@@ -39,14 +40,16 @@ class Tiles:
 
 
 class Span(NamedTuple):
-    """A `KeySpan` as flash-attn's mask sees it: its first key has index `begin` among the concatenated keys of all spans."""
+    """A `KeySpan` with the index `begin` of its first key among the concatenated keys of all spans, as flash-attn's mask
+    needs it."""
 
     of: KeySpan
     begin: int
 
     @property
     def keys(self) -> int | None:
-        """Number n of keys of the span, if key i is the token i for all i < n and no other is present; None if unknown."""
+        """Number n of keys, if the span holds exactly the rows 0 .. n - 1 of the key tensor, in order; None if that is not
+        known."""
         return self.of.ordered if self.of.ranks else None
 
 
@@ -99,8 +102,8 @@ def window_bounds(
 
 
 def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """Tensors of the mask `between`, for spans whose keys are at their own position: for each span [b, h, 2, P] int32, the
-    first key that each query sees, and how many from there."""
+    """Return the tensors of the mask `between`, for spans whose keys are at their own position: for each span [b, h, 2, P]
+    int32, the first key that each query sees, and how many from there."""
     found = []
     for span in spans:
         assert span.keys is not None
@@ -113,9 +116,9 @@ def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> li
 
 
 def position_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """Tensors of the mask `within`, for any spans: [b, h, N] the position of each key, then for each span [b, h, 4, P]: the
-    first position that each query sees and how many follow, the first key that is listed for it and how many follow. int64
-    if positions are."""
+    """Return the tensors of the mask `within`, for any spans: [b, h, N], the position of each key; then for each span [b, h,
+    4, P], for each query the first position that it sees and how many follow, the first key that is listed for it and how
+    many follow. int64 if positions are."""
     wide = any(t.dtype == torch.int64 for span in spans for t in (span.of.q_pos, span.of.k_pos))
     dtype = torch.int64 if wide else torch.int32
     never = NEVER[dtype]

@@ -1,6 +1,6 @@
-"""Mask functions in flash-attn 4's kernel language (CuTe DSL): which keys of a tile a query sees.
+"""Mask functions in flash-attn 4's kernel language (CuTe DSL): whether a query may attend to a key of a tile.
 
-A query's values are read once for all keys of a tile, and a key's values stay in registers.
+What belongs to a query is read once for all keys of a tile; what belongs to a key stays in registers.
 """
 
 # mypy: ignore-errors
@@ -15,7 +15,7 @@ from flash_attn.cute import utils
 
 
 def numbers(bounds: tuple[int, ...]) -> tuple[Any, ...]:
-    """`bounds` as runtime kernel arguments, so that their values are not compiled in."""
+    """Convert `bounds` to runtime kernel arguments, so that new values do not compile the kernel again."""
     return tuple(cutlass.Int32(number) for number in bounds)
 
 

@@ -1,8 +1,9 @@
 """Operators for retrieval in a video stream: scores of clusters by their representative keys, the question's mean query, and
 copies of key/value units from host memory.
 
-Letters: R layers, C clusters, V visual clusters, N entries (units), d key size. Clusters are ranked by score, ties by lower
-number. Of a question's n rows the first `count` [1] (a device tensor) are words; the other rows are ignored.
+An *entry* is one unit of the stream (a frame, or a temporal patch of frames). Letters: R layers, C clusters, V visual
+clusters, N entries, d key size. Clusters are ranked by score, ties by lower number. A question's n rows begin with `count`
+[1] (a device tensor) words that the user wrote; the other rows are ignored.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ APART = 1e30  # above any score
 
 
 class Lists(NamedTuple):
-    """Members of clusters. owner [R, N]: the cluster of each entry (>= C: none); within [R, N]: its index in the cluster;
-    flat [R, N]: entries by cluster, ascending, those of a cluster from first [R, C] on; size [R, C]; all long. `largest`: a
-    bound on sizes."""
+    """Which entries each cluster holds, as index tensors (long). owner [R, N]: the cluster of each entry (>= C: none);
+    within [R, N]: the entry's index in its cluster; flat [R, N]: entries grouped by cluster, ascending; first [R, C]: where
+    each cluster begins in `flat`; size [R, C]: entries of each cluster; `largest`: an upper bound of the sizes."""
 
     owner: Tensor
     within: Tensor
@@ -36,8 +37,9 @@ class Lists(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Keys of single entries: `keys` [M, L, d] readable by the device, of which `layer` is used; `read` returns float32 rows
-    [n, d] for entries [n]; `query` [d] float32 to compare with, by cosine similarity if `cosine`, else by dot product."""
+    """Keys of single entries, to choose among the members of a cluster that is retrieved only in part. `keys` [M, L, d] are
+    readable by the device, of which layer `layer` is used; `read` returns float32 rows [n, d] of entries [n]; `query` [d]
+    float32 is compared with them, by cosine similarity if `cosine`, else by dot product."""
 
     keys: Tensor
     layer: int
@@ -47,15 +49,16 @@ class Own(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Queries `rows` [R, n, d] float32 of a question, of which the first `number` [1] are its words."""
+    """The query vectors of a question: `rows` [R, n, d] float32, of which the first `number` [1] belong to words of the
+    user."""
 
     rows: Tensor
     number: Tensor
 
 
 class Late(NamedTuple):
-    """The newest `entries` entries of a stream, which are always retrieved; the stream has `units` [1] (device tensor) units
-    of `parts` entries each."""
+    """The newest `entries` entries of a stream, which every search retrieves. The stream has `units` [1] (a device tensor)
+    units so far, of `parts` entries each."""
 
     units: Tensor
     parts: int
@@ -229,9 +232,9 @@ def mean_query(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
 
 @operator("stream", serves=runs_triton_in_float32)
 def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None) -> Tensor:
-    """Predict the hidden states that enter the next layer: `words` [n, E] plus `known` [E] float32, the change that a layer
-    usually makes. Also writes the mean of the first `count` [1] rows to `before` [E], and its change to `seen` [E] unless
-    that is None."""
+    """Predict the hidden states that enter the next layer: `words` [n, E] plus `known` [E] float32, the usual change of a
+    layer. Also writes the mean of the first `count` [1] rows to `before` [E], and how much it changed since the previous
+    layer to `seen` [E] (None: do not)."""
     now = mean(words, count)
     if seen is not None:
         torch.sub(now, before, out=seen)
@@ -241,9 +244,10 @@ def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Ten
 
 @operator("stream")
 def host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
-    """Host slots [n] of `entries` [n] to prefetch (-1: none; distinct otherwise), -1 if not on the host. Updates `table`
-    [m]: the code of entry i, a host slot if below `slots` [1], becomes ``begin + i``, where the entry will be. All long; the
-    table's last element is scratch."""
+    """Look up which of `entries` [n] are on the host, and mark them in `table` as being prefetched. table [m] holds where
+    each entry is: below `slots` [1] a host slot, otherwise a place on the device; its last element is scratch. Returns host
+    slots [n], -1 for an entry that is on the device already (or -1 itself). The table's code of the i-th entry, if it was on
+    the host, becomes ``begin + i``, the place to which it will be copied. All long; entries are distinct."""
     found = table[entries]
     host = (found >= 0) & (found < slots)
     place = begin + torch.arange(len(entries), device=found.device)
@@ -252,7 +256,7 @@ def host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> 
 
 
 def alignment_of(slab: Sequence[Tensor]) -> int:
-    """A number of bytes that divides the addresses of all slabs (their alignment)."""
+    """The largest number of bytes that divides the addresses of all slabs."""
     return math.gcd(*(one.data_ptr() for one in slab))
 
 

@@ -28,11 +28,12 @@ def delta_rows(
     journal: Tensor,
     state: Tensor,
 ) -> Tensor:
-    """Run new rows of B sequences through convolution, gated delta rule, norm and gate, rounding as transformers' modules
-    do.
+    """Run new rows of B sequences through a Gated DeltaNet: convolution, gated delta rule, norm and gate. Rounds as
+    transformers' modules do.
 
-    The state lags behind the sequence; rows that it lacks are replayed from the journal, a ring buffer of projected rows. So
-    a sequence is rolled back by an earlier `start`, and padding rows at the end have no effect. Returns [B * n, H * V].
+    The recurrent state lags behind the sequence: columns that it does not contain yet are replayed from the journal, a ring
+    buffer of projected rows. So a sequence is rolled back by an earlier `start`, and padding rows at the end have no effect.
+    Returns [B * n, H * V].
 
     told     [B, 4] long. `start`: first new column; `base`: number of columns the state contains; `upto`: number it contains
              afterwards, at most `start`; `seat`: slot of the sequence in journal and state

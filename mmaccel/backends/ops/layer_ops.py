@@ -195,7 +195,8 @@ def _pass_shapes(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 def pass_rows(
     x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Linear layer on rows [R, K] plus residual, with the inputs of the following RMSNorm, which then needs no kernel.
+    """Linear layer on rows [R, K] plus residual, which also computes what the following RMSNorm needs, so that the norm
+    takes no kernel of its own.
 
     weight [E, K]; bias: none, or one of [E]; residual [R, E]; gain [E]: weight of that norm. Returns out [R, E], the sum;
     gained [R, E], out times gain, in the dtype of `x`; and squares [R, P] float32, partial sums of squares of out. A linear

@@ -1,5 +1,7 @@
 """Estimates for sparse patterns per head: sums of the last queries' attention over columns and diagonals (vertical-slash),
-the strongest of them, the key blocks that they touch, and the orderings of strided (grid) patterns.
+the strongest of them, the key blocks that they touch, and the orderings of strided (grid) patterns. A *line* is a column
+(one key for all queries) or a diagonal (one distance between query and key). A grid pattern groups keys by their index
+modulo a stride (the *residue class*); its *phase* is the class of a query minus that of the keys it sees.
 
 The attention of the last queries is reduced on the fly, by kernels for CUDA only. Every other device uses the plain forms:
 for `row_totals`, `line_sums` and `class_phases` the methods of `mmaccel.policies.sparse.estimate.LastQueries`, for
@@ -70,8 +72,8 @@ def class_phases(
     score: str,
     rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For a grid pattern: line and shift [B, H, 1] long, the column class and slash phase (modulo the stride) of best
-    `score`.
+    """Choose the lines of a grid pattern for each head: the class of its columns and the phase of its diagonals with the
+    best `score`. Returns line and shift, [B, H, 1] long each, and spread (see `rows`).
 
     pairing  order [B, n] int32: positions sorted by class; start [B, C + 1] int32: where each class begins in `order`;
              own [B, L] int32: the class of the key at each query's position; members [B, C or more] float32: how many
@@ -86,10 +88,11 @@ def class_phases(
 
 @_kernel
 def stride_scores(value: Tensor, at: Tensor, low: int, high: int, score: str) -> Tensor:
-    """Best `score` of a residue class of lines, summed over kinds, for each stride from `low` to `high`: [B, H, strides].
+    """Score each candidate stride of a grid pattern, from `low` to `high`: [B, H, strides].
 
-    value [kinds, B, H, n] float32: the weight of each column or diagonal by its distance from the newest; at [B]: the
-    largest distance there is.
+    A stride scores as its best residue class of lines does under `score`, summed over the kinds of lines. value [kinds, B,
+    H, n] float32: the weight of each column or diagonal, by its distance from the newest; at [B]: the largest distance there
+    is.
     """
     return value.new_empty(*value.shape[1:3], high - low + 1)
 
@@ -241,8 +244,8 @@ def _class_shapes(
 def turned_classes(
     order: Sequence[Tensor], phases: Sequence[Tensor], room: int, wide: bool, columns: int, rows: int
 ) -> list[Tensor]:
-    """Order queries and keys of each head by (residue class, position) for a strided (grid) pattern, from one order of all
-    heads.
+    """Sort the queries and keys of each head by (residue class, position) for its grid pattern, starting from one order that
+    all heads share.
 
     order, of all heads: queries [3, B, P] int32: row, position and class of each query, sorted by (class, position), absent
     ones last; q_begin [B, C + 1] int32: bounds of the classes of queries; keys [3, B, N] int32 and k_begin: the same for

@@ -86,8 +86,8 @@ class Resources:
     memory: int
 
     def stages(self, most: int, each: int, beside: int = 0) -> int:
-        """Number of pipeline stages, at most `most`, that fit shared memory: all but one take `each` bytes, and the rest of
-        the program takes `beside` bytes."""
+        """Number of pipeline stages, at most `most`, that fit into shared memory: each but one takes `each` bytes, and the
+        rest of the program takes `beside` bytes."""
         return max(1, min(most, 1 + (self.shared - beside) // each))
 
 
@@ -119,8 +119,8 @@ ARCHITECTURES = (
 
 
 def row_named(name: str) -> Architecture:
-    """The table row of an architecture by name. An unknown newer NVIDIA architecture gets the row of the last older one; any
-    other unknown one lacks all kernels."""
+    """The entry of the architecture `name` in the table. An unknown newer NVIDIA architecture gets the entry of the last
+    older one; any other unknown one lacks all kernels."""
     rows = {row.name: row for row in ARCHITECTURES}
     if name in rows:
         return rows[name]
@@ -138,7 +138,7 @@ def row_named(name: str) -> Architecture:
 
 @functools.cache
 def row_of(device: torch.device) -> Architecture:
-    """The table row of a CUDA or ROCm device of this machine."""
+    """The table's entry for a CUDA or ROCm device of this machine."""
     if torch.version.hip is not None:
         return row_named(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
     major, minor = torch.cuda.get_device_capability(device)
@@ -170,10 +170,11 @@ def resources(device: torch.device) -> Resources:
 
 
 def constant(make: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: caches results by hashable arguments (the last 256, until `cache_clear`), as constants for torch.compile.
+    """Decorator that caches the last 256 results of a function of hashable arguments, and lets torch.compile treat them as
+    constants.
 
     With `functools.cache` torch.compile would trace into the function, with a warning, and device queries cannot be part of
-    a graph.
+    a graph. `cache_clear` empties the cache.
     """
     kept: Any = functools.lru_cache(256)(make)
 
@@ -211,7 +212,7 @@ def is_traced() -> bool:
 
 
 def imported(module: str, name: str) -> Callable[..., Any]:
-    """The function `name` of `module`, which is imported at the first call."""
+    """Return the function `name` of `module`, which is imported only when the function is first called."""
     return lambda *args, **named: getattr(import_module(module), name)(*args, **named)
 
 

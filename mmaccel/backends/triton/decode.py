@@ -72,11 +72,11 @@ def piece_kernel(
     BIAS: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attention over one piece of the cache, for all heads of a key/value head; row r is head r % GROUP of new row r //
-    GROUP. Under BIAS the first `biased` columns have a score bias. WINDOW: bits of a word of `sees`. `lines` are strides
-    (`launch_args.lines`).
+    """Attention over one piece of the cache, for all query heads of a key/value head (flash-decoding).
 
-    part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) in float32; 0 and -inf for rows that see nothing of it.
+    Program row r is head r % GROUP of new row r // GROUP. Under BIAS the first `biased` columns have a score bias. WINDOW:
+    bits of a word of `sees`. `lines` are strides (`launch_args.lines`). part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS]
+    (base 2) are float32; 0 and -inf for rows that see nothing of the piece.
     """
     split = tl.program_id(0)
     g, b = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
@@ -209,7 +209,7 @@ def sums_of(
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products [BLOCK_O, BLOCK_R] of rows `r` with the weight rows at `line`; under GATED also with those of a second
-    weight. Loads issued before overlap with it."""
+    weight. The caller issues other loads before, which then overlap with it."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
     up = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
@@ -245,7 +245,8 @@ def squares_of(squares, r, mine, begin, PARTS: tl.constexpr, CHUNK: tl.constexpr
 
 @triton.jit
 def over_mean(first, squares, r, mine, eps, K: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr):
-    """1 / RMS [BLOCK_R] of rows `r` from their partial sums of squares; `first` [BLOCK_R, CHUNK] of these are loaded."""
+    """1 / RMS [BLOCK_R] of rows `r` from their partial sums of squares; the first CHUNK of these, `first`, are loaded
+    already."""
     total = tl.sum(first, 1)
     for begin in tl.range(CHUNK, PARTS, CHUNK):
         total += tl.sum(squares_of(squares, r, mine, begin, PARTS, CHUNK), 1)
@@ -335,7 +336,8 @@ class Tile(NamedTuple):
 
 
 def tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) -> Tile:
-    """The `Tile` for rows `x` [R, K] and `outputs` outputs, each of one or, gated, two `weights`; `block_k` inputs if given.
+    """Choose the `Tile` for rows `x` [R, K] and `outputs` outputs, of one weight or, gated, two `weights` each; `block_k`
+    inputs if given.
 
     Memory bandwidth is reached if enough loads are in flight and all programs start at once: so loads in flight are as many
     as shared memory allows with all programs resident. If there are too many programs, they run in waves with fewer loads

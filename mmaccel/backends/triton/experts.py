@@ -33,7 +33,8 @@ def open_kernel(
     x, chosen, gate_up, inner, k,
     E: tl.constexpr, DEEP: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up projection of one row by one of its experts, as silu(gate) * up: inner [R * k, DEEP]."""
+    """First half of a mixture of experts, for one row and one of its experts: gate and up projection, silu(gate) * up, to
+    inner [R * k, DEEP]."""
     pair = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     there = o < DEEP
@@ -51,7 +52,8 @@ def close_kernel(
     inner, chosen, share, down, out, k,
     E: tl.constexpr, DEEP: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Down projections of one row by its experts, summed with weights `share`: out [R, E]."""
+    """Second half of a mixture of experts, for one row: the down projections of its experts, summed with weights `share`, to
+    out [R, E]."""
     r = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     there = o < E

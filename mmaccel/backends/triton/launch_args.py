@@ -1,7 +1,7 @@
-"""Encodes kernel arguments so that Triton does not specialize on them: a new prompt length then compiles nothing.
+"""Encodes kernel arguments so that Triton does not specialize on their values: a new prompt length then compiles nothing.
 
-Triton specializes on integers that are 1 or multiples of 16. Single arguments can be excepted by name, entries of a tuple
-cannot, so they are passed as odd numbers other than 1.
+Triton specializes on integers that are 1 or multiples of 16. A single argument can be excepted by its name. Entries of a
+tuple cannot, so they are passed as odd numbers other than 1.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

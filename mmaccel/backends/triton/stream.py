@@ -102,7 +102,8 @@ def singled_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["V", "limit", "fewest"])
 def outside_kernel(SCORE, SIZE, OUT, V, limit, fewest, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
-    """Kernel of `beyond_budget`, for BLOCK visual clusters of a layer."""
+    """Kernel of `beyond_budget`, for BLOCK visual clusters of a layer: whether better-scored ones fill the budget
+    already."""
     row = tl.program_id(1).to(tl.int64) * V
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     score = _visual(SCORE + row, SIZE, at, V)[0]
@@ -322,7 +323,7 @@ def moved_kernel(
     X, COUNT, KNOWN, BEFORE, SEEN, OUT, n, row_n, E,
     SHOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `moved`, for some of the E columns of all rows."""
+    """Kernel of `moved` (predicted hidden states), for some of the E columns of all rows."""
     e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     count = tl.load(COUNT).to(tl.int32)
     mean = _total(X, row_n, e, E, count, ROWS, COLUMNS) / count
@@ -340,7 +341,7 @@ def moved_kernel(
 
 @triton.jit(do_not_specialize=["n", "last"])
 def foretold_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexpr):
-    """Kernel of `host_slots`, for some entries. Programs share no table slot but the last, which is not written."""
+    """Kernel of `host_slots`, for some entries. Only the table's last slot, which is scratch, is shared by programs."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(ENTRY + at, mask=at < n, other=-1)
     place = tl.where(entry < 0, last, entry)
@@ -499,8 +500,8 @@ def host_slots(table, entries, slots, begin):
 
 
 def gather_units(out, slab, base, slot, grain, *, programs=PROGRAMS, words=UNDER_WAY):
-    """Launch `ops.clusters.gather_units`: copy units from host memory to `out`; `programs` and `words` as the constants
-    above."""
+    """Launch `ops.clusters.gather_units`: copy units from host memory to `out`, by at most `programs` programs, with about
+    `words` words of loads under way."""
     slots, _, groups, tokens, size = slab[0].shape
     n = slot.shape[0]
     if n == 0:

@@ -68,8 +68,8 @@ class Batch:
         return len(self._live)
 
     def share(self, runner: Any, of: Callable[[Any, Sequence[Any]], Any]) -> None:
-        """Let steps of `runner`, and of drafts to come, be shared: `of(runner, known)` returns a `Runner.together`, one of
-        the `known` or a new one, or None if it shares no steps."""
+        """Let steps of `runner`, and of drafts opened later, be shared with other sequences. `of(runner, known)` returns the
+        `Runner.together` that runs its steps: one of the `known`, a new one, or None to share none."""
         with self._changed:
             self._of = of
             self._join(runner)
@@ -238,8 +238,8 @@ def _said(step: DraftStep, logits: dict[Speculation, Tensor]) -> dict[Speculatio
 
 @dataclass(frozen=True)
 class AnswersTogether:
-    """Runs one step of answers on several streams of a model as one batch: see `Runner.together`. `turns` is the model's
-    lock. A single answer runs its own step."""
+    """Runs one step of answers on several streams of a model as one batch (`Runner.together`); a single answer runs its own
+    step. `turns` is the model's lock."""
 
     turns: Any
 
@@ -268,7 +268,7 @@ def _alone(runner: Any, ids: Tensor) -> Tensor | Exception:
 
 @dataclass(eq=False)
 class BatchSlot:
-    """The place of one call of `generate` in a `Batch`.
+    """How one call of `generate` takes part in a `Batch`.
 
     generator  the call's random generator for sampling
     joined     called when the call's prompt is prefilled and its sequences join the batch

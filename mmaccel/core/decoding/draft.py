@@ -121,8 +121,8 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """One step of a draft model's `runner` over `ids` [n]. The draft gets logits [vocab], or only the argmax [1] if
-    `greedy`; tokens of `never` are excluded."""
+    """A request to run one step of a draft model: `runner` over `ids` [n]. The draft gets logits [vocab], or only the argmax
+    [1] if `greedy`; tokens of `never` are excluded."""
 
     runner: Runner
     ids: Tensor
@@ -132,11 +132,11 @@ class DraftStep:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The settings by which steps are grouped: steps of one kind may share a call of `said`."""
+        """What must be equal for steps to be evaluated together by one call of `said`."""
         return self.vocab, self.never, self.greedy
 
     def said(self, logits: Tensor) -> Tensor:
-        """Return what drafts get of logits [m, V]: [m, vocab], or the argmax [m, 1] if `greedy`."""
+        """Reduce the step's logits [m, V] to what drafts get: [m, vocab], or the argmax [m, 1] if `greedy`."""
         logits = resize(logits, self.vocab, float("-inf"))
         if never := [token for token in self.never if token < self.vocab]:
             logits = logits.index_fill(1, torch.tensor(never, device=logits.device), float("-inf"))
@@ -174,7 +174,8 @@ class DraftState(ABC):
         """Return the draft tokens that the target should verify next; may be empty."""
 
     def drafting(self, most: int | None = None) -> Drafting:
-        """Generator form of `propose`, of at most `most` tokens if possible: yields model steps for the caller to run."""
+        """Generator form of `propose`: yields the draft model's steps for the caller to run, and returns a proposal of at
+        most `most` tokens if the draft can choose."""
         yield from ()
         return self.propose()
 
@@ -249,7 +250,7 @@ def sent(work: Drafting, given: Tensor | Exception | None) -> DraftStep:
 
 
 def alone(work: Drafting) -> Any:
-    """Run the generator `work` to its end, each of its steps on its own; return what it returns."""
+    """Run the drafting generator `work` to its end, each of its model steps by itself; return what it returns."""
     given: Tensor | Exception | None = None
     while True:
         try:
@@ -373,7 +374,7 @@ _judged = Compiled(judge, warmup_s=2.4)
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one index, [1] long on the device of `p`, with weights `p` [V]; the generator may be on another device."""
+    """Sample one index, [1] long on the device of `p`, with weights `p` [V]; the generator may be on another device."""
     if generator is None or generator.device == p.device:
         return torch.multinomial(p, 1, generator=generator)
     return torch.multinomial(p.to(generator.device), 1, generator=generator).to(p.device)
@@ -395,5 +396,5 @@ def _faults(q: Tensor, ids: Tensor, vocab: int) -> Tensor:
 
 
 def real(p: Tensor) -> Tensor:
-    """Return `p` as float32, or unchanged if it is float64."""
+    """Return `p` in a dtype for probabilities: float64 stays, any other becomes float32."""
     return p if p.dtype == torch.float64 else p.float()

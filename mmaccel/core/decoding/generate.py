@@ -47,7 +47,7 @@ def speculate(
 
 
 def lockstep(sequences: Sequence[Speculation]) -> None:
-    """Decode several sequences to their ends, one round of each in turn.
+    """Decode several sequences to their ends, one round of draft and verification of each in turn.
 
     Each gets the tokens it would get alone, and the target reads its weights once for each (`batch.Batch` shares steps). A
     draft in another process works on one sequence while the target verifies another. All drafts are closed, also on errors.
@@ -184,7 +184,7 @@ class Speculation:
 
     @torch.no_grad()
     def take(self, logits: Tensor | None) -> None:
-        """Commit tokens, given the target's logits [n, V] of the offered rows."""
+        """Verify the offered rows by the target's logits [n, V], and commit the accepted tokens."""
         first, self._first = self._first, None
         if first is not None:
             prompt = self._prompt
@@ -263,7 +263,7 @@ class Speculation:
 
 
 class Ended(Exception):
-    """The deadline ended a call; `reason` is "timeout" or "cancelled". Internal: users never see it."""
+    """Internal signal that a call must end: `reason` is "timeout" or "cancelled". Users never see it."""
 
     def __init__(self, reason: Over) -> None:
         super().__init__(reason)

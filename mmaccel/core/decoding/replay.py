@@ -19,8 +19,8 @@ _alone = threading.Lock()
 
 
 def captured(work: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Any, Any]:
-    """Capture `work` as a CUDA graph without running it; return the graph and the tensors a replay writes, valid until
-    another graph of `pool` replays.
+    """Capture `work` as a CUDA graph without running it; return the graph and the tensors that a replay fills. Their
+    contents are valid until another graph of `pool` is replayed.
 
     Not by `torch.cuda.graph`, which collects garbage and frees the pool: there are many captures, one after another.
     """
@@ -47,8 +47,8 @@ def _side(device: torch.device, replaying: int) -> Any:
 
 
 class Replays:
-    """Caches CUDA graphs of work by name. The work reads and writes fixed addresses; the host passes inputs through a
-    `room`.
+    """Caches CUDA graphs of repeated work, by name. The work reads and writes fixed addresses; the host passes inputs
+    through buffers (`room`).
 
     The first call of a name runs the work eagerly, the second captures it, later ones replay. Without CUDA, and for work
     that cannot be captured, every call is eager.
@@ -74,20 +74,23 @@ class Replays:
         self._pool: Any = None
 
     def under(self, mark: Hashable) -> None:
-        """Set the mark; if it differs from the last one, drop all captures and rooms, as what they read has moved."""
+        """Declare by `mark` where the data lies that captured work reads; if `mark` differs from the last one, all captures
+        and buffers are dropped."""
         if mark != self._mark:
             self._held.clear()
             self._rooms.clear()
             self._mark, self._pool = mark, None
 
     def ready(self, name: Hashable, at: Hashable = None) -> bool:
-        """Return whether a call of `name` would replay a capture or can never be captured; `at` ...: for any `at`."""
+        """Return whether a call of `name` needs no capture any more: it would replay one, or can never be captured. `at`
+        ...: for any `at`."""
         held = self._held.get(name, {})
         some = held.values() if at is ... else [held.get(at)]
         return not self.works or any(isinstance(one, _Replay | str) for one in some)
 
     def room(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the buffer `name` that captured work reads and writes: made once, of zeros; a change of `mark` drops it."""
+        """Return the input or output buffer `name` of captured work: allocated once, as zeros, and dropped when `mark`
+        changes."""
         known = (name, shape, dtype)
         if known not in self._rooms:
             with torch.inference_mode(False):
@@ -173,7 +176,7 @@ SIZES = 4
 
 
 class Compiled:
-    """A function of tensors that inductor compiles, as one graph, once that pays; until then it runs eagerly.
+    """A function of tensors that is compiled by inductor, as one graph, once that pays off; until then it runs eagerly.
 
     It pays for given tensor sizes once the eager calls of these sizes have cost as much extra time as compiling takes. So
     the total is at most twice that of the better choice, whatever calls come, and nothing is spent on sizes that do not

@@ -46,7 +46,8 @@ def accept_tree(
 
 
 def distinct(ids: Tensor, parents: Tensor) -> Tensor:
-    """Return tree tokens `ids` [n] with -1 in place of each token that equals an earlier sibling."""
+    """Return tree tokens `ids` [n] in which each token that repeats an earlier child of the same parent is replaced by
+    -1."""
     equal = (ids[:, None] == ids) & (parents[:, None] == parents)
     return ids.masked_fill(equal.tril(-1).any(-1), -1)
 

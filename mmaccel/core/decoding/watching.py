@@ -44,8 +44,8 @@ class QuestionAttention:
     paid: Tensor
 
     def to(self, numbers: Tensor, places: Tensor, unit: int) -> Tensor:
-        """Return [k, m], the attention paid to the tokens at `places` [m] of units (frames) `numbers` [m], for a model with
-        `unit` tokens per unit."""
+        """Look up the attention [k, m] paid to single tokens: those at indices `places` [m] of units (frames) `numbers` [m],
+        for a model with `unit` tokens per unit."""
         wanted, tokens = numbers * self.unit + places * self.unit // unit, self.tokens.to(numbers.device)
         paid = self.paid.to(numbers.device)
         if not tokens.numel():
@@ -75,8 +75,8 @@ class DraftStream(ABC):
 
     @abstractmethod
     def ask(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
-        """Start `question`, whose answer may have `room` tokens; the draft state reads it. `heard`, if the draft has a
-        pruner: the attention of the target's question."""
+        """Prepare `question` for drafting, whose answer may have `room` tokens; the draft reads it when tokens are first
+        needed. `heard`: the attention of the target's question, for a draft with a pruner."""
 
     @abstractmethod
     def done(self) -> None:

@@ -115,7 +115,7 @@ class Wire:
 
 
 class Outbox:
-    """Sends messages in order from a background thread, which exists while any message is pending.
+    """Sends messages in order from a background thread, which lives only while a message is pending.
 
     send   a function of a message's kind, numbers and `blob`, its bytes in pieces; see `Wire.send`
     error  why a message was not sent; those after it are dropped
@@ -259,7 +259,8 @@ class Worker:
         raise DraftError(f"{error}{why}") from error
 
     def drain(self) -> list[Message]:
-        """Return all messages that have arrived, before a new task is sent: a worker whose messages nobody reads blocks."""
+        """Return all messages that have arrived. Called before a new task is sent, as a worker whose messages nobody reads
+        blocks."""
         self._heard = time.monotonic()
         return list(iter(lambda: self.receive(0.0), None))
 
@@ -318,7 +319,7 @@ def _end(
 
 @contextlib.contextmanager
 def beating(wire: Wire) -> Iterator[None]:
-    """Context in which this process sends a heartbeat twice a second over `wire`."""
+    """Context in which a thread sends a heartbeat over `wire` twice a second."""
 
     def beat() -> None:
         with contextlib.suppress(DraftError):

@@ -99,7 +99,8 @@ def read_json(path: Path, wanted: Mapping[str, type]) -> dict[str, Any]:
 
 
 def numbers(value: Any, what: str, end: int, failure: type[MmaccelError] = ModelError) -> list[int]:
-    """Return `value` if it is a list of whole numbers from 0 to below `end`; else raise `failure`, naming it `what`."""
+    """Check that `value` is a list of whole numbers from 0 to below `end`, and return it; else raise `failure`, naming it
+    `what`."""
     if not isinstance(value, list) or any(type(one) is not int or not 0 <= one < end for one in value):
         raise failure(f"{what} is {shown(value)} where numbers below {end} are wanted; the file is damaged.")
     return value

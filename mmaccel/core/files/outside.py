@@ -36,7 +36,8 @@ Failure = type[MmaccelError]
 
 
 def regular(path: str | os.PathLike[str], what: str, failure: Failure, fix: str = "give a file") -> int:
-    """Return the size in bytes of the regular file `path`, without opening it; raise `failure` for anything else."""
+    """Check that `path` is a regular file, without opening it, and return its size in bytes; raise `failure` for anything
+    else."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
@@ -186,7 +187,7 @@ class _Limited(yaml.SafeLoader):
 
 
 def reason(error: BaseException) -> str:
-    """Return the reason of a system error in a few words."""
+    """Return in a few words why the operating system refused: the text of a system error."""
     return (
         _clipped(getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".").lower()
     )

@@ -11,8 +11,8 @@ from mmaccel.core.memory.kv import StreamState
 
 
 class FrameMemory(StreamState):
-    """A stream memory that stores frames and runs the model on some of them for each question. It takes no forward pass
-    itself: the question runs on the memory from `fresh`, filled with the units from `pick`."""
+    """A stream memory that stores frames instead of keys and values, and runs the model on some of them for each question.
+    It takes no forward pass itself: the question runs on the memory from `fresh`, filled with the units from `pick`."""
 
     @abstractmethod
     def keep(self, frames: Tensor) -> None:

@@ -108,14 +108,14 @@ class KVState(ABC):
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     def wrote(self, count: int) -> None:
-        """Record that `count` new columns were written into the `buffers` of all layers, after those held."""
+        """Record that a caller wrote `count` new columns into the `buffers` of all layers, after those held."""
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     follows: ClassVar[bool] = False
     """Whether it is a part of the recipe's own memory, so that a pruner has been at work."""
 
     def lacks(self, layer: int) -> int:
-        """Return how many prompt columns of the sequence `layer` does not hold, because a pruner dropped them."""
+        """Return how many columns of the prompt `layer` does not hold, as a pruner dropped them before it."""
         return 0
 
     def save(self, path: str | Path) -> None:
@@ -230,9 +230,10 @@ class UnitEvidence:
 
 @dataclass(frozen=True, eq=False)
 class CacheSlot:
-    """Where the rows of a question or an answer are written at one layer: after the first `column` columns of buffers key
-    and value [1, G, N, D], whose keys are after RoPE; `angles` are the rows' cosines and sines [1, 1, n, D], `bias` that of
-    `KVView`. A row sees the columns up to its own. There is room for at least `MARGIN` rows."""
+    """Where the new rows of a question or an answer are written at one layer, by a caller that applies RoPE itself. They go
+    after the first `column` columns of the buffers key and value [1, G, N, D], whose keys are after RoPE; `angles` are the
+    rows' cosines and sines [1, 1, n, D], `bias` that of `KVView`. A row sees the columns up to its own. There is room for at
+    least `MARGIN` rows."""
 
     key: Tensor
     value: Tensor
@@ -303,9 +304,9 @@ class StreamState(KVState):
         return count
 
     def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
-        """Return how many units (frames) come before question `stream_pass` by its positions (called before it runs), and
-        whether units keep their own positions: then all units count, else those shown, as they get consecutive positions (an
-        upper bound if not yet known)."""
+        """Return how many units (frames) question `stream_pass` will see, and whether these keep their own positions. Called
+        before the question runs; its positions follow from it. If they keep them, all units of the stream count. Otherwise
+        they get consecutive positions, and those shown count (an upper bound if not yet known)."""
         return self.units(), True
 
     def begin_ingest(self) -> None:
@@ -316,8 +317,8 @@ class StreamState(KVState):
         """End an ingestion, and do work that was put off while units (frames) came; no more units come for now."""
 
     def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
-        """Forget units (frames) that are too old, by the seconds at which each was `shown`, except `pinned` ones, which from
-        now on stay even if memory is full. Return the numbers of all units forgotten since the last call."""
+        """Forget units (frames) that are too old, and return the numbers of all units forgotten since the last call. `shown`
+        gives the seconds at which a unit was shown. Units that are `pinned` stay, from now on even if memory is full."""
         return []
 
     def evidence(self) -> dict[int, UnitEvidence]:

@@ -65,7 +65,7 @@ class PrunedKVState(KVState):
         return self._owner[layer]
 
     def size(self, part: int, length: int) -> int:
-        """Return how many of the first `length` columns of the sequence the layers of `part` hold."""
+        """Return the number of columns that the layers of `part` hold, of the first `length` columns of the sequence."""
         kept = self.kept[part]
         if kept is None:
             return length
@@ -118,9 +118,10 @@ class PrunedKVState(KVState):
         return view
 
     def recall(self, query: Tensor, key: Tensor, column: Tensor | None = None) -> Tensor | None:
-        """Return [n] ascending: the prompt columns that a decoded token sees after `scoring_layer`, by its attention there,
-        with `query` [1, H, 1, D] over `key` [1, G, N, D], its own included; None: all. `column` [N], ascending: which
-        columns the keys are if the memory has evicted some; only these, and shares of these, are chosen."""
+        """Choose the prompt columns [n], ascending, that a decoded token sees in the layers after `scoring_layer`; None:
+        all. They are chosen by its attention there: `query` [1, H, 1, D] over `key` [1, G, N, D], its own included. `column`
+        [N], ascending: which columns the keys are, if the memory has evicted some; only these, and shares of these, are
+        chosen."""
         if self._watched is None:
             return None
         groups = key.shape[1]

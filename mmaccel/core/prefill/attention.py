@@ -95,8 +95,9 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class Note:
-    """Facts of a forward pass that the multimodal model passes on to the text model: the layout of the new columns, whether
-    they are draft tokens to verify and their tree, probes, a `mask`, and `images` with bidirectional attention."""
+    """Facts of a forward pass that the multimodal model hands to the text model. These are: the layout of the new columns,
+    whether they are draft tokens to verify and their tree, probes, a `mask`, and the `images` with bidirectional
+    attention."""
 
     layout: TokenLayout | None = None
     mask: Tensor | None = None
@@ -154,8 +155,8 @@ class ForwardPass(PrefillPass):
     """By what compiled layers find this pass, which is no tensor."""
 
     def pays(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
-        """Return whether the pattern of `layer` is faster than dense attention to `view` (None: all), by sizes and measured
-        costs.
+        """Return whether the pattern of `layer` is faster than dense attention to `view` (None: all columns), by sizes and
+        measured costs.
 
         It is faster if even the most blocks that it may list are. Otherwise the expected number of blocks decides, scaled by
         how far this was off in the previous pass (of an ingestion) or at the last sparse layer, whose count is waited for.

@@ -66,7 +66,7 @@ class Context:
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
     def agreed(self, choice: Choice) -> Choice:
-        """Return the first process's choice of a backend, for all processes, as all have to plan alike."""
+        """Return the backend `choice` of the first process in every process, as all have to plan alike."""
         found = [choice]
         dist.broadcast_object_list(found, group=self.group, group_src=0)
         return found[0]
@@ -77,7 +77,8 @@ class Context:
         return tuple(end - begin for begin, end in pairwise(ends))
 
     def each(self, x: Tensor, dim: int, sizes: Sizes) -> list[Tensor]:
-        """Gather `x` from every process, by rank; `sizes` are their lengths along `dim`, all other dimensions are equal."""
+        """Gather `x` from every process (all-gather), by rank; `sizes` are their lengths along `dim`, all other dimensions
+        are equal."""
         most = max(sizes)
         shape = *x.shape[:dim], most - x.shape[dim], *x.shape[dim + 1 :]
         padded = torch.cat([x, x.new_empty(shape)], dim).contiguous()

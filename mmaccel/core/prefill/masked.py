@@ -34,14 +34,16 @@ class Images:
     layers: frozenset[int]
 
     def of(self, layer: int, start: int, layout: TokenLayout) -> NewImages | None:
-        """Return the images among the columns of `layout` from `start` on, for `layer`; None if there are none."""
+        """Return the images that lie among the columns of `layout` from `start` on; None if there are none, or if `layer` is
+        causal."""
         if layer not in self.layers:
             return None
         spans = tuple(one for one in self.spans if start <= one[1] and one[2] <= layout.length)
         return NewImages(spans, start, layout) if spans else None
 
     def next_cut(self, end: int) -> int:
-        """Return the first column from `end` on at which a prompt can be cut without splitting an image."""
+        """Return the first column, from `end` on, before which a prompt can be cut into chunks without splitting an
+        image."""
         while (
             later := max((past for _, begin, past in self.spans if begin < end < past), default=end)
         ) > end:
@@ -57,21 +59,23 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class NewImages:
-    """Images among the new columns of a pass: those of `layout` from `start` on."""
+    """The images with bidirectional attention among the new columns of a pass, which are those of `layout` from `start`
+    on."""
 
     spans: tuple[Span, ...]
     start: int
     layout: TokenLayout
 
     def pairs(self, batch: int) -> Tensor:
-        """Return [batch, 1] float64: the number of pairs of an image token and a later one of the same image."""
+        """Count, for each sequence, the pairs of an image token and a later token of the same image: [batch, 1] float64."""
         counts = [[0.0] for _ in range(batch)]
         for b, begin, past in self.spans:
             counts[b][0] += (past - begin) * (past - begin - 1) / 2
         return torch.tensor(counts, dtype=torch.float64)
 
     def opened(self, unseen: Tensor, columns: Tensor) -> Tensor:
-        """Return `unseen` [B, 1, n, N], which hides keys at `columns` [N] from new columns, without pairs in one image."""
+        """Unhide pairs within one image in the mask `unseen` [B, 1, n, N], which is True where a new column may not see the
+        key at `columns` [N]; return the new mask."""
         rows = torch.arange(self.start, self.layout.length, device=columns.device)[:, None]
         open_ = torch.zeros_like(unseen)
         for b, begin, past in self.spans:
@@ -79,7 +83,8 @@ class NewImages:
         return unseen & ~open_
 
     def later(self, query: Tensor, key: Tensor) -> AttentionPlan:
-        """Return the attention plan of pairs of an image token and a later one of its image; cached for all layers."""
+        """Return the plan of the pairs that causal attention leaves out: an image token and a later one of its image. Cached
+        for all layers."""
         sizes = len(query), query.shape[1], query.shape[2], key.shape[2], self.layout.length
         memo, name = self.layout.memo, ("later", self.spans, sizes)
         return remember(memo, name, lambda: later_plan(self.spans, *sizes, key.device))

@@ -86,7 +86,7 @@ def joined(parts: Sequence[Part], heads: int, blocks: tuple[int, int]) -> Part:
 
 
 def adjacent(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[int, int]]:
-    """Yield runs begin .. end of adjacent heads, each of at most `most` heads."""
+    """Yield the runs (begin, end) of adjacent heads among `heads`, each of at most `most` heads."""
     begin = 0
     for at in range(1, len(heads) + 1):
         if at == len(heads) or heads[at] != heads[at - 1] + 1 or at - begin == most:
@@ -161,7 +161,7 @@ class TensorPacker:
 
 
 class Piece(NamedTuple):
-    """A key span of some heads, whose first query row is `begin` among their rows."""
+    """A key span of some heads in a merged plan; `begin` is its first query row among the rows of these heads."""
 
     heads: tuple[int, ...]
     begin: int
@@ -169,11 +169,11 @@ class Piece(NamedTuple):
 
     @property
     def hi(self) -> int:
-        """The end of the range of distances of this piece's span, shifted to begin at 0."""
+        """The end of the span's range of distances, after a shift by which all ranges begin at 0."""
         return FAR if self.span.hi >= FAR else self.span.hi - self.span.lo
 
     def keys(self, known: list[Tensor]) -> Any:
-        """Return an identity of the span's keys: their addresses, or while a graph is traced their index in `known`, to
+        """Return what identifies the span's keys: their addresses, or while a graph is traced their index in `known`, to
         which new tensors are added."""
         traced = torch.compiler.is_compiling()  # an address is not known there
         keys = [t for t in (self.span.k_row, self.span.k_pos, self.span.bias) if t is not None]

@@ -37,7 +37,8 @@ def numbered(heads: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class HeadRun(NamedTuple):
-    """Query heads of adjacent key/value groups, equally many of each, so that their keys are a slice and not a copy."""
+    """A run of query heads that need no copy of their keys: adjacent key/value groups, with equally many query heads of
+    each."""
 
     heads: tuple[int, ...]
     groups: slice
@@ -51,7 +52,8 @@ class HeadRun(NamedTuple):
 
 
 def head_runs(heads: Sequence[int], group: int) -> list[HeadRun]:
-    """Split query `heads` into `HeadRun`s; adjacent key/value heads with equally many share one. `group` is H / G."""
+    """Split the query heads `heads` into `HeadRun`s: adjacent key/value heads that serve equally many of them share a run.
+    `group` is H / G."""
     by_group: dict[int, list[int]] = {}
     for head in sorted(heads):
         by_group.setdefault(head // group, []).append(head)

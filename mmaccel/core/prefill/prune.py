@@ -56,7 +56,8 @@ class PrefillPass:
 
 
 class Probe:
-    """Reads what the layers of one forward pass compute; override its methods. An error raised in one aborts the pass."""
+    """Reads what the layers of one forward pass compute; subclasses override its methods. An error in one of them aborts the
+    pass."""
 
     def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
         """Read the input `hidden` [B, n, E] of `layer` for the new columns of `run`; the number of layers stands for the
@@ -94,7 +95,7 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Result of a pruning stage: the kept columns [n], ascending, and their new states [n, E] (None: unchanged)."""
+    """What a pruning stage keeps: columns [n], ascending, and their new states [n, E] (None: unchanged)."""
 
     columns: Tensor
     states: Tensor | None = None

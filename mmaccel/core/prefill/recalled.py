@@ -77,17 +77,16 @@ class WrappedMemory(StreamState):
 
 
 def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
-    """Warn, and note in the report, that `pruner` did nothing, as the prompt has no tokens that it prunes."""
+    """Warn, and note in the report, that `pruner` had nothing to do: the prompt has no tokens of a kind that it prunes."""
     what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
     meter.note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
     warn(f"{sentence}.")
 
 
 class TimeRangeMemory(WrappedMemory):
-    """Wraps the stream memory `state` so that a question sees only the units (frames) ``first .. end`` and the head, and no
-    summary tokens, which stand for other units too.
+    """Wraps the stream memory `state` so that a question sees only the head and the units (frames) ``first .. end``.
 
-    count  the most tokens of units that any layer shows
+    Summary tokens are hidden, as they stand for other units too. count: the most tokens of units that any layer shows.
     """
 
     def __init__(self, state: StreamState, stream: Stream, first: int, end: int) -> None:

@@ -132,9 +132,9 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     def expected_blocks(
         self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
     ) -> float:
-        """Estimate the key blocks listed for one head, `n_query` rows and `n_key` keys, before any query is seen: what only
-        queries can tell counts with its least value. `layouts`, of queries and keys, are read once to refine it. Backend
-        "auto" decides by it whether a prompt is planned or dense."""
+        """Estimate how many key blocks will be listed for one head, `n_query` rows and `n_key` keys, before any query is
+        known. What depends on queries counts with its least value. `layouts`, of queries and keys, are read once to refine
+        the estimate. Backend "auto" decides by it whether a prompt is planned or dense."""
         return self.max_blocks_total(n_query, n_key)
 
     def per_head(self, heads: int) -> tuple[str, ...]:
@@ -193,7 +193,8 @@ def attend_plan(
 
 
 def launches(plan: AttentionPlan) -> list[Part]:
-    """Return the parts of a plan to launch, with parts of a merge group that are for all heads joined into one; cached."""
+    """Return the parts of a plan to launch; those parts of a merge group that are for all heads are joined into one.
+    Cached."""
 
     def made() -> list[Part]:
         groups: dict[int, list[Part]] = {}
@@ -225,7 +226,8 @@ def _same_rows(one: Part, other: Part) -> bool:
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two disjoint key sets: out [..., D], lse [...] of each; the result is in the type of the lse."""
+    """Merge attention over two disjoint key sets exactly, by log-sum-exp: out [..., D] and lse [...] of each. The result has
+    the dtype of the lse."""
     total = torch.logaddexp(lse, other_lse)
     safe = total.masked_fill(total == -torch.inf, 0.0)
     mine, theirs = (lse - safe).exp()[..., None], (other_lse - safe).exp()[..., None]
@@ -258,7 +260,8 @@ def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
 def planner(
     pattern: Any, shape: measure.Shape, device: torch.device
 ) -> Callable[[int], Callable[[], object]]:
-    """Return a function of a token count n, which returns a call that plans a layer of n tokens (`measured_costs`)."""
+    """Return a benchmark of planning for `measured_costs`: a function of a token count n that returns a call, which plans a
+    layer of n tokens."""
 
     def plan(n: int) -> Callable[[], object]:
         place = torch.arange(n, device=device)[None]

@@ -240,8 +240,8 @@ def _shown(info: StreamInfo, evidence: Mapping[int, UnitEvidence]) -> tuple[Evid
 
 
 def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.device) -> TokenLayout | None:
-    """Return the layout [1, rows] of the rows of question `asking`, those of a video's end marks first, if the pattern of
-    `recipe` may plan some; else None."""
+    """Return the layout [1, rows] of the rows of question `asking` if the sparse pattern of `recipe` may plan some of them;
+    else None. The rows begin with a video's end marks."""
     if recipe.sparse.dense or rows < MIN_ROWS or rows <= recipe.dense_tail:
         return None
     count = len(asking.ids)

@@ -27,8 +27,9 @@ FACTS = "stream.json"
 
 
 class LocalDraftStream(DraftStream):
-    """A `DraftStream` on a draft model in this process, with its own KV memory `kv`; it begins with the first frames. Of
-    what a question retrieves the draft reads only what `prune` keeps; `counts` are its tokens, before and after."""
+    """A `DraftStream` whose draft model runs in this process, with its own KV memory `kv`; it begins with the first frames.
+    Of what a question retrieves the draft reads only what `prune` keeps; `counts` are the numbers of these tokens, before
+    and after."""
 
     def __init__(
         self, adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None, prune: TokenPruner | None = None

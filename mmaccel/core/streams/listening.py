@@ -43,7 +43,7 @@ class AttentionRecording(MemoryWrapper):
         return {"input_hooks": {layer: partial(note, layer) for layer in heard}} if heard else {}
 
     def unit_states(self, layer: int) -> Tensor:
-        """Return the recorded input [n, E] of `layer` for the tokens of all units (frames)."""
+        """Return the recorded hidden states [n, E] that entered `layer`, for the tokens of all units (frames)."""
         if len(self.states[layer]) > 1:
             self.states[layer] = [torch.cat(self.states[layer])]
         return self.states[layer][0] if self.states[layer] else torch.zeros(0, 1)
@@ -173,8 +173,8 @@ class GuidedWrapper(MemoryWrapper):
 
 
 class GuidedRecall(RecallPruning):
-    """A draft's stream memory during a question, reduced in each layer to the retrieved tokens that the draft's `pruner`
-    keeps.
+    """A draft's stream memory during a question: each layer shows only those of its retrieved tokens that the draft's
+    `pruner` keeps.
 
     The pruner's signal is the attention that the target's question paid to the same tokens (`QuestionAttention`), as one
     row; 0 for tokens that the target did not see. If a memory cannot tell which tokens it shows, all have equal scores, and

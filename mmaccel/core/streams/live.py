@@ -24,8 +24,8 @@ Done = TypeVar("Done")
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Context in which the garbage collector skips all present objects (`gc.freeze`), the model above all: a full collection
-    would delay a token by a third of a second. For commands, which own their process."""
+    """Context in which Python's garbage collector skips all present objects, the model above all (`gc.freeze`). A full
+    collection would delay a token by a third of a second. For commands, which own their process."""
     gc.collect()
     gc.freeze()
     try:
@@ -257,7 +257,8 @@ def threaded(work: Callable[[], Done]) -> asyncio.Future[Done]:
 
 
 async def ended_with(work: asyncio.Future[Done], deadline: Deadline) -> Done:
-    """Return the result of `work`; if the waiting task is cancelled, cancel `deadline` and wait for the pass to end."""
+    """Await `work` and return its result. If the waiting task is cancelled, cancel `deadline` too, and wait until the
+    running pass has ended."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

@@ -39,9 +39,9 @@ class Clip:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Token ids [n] after the video and its end marks, with input embeddings [n, E]. ``words[0] .. words[1]`` are the user's
-    own; from `visual` on no token stands for an image or a video; `layout` [1, n] tells their modality (None: all are text);
-    `after` [A, n] are positions as in `PositionIds`."""
+    """A question on a stream, tokenized: ids [n] of what follows the video and its end marks, with input embeddings [n, E].
+    ``words[0] .. words[1]`` are the user's own; from `visual` on no token stands for an image or a video; `layout` [1, n]
+    tells their modality (None: all are text); `after` [A, n] are positions as in `PositionIds`."""
 
     ids: Tensor
     words: tuple[int, int]
@@ -62,16 +62,16 @@ class TokenChoice:
 
 
 class RunningStates(ABC):
-    """Recurrent states of layers without keys and values (linear attention). They have read all rows of the stream; no
-    memory policy selects among these."""
+    """The recurrent states that layers without keys and values (linear attention) carry along a stream. They have read all
+    rows of the stream; no memory policy selects among these."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """Return the present recurrent states, for `back`."""
+        """Return the present recurrent states, to which `back` can return."""
 
     @abstractmethod
     def back(self, mark: Any) -> None:
-        """Restore the recurrent states returned by `mark`."""
+        """Restore the recurrent states that `mark` returned."""
 
     @abstractmethod
     def crop(self, count: int) -> None:
@@ -85,12 +85,13 @@ class RunningStates(ABC):
     def put(
         self, read: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
     ) -> None:
-        """Restore saved recurrent states; `read` returns tensors for given names, shapes, types, or raises."""
+        """Load saved recurrent states. `read` gets the shape and dtype wanted for each name, and returns tensors that fit,
+        or raises."""
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate parts [., E] of the layers' input to [n, E]; parts without the extra features that others carry
-    (`StreamModel.unit_embeds`) are padded with zeros."""
+    """Concatenate parts [., E] of the layers' input to [n, E]. Some parts are wider, as they carry features for later layers
+    (`StreamModel.unit_embeds`); the others are padded with zeros."""
     wide = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, wide - part.shape[1])) for part in parts])
 
@@ -216,7 +217,8 @@ class FairLock:
         self._aside(lambda: self._still is None and self._late() is not None, still=True)
 
     def between(self, device: torch.device, *_: Any) -> None:
-        """Between two layers of a pass on `device`: yield to answer tokens; while one waits, stay at most a layer ahead."""
+        """Called between two layers of a pass on `device`: lets waiting answer tokens have their turns. While one waits, the
+        host runs at most one layer ahead of the device."""
         with self._lock:
             waits = any(one.token for one in self._waiting)
         if waits and device.type == "cuda":
@@ -289,7 +291,7 @@ class FairLock:
             self._depth = depth
 
     def forked(self) -> None:
-        """Reset the lock in a forked process, in which only the forking thread runs on."""
+        """Reset the lock after a fork: in the child process only the forking thread exists, so no other can hold it."""
         mine = self._holder == threading.get_ident()
         self._lock, self._waiting = threading.Lock(), deque()
         self._holder, self._depth = (self._holder, self._depth) if mine else (None, 0)

@@ -146,7 +146,8 @@ def read_stream(
 
 
 def lasting(kv: KVPolicy) -> dict[str, Any] | None:
-    """Return a stream memory's fields that matter before a question, JSON-ready; None for other policies."""
+    """Return those fields of a stream memory on which its stored content depends, JSON-ready; None for a policy of another
+    kind."""
     if not isinstance(kv, StreamPolicy):
         return None
     fields = plain(Recipe(kv=kv).to_dict()["kv"]).items()

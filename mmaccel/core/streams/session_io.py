@@ -140,7 +140,7 @@ def load(
 
 
 def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON-ready `facts` with a CRC-32 checksum of all of them added."""
+    """Return JSON-ready `facts` with their CRC-32 checksum added."""
     bare = {name: value for name, value in facts.items() if name != CHECKSUM}
     return {**bare, CHECKSUM: zlib.crc32(json.dumps(bare, sort_keys=True).encode())}
 
@@ -220,7 +220,7 @@ def _check_file(where: Path, name: str, known: Any) -> None:
 
 
 def writable(path: Path) -> None:
-    """Raise `ModelError` if a session cannot be saved to `path`, for example because other files are there."""
+    """Check that a session can be saved to `path`; raise `ModelError` if not, for example because other files are there."""
     try:
         place = path.resolve()
         above = next(one for one in (place, *place.parents) if one.exists())
@@ -237,7 +237,7 @@ def writable(path: Path) -> None:
 
 
 def ours(name: str) -> bool:
-    """Return whether a path within a session's folder is one that a save writes."""
+    """Return whether a save writes the path `name` within a session's folder; all other files there belong to the user."""
     parts = PurePosixPath(name).parts
     if ".." in parts or not parts or "\0" in name:
         return False

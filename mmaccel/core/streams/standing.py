@@ -53,7 +53,7 @@ class StandingQuestion:
         self._thread.start()
 
     def came(self) -> None:
-        """Tell the question's thread that frames came: it asks again if `every` seconds have passed. Returns at once."""
+        """Tell the question's thread that new frames came: it asks again if `every` seconds have passed. Returns at once."""
         self._came.set()
 
     def cancel(self) -> None:

@@ -303,11 +303,11 @@ class StreamRunner:
         return hidden
 
     def shown(self, unit: int) -> float:
-        """Return the time, in seconds of the stream, at which a unit (frame) was shown."""
+        """Return when a unit (frame) was shown, in seconds of the stream."""
         return self.info.times[self.info.spans[unit][0]]
 
     def pinned(self, unit: int) -> bool:
-        """Return whether a unit (frame) was shown in a pinned stretch of time."""
+        """Return whether the user pinned the time at which a unit (frame) was shown."""
         return any(begin <= self.shown(unit) <= end for begin, end in self.info.pins)
 
     # Going back.
@@ -354,7 +354,7 @@ def frame_size(frames: Tensor) -> tuple[int, int]:
 
 
 def filled(frames: Tensor, pace: int) -> Tensor:
-    """Return `frames` with the last one repeated, as processors do, to fill whole units of `pace` frames."""
+    """Pad `frames` to whole units of `pace` frames by repeating the last one, as processors do."""
     short = -len(frames) % pace
     return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames
 
@@ -362,9 +362,9 @@ def filled(frames: Tensor, pace: int) -> Tensor:
 def shown_at(
     how: str, clip: Clip, given: list[float] | None, done: int, info: StreamInfo | None
 ) -> tuple[list[float], bool]:
-    """Return the seconds at which a clip's frames are shown, following the stream of `info`, and whether they are known.
-    `given` are those of all frames of a call, `done` of which came before. Raises `ModelError`, which names the call
-    `how`."""
+    """Return the seconds at which the frames of a clip are shown, after those of the stream `info`, and whether they are
+    known or made up. `given` are the times of all frames of a call, `done` of which came before. Raises `ModelError`, which
+    names the call `how`."""
     count = clip.frames.shape[0]
     if not count:
         raise ModelError(f"{how}: the clip has no frames; give at least one.")
@@ -383,7 +383,8 @@ def shown_at(
 def moments(
     last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
 ) -> list[float]:
-    """Return ascending seconds of `count` frames that follow one at `last`; `strict`: `given` ones are not shifted."""
+    """Return the seconds, ascending, of `count` new frames that follow a frame at `last`: the `given` ones, shifted to
+    follow it unless `strict`; else one every ``1 / fps``."""
     step = 1 / fps if fps else 1.0
     if given is None:
         return [(0.0 if last is None else last + step) + i * step for i in range(count)]

@@ -55,7 +55,8 @@ class DraftedTokens:
 
 
 class DraftDecoder:
-    """Decodes a draft after a prompt. `line` are the tokens after the prompt, of which the first `_run` have been run.
+    """Decodes with a draft model after a prompt. `line` are the tokens after the prompt, of which the first `_run` have been
+    run.
 
     With sampling, a token is drawn from the draft's own distribution, under the target's sampling settings, cut to its
     `SUPPORT` likeliest tokens; otherwise it is the likeliest one.
@@ -100,7 +101,7 @@ class DraftDecoder:
         self.prompt_s = time.perf_counter() - began
 
     def write(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
-        """Go back to the first `length` tokens, append `fix`, and generate `count` more."""
+        """Draft: go back to the first `length` tokens, append `fix`, and generate `count` more."""
         began = time.perf_counter()
         self.line[length:] = fix
         # At least one token is run, for the logits after it.
@@ -138,8 +139,8 @@ def _likeliest(q: Tensor) -> TokenDistribution:
 
 
 class Local:
-    """A draft in this process, with the interface of `Remote`. On a CPU it runs when its window is collected; on CUDA in a
-    CUDA stream of its own."""
+    """A draft model in this process, with the interface of `Remote`. On a CPU it runs when its window is collected; on CUDA
+    in a CUDA stream of its own."""
 
     def __init__(self, peer: ModelView, vocab: int, device: torch.device) -> None:
         self._writer = DraftDecoder(peer.runner(), peer.device, vocab)

@@ -142,7 +142,7 @@ class PeerStrategy(DraftStrategy):
         return self.prune
 
     def unused(self, prompt: Prompt) -> list[str]:
-        """Return notes for the report on the draft's fields that have no effect on this prompt."""
+        """Return sentences for the report on those fields of the draft that have no effect on this prompt."""
         if self.kv is None or prompt.stream is not None:
             return []
         return [f"its kv {self.kv.name!r} did nothing: it is of the stream that a draft has in a session"]
@@ -279,7 +279,7 @@ def follows(known: Tensor, ids: Tensor, past: TokenLayout) -> bool:
 
 
 class PeerState(DraftState):
-    """A draft model on one sequence, which runs between the target's steps.
+    """The state of a draft model on one sequence; it runs between the target's steps.
 
     The prompt is read when tokens are first requested: by then the target's first token is out, and a pruner has chosen.
     `_pending` are committed tokens that the model has not run.

@@ -54,7 +54,7 @@ _OVER: WeakKeyDictionary[Worker, deque[int]] = WeakKeyDictionary()
 
 
 class RemoteTurn:
-    """A conversation's state in the draft's process, whose last prompt was `known` [n]; its sequence there is `number`."""
+    """A conversation whose state is in the draft's process, as sequence `number`; its last prompt was `known` [n]."""
 
     def __init__(self, worker: Worker, number: int, known: Tensor) -> None:
         self.worker, self.number, self.known = worker, number, known.cpu()
@@ -314,7 +314,8 @@ SLAB = 16 << 20
 
 
 def packing(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[Blob]]:
-    """Return a function that packs `inputs` (see `pack`) in another thread, after the device work that makes them."""
+    """Prepare `inputs` for sending: return a function that packs them (see `pack`) in another thread, once the device work
+    that makes them is done."""
     streams = []
     for device in {x.device for x in inputs.values() if isinstance(x, Tensor) and x.is_cuda}:
         streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

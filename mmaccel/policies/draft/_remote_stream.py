@@ -120,7 +120,7 @@ class ServedStreams:
         self._marks: dict[int, Any] = {}
 
     def hear(self, message: Message) -> None:
-        """Do what a message requests of a draft's stream, and report that it is done."""
+        """Carry out the request in `message` on a draft's stream, and report that it is done."""
         number, size = message.numbers
         name, given = pickle.loads(message.blob[:size], buffers=[memoryview(message.blob)[size:]])
         with beating(self._wire):

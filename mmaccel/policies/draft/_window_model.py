@@ -23,8 +23,8 @@ ANSWERS = 2
 
 
 def tokens_per_round(keep: float, window: int) -> float:
-    """Return the tokens committed per target step of the pipeline if each drafted token is accepted independently with
-    probability `keep`.
+    """Return the expected number of tokens committed per target step of the pipeline, if each drafted token is accepted with
+    probability `keep`, independently.
 
     Two states: pre-verify commits one token; post-verify verifies `window` and commits the accepted and one more, at most
     `window`: (1 - keep^w) / (1 - keep) on average. It stays with probability keep^w; pre-verify changes to it with `keep`.
@@ -56,7 +56,7 @@ def best_window(step_s: float, draft_s: float, keep: float, most: int) -> tuple[
 
 @dataclass
 class Pace:
-    """Running means of step times and of the draft's acceptance rate; recent rounds count most.
+    """Running means of the step times of target and draft and of the draft's acceptance rate; recent rounds count most.
 
     Context grows with every token, and both times with it: the means decay at `rate` a round. The first steps of a sequence
     may take several times as long as others, as they are compiled and captured: a time of less than half the mean resets it,
@@ -93,13 +93,14 @@ class Pace:
         return before + self.rate * (min(now, 2 * before) - before)
 
     def judge(self, kept: int, refused: bool) -> None:
-        """Record that `kept` tokens of a window were accepted before the first refused one, if any."""
+        """Record that `kept` tokens of a window were accepted, and, if `refused`, that the next one was not."""
         self.rounds += 1
         self.judged += kept + refused
         self.kept += kept
 
     def pause(self, gain: float) -> int:
-        """Return for how many tokens drafting pauses at this expected gain, doubled each time in a row; 0: no pause."""
+        """Return for how many tokens drafting pauses, given the expected gain: 0 if it pays, else more each time in a
+        row."""
         if self.rounds < SETTLED or gain > 1.0:
             self.pauses = 0 if gain > WORTH else self.pauses
             return 0
@@ -207,8 +208,8 @@ class ReadingStats:
 
 
 class Reading(NamedTuple):
-    """What the draft reads for one answer: what `pruner` keeps, or everything (None); a `note` on it for the report; and the
-    `way` to which the answer's figures are added."""
+    """What a draft reads for one answer: what `pruner` keeps of the video, or all of it (None). `note` says so in the
+    report; `way` collects the figures of answers read in this way."""
 
     way: ReadingStats
     pruner: TokenPruner | None
@@ -217,7 +218,8 @@ class Reading(NamedTuple):
 
 @dataclass
 class ReadingChoice:
-    """Measurements of a draft with the whole and with the pruned video, by power of two of the prompt's length.
+    """Chooses whether a draft reads the whole video or a pruned one, by what both took so far at prompts of similar length
+    (equal power of two).
 
     bare_s  seconds of a draft step after a minimal prompt, or None if not measured
     """
@@ -228,8 +230,8 @@ class ReadingChoice:
     def reading(
         self, pruner: TokenPruner, length: int, window: int | None, most: int, sampled: bool
     ) -> Reading:
-        """Choose how to read a prompt of `length` tokens: the whole video first, once pruned to measure that, then the
-        faster.
+        """Choose how to read a prompt of `length` tokens: the whole video first, then once the pruned one to measure it,
+        then the faster.
 
         Pruning is not tried if even steps with nothing to read, with as many tokens accepted, would not gain `WORTH`. With
         `sampled` tokens and a given window the whole is read: times must not change which tokens are sampled.
@@ -258,7 +260,7 @@ class ReadingChoice:
 
 
 def part(pruner: Any) -> str:
-    """Return in words which share of the video `pruner` keeps."""
+    """Say which share of the video `pruner` keeps; None: the whole."""
     if pruner is None:
         return "the whole video"
     share = getattr(pruner, "retention", None)

@@ -40,7 +40,8 @@ class PromptLookup(DraftStrategy):
 
 
 class _Finder(DraftState):
-    """Keeps, for each run of up to `ngram` tokens, where it was seen to end last, so that a search is a look-up."""
+    """Remembers, for each run of up to `ngram` tokens, where it last ended, so that finding an earlier occurrence is one
+    look-up."""
 
     def __init__(self, window: int, ngram: int) -> None:
         self._window, self._ngram = window, ngram

@@ -53,7 +53,8 @@ class SparseToDense(DraftStrategy):
 
 
 class _Memory(FullState):
-    """For each layer the chosen columns of a dense memory, the dense columns since the prompt, and what is drafted.
+    """The KV memory of the draft: for each layer the chosen columns of a dense memory, its columns since the prompt, and
+    drafted ones.
 
     Its length counts columns as the dense memory does, of which `_gone` were not chosen. Only single rows are asked for,
     which see everything here.

@@ -67,7 +67,8 @@ class Tree(PeerStrategy):
 
 
 class _Gardener(PeerState):
-    """What a tree ran is taken back at once. `_run` has the nodes of the tree at hand that were run, in their order."""
+    """The state of a draft that proposes trees. What it ran of a tree is rolled back at once; `_run` has the nodes of the
+    current tree that were run, in their order."""
 
     _choice: Tree
     _trees = 0

@@ -49,8 +49,8 @@ class FormerField:
 
 
 def renamed(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> None:
-    """Set field `new` to `value`, what a former field `old` means, with a warning; raises `RecipeError` if both are given
-    and disagree."""
+    """Replace the former field `old` by `new`, set to `value`, with a warning; raises `RecipeError` if both are given and
+    disagree."""
     if new in given and given[new] != value:
         raise RecipeError(f"{who}: {old} means {new}: {value}, and {new} is given; leave the former out.")
     given[new] = value

@@ -59,8 +59,8 @@ class IndexPolicy(Policy, ABC):
 
 
 class SearchResult(NamedTuple):
-    """The result of a layer's search: ascending `entries` [k] (units: frames); which clusters were `picked` [C]; the score
-    [C] of each, -inf if it was not searched. No cluster is picked while the index has no summaries."""
+    """What one layer's search found: `entries` [k] (units: frames), ascending; which clusters were `picked` [C]; and the
+    score [C] of each cluster, -inf if it was not searched. No cluster is picked while the index has no summaries."""
 
     entries: Tensor
     picked: Tensor
@@ -95,11 +95,11 @@ class SearchTables:
 
 
 class Index(ABC):
-    """An index over the units (frames) of a stream, on the device. key [L, C, d]: mean raw key of each cluster. For summary
-    tokens also value [L, C, d], the mean value, and time [L, C], the mean unit number. After `prepare`, a search reads
-    nothing back.
+    """Base of the indices that find the units (frames) of a stream for a query; their tensors are on the device.
 
-    It is made from its `policy` for a stream whose last `window` units are on the device; `summaries`: it keeps mean values.
+    key [L, C, d]: mean raw key of each cluster. For summary tokens also value [L, C, d], the mean value, and time [L, C],
+    the mean unit number. After `prepare`, a search reads nothing back. An index is made from its `policy` for a stream whose
+    last `window` units are on the device; `summaries`: it keeps mean values.
     """
 
     by_look = False
@@ -140,10 +140,10 @@ class Index(ABC):
         values [1, G, n * P, D], before RoPE; retrieved [L, k]: the older units that their own pass retrieved."""
 
     def digest(self, keep: int = 0) -> None:
-        """Process the units (frames) that arrived, except those of the last `keep` passes."""
+        """Sort the units (frames) that arrived into clusters, except those of the last `keep` passes."""
 
     def digest_some(self) -> None:
-        """Process a few of the arrived units (frames), if that does not wait for the device."""
+        """Sort a few of the units (frames) that arrived into clusters, if that does not wait for the device."""
 
     def forget(self, units: Sequence[int]) -> None:
         """Exclude `units` (frames), whose keys and values are gone, from searches."""
@@ -179,7 +179,8 @@ class Index(ABC):
         """Update the index's tensors on the device."""
 
     def touched(self, found: dict[int, SearchResult]) -> None:
-        """Take note, after a question, of what each layer retrieved: layer -> `SearchResult`."""
+        """Take note, after a question, of what each layer retrieved (layer -> `SearchResult`): it is on the device now, so
+        deferred splits can be made."""
 
     # Searches.
 
@@ -254,8 +255,8 @@ class Index(ABC):
     # Summary tokens: clusters that stand for their units.
 
     def count(self, layer: int, budget: int, most: int) -> int:
-        """Return the number of summary tokens beside a search for `budget` units (frames), at most `most`: one for each
-        cluster (retrieved ones last); 0 if everything is retrieved."""
+        """Return the number of summary tokens to show beside a search for `budget` units (frames), at most `most`. There is
+        one for each cluster (retrieved ones last); none if everything is retrieved."""
         now = self._now
         return min(now.alive[layer] * (len(now.entries) > budget), most) if now.ready else 0
 
@@ -367,8 +368,8 @@ class Index(ABC):
 
 
 def unit_positions(places: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
-    """Return positions [k * P] or [3, k * P] of the tokens of units (frames) `entries` [k], ascending, of `count`: their
-    own, or if `compact` consecutive ones."""
+    """Return positions [k * P] or [3, k * P] of the tokens of the units (frames) `entries` [k], ascending, out of `count`:
+    their own in the stream, or consecutive ones if `compact`."""
     if compact:
         return places.units(0, len(entries))
     if len(entries) == count:
@@ -391,8 +392,8 @@ def summary_positions(
 
 
 def compact_places(units: Tensor, base: int, first: int, even: bool) -> Tensor:
-    """Return slots [n], counted from `base`, for ascending `units` [n], all below `first`: units (frames) before the base
-    move close behind it, so that their order remains visible. All stay before the window."""
+    """Return time slots [n], counted from the offset `base`, for units (frames) `units` [n], ascending, all below `first`.
+    Units before the base get slots close behind it, so that their order remains visible. All stay before the window."""
     rank = torch.arange(len(units), device=units.device)
     room = first - base - 1 - rank[-1]
     there = torch.maximum(units - base, rank) if even else rank + room

@@ -32,8 +32,8 @@ TOGETHER = 64  # units of all layers that are copied at a time beside what they 
 
 
 class Bases:
-    """Offsets that are subtracted from positions (`PositionIds`), so that they stay within the model's limit while a window
-    is encoded.
+    """Offsets that are subtracted from rotary positions in an endless stream, so that they stay within the model's limit
+    while a window is encoded.
 
     Positions are the true ones up to the last unit (frame) that fits under the limit. From there on an offset is subtracted,
     a multiple of `every`, the same for all chunks. It changes the distance to the prompt before the video, not distances
@@ -52,11 +52,11 @@ class Bases:
         self.every = max(low - self.window, window - spare, 1)
 
     def of(self, unit: int) -> int:
-        """Return the offset (base) subtracted from the positions in the pass of unit (frame) `unit`."""
+        """Return the offset that is subtracted from positions in the pass of unit (frame) `unit`."""
         return int(self._places.at(max(0, unit - self.window)) // self.every * self.every)
 
     def same(self, unit: int, count: int) -> int:
-        """Return how many of `count` units (frames) from `unit` on have the same base as it."""
+        """Return how many of `count` units (frames) from `unit` on have the same offset as it has."""
         if self._places.even:
             return min(count, self.of(unit) + self.every + self.window - unit)
         base = self.of(unit)
@@ -64,8 +64,8 @@ class Bases:
 
 
 class Ingested:
-    """The prompt before the video and the last `units` units (frames) of each layer during an ingestion, in buffers that
-    grow.
+    """Growing buffers of a stored video's keys and values while it is ingested: the prompt before the video, and the last
+    `units` units (frames), for each layer.
 
     sides  keys and values [1, G, head + units * P, D] of each layer, which it may write to
     unit   P
@@ -121,7 +121,7 @@ def units_that_fit(stream: Stream, geometry: Geometry, device: torch.device) -> 
 
 
 def some_layers(layers: int, units: int) -> list[range]:
-    """Split all layers into runs that are processed at once if each has `units` units (frames)."""
+    """Split the layers into ranges that can be processed at once if each layer holds `units` units (frames)."""
     step = max(1, TOGETHER // max(1, units))
     return [range(first, min(first + step, layers)) for first in range(0, layers, step)]
 

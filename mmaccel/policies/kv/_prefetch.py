@@ -25,8 +25,8 @@ NEVER = torch.iinfo(torch.long).max
 
 @dataclass(frozen=True, eq=False)
 class _Brought:
-    """Of one `bring`: codes [n] of what was wanted, and the marks when what came ahead was there, when it was asked for,
-    and when all was there."""
+    """When the units of one `bring` were there: codes [n] of what was wanted, and marks (CUDA events) of when prefetched
+    units arrived, when the units were asked for, and when all had arrived."""
 
     layer: int
     code: Tensor
@@ -84,7 +84,8 @@ class Prefetcher:
         self._crossed: Tensor | None = None
 
     def apart(self, window: int) -> Prefetcher:
-        """Return a prefetcher without cache and prediction, for a question beside others; it shares the counters."""
+        """Return a prefetcher without cache and prediction, for a question that runs beside others; it shares the
+        counters."""
         self.settle()
         other = Prefetcher(self._store, len(self._tables), window, 0)
         other._counts, other._seconds = self._counts, self._seconds
@@ -210,7 +211,8 @@ class Prefetcher:
         self._ahead.clear()
 
     def tally(self) -> None:
-        """Count on the device what was copied; call before slots are added, which changes the meaning of codes."""
+        """Add what was copied to counters on the device. Call it before slots are added to the store, which changes what
+        codes mean."""
         crossing, self._crossing = self._crossing, []
         if crossing:
             code = torch.cat(crossing)
@@ -218,7 +220,7 @@ class Prefetcher:
             self._crossed = count if self._crossed is None else self._crossed + count
 
     def settle(self) -> None:
-        """Update the counters of copied and prefetched frames; waits for the device."""
+        """Bring the counters of copied and prefetched units (frames) up to date; waits for the device."""
         self.tally()
         if self._crossed is not None:
             self._store.crossed(int(self._crossed))

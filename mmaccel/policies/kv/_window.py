@@ -96,8 +96,8 @@ class QuestionView:
 
 
 class Rope:
-    """Applies RoPE to keys and queries [1, heads, n, D]: `angles` returns cosines and sines of positions [n] or [3, n],
-    `apply` rotates by them. Named angles are cached until `forget`."""
+    """Applies RoPE to keys and queries [1, heads, n, D], and caches its angles. `angles` returns cosines and sines of
+    positions [n] or [3, n]; `apply` rotates by them. Named angles are cached until `forget`."""
 
     def __init__(self, model: ModelView, dtype: torch.dtype) -> None:
         self.angles, self.apply, self.model = partial(model.angles, dtype=dtype), model.apply_rope, model
@@ -384,8 +384,8 @@ class QuestionRows:
 
 
 def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, UnitEvidence]:
-    """Return the evidence, unit (frame) -> `UnitEvidence`, from what each layer attended to and each unit's share in the
-    answer, `reached` [count].
+    """Compute the evidence of an answer, unit (frame) -> `UnitEvidence`, from what each layer attended to and each unit's
+    share `reached` [count] in the answer.
 
     Also has units that no layer attended to, if they have more than an even share, through their summary tokens.
     """

@@ -141,7 +141,8 @@ class FullState(LayeredState):
         self._lent = set[int]()
 
     def lent(self) -> FullState:
-        """Return a state with these columns that may append others until `end_sharing`; this one then writes to copies."""
+        """Return a second state over these columns, which may append others until `end_sharing`; meanwhile this one writes
+        to copies."""
         other = copy.copy(self)
         other._counts, other._buffers, other._lent = list(self._counts), list(self._buffers), set()
         self._lent = set(range(len(self._buffers)))

@@ -126,11 +126,12 @@ class LiveVLMMemory(TokenMemory):
 
 
 def spread(score: Tensor, where: Tensor, budget: int, scatter: float, room: int) -> Tensor:
-    """Return indices, ascending, of `budget` of the tokens with `score` [N], each in a stretch `where` [N] long; N >=
-    budget.
+    """Choose `budget` tokens of the N with `score` [N] so that all of the stream is represented; return their indices,
+    ascending.
 
-    The first ``scatter * budget`` by score are kept. Of the rest, by score, those whose stretch has room: `room` tokens in
-    each. The remainder is filled by score alone. Of equal scores the older token goes first.
+    `where` [N] long: the stretch of the stream that each token is in; N >= budget. The first ``scatter * budget`` by score
+    are kept. Of the rest, by score, those whose stretch has room: `room` tokens in each. The remainder is filled by score
+    alone. Of equal scores the older token goes first.
     """
     order = torch.sort(score, descending=True, stable=True).indices
     place = where[order]

@@ -65,7 +65,7 @@ class NoCache(StreamPolicy):
 
 
 class _Frames(FrameMemory):
-    """Units [pace, 3, H, W] whose number is a multiple of `stride`, by number."""
+    """Stores those units, [pace, 3, H, W] each, whose number is a multiple of `stride`."""
 
     def __init__(
         self, policy: NoCache, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

@@ -24,7 +24,8 @@ PAIRS = tuple(f"{q}>{k}" for q in MODALITIES.values() for k in MODALITIES.values
 
 
 def inner(value: Any, where: str, block: int) -> IntraPattern | None:
-    """Return the pattern given as a boundary's field, with blocks of `block` tokens; `where` names the field in errors."""
+    """Build the sparse pattern given as a boundary's field, with blocks of `block` tokens; `where` names the field in
+    errors. None stays None."""
     pattern = policy("sparse", value, where)
     if pattern is None:
         return None
@@ -39,7 +40,8 @@ def inner(value: Any, where: str, block: int) -> IntraPattern | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary(RegionPattern):
-    """Groups of queries over groups of keys, each pair with a pattern of its own, all under one softmax.
+    """Base of patterns with modality boundaries: queries and keys are grouped by modality, and each pair of groups has a
+    sparse pattern of its own, all under one softmax.
 
     A pattern within a boundary measures distances in ranks among the keys of its group (MMInference, section 2.4), and
     estimates from the last queries of its group, wherever they are (section 3.2): from the weights that these give to the

@@ -139,7 +139,7 @@ class LastQueries:
         return torch.cat([torch.special.entr(weight).sum(-1) for weight in self.weights()], 1)
 
     def spread(self, found: Tensor) -> Tensor:
-        """Expand results [B, h, ...] to all query heads [B, H, ...]; `pooled` ones are one per key/value head."""
+        """Expand results [B, h, ...] to all query heads, [B, H, ...]: `pooled` results are one for each key/value head."""
         times = self.query.shape[1] // found.shape[1]
         return found if times == 1 else found.repeat_interleave(times, 1)
 
@@ -192,7 +192,7 @@ def _skewed(weight: Tensor) -> Tensor:
 
 
 def standing(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
-    """Return the score [..., B, H, n] of lines with `weight` [..., B, H, n] under `score`; seen [B, n]: which lines exist.
+    """Score lines (columns or diagonals) by their `weight` [..., B, H, n] as `score` says; seen [B, n]: which lines exist.
 
     For "contrast" it is the logarithm of the weight, in standard deviations above the mean over the lines, which limits the
     effect of a line with nearly all weight, such as a sink. Weights are scaled so that an even spread is 1; values far below
@@ -225,7 +225,7 @@ def class_scores(value: Tensor, number: Tensor, seen: Tensor, classes: int, scor
 
 
 def judged(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
-    """Return the scores of classes from the sums over their members, their largest members and numbers of members.
+    """Score classes of lines, given the sum over their members, their largest member and their number of members.
 
     "mean" leaves the largest member out: a grid line has many strong members, a single strong column (a sink, the query
     itself) only one. "contrast" is that mean in standard errors. Both are -inf for classes of fewer than two members.

@@ -90,7 +90,8 @@ def near_and_first_blocks(n_key: int, sink: int, window: int, block: int, *, gap
 
 
 def once(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
-    """Return the entry `name` of cache `memo`, made if missing; unlike `remember` also while a graph is traced."""
+    """Get the entry `name` of the cache `memo`, computed by `make` if missing; unlike `remember`, also while a graph is
+    traced."""
     if name not in memo:
         memo[name] = make()
     entry: T = memo[name]
@@ -158,7 +159,7 @@ class Region:
         return self.kinds[1] is not None and self.kinds[0] != self.kinds[1]
 
     def once(self, name: Hashable, make: Callable[[], T]) -> T:
-        """Cache of a value that follows from the layouts of this region; computed once for all layers."""
+        """Get the value `name`, which follows from the layouts of this region; `make` computes it once for all layers."""
         return once(self.layer.memo, (name, self.kinds), make)
 
     def last(self, count: int, pooled: bool = False) -> LastQueries:

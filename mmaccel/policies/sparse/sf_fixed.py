@@ -167,5 +167,5 @@ class SFFixed(SegmentedPattern):
 
 
 def fitting(pos: Tensor, most: int) -> Tensor:
-    """Return `pos` as int32, or as int64 if `most`, the largest position, does not fit in 32 bits."""
+    """Return the positions `pos` as int32 if `most`, the largest one, fits in 32 bits; else as int64."""
     return pos.to(torch.int64 if most >= 2**31 - 1 else torch.int32)

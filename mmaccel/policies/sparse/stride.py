@@ -19,7 +19,8 @@ REACH = 64
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """Classes of the keys of each head of `grid`, and the lines along which it attends; s, v and p as in `Grid`.
+    """The residue class of each key in each head of a `grid` pattern, and the lines along which the head attends; s, v and p
+    as in `Grid`.
 
     number [B, h, N]: class of each key, in key order; padding has the highest. stride [B, h, 1]: s. line [B, H, 1]: v of the
     vertical lines. dense [B, H, 1]: v of the horizontal ones. shift [B, H, 1]: p of the slashes. h is 1 or H. most_keys:
@@ -52,8 +53,8 @@ class Classes:
 
 @dataclass(frozen=True)
 class Search:
-    """Settings of the search for stride (low .. most) and phases; slack, score: as in `Grid`; rows: whether
-    `horizontal_phase` is "queries"; keys: the largest number of keys."""
+    """Settings of the search for the stride (low .. most) and the phases of a grid pattern. slack, score: as in `Grid`;
+    rows: whether `horizontal_phase` is "queries"; keys: the largest number of keys."""
 
     low: int
     most: int
@@ -166,7 +167,8 @@ class Frames:
 
 
 def by_class(number: Tensor, most: int) -> Tensor:
-    """Indices that sort tokens by class `number` [..., n], in their order within a class; classes >= `most` come last.
+    """Return the indices that sort tokens by class `number` [..., n], in their order within a class; classes >= `most` come
+    last.
 
     Sorting costs time per bit of the numbers, so small ones are cast to 16 bits: a quarter of the launches.
     """
@@ -176,7 +178,7 @@ def by_class(number: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Pairing:
-    """Relations of the classes of keys and of the sampled last queries; from the layouts alone.
+    """Which classes of keys the sampled last queries pair with, at each phase of a grid pattern; from the layouts alone.
 
     own [B, L] int32: class of each query; paired [B, 1, L, phases]: class that a query's slash of each phase leads to;
     members [B, phases]: number of pairs of a query and an earlier key with each phase. order [B, n] int32: key ranks sorted

@@ -90,7 +90,8 @@ class VerticalSlash(IntraPattern):
 
 
 class QueryBlockRuns(NamedTuple):
-    """Query blocks by their ranks among the keys, from which the blocks that diagonals touch follow; from the layouts alone.
+    """For each query block, which key blocks diagonals can touch, from its queries' ranks among the keys; from the layouts
+    alone.
 
     Query blocks of consecutive ranks that begin at the same offset in a key block and are equally long touch the same key
     blocks, relative to their first: they share one list, a shape. There is one shape if queries are in the order of the

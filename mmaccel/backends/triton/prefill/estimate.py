@@ -244,7 +244,8 @@ def line_sums(query, key, row, at, total, width, pooled):
 
 @triton.jit
 def load_told(query, total, b, h, strides, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Queries [BLOCK_D, BLOCK_L] of one head and their log-sum-exps, inf for absent queries so that their weights are 0."""
+    """Load the queries [BLOCK_D, BLOCK_L] of one head and their log-sum-exps; these are inf for absent queries, so that
+    their weights are 0."""
     q = tl.trans(load_queries(query, b, h, strides, L, D, BLOCK_L, BLOCK_D))
     lse = load_totals(total, b, h, H, L, BLOCK_L)
     return q, tl.where(lse == float("-inf"), float("inf"), lse)
@@ -258,7 +259,8 @@ def classes_kernel(
     GATHERED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One residue class of keys of one head (or the mean of MEMBERS): given [B, h, L, C], each query's weight on its keys.
+    """Sum the attention of one head (or the mean of MEMBERS heads) over the keys of one residue class: given [B, h, L, C],
+    each query's weight on the class.
 
     lines [B, h, 3, C]: sum, maximum and number of column weights; spread [B, h, L, C], under ROWS: the class's part of each
     query's entropy. Keys are the rows of a tile, so that a column is summed within few threads; sums per query are
@@ -349,12 +351,12 @@ def phases_kernel(
     given, lines, own, members, stride, line, shift, heads, room, C, L,
     SCORE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """For a strided (grid) pattern: line [B, h], the class of columns with the highest score; shift [B, h], the phase of
-    slashes with the highest score. A class is a key's residue modulo the stride, a phase query class minus key class modulo
-    the stride.
+    """Choose the lines of a strided (grid) pattern: line [B, h], the class of columns with the highest score, and shift [B,
+    h], the phase of slashes with the highest score.
 
-    given [B * h, L, C]: weight of each of L queries on each class; lines [B * h, 3, C]: sum, maximum and number of column
-    weights of a class; own [B, L]: class of each query; stride [B].
+    A class is a key's residue modulo the stride; a phase is the query's class minus the key's, modulo the stride. given [B *
+    h, L, C]: weight of each of L queries on each class; lines [B * h, 3, C]: sum, maximum and number of column weights of a
+    class; own [B, L]: class of each query; stride [B].
     """
     head = tl.program_id(0)
     b = head // heads

@@ -61,7 +61,8 @@ def fact(span, field: gl.constexpr):
 
 @gluon.jit
 def list_of(span, b, h, m, begun, first, last, PER: gl.constexpr):
-    """The run of entries of a block list in one span, which of them this program processes, and in how many steps."""
+    """Load a query block's list in one span: where its entries begin, how many it has, which of them this program processes,
+    and in how many steps."""
     at = fact(span, 0).to(gl.pointer_type(gl.int64)) + b * fact(span, 1) + h * fact(span, 2) + m * 5
     begin, count = gl.load(at), gl.load(at + 1).to(gl.int32)
     head, tail = gl.load(at + 2).to(gl.int32), gl.load(at + 3).to(gl.int32)
@@ -73,7 +74,7 @@ def list_of(span, b, h, m, begun, first, last, PER: gl.constexpr):
 
 @gluon.jit
 def block_of(index, begin, e, shift):
-    """The key block of entry e of a block list."""
+    """Load the number of the key block that entry e of a block list names."""
     block = (begin + e).to(gl.int32)
     if index != 0:
         block = gl.load(index.to(gl.pointer_type(gl.int32)) + begin + e)
@@ -82,7 +83,7 @@ def block_of(index, begin, e, shift):
 
 @gluon.jit
 def pair_of(index, begin, e, high, shift, PER: gl.constexpr):
-    """The key blocks of one step (PER = 1 or 2 entries); past the end, the last entry again."""
+    """Load the key blocks of one step, which takes PER = 1 or 2 entries of a list; past the end, the last entry again."""
     left = block_of(index, begin, gl.minimum(e, high - 1), shift)
     right = left
     if PER == 2:
@@ -92,7 +93,7 @@ def pair_of(index, begin, e, high, shift, PER: gl.constexpr):
 
 @gluon.jit
 def where_of(row, tile, M, shape):
-    """Sequence, head of the lists, key/value group and query block of a tile."""
+    """Locate a tile: its sequence, the head of its lists, its key/value group, and its query block."""
     GROUP: gl.constexpr = shape[0]
     LISTS: gl.constexpr = shape[1]
     BLOCK_Q: gl.constexpr = shape[2]
@@ -108,8 +109,8 @@ def where_of(row, tile, M, shape):
 
 @gluon.jit
 def fetch(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr, APART: gl.constexpr):
-    """Load 64 rows by TMA, from the tensor itself or, where they are not adjacent there, from their copies. Boxes of 64
-    columns go to every APART-th slot of `ring` from `first` on."""
+    """Load 64 rows into shared memory by TMA: from the tensor itself, or from their copies where they are not adjacent
+    there. Boxes of 64 columns go to every APART-th slot of `ring` from `first` on."""
     for c in gl.static_range(CHUNKS):
         if home >= 0:
             tma.async_copy_global_to_shared(
@@ -123,7 +124,8 @@ def fetch(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.co
 
 @gluon.jit
 def rows_of(place, which: gl.constexpr, layout: gl.constexpr, shape):
-    """The 64 rows of a warp group: head, whether it exists, index in the part, row of the query (or -1)."""
+    """Locate the 64 rows that a warp group computes: their heads, whether they exist, indices in the part, rows of the query
+    (or -1)."""
     b, h, g, m, tile, q_row, q_row_b, q_row_h = place
     GROUP: gl.constexpr = shape[0]
     LISTS: gl.constexpr = shape[1]
@@ -147,7 +149,7 @@ def rows_of(place, which: gl.constexpr, layout: gl.constexpr, shape):
 
 @gluon.jit
 def by_lane(p):
-    """Sum each row of p [64, n] over the elements that one thread holds: [64, 4], as four threads share a row."""
+    """Sum each row of p [64, n] within a thread: [64, 4], since four threads share a row and add their sums later."""
     return gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -156,7 +158,8 @@ def finish(
     acc, peak, total, b, rows, slot, split, stores, which: gl.constexpr, D: gl.constexpr,
     PLACED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Normalise and store the 64 rows of a warp group; under SPLIT, one piece of them."""
+    """Divide the 64 accumulated rows of a warp group by their softmax sums and store them; under SPLIT, as one piece of
+    them."""
     line: gl.constexpr = peak.type.layout
     o_layout: gl.constexpr = acc.type.layout
     out_line: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -228,8 +231,9 @@ def produce(
     keys, values, words, barriers, table, n_spans, work, strides, shape: gl.constexpr, CHUNKS: gl.constexpr,
     PER: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Loading warp: bring keys and values of every step of every tile to the ring buffers. Values lag one step behind keys:
-    a tile's first values are stale ones with weights of zero."""
+    """The loading warp: copy keys and values of every step of every tile to ring buffers in shared memory, ahead of their
+    use. Values lag one step behind keys: the values loaded in a tile's first step are left from before, and get weights of
+    zero."""
     k_own, k_copies, k_boxes = keys
     v_own, v_copies, v_boxes = values
     k_full, k_free, v_full, v_free = barriers[0], barriers[1], barriers[2], barriers[3]
@@ -390,7 +394,7 @@ def consume(
     asked, which: gl.constexpr, shape: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     D: gl.constexpr, PLACED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Computing warp group: the running softmax of 64 rows over every step, for tile after tile."""
+    """A computing warp group: the running softmax and the output of 64 query rows over every step, tile after tile."""
     q_buf, rings, words, barriers, table, n_spans, queries, M, pieces, scale, stores = asked
     k_ring, v_ring = rings
     v_full = barriers[2]

@@ -46,8 +46,8 @@ def home_kernel(
     row, row_b, row_h, home, blocks, heads, keys,
     SHARED: tl.constexpr, BOX: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """For each of BLOCKS key blocks: the row at which it begins, if its BOX rows are adjacent in the tensor of `keys` rows,
-    else -1."""
+    """For each of BLOCKS key blocks: the first of its BOX rows in the tensor of `keys` rows if they are adjacent there, else
+    -1."""
     b, x = tl.program_id(2), tl.program_id(1)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     n = tl.arange(0, BOX)
@@ -168,8 +168,8 @@ def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:
 
 
 class View(NamedTuple):
-    """A tensor [B, G, S, D] as a matrix for TMA: shape, row stride, rows between sequences and between groups, columns
-    between groups."""
+    """A tensor [B, G, S, D] seen as a matrix, which TMA can address. shape, row stride, rows between sequences and between
+    groups, columns between groups."""
 
     shape: tuple[int, int]
     stride: int

@@ -178,7 +178,8 @@ def mark_kernel(
     diagonal_b, diagonal_h,
     MARKED: tl.constexpr,
 ):  # fmt: skip
-    """Mark chosen columns in `owned` and diagonals in `kept`; gather the rows and positions of the columns."""
+    """For the chosen lines of a head: mark columns in `owned` and diagonals in `kept`; gather the rows and positions of
+    columns."""
     head = tl.program_id(1).to(tl.int64)
     b, h = head // H, head % H
     i = tl.program_id(0) * MARKED + tl.arange(0, MARKED)
@@ -193,7 +194,7 @@ def mark_kernel(
 
 @triton.jit(do_not_specialize=["N", "H", "row_b"])
 def without_kernel(row, owned, left, kind, N, H, row_b, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Rows of keys that are not in `owned` (chosen columns), and the kinds of their blocks."""
+    """For the keys that are not chosen columns (not in `owned`): their rows, and the kinds of their blocks."""
     head = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -263,8 +264,7 @@ def rows_kernel(upto, member, home, reach, out, H, M, BM, width, ROWS: tl.conste
 def gaps_kernel(
     kept, broken, runs, sure, index, out, N, H, M, G, R, base, blocks, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """List of one query block whose positions are not consecutive, which overwrites that of a shape, with entries of its
-    own.
+    """Write the list of one query block whose positions are not consecutive, in place of the shared list of its shape.
 
     `kept` as in `_kept_before`.
     """
@@ -354,7 +354,8 @@ def turned_kernel(
     line_at, line_row, line_place, dense_row, dense_at, P, N, V, E, C, H, room, steps,
     VERTICAL: tl.constexpr, HORIZONTAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `ops.lines.turned_classes` (strided pattern), for one head. No residue class has 2 ** `steps` keys."""
+    """Kernel of `ops.lines.turned_classes` (strided pattern), for one head; `steps`: a class has fewer than 2 ** `steps`
+    keys."""
     head = tl.program_id(1).to(tl.int64)
     b = head // H
     q_begin += b * (C + 1)

@@ -92,7 +92,7 @@ def edges_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "MOST"])
 def settle_kernel(LEAST, MOST, blocks, STEP: tl.constexpr):
-    """Give empty key blocks the bounds of their neighbours, so that minima and maxima ascend."""
+    """Fill the position bounds of empty key blocks with those of their neighbours, so that minima and maxima ascend."""
     lead = tl.program_id(0).to(tl.int64) * blocks
     steps = (blocks + STEP - 1) // STEP
     most = tl.full([], -BEYOND, tl.int64)
@@ -162,7 +162,8 @@ def reach_kernel(
 def present_kernel(
     k_row, k_b, k_h, nk, OUT, H, blocks, leads, BLOCK: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr
 ):
-    """Of one head: how many keys each of TILE key blocks holds beside padding (-1). OUT, which is added to, begins at 0."""
+    """Count the keys, without padding (-1), in each of TILE key blocks of one head; also sets the totals in OUT to 0 at the
+    start."""
     lead = tl.program_id(1)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

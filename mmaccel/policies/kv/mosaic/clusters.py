@@ -25,7 +25,8 @@ FILL = {"members": -1, "owner": -1, "parent": -1, "home": -1}
 
 
 def summary(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return centroid c, variance s2, size n of the points `x` [..., m, d] that are `present` [..., m]; zeros for none."""
+    """Return centroid c [..., d], variance s2 [...] (mean squared distance to c) and size n [...] of those points `x` [...,
+    m, d] that are `present` [..., m]; zeros for none."""
     n = present.sum(-1)
     weight = present.to(x.dtype)[..., None]
     some = n.clamp_min(1).to(x.dtype)
@@ -35,7 +36,8 @@ def summary(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def insert(c: Tensor, s2: Tensor, n: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return centroid and variance after a point `u` [..., d] has joined: Mosaic's equations 3 and 4, by Welford."""
+    """Return centroid and variance of a cluster (c, s2, n) after a point `u` [..., d] has joined it: Mosaic's equations 3
+    and 4, by Welford's update."""
     size = n.to(c.dtype)
     away = u - c
     new = c + away / (size + 1)[..., None]
@@ -45,7 +47,8 @@ def insert(c: Tensor, s2: Tensor, n: Tensor, u: Tensor) -> tuple[Tensor, Tensor]
 def merge(
     c_a: Tensor, s2_a: Tensor, n_a: Tensor, c_b: Tensor, s2_b: Tensor, n_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return centroid and variance of clusters a and b joined; neither is empty (Chan, Golub and LeVeque 1983)."""
+    """Return centroid and variance of the union of two clusters, given the centroid, variance and size of each (Chan, Golub
+    and LeVeque 1983). Neither is empty."""
     a, b = n_a.to(c_a.dtype), n_b.to(c_a.dtype)
     n = a + b
     share = b / n
@@ -55,7 +58,8 @@ def merge(
 
 
 def pooled(s2_a: Tensor, n_a: Tensor, s2_b: Tensor, n_b: Tensor) -> Tensor:
-    """Return the variance within the two parts of a split; the rest of the whole's variance is between their centroids."""
+    """Return the pooled variance of the two parts of a split, given the variance and size of each: what remains within the
+    parts."""
     a, b = n_a.to(s2_a.dtype), n_b.to(s2_a.dtype)
     return (a * s2_a + b * s2_b) / (a + b).clamp_min(torch.finfo(s2_a.dtype).tiny)
 
@@ -99,12 +103,12 @@ class ClusterTable:
         return (self.size > 0).sum(1)
 
     def reach(self, units: int) -> None:
-        """Make room in the table for `units` units (frames)."""
+        """Enlarge the table so that it has room for `units` units (frames)."""
         self.owner = grow_buffer(self.owner, 1, units, fill=-1, share=1.0)
         self._units = max(self._units, units)
 
     def take(self, layer: Tensor, parent: Tensor) -> Tensor:
-        """Return new ids [b], one for each of `layer` [b], under `parent` [b]; the lowest free ones."""
+        """Allocate new cluster ids [b], one for each of `layer` [b], under `parent` [b]: the lowest free ones."""
         ids = []
         for at in layer.tolist():
             if self._free[at]:
@@ -338,7 +342,8 @@ class ClusterTable:
 
 
 class Matching:
-    """Cosines of the points `x` [n, d] with the centroids of a level of one layer, for points that are matched one by one.
+    """Finds the nearest cluster for points `x` [n, d], one after another, by the cosine with the centroids of one level of
+    one layer.
 
     One product of all points and clusters at the start; then for each point only with clusters that have changed since.
     """

@@ -112,7 +112,7 @@ class Bounds:
         return s2 > (1.0 if n >= self.smallest else self.apart) * most or n > self.largest
 
     def exceeded(self, layer: Tensor, n: Tensor, s2: Tensor, limit: Tensor) -> Tensor:
-        """Return [b]: whether clusters of size `n`, variance `s2` and own limit `limit` [b] must be split."""
+        """Return [b]: whether clusters of size `n`, variance `s2` and own threshold `limit` [b] must be split."""
         most = torch.maximum(self.threshold(layer, n), limit)
         often = torch.where(n >= self.smallest, 1.0, self.apart)
         return (s2 > often * most) | (n > self.largest)
@@ -167,11 +167,12 @@ def refine(
 
 
 class UnitMeans:
-    """Means of every unit (frame) on the host: its visual feature [N, E], and its mean unrotated key and value [N, L, d].
+    """Means of the keys, values and visual features of every unit (frame), on the host, from which clusters are made.
 
-    For clustering they become points: minus the mean of the first units, which all have in common (a model's key bias is
-    most of a key), with one more coordinate, the same for all (`LIFT`), scaled to length one. Statistics are kept in
-    float32, or in float64 if the stream is. `device` is where `key_rows` returns keys.
+    They are: the visual feature [N, E], and mean unrotated key and value [N, L, d]. For clustering they become points: minus
+    the mean of the first units, which all have in common (a model's key bias is most of a key), with one more coordinate,
+    the same for all (`LIFT`), scaled to length one. Statistics are kept in float32, or in float64 if the stream is. `device`
+    is where `key_rows` returns keys.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class UnitMeans:
 
     @property
     def here(self) -> bool:
-        """Whether the first of the `waiting` passes, one that retrieved nothing, has been copied to the host."""
+        """Whether the means of the first `waiting` pass have arrived on the host, and its units retrieved nothing."""
         if not self._inbox or len(self._inbox[0][0]) > 3:
             return False
         event = self._inbox[0][1]

@@ -172,9 +172,9 @@ class HostStore:
         return target[0], target[1]
 
     def gather(self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = ()) -> tuple[Mark, Mark]:
-        """Copy the units (frames) at `slot` [n] (on the device, made on the compute lane; -1 gives zeros) into `out` [2, G,
-        n * P, D] or [2, G, n, P, D] by one launch. Return the marks before and after it; report the units copied to
-        `crossed`.
+        """Copy units (frames) from host memory to `out` [2, G, n * P, D] or [2, G, n, P, D], by one launch. `slot` [n]:
+        where each unit is, on the device, made on the compute lane; -1 gives zeros. Returns the marks before and after the
+        copy; report the units copied to `crossed`.
 
         places  tensors [m, 2, G, P, D] on the device that may be read too: their slots come after the host's, each place
                 beginning where a slab would; the same sequence holds the same tensors
@@ -197,7 +197,7 @@ class HostStore:
         return made, self._end("seconds_in", began, fetches=1, copies_in=1, gathers=1)
 
     def crossed(self, units: int) -> None:
-        """Count `units` units (frames) of one layer that `gather` copied from the host."""
+        """Record that `gather` copied `units` units (frames) of one layer from the host."""
         self._counts["bytes_in"] += units * self.shape.nbytes
 
     @property

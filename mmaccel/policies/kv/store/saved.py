@@ -114,7 +114,7 @@ def _checksum(kept: Tensor) -> int:
 
 
 def occupy(path: Path, nbytes: int) -> None:
-    """Create a file of `nbytes` bytes with allocated disk space: writes to a memory map of a sparse file could fail."""
+    """Create a file of `nbytes` bytes whose disk space is allocated: writing to a memory map of a sparse file could fail."""
     with path.open("xb") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, nbytes)

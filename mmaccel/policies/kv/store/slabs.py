@@ -137,7 +137,7 @@ class Slabs:
         return self._disk
 
     def give_back(self) -> None:
-        """Free the last slab, which must be in memory."""
+        """Free the last slab, which must be one in memory."""
         self.slabs.pop()
         self.in_memory -= 1
         self._emptied()
@@ -187,7 +187,7 @@ class Slabs:
 
     @property
     def crowded(self) -> bool:
-        """Whether the limit for all stores of the process forbids another slab."""
+        """Whether another slab would exceed the limit for all stores of the process."""
         if self._together is None:
             return False
         stores = [one for key in _open.keyrefs() if (one := key()) is not None]
@@ -329,7 +329,7 @@ def in_units(tensor: Tensor, tokens: int) -> Tensor:
 
 
 class Mark:
-    """A point in the work of a lane (a CUDA stream, or the host), to wait for or to time.
+    """A point in the work of a lane (a CUDA stream, or the host) that can be waited for and timed.
 
     On CUDA it is an event of `stream`, with a time if `timed`. On the host, where work is done at once, it is the time.
     """
@@ -352,8 +352,8 @@ class Mark:
 
 
 class Lane:
-    """An ordered queue of work: a CUDA `stream`, or the host. Lanes are independent unless one waits for a mark of another.
-    `current`: the stream is already the current one where work is issued."""
+    """An ordered queue of device work: a CUDA `stream`, or the host. Lanes run independently unless one waits for a mark of
+    another. `current`: the stream is already the current one where work is issued."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None, current: bool = False) -> None:
         self.stream, self._current = stream, current or stream is None
@@ -390,7 +390,7 @@ class Lanes:
 
     @property
     def compute(self) -> Lane:
-        """The lane of the current CUDA stream, on which the model computes; on a CPU the `wire` lane."""
+        """The lane of the current CUDA stream, on which the model computes; on a CPU the same as `wire`."""
         if self._device.type != "cuda":
             return self.wire
         return Lane(torch.cuda.current_stream(self._device), current=True)

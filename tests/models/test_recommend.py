@@ -179,6 +179,19 @@ def test_the_preset_that_fits_is_taken_and_what_does_not_says_by_how_much() -> N
     assert "1000 positions" in far.unfit["exact"] and "film-many-questions" in far.costs
 
 
+@pytest.mark.parametrize(("device", "wanted"), [("cuda", 0.5), ("cpu", (3 + 4 * 0.5) / 4)])
+def test_on_a_gpu_a_layer_s_time_leaves_out_what_a_step_adds(device: str, wanted: float) -> None:
+    spent: list[float] = []
+
+    def bench(run: Any, device: torch.device) -> float:
+        spent.clear()
+        run()
+        return sum(spent)
+
+    found = rates._layer(lambda layers: spent.append(3 + 0.5 * layers), torch.device(device), bench)
+    assert found == pytest.approx(wanted)
+
+
 def test_rates_are_measured_once_and_kept(tmp_path: Path) -> None:
     sizes = sizes_of(pair("random-ov")[0], (42, 70), processor=pair("random-ov")[1])
     store = Store(tmp_path / "rates.json", rates.Device.of)

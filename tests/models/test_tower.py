@@ -88,6 +88,10 @@ def test_a_tower_that_is_changed_or_heard_is_not_replayed(monkeypatch: pytest.Mo
     model.model.image_newline = torch.nn.Parameter(model.model.image_newline.detach() + 1)
     marks = [one.features(frame, size)[1] for _ in range(3)]
     assert Kept.made == 3 and all(torch.equal(some, marks[0]) for some in marks)
+    model.model.vision_tower.set_attn_implementation("eager")
+    for _ in range(3):
+        one.features(frame, size)
+    assert Kept.made == 4
 
 
 def test_a_tower_that_needs_more_than_pixels_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

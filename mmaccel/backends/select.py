@@ -171,8 +171,7 @@ def _why_not(name: str, device: torch.device) -> str | None:
         return f"it needs {error.name or error}"
     if BACKENDS[name] == BACKENDS["reference"]:  # runs everywhere
         return None
-    why: str | None = module.usable(device)
-    return why
+    return module.usable(device)  # type: ignore[no-any-return]
 
 
 class Store(Generic[Kept]):

@@ -115,9 +115,10 @@ class Grid(IntraPattern):
                 parts.append(self._strided_lines(region, classes))
             if self.horizontal:
                 parts.append(self._dense_rows(region, classes))
-        if self.window or self.sink:
-            # Every row is served twice, over disjoint keys: the two are merged by their log-sum-exps.
-            parts.append(region.part(region.near_and_first(self.sink, self.window), merge_group=1))
+        if self.window or self.sink or not (self.slash or self.vertical):
+            # Merged with the lines by log-sum-exp, over disjoint keys; or the part of rows on no line, which see nothing.
+            near = region.near_and_first(self.sink, self.window) or (region.span(FAR, FAR),)
+            parts.append(region.part(near, merge_group=1))
         return tuple(parts)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:

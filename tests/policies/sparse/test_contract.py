@@ -326,3 +326,11 @@ def test_sides_of_a_boundary_as_a_recipe_writes_them() -> None:
     pattern = Recipe.load({"sparse": fields}).sparse
     assert pattern == QBoundary(text=Dense(), video=Grid(stride="free"), image=None)
     assert Recipe.load(Recipe.load(sparse=pattern).to_dict()).sparse == pattern
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_rows_on_no_line_of_a_grid_are_in_a_part(within: bool) -> None:
+    """They see nothing, and their output is zero: `mmaccel search` proposes such grids."""
+    grid = dict(name="grid", block=16, min_stride=3, max_stride=9, last_q=16, vertical=False, slash=False)
+    bounded = dict(name="q_boundary", block=16, text=grid, image=None, video=grid)
+    check_policy(Recipe.load(sparse=bounded if within else grid).sparse)

@@ -17,8 +17,8 @@ from mmaccel.core.memory.buffers import host_total
 from mmaccel.core.prefill.sparse import planner
 
 STEP_LAYERS = 4, 12
-"""Of the two small models whose steps are timed. On CUDA a layer's seconds are their difference, as what a step takes beside
-its layers is as much in both."""
+"""Layers of two small models whose steps are timed. On CUDA a layer's seconds follow from the difference of the two steps:
+what a step takes beside its layers cancels out."""
 STEPS = 8
 """Steps timed together: on CUDA the first after a wait starts late."""
 WARM_S = 0.3

@@ -72,8 +72,8 @@ def warm_up(stream: Any, state: StreamState, running: Any) -> None:
 
 
 class TowerSteps:
-    """The vision tower for one or two frames, whose launches take the host longer than their work the device, as one CUDA
-    graph: for families whose tower needs nothing but pixels (`Family.pixels_alone`)."""
+    """Runs the vision tower on one or two frames as one CUDA graph, as the host takes longer to launch so little work than
+    the device to do it. For families whose tower needs nothing but pixels (`Family.pixels_alone`)."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family, self._replays = model, family, Replays(home_of(model))

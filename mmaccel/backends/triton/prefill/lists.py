@@ -304,8 +304,8 @@ def join_pairs(row: Tensor) -> Tensor:
 
 
 def derived(plan: list[Tensor], name: Any, make: Any) -> Any:
-    """What `make` derives of tensors of a plan: computed once on a CUDA stream, for all layers of a pass and all passes
-    under the plan, until one of them is written to or is no more. It is kept with the first and must hold none of them."""
+    """Return what `make` computes from tensors of a plan, cached with the first of them: once for each CUDA stream, for all
+    layers and passes under the plan. It is computed anew when one of them was written to, and must refer to none."""
     device = plan[0].device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     made = getattr(plan[0], "derived", None)

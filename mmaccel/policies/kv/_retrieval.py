@@ -49,7 +49,7 @@ class ArchivedMemory(StreamMemory):
         self, policy: Any, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
         super().__init__(stream, geometry, model, device, **policy.sizes(stream))
-        self.policy, self.budget = policy, stream.units(policy.frames)
+        self.set_query_fields(policy)
         self.encode_budget, self.prefetch = stream.units(policy.encode_frames), policy.prefetch
         self.reps = ALL if policy.reps is None else policy.reps
         own = policy.index, stream, geometry, device, self.window, policy.reps != 0
@@ -73,7 +73,6 @@ class ArchivedMemory(StreamMemory):
     def set_query_fields(self, policy: Any) -> None:
         super().set_query_fields(policy)
         self.policy, self.budget = policy, self.stream.units(policy.frames)
-        self.idle()
 
     def clusters(self) -> dict[str, Tensor]:
         return self.index.owners()

@@ -47,7 +47,7 @@ class AttentionConfig:
     """The recipe's attention settings, shared by all layers.
 
     kernel  an operator of the schema of `ops.block_attend`; None: plans cannot be run
-    windows  the same for sliding windows of streams under a sparse recipe (else it is `kernel`); None: explicit masks
+    sliding_kernel  that for sliding windows of streams under a sparse recipe (else it is `kernel`); None: explicit masks
     sliding  layer -> window size of layers with sliding-window attention, which are dense
     """
 
@@ -56,7 +56,7 @@ class AttentionConfig:
     kernel: Callable[..., tuple[Tensor, Tensor]] | None
     meter: Meter = field(default_factory=Meter)
     choice: select.Choice | None = None
-    windows: Callable[..., tuple[Tensor, Tensor]] | None = None
+    sliding_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
     sliding: Mapping[int, int] = field(default_factory=dict)
     _warned: bool = False
     _compiled: dict[int, Compiled] = field(default_factory=dict)
@@ -318,7 +318,7 @@ class ForwardPass(PrefillPass):
             columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)
             return decode_attend(query, key, value, columns, scale, None, view.bias)
         config, window = self.config, view.window
-        kernel = config.kernel if config.recipe.sparse.dense else config.windows
+        kernel = config.kernel if config.recipe.sparse.dense else config.sliding_kernel
         many = self.stream and len(query) == 1 and rows >= MIN_ROWS and view.column is None
         if many and kernel is not None and window is not None and window < keys:
             plan = window_plan(rows, keys, view.sinks, window, heads, query.device)

@@ -345,7 +345,7 @@ def joint_attend(
     list_rows, longest = B * H * tiles, sum(span.k_row.shape[-1] // BOX for span in spans)
     work = None
     if longest > (LEAST_CHUNK if chunk is None else chunk):
-        # A piece of a tile is a window of each of its lists: the longest one tells how many there are.
+        # A piece of a tile is a range of each of its lists: the longest one tells how many there are.
         count = reduce(add, (span.lists.count for span in spans))
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
         work = Work.of([count], B, H, tiles, 1, longest, places_on(query.device), chunk)

@@ -69,9 +69,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
-@operator(
-    "pointwise", serves=lambda positions, pace, scale, dtype: dtype in HALVES and runs_triton(positions)
-)
+@operator("pointwise", serves=lambda x, pace, scale, dtype: dtype in HALVES and runs_triton(x))
 def angles(positions: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """RoPE cosines and sines [n, D], times `scale`, of `positions` [n] long and inverse frequencies `pace` [D / 2]
     float32, as transformers' rotary embeddings compute them; one kernel."""

@@ -126,11 +126,9 @@ class StreamRunner:
         self.around = MemoryWrapper() if pruner is None else AttentionRecording(pruner, depth)
         self._warned, self._full, self.ingests, self.pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
-        positions, head = adapter.position_ids(info.size, fps), adapter.head().numel()
+        ids, head = adapter.position_ids(info.size, fps), adapter.head().numel()
         words, pace, dtype = adapter.text_around_unit, adapter.pace, adapter.dtype
-        self.stream = Stream(
-            unit=info.unit, words=words, head=head, pace=pace, positions=positions, dtype=dtype
-        )
+        self.stream = Stream(unit=info.unit, words=words, head=head, pace=pace, positions=ids, dtype=dtype)
         one = len(set(adapter.layer_devices)) == 1
         opened = kv.open_stream if one else partial(split_stream, kv, adapter.layer_devices)
         self.waits: deque[float] = deque(maxlen=1024)

@@ -247,10 +247,9 @@ class IngestState(PassState):
         assert held is not None
         between = self._retrieved(layer, query)
         key, value = held.append(layer, key, value)
-        positions, count = self.stream.positions, (key.shape[2] - head) // self.stream.unit
+        made, count = self.stream.positions, (key.shape[2] - head) // self.stream.unit
         cos, sin = self.rope.at(
-            "ingested",
-            lambda: torch.cat([positions.head(), positions.own(self._first, count, self._base)], -1),
+            "ingested", lambda: torch.cat([made.head(), made.own(self._first, count, self._base)], -1)
         )
         query = self.rope.apply(query, (cos[:, :, -rows:], sin[:, :, -rows:]))
         key = self.rope.apply(key, (cos, sin))

@@ -16,6 +16,7 @@ Letters: n rows of a pass, N columns that they see, L layers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -187,13 +188,14 @@ class _Estimate:
         for n, seen in self._passes():
             seconds += self._pass(n, seen)
         if not self.work.live:  # units leave for the host, and into clusters, when all have been read
-            seconds += self._leaving_s() + self.kept.clusters * self.units * CLUSTER_S
+            seconds += self._leaving_s
         return seconds
 
+    @functools.cached_property
     def _leaving_s(self) -> float:
-        """Seconds in which the host pins memory for units, beside copying them there."""
-        slower = max(1 / self.device.wire, 1 / self.device.pin)
-        return self._bytes()[3] * slower * self.device.cuda
+        """Seconds in which the host pins memory for units, copies going on meanwhile, and puts them into clusters."""
+        slower = max(1 / self.device.wire, 1 / self.device.pin) * self.device.cuda
+        return self._bytes()[3] * slower + self.kept.clusters * self.units * CLUSTER_S
 
     def _tower(self) -> float:
         """Patches through the vision tower: products, attention within a unit, and what else reads and writes them."""
@@ -219,8 +221,7 @@ class _Estimate:
         pairs = s.layers * self._pairs(n, seen)
         starts = s.layers * EAGER * device.layer
         if self.work.live:  # the host does meanwhile what an ingestion does at its end
-            share = n / (self.units * s.tokens)
-            starts += share * (self._leaving_s() + self.kept.clusters * self.units * CLUSTER_S)
+            starts += n / (self.units * s.tokens) * self._leaving_s
         return self._beside(products + traffic + pairs, starts) + self._copied_s(seen)
 
     def _pairs(self, n: int, seen: int) -> float:

@@ -118,7 +118,7 @@ def _patch_row(family: Any, model: Any, vision: tuple[int, int], depth: int, ite
     float32; the states of all layers, in releases of transformers that keep them to choose from."""
     width, wide = vision
     row = 4 * width + 2 * wide
-    if family.windowed(model) is not None:
+    if family.window_attention(model) is not None:
         row = max(row, (8 + 16 // itemsize) * width)
     features = inspect.signature(family.multimodal(model).get_video_features).parameters
     keeps = hasattr(model.config, "vision_feature_layer") and "output_hidden_states" in features

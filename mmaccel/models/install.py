@@ -302,12 +302,13 @@ class Gate:
 
 _shared: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
 _gates: WeakKeyDictionary[nn.Module, Gate] = WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""Of the two dictionaries. Reentrant: a garbage collection under it may run a finalizer that removes other hooks."""
 
 
 def _forked() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for gate in list(_gates.values()):
         gate.forked()
 

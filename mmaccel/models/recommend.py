@@ -118,7 +118,7 @@ def _patch_row(family: Any, model: Any, vision: tuple[int, int], depth: int, ite
     float32; the states of all layers, in releases of transformers that keep them to choose from."""
     width, wide = vision
     row = 4 * width + 2 * wide
-    if family.windowed(model) is not None:
+    if family.window_attention(model) is not None:
         row = max(row, (8 + 16 // itemsize) * width)
     features = inspect.signature(family.multimodal(model).get_video_features).parameters
     keeps = hasattr(model.config, "vision_feature_layer") and "output_hidden_states" in features
@@ -169,8 +169,8 @@ def _few_rows(model: nn.Module) -> Callable[[], Any]:
     """A step of one row of a session that keeps all, after a prompt of one token and a frame of one."""
     family: Any = adapter_for(model)
     passes, line = StreamPasses(model, family), torch.arange(2, device=home_of(model))[None]
-    places = PositionIds.evenly(line[:, :1], line[:, 1:], 2, 1, 1 << 15)
-    told = Stream(unit=1, head=1, pace=1, places=places, dtype=passes.dtype)
+    positions = PositionIds.evenly(line[:, :1], line[:, 1:], 2, 1, 1 << 15)
+    told = Stream(unit=1, head=1, pace=1, positions=positions, dtype=passes.dtype)
     state = stream_policy(Recipe()).open_stream(told, family.geometry(model), passes.view, passes.device)
     word = passes.words(line[0, :1])
 

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
@@ -23,7 +24,7 @@ import mmaccel
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.models import install
 from mmaccel.models.attention import KVCache
-from mmaccel.models.install import Hooks
+from mmaccel.models.install import Hooks, shared_hooks
 from tests import SOURCES
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -39,6 +40,21 @@ FILES = {install.__file__, nn.modules.module.__file__}
 def hooks_of(module: nn.Module) -> list[list[Any]]:
     """What each table of hooks of the module has, those of the keyword arguments included."""
     return [list(value) for name, value in vars(module).items() if name.startswith("_forward_")]
+
+
+def test_hooks_may_be_removed_by_a_finalizer_while_others_are_installed() -> None:
+    """A garbage collection runs finalizers anywhere, also inside `shared_hooks`, which must not wait for itself."""
+    old, new = nn.Identity(), nn.Identity()
+    kept = ExitStack()
+    kept.enter_context(shared_hooks(old, "one", lambda hooks: hooks.put(old, "told", True)))
+
+    def enter() -> None:
+        with shared_hooks(new, "one", lambda _: kept.close()):
+            done.set()
+
+    done = threading.Event()
+    threading.Thread(target=enter, daemon=True).start()
+    assert done.wait(10.0) and "told" not in vars(old)
 
 
 @pytest.mark.parametrize("kind", ["before", "prepended", "after"])

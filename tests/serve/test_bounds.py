@@ -70,8 +70,11 @@ def test_frames_that_wait_are_capped_in_bytes(served: Served, monkeypatch: pytes
     with running(Settings(limits=Limits(message_bytes=10_000))) as served, served.client() as client:
         monkeypatch.setattr(mmaccel.AsyncVideoSession, "watch", slow)
         with talking(served, opened(client)) as talk:
+            heavy = sources.decoded(jpegs()[0]) + bytes(
+                4000
+            )  # a frame that is taken in, and that `slow` holds up
             for _ in range(8):  # less than 32 frames, more than 10 kB
-                talk.send(bytes(4000))
+                talk.send(heavy)
             assert heard(talk, "dropped")["frames"] == 1
 
 

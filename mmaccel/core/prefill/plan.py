@@ -45,10 +45,15 @@ class HeadRun(NamedTuple):
 
     def of(self, query: Tensor) -> Tensor:
         """Return the queries [B, h, n, D] of these heads; a view if the heads are adjacent."""
-        first, last = self.heads[0], self.heads[-1]
-        if last - first + 1 == len(self.heads):
-            return query[:, first : last + 1]
-        return query[:, numbered(self.heads, query.device)]
+        return of_heads(self.heads, query)
+
+
+def of_heads(heads: tuple[int, ...], x: Tensor) -> Tensor:
+    """Return the ascending `heads` of x [B, H, ...]; a view if they are adjacent."""
+    first, last = heads[0], heads[-1]
+    if last - first + 1 == len(heads):
+        return x[:, first : last + 1]
+    return x[:, numbered(heads, x.device)]
 
 
 def head_runs(heads: Sequence[int], group: int) -> list[HeadRun]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVView
-from mmaccel.core.prefill.merge_heads import adjacent, joined
+from mmaccel.core.prefill.merge_heads import Share, adjacent, joined
 from mmaccel.core.prefill.plan import (
     FAR,
     AttentionPlan,
@@ -74,8 +74,8 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         """One that says anew what its plan is has not said how some heads of a layer are planned: its parent's way of that
         would pass it by."""
         super().__init_subclass__()
-        if "plan" in vars(cls) and "plan_of" not in vars(cls):
-            cls.plan_of = SparsePattern.plan_of  # type: ignore[method-assign]
+        if "plan" in vars(cls) and "plan_heads" not in vars(cls):
+            cls.plan_heads = SparsePattern.plan_heads  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,14 +96,19 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         `q_layout.position` and `k_layout.position` count alike. Queries may be the last rows of a longer sequence.
         """
 
-    def plan_of(
-        self, run: HeadRun, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
-    ) -> AttentionPlan | None:
-        """Plan only the heads `run` (see `plan`) of a layer's query [B, H, n_query, D] and key [B, G, n_key, D].
+    def plan_heads(
+        self,
+        runs: Sequence[HeadRun],
+        query: Tensor,
+        key: Tensor,
+        q_layout: TokenLayout,
+        k_layout: TokenLayout,
+    ) -> list[Share]:
+        """Plan only the heads of `runs` (see `plan`) of a layer's query [B, H, n_query, D] and key [B, G, n_key, D].
 
-        Override it in a pattern that reads few query rows, to avoid a copy of all rows of some heads.
+        Override it in a pattern that plans several runs at once, or that reads few query rows and needs no copy of all.
         """
-        return self.plan(run.of(query), key[:, run.groups], q_layout, k_layout)
+        return [(run.heads, self.plan(run.of(query), key[:, run.groups], q_layout, k_layout)) for run in runs]
 
     def plan_layer(
         self, query: Tensor, key: Tensor, value: Tensor | None, q_layout: TokenLayout, k_layout: TokenLayout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.lines import has_kernel, line_sums, row_totals
+from mmaccel.core.prefill.plan import HeadRun
 
 Score = Literal["contrast", "mean", "sum"]
 """How the lines of one class are weighed together."""
@@ -58,13 +59,18 @@ class SampleLayout:
         return (column <= self.at[..., None]).sum(1, keepdim=True).clamp(min=1).float()
 
 
+def cat_heads(made: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors [B, h, ...] of consecutive heads; a single one is not copied."""
+    return made[0] if len(made) == 1 else torch.cat(tuple(made), 1)
+
+
 @dataclass(frozen=True, eq=False)
 class LastQueries:
     """Computes the attention of the last queries of one order to the keys of another.
 
     query [B, H, L, D]: the queries; key [B, G, N, D]: the tensor with the keys. total [B, H, L]: the log-sum-exp over all
     keys that a query sees, if these are only some of them. pooled: query heads that share a key/value head share their mean
-    weights.
+    weights. runs: which key/value heads the query heads read, run after run; none: all of them, evenly.
     """
 
     query: Tensor
@@ -72,6 +78,17 @@ class LastQueries:
     sample: SampleLayout
     total: Tensor | None
     pooled: bool
+    runs: tuple[HeadRun, ...] = ()
+
+    def each(self) -> Iterator[LastQueries]:
+        """Yield the queries of each run of heads, with its keys."""
+        first = 0
+        for run in self.runs:
+            heads = slice(first, first := first + len(run.heads))
+            total = None if self.total is None else self.total[:, heads]
+            yield LastQueries(self.query[:, heads], self.key[:, run.groups], self.sample, total, self.pooled)
+        if not self.runs:
+            yield self
 
     @property
     def at(self) -> Tensor:
@@ -94,7 +111,11 @@ class LastQueries:
         return self.query, self.key, self.sample.row, self.at, self.total, self.width, self.pooled
 
     def weights(self) -> Iterator[Tensor]:
-        """Yield softmax weights [B, h, L, n] float32 of consecutive runs of heads, of all heads at once if memory allows."""
+        """Yield softmax weights [B, h, L, n] float32 of consecutive heads, of a whole run if memory allows."""
+        for one in self.each():
+            yield from one._weights()
+
+    def _weights(self) -> Iterator[Tensor]:
         first, group = 0, self.query.shape[1] // self.key.shape[1]
         for scores in self._scores():
             last = first + scores.shape[1]
@@ -110,8 +131,10 @@ class LastQueries:
     def totals(self) -> Tensor:
         """Return the log-sum-exp [B, H, L] float32 of each query's scores."""
         if self.fused:
-            return row_totals(self.query, self.key, self.sample.row, self.at, self.width)
-        return torch.cat([scores.logsumexp(-1) for scores in self._scores()], 1)
+            made = [row_totals(*one.operands[:4], self.width) for one in self.each()]
+        else:
+            made = [scores.logsumexp(-1) for one in self.each() for scores in one._scores()]
+        return cat_heads(made)
 
     def lines(self) -> tuple[Tensor, Tensor]:
         """Return attention weights summed along columns and along diagonals (query minus key position), each [B, H, n]
@@ -120,8 +143,9 @@ class LastQueries:
         The sums are over queries; divided by `query_counts`, they are means over the queries that have a key there.
         """
         if self.fused and self.sample.runs <= ROUNDS:
-            column, diagonal = line_sums(*self.operands)
-            return self.spread(column), self.spread(diagonal)
+            each = [[one.spread(t) for t in line_sums(*one.operands)] for one in self.each()]
+            column, diagonal = map(cat_heads, zip(*each, strict=True))
+            return column, diagonal
         columns, diagonals = [], []
         for weight in self.weights():
             columns.append(weight.sum(2))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import KeySpan, Part, remember
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.plan import FAR, AttentionPlan, HeadRun, span_by_range
+from mmaccel.core.prefill.merge_heads import Share
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, HeadRun, of_heads, span_by_range
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout
 
@@ -176,9 +177,7 @@ class Region:
             everything = layer.region(query_kind, None)
             total = once(layer.totals, (query_kind, count), lambda: everything.last(count).totals())
         # No other row of the queries is copied where heads lie apart.
-        return LastQueries(
-            query if layer.run is None else layer.run.of(query), layer.key, sample, total, pooled
-        )
+        return LastQueries(of_heads(layer.chosen, query), layer.key, sample, total, pooled, layer.runs)
 
     def _sample(self, count: int) -> SampleLayout:
         """Which the last `count` queries are and what they see of the keys; no host read."""
@@ -202,8 +201,8 @@ class Region:
 class LayerInputs:
     """The queries and keys of one layer, and the layouts of their tokens.
 
-    query [B, H, n_query, D]; run: the heads to plan, None for all. key [B, G, n_key, D]: their keys. totals: log-sum-exp [B,
-    H, L] over all keys of a modality's last queries, by modality and number of queries.
+    query [B, H, n_query, D]; key [B, G, n_key, D]; runs: the heads to plan, none for all. totals: log-sum-exp [B, h, L] of
+    these heads over all keys of a modality's last queries, by modality and number of queries.
     """
 
     query: Tensor
@@ -211,7 +210,7 @@ class LayerInputs:
     q_layout: TokenLayout
     k_layout: TokenLayout
     block: int
-    run: HeadRun | None = None
+    runs: tuple[HeadRun, ...] = ()
     totals: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -229,9 +228,14 @@ class LayerInputs:
         return held[1]
 
     @property
+    def chosen(self) -> tuple[int, ...]:
+        """The numbers of the query heads to plan."""
+        return tuple(head for run in self.runs for head in run.heads) or tuple(range(self.query.shape[1]))
+
+    @property
     def heads(self) -> int:
         """Number of query heads to plan."""
-        return self.query.shape[1] if self.run is None else len(self.run.heads)
+        return len(self.chosen)
 
     @property
     def final(self) -> bool:
@@ -315,10 +319,16 @@ class RegionPattern(SparsePattern):
     ) -> AttentionPlan | None:
         return self._plan(LayerInputs(query, key, q_layout, k_layout, self.block))
 
-    def plan_of(
-        self, run: HeadRun, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
-    ) -> AttentionPlan | None:
-        return self._plan(LayerInputs(query, key[:, run.groups], q_layout, k_layout, self.block, run))
+    def plan_heads(
+        self,
+        runs: Sequence[HeadRun],
+        query: Tensor,
+        key: Tensor,
+        q_layout: TokenLayout,
+        k_layout: TokenLayout,
+    ) -> list[Share]:
+        layer = LayerInputs(query, key, q_layout, k_layout, self.block, tuple(runs))
+        return [(layer.chosen, self._plan(layer))]
 
     def _plan(self, layer: LayerInputs) -> AttentionPlan | None:
         if self.dense:

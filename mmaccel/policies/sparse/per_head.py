@@ -247,13 +247,13 @@ class LayerHeads(SparsePattern):
                 # What looks at the layout alone is planned for one head, and all follow it.
                 shares.append((some, pattern.plan(query[:, :1], key[:, :1], q_layout, k_layout)))
                 continue
-            for run in head_runs(some, group):
-                if value is not None and pattern.reads_values:
-                    tensors = run.of(query), key[:, run.groups], value[:, run.groups]
-                    plan = pattern.plan_layer(*tensors, q_layout, k_layout)
-                else:
-                    plan = pattern.plan_of(run, query, key, q_layout, k_layout)
-                shares.append((run.heads, plan))
+            runs = head_runs(some, group)
+            if value is None or not pattern.reads_values:
+                shares += pattern.plan_heads(runs, query, key, q_layout, k_layout)
+                continue
+            for run in runs:
+                tensors = run.of(query), key[:, run.groups], value[:, run.groups]
+                shares.append((run.heads, pattern.plan_layer(*tensors, q_layout, k_layout)))
         return merge_plans(shares, heads, group, q_layout, k_layout)
 
     def max_blocks_total(self, n_query: int, n_key: int) -> int:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.lines import class_phases, stride_scores
-from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout, Score, class_scores, judged, standing
+from mmaccel.policies.sparse.estimate import (
+    LastQueries,
+    SampleLayout,
+    Score,
+    cat_heads,
+    class_scores,
+    judged,
+    standing,
+)
 from mmaccel.policies.sparse.orders import Region, TokenOrder, once
 
 REACH = 64
@@ -216,9 +224,12 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
     pairing = once(frames.memo, ("pairing", id(layout)), lambda: Pairing.of(layout, frames, search.most))
     if sample.fused:
         order = pairing.order, pairing.start, pairing.own, pairing.members, frames.stride[:, 0, 0]
-        line, shift, spread = class_phases(*sample.operands, order, search.score, search.rows)
-        line, shift = sample.spread(line), sample.spread(shift)
-        dense = most_even_class(sample.spread(spread), sample.at, own, classes) if search.rows else line
+        found = []
+        for one in sample.each():
+            made = class_phases(*one.operands, order, search.score, search.rows)
+            found.append([one.spread(t) for t in (made if search.rows else made[:2])])
+        line, shift, *spread = map(cat_heads, zip(*found, strict=True))
+        dense = most_even_class(spread[0], sample.at, own, classes) if search.rows else line
     else:
         # What each query gives to each class of keys, its own key left out: that one is heavy whatever the phase.
         before = layout.before()[:, None]

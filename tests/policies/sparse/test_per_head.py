@@ -17,15 +17,17 @@ from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, RecipeError
-from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.plan import AttentionPlan
+from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.prefill.plan import AttentionPlan, head_runs
+from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.registry import policy
 from mmaccel.policies.sparse import AShape, PerHead, VerticalSlash
 from mmaccel.policies.sparse.orders import IntraPattern, Region
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, LayerHeads
 from tests.models.tiny_random import BUILD, prompt
 
-from .scenes import Scene, scenes
+from .scenes import Scene, scenes, sequence
 
 GRID = dict(name="grid", stride="free", min_stride=2, max_stride=12, last_q=16)
 COLUMNS = dict(name="vertical_slash", vertical=9, slash=4, last_q=16)
@@ -54,13 +56,13 @@ def test_each_head_is_planned_as_if_it_were_alone(scene: Scene) -> None:
 
 def test_queries_and_keys_are_handed_on_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = torch.randn(1, 8, 96, 8), torch.randn(1, 4, 96, 8)
-    seen: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, ...]] = []
     plain = IntraPattern.cached_parts
 
     def watched(self: IntraPattern, region: Region) -> tuple[Part, ...]:
         layer = region.layer
-        seen.append((layer.heads, layer.key.shape[1], layer.key.data_ptr() - key.data_ptr()))
-        assert layer.key._base is key
+        seen.append(layer.chosen)
+        assert layer.key is key if self.adaptive else layer.key._base is key
         assert layer.query is query if self.adaptive else layer.query._base is query
         return plain(self, region)
 
@@ -70,9 +72,39 @@ def test_queries_and_keys_are_handed_on_uncopied(monkeypatch: pytest.MonkeyPatch
     layout = TokenLayout.text(1, 96)
     table = {0: {0: GRID, 1: COLUMNS, 2: GRID, 3: COLUMNS, 4: NEAR, 5: NEAR, 6: GRID, 7: GRID}}
     assert PerHead(block=16, table=table).plan(query, key, layout, layout) is not None
-    step = key[:, 1:].data_ptr() - key.data_ptr()
-    # Grid heads of groups 0 and 1 together and those of 3, columns of 0 and 1, and one head for the window.
-    assert sorted(seen) == sorted([(2, 2, 0), (2, 1, 3 * step), (2, 2, 0), (1, 1, 0)])
+    # Each pattern is planned once for all its heads, and the window for one head.
+    assert sorted(seen) == [(0,), (0, 2, 6, 7), (1, 3)]
+
+
+@pytest.mark.parametrize("estimate", ["head", "group"])
+@pytest.mark.parametrize("boundary", [None, "q_boundary", "boundary_2d"])
+@pytest.mark.parametrize(
+    "one", [GRID, {**GRID, "stride": "frame"}, COLUMNS], ids=["free", "frame", "columns"]
+)
+def test_heads_apart_are_planned_at_once_as_run_by_run(
+    one: dict[str, Any], boundary: str | None, estimate: str
+) -> None:
+    pattern: Any = {**one, "estimate": estimate, "block": 16}
+    if boundary == "q_boundary":
+        pattern = {"name": boundary, "text": pattern, "video": pattern, "image": None, "block": 16}
+    elif boundary:
+        pattern = {"name": boundary, "default": pattern, "block": 16}
+    scene = Scene((sequence([(TEXT, [9]), (VIDEO, [8] * 9), (TEXT, [7])]),), 0, 12, 4, 8, 3)
+    query, key, _ = scene.tensors()
+    layout, group = scene.layout(), 3
+    heads = [0, 1, 4, 6, 7, 8, 9]  # of four runs: 2, 1, 3 and 1 of a key/value head
+    own = policy("sparse", pattern)
+    assert isinstance(own, SparsePattern)
+    runs = head_runs(heads, group)
+    assert len(runs) == 4
+    named = LayerHeads(block=16, named=dict.fromkeys(heads, own), heads=12)
+    plan = named.plan(query, key, layout, layout)
+    assert plan is not None
+    mask = plan.to_mask()
+    assert mask[0, 0].sum() < layout.length * (layout.length + 1) / 2
+    for run in runs:
+        alone = own.plan(run.of(query), key[:, run.groups], layout, layout)
+        assert alone is not None and torch.equal(mask[:, list(run.heads)], alone.to_mask())
 
 
 def test_a_pattern_that_plans_its_own_way_does_so_among_others() -> None:

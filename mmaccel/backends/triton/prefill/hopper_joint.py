@@ -153,7 +153,7 @@ def _compute(
     none = gl.convert_layout(nothing.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     weights = none
     q = q_buf.index(which)
-    q_place, width = gl.full([64], 0, gl.int32, line), gl.full([], 0, gl.uint32)
+    q_pos, width = gl.full([64], 0, gl.int32, line), gl.full([], 0, gl.uint32)
     held, before = gl.to_tensor(-1), gl.to_tensor(-1)
     word, step = _own(words, full, free, gl.to_tensor(0), FAR, which, STAGES)
     while word >= 0:
@@ -171,11 +171,11 @@ def _compute(
             at = fact(span, 8).to(gl.pointer_type(gl.int32)) + b * fact(span, 9) + h * fact(span, 10)
             # Counted from the lower end of the range, what is outside is above its width on either side; rows before all
             # keys stand right before the first, from where the place of an absent key is still told from one in the range.
-            q_place = gl.maximum(gl.load(at + rows[2]) - lo, -1)
+            q_pos = gl.maximum(gl.load(at + rows[2]) - lo, -1)
         score = warpgroup_mma_wait(1, deps=(score,))
         if (word >> (which + TESTED)) & 1:
-            k_place = key_places.index(stage).load(gl.SliceLayout(0, s_layout))
-            gap = (gl.expand_dims(q_place, 1) - gl.expand_dims(k_place, 0)).to(gl.uint32)
+            k_pos = key_places.index(stage).load(gl.SliceLayout(0, s_layout))
+            gap = (gl.expand_dims(q_pos, 1) - gl.expand_dims(k_pos, 0)).to(gl.uint32)
             score = gl.where(gap < width, score, float("-inf"))
         top = gl.maximum(peak, gl.max(score, 1) * scale)
         floor = gl.where(top == float("-inf"), 0.0, top)

@@ -292,7 +292,7 @@ def table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False)
     counts = counts[..., -1:] if whole else counts
     found: dict[str, Any] = dict(index=index if len(index) else 0, form=int(whole))
     found |= dict(lo=span.lo, hi=span.hi, home=home)
-    named = dict(list=row, unsure=counts, q_place=span.q_pos, k_place=k_pos)
+    named = dict(list=row, unsure=counts, q_pos=span.q_pos, k_pos=k_pos)
     for name, t in named.items():
         found |= {name: t, f"{name}_b": lead(t)[0], f"{name}_h": lead(t)[1]}
     # The homes of an order that all heads share are those of each group; others are of each head.
@@ -345,7 +345,7 @@ def joint_attend(
     list_rows, longest = B * H * tiles, sum(span.k_row.shape[-1] // BOX for span in spans)
     work = None
     if longest > (LEAST_CHUNK if chunk is None else chunk):
-        # A piece of a tile is a window of each of its lists: the longest one tells how many there are.
+        # A piece of a tile is a range of each of its lists: the longest one tells how many there are.
         count = reduce(add, (span.lists.count for span in spans))
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
         work = Work.of([count], B, H, tiles, 1, longest, places_on(query.device), chunk)

@@ -144,11 +144,11 @@ def measured(
             },
             attend=attend,
             copy=_copy(device, device, bench),
-            wire=_copy(torch.device("cpu"), device, bench),
+            wire=(wire := _copy(torch.device("cpu"), device, bench)),
             layer=(layer := _layer(step, device, bench)),
             few=_layer(few, device, bench) if cuda else layer,
             memory=_memory(device),
-            pin=_pin() if cuda else math.inf,
+            pin=_pin() if cuda else wire,
         )
         store.put(key, found)
     return found

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mmaccel.core.report import write_whole
+from mmaccel.core.report import write_atomically
 
 
 def processor() -> str:
@@ -28,4 +28,4 @@ def commit(path: Path, name: str, ratio: float, why: str) -> None:
     cases = json.loads(path.read_text()) if path.exists() else {}
     beside = cases[name]["ratios"] if name in cases and cases[name]["why"] == why else {}
     cases[name] = {"why": why, "ratios": {**beside, processor(): round(ratio, 4)}}
-    write_whole(path, json.dumps(cases, indent=1, sort_keys=True) + "\n")
+    write_atomically(path, json.dumps(cases, indent=1, sort_keys=True) + "\n")

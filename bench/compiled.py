@@ -24,8 +24,8 @@ import replayed
 from timing import Log, compare
 
 from mmaccel.backends import select
-from mmaccel.core.decoding.draft import judge
-from mmaccel.core.decoding.replay import captured
+from mmaccel.core.decoding.draft import judge_chain
+from mmaccel.core.decoding.replay import capture_graph
 from mmaccel.core.decoding.trees import judge_tree
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.sparse import attend_plan
@@ -104,7 +104,7 @@ def small(given: argparse.Namespace) -> Iterator[tuple[str, Case]]:
     n, vocab = 8, 151_936
     p = torch.randn(n + 1, vocab, device=given.device).softmax(-1)
     ids, u = p[:n].multinomial(1)[:, 0], torch.rand(n, device=given.device)
-    yield "acceptance", (judge, (ids, p, p[:n].clone(), u))
+    yield "acceptance", (judge_chain, (ids, p, p[:n].clone(), u))
     parents = torch.tensor([-1, 0, 1, 2, 3, 0, 1, 2, -1, 8, 9, -1, 11, 12, 13])
     sees = torch.rand(16, 16) > 0.5
     yield "acceptance of a tree", (judge_tree, (torch.arange(15), parents, sees, torch.arange(16)))
@@ -141,7 +141,9 @@ def ways(
         for _ in range(3):
             work(*tensors)
         try:
-            graph, kept = captured(lambda: work(*tensors), tensors[0].device, torch.cuda.graph_pool_handle())
+            graph, kept = capture_graph(
+                lambda: work(*tensors), tensors[0].device, torch.cuda.graph_pool_handle()
+            )
             found["captured"] = lambda kept=kept: graph.replay()
         except RuntimeError as error:
             row["captured_failed"] = f"{type(error).__name__}: {error}".split("\n")[0][:200]

@@ -25,7 +25,7 @@ from watching import HELD, Sizes
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.decoding.worker import READY, Wire, Worker
+from mmaccel.core.decoding.worker import READY, SocketEnd, Worker
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, Sequential
@@ -99,7 +99,7 @@ class ReplayedElsewhere(ReplayedParallel):
     away = "cuda:1"
 
 
-def serve(wire: Wire, options: dict[str, Any]) -> None:
+def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
     """The second process."""
     frames, kinds, small = options["film"]
     device = torch.device(options["device"])

@@ -42,7 +42,7 @@ from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shapes
-from mmaccel.models.letters import Letters
+from mmaccel.models.letters import LetterProcessor
 from mmaccel.models.tiny import WORDS, Sampler
 
 BASE = "qwen2.5-vl-7b"
@@ -52,7 +52,7 @@ UNITS, WINDOW, RECALLED, LOCAL, KINDS = 440, 40, 64, 8, 24
 """Of the stream, its memory and its scenes."""
 
 
-class Sized(Letters):
+class Sized(LetterProcessor):
     """A processor whose units have as many tokens as at the published sizes: 196, or the 256 of InternVL."""
 
     def _made(self, frames: Tensor) -> tuple[list[int], dict[str, Tensor]]:
@@ -136,7 +136,7 @@ def question(name: str, options: argparse.Namespace, log: Log) -> None:
     kv: dict[str, Any] = {"window": window * pace, "frames": recalled * pace, "local": local * pace}
     kv |= {"index": {"name": "clusters", "init": 16}} if small else {}
     model.generation_config.eos_token_id = -1
-    processor = (Letters if small else Sized)(family, model.config, WORDS)
+    processor = (LetterProcessor if small else Sized)(family, model.config, WORDS)
     scenes = Scenes(model, units, kinds)
     with mmaccel.VideoSession(model, processor, None, kv={"name": "mosaic", **kv}) as session:
         scenes.open(session, (392, 392))

@@ -80,7 +80,7 @@ def watch(parts: tuple[Any, Any, Any], camera: Camera, folder: Path, every: floa
         time.sleep(max(0.0, due - time.monotonic()))
         session.watch(camera.clip(number), fps=FPS)
         number, told[TAKEN] = number + 1, session.frames
-        keeper.now_and_then()
+        keeper.save_if_due()
 
 
 def resumed(parts: tuple[Any, Any, Any], folder: Path) -> mmaccel.VideoSession:

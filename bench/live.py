@@ -42,7 +42,7 @@ import mmaccel
 from mmaccel.core.decoding import replay
 from mmaccel.core.report import Meter, environment
 from mmaccel.core.streams.asking import QuestionRunner
-from mmaccel.core.streams.live import gc_frozen
+from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.core.streams.parts import FairLock
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models.stream import HFStreamAdapter, StreamPasses
@@ -354,13 +354,13 @@ def main() -> None:
     for kv in args.kv:
         with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
             session.watch(frames.repeat(-(-args.before // 32), 1, 1, 1)[: args.before], fps=args.fps)
-            with gc_frozen():
+            with freeze_garbage_collector():
                 row = {"kv": kv, **alone(session, frames, args.fps)}
             if args.profile:
                 profiled(session, frames, args.fps)
             session.ask(words(args.words), args.tokens)  # what a question needs is made and captured
             given = {"fps": args.fps, "seconds": args.seconds, "count": args.words, "tokens": args.tokens}
-            with gc_frozen():  # as `mmaccel serve` and `mmaccel watch` do
+            with freeze_garbage_collector():  # as `mmaccel serve` and `mmaccel watch` do
                 row |= measured(session, frames, **given)
         for name, value in row.items():
             if isinstance(value, list | dict):

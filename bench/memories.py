@@ -43,7 +43,7 @@ from timing import Log, read_rows, write_rows
 
 from mmaccel import load_model, load_processor
 from mmaccel.core.recipe import fields_of
-from mmaccel.core.report import write_whole
+from mmaccel.core.report import write_atomically
 from mmaccel_lab.cli.stream import memory_of
 from mmaccel_lab.eval.purity import Clustering
 from mmaccel_lab.eval.stream import KINDS, Entry, Shot, Watch, memories_for, shots, together
@@ -373,7 +373,7 @@ def conclude(options: argparse.Namespace) -> None:
         short = [row for row in [*found, *concluded] if row.get("what") not in ("answer", "watch")]
         write_rows(options.brief, short)
     if options.table is not None:
-        write_whole(options.table, system_table.markdown(found))
+        write_atomically(options.table, system_table.markdown(found))
     print("\n".join(line for row in concluded if (line := shown(row)) is not None))
 
 

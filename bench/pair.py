@@ -207,7 +207,7 @@ def piped(
     choice = Parallel(model="shape", window=window)
     devices = list(dict.fromkeys(torch.device(name) for name in bench.devices))
     states = [
-        Pipeline(_remote_drafter.Remote(worker, replayed.VOCAB), choice, devices, replayed.VOCAB)
+        Pipeline(_remote_drafter.RemoteDrafter(worker, replayed.VOCAB), choice, devices, replayed.VOCAB)
         for _ in runners
     ]
     return decode(runners, states, [columns, held], tokens or bench.tokens, seed)

@@ -28,8 +28,8 @@ from held import answering, counting
 from mmaccel.core.adapter import Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, Prompt
-from mmaccel.core.decoding.generate import Speculation, lockstep
-from mmaccel.core.decoding.worker import READY, Wire, Worker
+from mmaccel.core.decoding.generate import Speculation, decode_in_turn
+from mmaccel.core.decoding.worker import READY, SocketEnd, Worker
 from mmaccel.models import decode as decoding
 from mmaccel.models import drafting, runner, shapes
 from mmaccel.models import step as steps
@@ -261,7 +261,7 @@ def decode(
         sequence.advance()
     wait(device)
     began = time.perf_counter()
-    lockstep(sequences)
+    decode_in_turn(sequences)
     seconds = time.perf_counter() - began
     rounds = [one for meter in meters for one in meter.rounds]
     return {
@@ -275,7 +275,7 @@ def decode(
     }
 
 
-def serve(wire: Wire, options: dict[str, Any]) -> None:
+def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
     """The second process: a counting draft of a shape, for prompts that are assumed and for real ones."""
     given = argparse.Namespace(**json.loads(options["model"]))
     device = torch.device(options["device"])
@@ -322,7 +322,7 @@ def make_ready(worker: Worker, columns: int, seats: int) -> None:
     """Have the second process fill and capture what sequences of `columns` need, so that nothing of it is timed."""
     for seat in range(seats):
         said = assumed(columns, 0, seat, torch.device("cpu"))
-        remote = _remote_drafter.Remote(worker, VOCAB)
+        remote = _remote_drafter.RemoteDrafter(worker, VOCAB)
         remote.begin(said.inputs, None, False, False, 0)
         remote.ask(0, [], 4)
         if remote.collect(180.0) is None:

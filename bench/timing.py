@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mmaccel.core.report import Rows, environment, read_rows, write_whole
+from mmaccel.core.report import RowFile, environment, read_rows, write_atomically
 
 __all__ = ["Log", "Times", "compare", "environment", "measure", "read_rows", "write_rows"]
 
@@ -73,7 +73,7 @@ class Log:
 
     def __init__(self, path: str | Path, device: torch.device | str = "cpu") -> None:
         self.path = Path(path)
-        self._rows = Rows(self.path)
+        self._rows = RowFile(self.path)
         self._rows.add({"environment": environment(device)})
 
     def row(self, **fields: Any) -> None:
@@ -84,7 +84,7 @@ class Log:
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """A file of these rows and no others; the one that is there stays as it is until the last row is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _wait(device: torch.device) -> None:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import Log, compare, measure
 
 from mmaccel.policies.kv._prefetch import Prefetcher
-from mmaccel.policies.kv.store import HostStore, Shape
+from mmaccel.policies.kv.store import HostStore, UnitShape
 from mmaccel.policies.kv.store.slabs import in_units
 
 RUNS = (1, 4, 16)
@@ -53,13 +53,15 @@ class CopiesEach(HostStore):
         began = wire.mark(timed=True)
         wire.run(work)
         self.lanes.compute.wait(self._end("seconds_in", began, fetches=1, copies_in=2 * len(units)))
-        self.crossed(len(units))
+        self.count_copied(len(units))
         return out[0], out[1]
 
 
 def filled(options: argparse.Namespace) -> tuple[HostStore, float]:
     """A store that holds the stream, and the GB/s at which it went out."""
-    shape = Shape(options.layers, options.groups, options.tokens, options.size, getattr(torch, options.dtype))
+    shape = UnitShape(
+        options.layers, options.groups, options.tokens, options.size, getattr(torch, options.dtype)
+    )
     store = HostStore(shape, options.device, slab_bytes=options.slab_mib * 2**20)
     rows = options.chunk * options.tokens
     key = torch.randn(options.groups, rows, options.size, device=options.device).to(store.shape.dtype)
@@ -92,7 +94,7 @@ def question(store: HostStore, asked: list[list[int]], way: str) -> Callable[[],
         for layer, units in enumerate(asked):
             if way == "index":
                 store.lanes.compute.wait(store.gather(store.table.rows()[layer][index[layer]], out)[1])
-                store.crossed(len(units))
+                store.count_copied(len(units))
             else:
                 fetch(store, layer, units, out)  # type: ignore[arg-type]
 

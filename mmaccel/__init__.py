@@ -71,4 +71,4 @@ def __getattr__(name: str) -> ModuleType:
     raise AttributeError(f"module 'mmaccel' has no attribute {name!r}")
 
 
-_stop.over()
+_stop.end_interrupt_handling()

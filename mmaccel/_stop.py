@@ -16,7 +16,7 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
     os._exit(130)
 
 
-def over() -> None:
+def end_interrupt_handling() -> None:
     """Restore Python's default Ctrl-C handling, when the package has been imported."""
     if sys.excepthook is _told:
         sys.excepthook = sys.__excepthook__

@@ -8,26 +8,26 @@ from typing import NoReturn
 import typer
 
 from mmaccel.cli import ask, caption, catalog, doctor, draw, recommend, report, search, serve, watch
-from mmaccel.cli.program import OneVideo, program, run
+from mmaccel.cli.program import OneVideoCommand, create_program, run
 from mmaccel.core.errors import MmaccelError
 from mmaccel.models.shipped import INSTALL
 
-app = program("mmaccel", "Vision-language models made fast on long video.")
-app.command("ask", cls=OneVideo)(ask.ask)
-app.command("watch", cls=OneVideo)(watch.watch)
-app.command("caption", cls=OneVideo)(caption.caption)
+app = create_program("mmaccel", "Vision-language models made fast on long video.")
+app.command("ask", cls=OneVideoCommand)(ask.ask)
+app.command("watch", cls=OneVideoCommand)(watch.watch)
+app.command("caption", cls=OneVideoCommand)(caption.caption)
 app.command("serve")(serve.serve)
 app.command("list")(catalog.list_names)
 app.command("describe")(catalog.describe)
 app.command("schema")(catalog.print_schema)
 app.command("recommend")(recommend.recommend)
 app.command("search")(search.search)
-app.command("draw")(draw.draw)
+app.command("draw")(draw.draw_pictures)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 
 
-def moved(context: typer.Context) -> None:
+def refuse_moved_command(context: typer.Context) -> None:
     name = context.info_name
     raise MmaccelError(f"`mmaccel {name}` is now `mmaccel-lab {name}`; where that is missing, run {INSTALL}.")
 
@@ -39,7 +39,7 @@ for _name in ("demo", "eval", "world"):
         hidden=True,
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )(moved)
+    )(refuse_moved_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

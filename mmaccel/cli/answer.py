@@ -89,7 +89,7 @@ def ask_each(
     plain = model.model if isinstance(model, Accelerated) else model
     processor = load_processor(processor, like=plain)
     answers, tokenizer = [], processor.tokenizer
-    ends = ends_of(plain, tokenizer)
+    ends = end_token_ids(plain, tokenizer)
     special = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
     if len(ids) > 1:
         report = replace(report, prompt_tokens=report.prompt_tokens // len(ids))
@@ -110,7 +110,7 @@ def finish_reason(said: Sequence[int], ends: set[int], most: int) -> FinishReaso
     return "length" if len(said) >= most else "positions"
 
 
-def ends_of(model: nn.Module, tokenizer: Any) -> set[int]:
+def end_token_ids(model: nn.Module, tokenizer: Any) -> set[int]:
     """Return the model's end-of-text ids, or the tokenizer's if the model's generation config names none."""
     told: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if told is None:

@@ -18,15 +18,15 @@ from mmaccel.cli import choices
 from mmaccel.cli.answer import Answer, prompt
 from mmaccel.cli.answer import ask as answer
 from mmaccel.cli.choices import MAX_FRAMES, Device, Draft, Dtype, Fps, Frames, Json, Longest, Model, Timeout
-from mmaccel.cli.console import bars, columns, cut_short, many, number, out, print_json, size
+from mmaccel.cli.console import bars, column_groups, many, number, out, print_json, size, why_cut_off
 from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import RecipeError, VideoError, check_question
-from mmaccel.core.prefill.prune import candidates, quota
+from mmaccel.core.prefill.prune import candidate_columns, quota
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.report import counted, share
-from mmaccel.core.report_page import drafted, memory
+from mmaccel.core.report import format_head_counts, format_share
+from mmaccel.core.report_page import drafted, memory_text
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -80,9 +80,9 @@ def ask(
         raise VideoError("the question is empty; ask something.")
     check_question(question)
     check_page(report)
-    chosen = choices.recipes(recipe or ["dense" if draft is None else "sequential"], draft)
+    chosen = choices.load_recipes(recipe or ["dense" if draft is None else "sequential"], draft)
     if compare:
-        dense = choices.recipe("dense")
+        dense = choices.load_recipe("dense")
         if chosen.get("dense", dense) != dense:
             raise RecipeError(
                 "--compare shows the dense run as 'dense', and the recipe of that name is another; rename its file, "
@@ -96,7 +96,9 @@ def ask(
         load, first = partial(choices.load, model, device, dtype), next(iter(chosen.values()))
         how = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
         loaded, seen = choices.model_and_video(load, first, video, processor, progress, **how)
-        answers, tokens = compared(loaded, processor, seen, question, chosen, progress, max_new_tokens)
+        answers, tokens = answer_under_each(
+            loaded, processor, seen, question, chosen, progress, max_new_tokens
+        )
     height, width = seen.frames.shape[-2:]
     facts = {"model": model, "video": video, "question": question, "frames": len(seen), "device": device}
     facts |= {"fps": round(seen.fps, 4), "size": [height, width]}
@@ -104,12 +106,12 @@ def ask(
     if as_json:
         print_json(told)
     else:
-        out().print(side_by_side(answers, facts, tokens))
+        out().print(comparison_tables(answers, facts, tokens))
     if report is not None:
         write_page(told, report, seen)
 
 
-def compared(
+def answer_under_each(
     model: nn.Module,
     processor: Any,
     video: Video,
@@ -134,7 +136,7 @@ def compared(
             choices.attach(model, recipe, progress) as fast,
         ):
             found[name] = answer(fast, processor, inputs, max_new_tokens=max_new_tokens, streamer=streamer)
-    return found, candidates(adapter_for(model).layout(model, inputs)).numel()
+    return found, candidate_columns(adapter_for(model).layout(model, inputs)).numel()
 
 
 class _Counted:
@@ -196,7 +198,7 @@ def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> 
         yield streamer
 
 
-def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens: int) -> Group:
+def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens: int) -> Group:
     """Format the answers for the console: the question, and tables with a column for each recipe, as many as fit the width.
 
     tokens  video tokens of the prompt
@@ -211,18 +213,18 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
     peak = "peak memory" if str(facts["device"]).startswith("cuda") else "peak memory (process so far)"
     rows: Sequence[tuple[str, Any]] = (
         ("answer", lambda a: a.text or "(nothing)"),
-        ("ends", lambda a: cut_short(a.finish_reason, a.report.new_tokens)),
+        ("ends", lambda a: why_cut_off(a.finish_reason, a.report.new_tokens)),
         ("first token", lambda a: number(a.report.ttft_s, ".2f", " s")),
         ("then", lambda a: number(a.report.tokens_per_s, ".1f", " tokens/s")),
-        ("attention kept", lambda a: share(a.report.kept)),
-        ("heads", lambda a: counted(a.report.heads())),
+        ("attention kept", lambda a: format_share(a.report.kept)),
+        ("heads", lambda a: format_head_counts(a.report.heads())),
         ("drafted", lambda a: drafted(a.report.draft)),
-        ("video", lambda a: _pruned(video_tokens(a, tokens))),
-        ("cache", lambda a: memory(a.report.kv) if a.report.kv.get("bytes") else ""),
+        ("video", lambda a: _pruned(count_video_tokens(a, tokens))),
+        ("cache", lambda a: memory_text(a.report.kv) if a.report.kv.get("bytes") else ""),
         (peak, lambda a: size(a.report.peak_bytes)),
     )
     tables = []
-    for names in columns(list(answers), room=out().width - LABELS, wide=COLUMN):
+    for names in column_groups(list(answers), room=out().width - LABELS, wide=COLUMN):
         table = Table("", *(Column(name, overflow="fold") for name in names))
         for label, show in rows:
             cells = [show(answers[name]) for name in names]
@@ -233,7 +235,7 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
     return Group(head, *tables, *([Text(BY_HEAD)] if unlike else []))
 
 
-def video_tokens(answer: Answer, whole: int) -> dict[str, int]:
+def count_video_tokens(answer: Answer, whole: int) -> dict[str, int]:
     """Count video tokens: `whole` in the prompt, those that a pruner kept from each layer on, and those that a draft
     read."""
     told = {"prompt": whole}
@@ -288,7 +290,7 @@ def _figures(answer: Answer, tokens: int) -> dict[str, Any]:
         "cache": {
             name: int(report.kv[name]) for name in ("bytes", "held", "held_mean", "seen") if name in report.kv
         },
-        "video_tokens": video_tokens(answer, tokens),
+        "video_tokens": count_video_tokens(answer, tokens),
         "fields": report.recipe,
         "notes": report.notes,
     }

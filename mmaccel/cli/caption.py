@@ -11,7 +11,7 @@ from typer import Argument, Option
 from mmaccel.cli import answer, choices
 from mmaccel.cli.answer import RoundingCheck
 from mmaccel.cli.choices import Device, Draft, Dtype, Fps, Frames, Json, Model, Timeout
-from mmaccel.cli.console import bars, cut_short, many, number, out, print_json
+from mmaccel.cli.console import bars, many, number, out, print_json, why_cut_off
 from mmaccel.core.attach import accelerate
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import RecipeError
@@ -36,7 +36,7 @@ def caption(
     dtype: Dtype = "auto",
 ) -> None:
     """Describe a video at length; the text streams, then speed-up, accepted lengths and the memory-bound limit are shown."""
-    chosen = choices.recipe(recipe, draft)
+    chosen = choices.load_recipe(recipe, draft)
     if not chosen.draft.active:
         raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")
     choices.check(chosen, model, device)
@@ -75,7 +75,7 @@ def caption(
         "device": device,
         "prompt_tokens": report.prompt_tokens,
         "finish_reason": answer.finish_reason(
-            ids.tolist(), answer.ends_of(loaded, processor.tokenizer), max_new_tokens
+            ids.tolist(), answer.end_token_ids(loaded, processor.tokenizer), max_new_tokens
         ),
         "floor_tokens_per_s": 1 / floor,
         "read_bytes_per_s": rate,
@@ -87,11 +87,11 @@ def caption(
         print_json({**facts, "text": streamer.cutter.said.strip(), **told, "certificate": proof})
         return
     out().print()
-    for line in lines(told, facts, compare, certificate):
+    for line in figure_lines(told, facts, compare, certificate):
         out().print(line, highlight=False, markup=False)
 
 
-def lines(
+def figure_lines(
     told: dict[str, Any], facts: dict[str, Any], compare: bool, certificate: RoundingCheck | None
 ) -> list[str]:
     """The lines of figures printed below the description."""
@@ -117,7 +117,7 @@ def lines(
             f"{1e3 * counters['target_step_s']:.1f} ms, a draft step {1e3 * counters['draft_step_s']:.1f} ms"
         )
     found += [f"the draft: {note}" for note in told["notes"]]
-    if cut := cut_short(facts["finish_reason"], told["tokens"]):
+    if cut := why_cut_off(facts["finish_reason"], told["tokens"]):
         found.insert(0, f"the description is {cut}")
     if told["failed"] is not None:
         found.append(f"the draft stopped, and the model went on alone: {told['failed']}")

@@ -17,7 +17,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from mmaccel.backends import select
-from mmaccel.cli.choices import takes
+from mmaccel.cli.choices import has_field
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.recipe import FORMER, MAIN_PRESETS, VERSION, Recipe, check_sequences, presets, stream_policy
@@ -48,11 +48,11 @@ def list_names(
 ) -> None:
     """List the policies, recipes and models to choose from, or which of them combine."""
     if pairs:
-        print(markdown(), end="")
+        print(combination_tables(), end="")
         return
     found = catalogue()
     if as_json:
-        print_json({**found, "abilities": abilities()})
+        print_json({**found, "abilities": family_features()})
         return
     table = Table("kind", "names", box=None, pad_edge=False)
     for kind, names in found.items():
@@ -65,8 +65,10 @@ def list_names(
         uses.add_row(name, lines[name])
     out().print()
     out().print(uses)
-    families = Table("family", "model types", *next(iter(abilities().values())), box=None, pad_edge=False)
-    for name, can in abilities().items():
+    families = Table(
+        "family", "model types", *next(iter(family_features().values())), box=None, pad_edge=False
+    )
+    for name, can in family_features().items():
         families.add_row(name, ", ".join(registry("model")[name].model_types), *can.values())
     out().print(
         "",
@@ -78,7 +80,7 @@ def list_names(
     )
 
 
-def abilities() -> dict[str, dict[str, str]]:
+def family_features() -> dict[str, dict[str, str]]:
     """Family -> feature -> "yes" or "no": what the models of each family support."""
     found = {}
     for name in registry("model"):
@@ -197,14 +199,14 @@ SLOTS = {"sparse": "sparse", "kv": "memory (kv)", "draft": "draft", "prune": "pr
 YES = "yes"
 
 
-def build(slot: str, name: str, **fields: Any) -> Any:
+def build_with_defaults(slot: str, name: str, **fields: Any) -> Any:
     """Build a policy with default fields; a draft that needs a model gets a placeholder name."""
-    if takes(slot, name, "model"):
+    if has_field(slot, name, "model"):
         fields = {"model": "a-draft", **fields}
     return policy(slot, {"name": name, **fields})
 
 
-def reason_or_yes(works: Callable[[], object], names: Iterable[str] = ()) -> str:
+def refusal_or_yes(works: Callable[[], object], names: Iterable[str] = ()) -> str:
     """Return `YES` if `works` raises no `RecipeError`, else its message, with the policy `names` taken out, so that equal
     reasons compare equal."""
     try:
@@ -221,7 +223,7 @@ USES: dict[str, Callable[[Recipe], object]] = {"generate": check_sequences, "Vid
 """What a recipe serves, and what raises `RecipeError` for one that does not."""
 
 
-def choices() -> dict[str, list[str]]:
+def names_by_field() -> dict[str, list[str]]:
     """Return the names that each recipe field can take: policies, "own" for pruners of a draft's prompt, "none" for an empty
     field."""
     names = {slot: list(registry(slot)) for slot in SLOTS}
@@ -230,42 +232,50 @@ def choices() -> dict[str, list[str]]:
     return {**names, **{kind: ["none", *some] for kind, some in pruners.items()}}
 
 
-def refusal(use: str, names: Iterable[str] = (), **parts: Any) -> str:
+def why_use_refused(use: str, names: Iterable[str] = (), **parts: Any) -> str:
     """Return `YES`, or why a recipe with the policies `parts` does not support `use` ("generate" or "VideoSession"), without
     the policy `names`."""
-    return reason_or_yes(lambda: USES[use](Recipe(**parts)), names)
+    return refusal_or_yes(lambda: USES[use](Recipe(**parts)), names)
 
 
-def combine(one: str, other: str, a: str, b: str) -> str:
+def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
     """`YES`, or why policies `a` and `b` of two recipe fields cannot be combined for any use."""
 
-    told = [refusal(use, (a, b), **{one: build(one, a), other: build(other, b)}) for use in USES]
+    told = [
+        why_use_refused(
+            use, (a, b), **{one: build_with_defaults(one, a), other: build_with_defaults(other, b)}
+        )
+        for use in USES
+    ]
     return YES if YES in told else told[-1]
 
 
-def draft_prunes(draft: str, prune: str) -> str:
+def why_pruner_refused(draft: str, prune: str) -> str:
     """`YES`, or why a draft cannot take a pruner for its own prompt."""
-    if not takes("draft", draft, "prune"):
+    if not has_field("draft", draft, "prune"):
         return "the draft takes no pruner: it has no prompt of its own that holds video."
-    found = reason_or_yes(lambda: build("draft", draft, prune=prune), (prune,))
+    found = refusal_or_yes(lambda: build_with_defaults("draft", draft, prune=prune), (prune,))
     return found.removeprefix(f"{draft}: ")
 
 
-def serves(slot: str, name: str, use: str) -> str:
+def why_policy_refused(slot: str, name: str, use: str) -> str:
     """`YES`, or why a recipe with one policy and defaults otherwise does not support `use`: "generate" or "VideoSession"."""
-    return refusal(use, (name,), **{slot: build(slot, name)})
+    return why_use_refused(use, (name,), **{slot: build_with_defaults(slot, name)})
 
 
-def markdown() -> str:
+def combination_tables() -> str:
     """Markdown tables of which policies combine, by trying each pair in a recipe; numbered reasons follow each table."""
-    parts, names = [], {kind: [name for name in some if name != "none"] for kind, some in choices().items()}
+    parts, names = (
+        [],
+        {kind: [name for name in some if name != "none"] for kind, some in names_by_field().items()},
+    )
     for one, other in itertools.combinations(SLOTS, 2):
         title = f"{SLOTS[one]} beside {SLOTS[other]}"
-        parts.append(_table(title, names[one], names[other], partial(combine, one, other)))
+        parts.append(_table(title, names[one], names[other], partial(why_pair_refused, one, other)))
     pruners = list(registry("prune"))
-    parts.append(_table("prune of a draft (inside draft)", names["draft"], pruners, draft_prunes))
+    parts.append(_table("prune of a draft (inside draft)", names["draft"], pruners, why_pruner_refused))
     for slot, said in SLOTS.items():
-        parts.append(_table(f"what a {said} serves", names[slot], [*USES], partial(serves, slot)))
+        parts.append(_table(f"what a {said} serves", names[slot], [*USES], partial(why_policy_refused, slot)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -305,10 +315,10 @@ PLAIN = {int: "integer", float: "number", bool: "boolean", str: "string", type(N
 
 def print_schema() -> None:
     """Print the JSON schema of recipe YAML files, for editors; includes policies of --import."""
-    print_json(schema())
+    print_json(recipe_schema())
 
 
-def schema() -> dict[str, Any]:
+def recipe_schema() -> dict[str, Any]:
     """JSON schema (draft 7) of a recipe, from the fields of registered policies; descriptions are their docstrings."""
     kinds: dict[str, Any] = {}
     for kind in DESCRIBED:

@@ -16,13 +16,13 @@ from torch import nn
 from typer import Option
 
 from mmaccel.backends import select
-from mmaccel.cli.console import counter, many, remark
+from mmaccel.cli.console import add_bar, many, remark
 from mmaccel.core.attach import Accelerated, accelerate, family_of
 from mmaccel.core.errors import RecipeError, UnknownName, VideoError, VideoStalled, VideoWarning
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.recipe import Recipe, endings, fields_of, names, stream_policy
+from mmaccel.core.recipe import Recipe, fields_of, file_extensions, names, stream_policy
 from mmaccel.core.registry import registry
-from mmaccel.core.streams.sources import Event, reconnecting
+from mmaccel.core.streams.sources import StreamEvent, clips_with_reconnect
 from mmaccel.models import load_processor, loading
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ READ_OPTIONS = {"fps": "--fps", "frames": "--frames", "max_frames": "--max-frame
 """The options of a command that give arguments of `media.read`."""
 
 
-def where(device: str) -> str:
+def available_device(device: str) -> str:
     """An available device; "auto" is the first CUDA device, or else the CPU."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,14 +50,14 @@ def dtype(name: str) -> str:
 
 Model = Annotated[str, Option(help="A shipped model's name, a folder, or a hub name.")]
 DEVICES, TYPES = "auto, cpu, cuda or cuda:N.", "auto, float32, bfloat16 or float16."
-Device = Annotated[str, Option(callback=where, help=DEVICES)]
+Device = Annotated[str, Option(callback=available_device, help=DEVICES)]
 Dtype = Annotated[str, Option(callback=dtype, help=TYPES)]
 Draft = Annotated[str | None, Option(help="Folder or name of the draft model.")]
 Json = Annotated[bool, Option("--json", help="One JSON object on standard output, nothing else.")]
 Fps = Annotated[float | None, Option(help="Frames a second to look at.")]
 
 
-def number_of_frames(text: str) -> int | str:
+def parse_frames(text: str) -> int | str:
     """Parse --frames: a number or "auto"; raises `VideoError` for anything else."""
     if text != "auto" and not text.isdecimal():
         raise VideoError(f"--frames {text}: give a number, or auto for as many as there is room for.")
@@ -65,18 +65,17 @@ def number_of_frames(text: str) -> int | str:
 
 
 Frames = Annotated[
-    Any,
-    Option(parser=number_of_frames, metavar="N|auto", help="So many, evenly spaced; auto: all with room."),
+    Any, Option(parser=parse_frames, metavar="N|auto", help="So many, evenly spaced; auto: all with room.")
 ]
 Timeout = Annotated[float | None, Option(help="Seconds that an address or a pipe may be silent (30).")]
 Longest = Annotated[int, Option("--max-new-tokens", min=1, help="Longest answer.")]
 
 
-def takes(kind: str, name: str, field: str) -> bool:
+def has_field(kind: str, name: str, field: str) -> bool:
     return any(one.name == field for one in dataclasses.fields(registry(kind)[name]))
 
 
-def recipe(text: str, draft: str | None = None) -> Recipe:
+def load_recipe(text: str, draft: str | None = None) -> Recipe:
     """Load a recipe by name, YAML file or table of head patterns.
 
     `draft` names the model of a draft strategy that takes one; if the recipe has no draft, it turns on sequential drafting.
@@ -89,19 +88,19 @@ def recipe(text: str, draft: str | None = None) -> Recipe:
     name = chosen.get("name")
     if name == "off":
         chosen = {"name": "sequential", "model": draft}
-    elif isinstance(name, str) and name in registry("draft") and takes("draft", name, "model"):
+    elif isinstance(name, str) and name in registry("draft") and has_field("draft", name, "model"):
         chosen["model"] = draft
     return Recipe.load({**fields, "draft": chosen})
 
 
-def recipes(texts: Sequence[str], draft: str | None = None) -> dict[str, Recipe]:
+def load_recipes(texts: Sequence[str], draft: str | None = None) -> dict[str, Recipe]:
     """Load recipes, keyed by the name they are shown under: the text given, or a file's name without its suffix."""
     found: dict[str, Recipe] = {}
     for text in texts:
-        name = Path(text).stem if text.endswith(endings()) else text
+        name = Path(text).stem if text.endswith(file_extensions()) else text
         if name in found:
             raise RecipeError(f"recipe {name!r} is given twice; give each once, or rename one of the files.")
-        found[name] = recipe(text, draft)
+        found[name] = load_recipe(text, draft)
     return found
 
 
@@ -124,7 +123,7 @@ def with_retention(recipe: Recipe, keep_seconds: float | None, host_bytes: str |
     if keep_seconds is not None:
         kv = dataclasses.replace(kv, keep_seconds=keep_seconds)
     if host_bytes is not None:
-        own: dict[str, Any] = {field: size(host_bytes, "--host-bytes"), "spill": "drop_oldest"}
+        own: dict[str, Any] = {field: parse_size(host_bytes, "--host-bytes"), "spill": "drop_oldest"}
         kv = dataclasses.replace(kv, store=dataclasses.replace(kv.store, **own))
     return dataclasses.replace(recipe, kv=kv)
 
@@ -132,7 +131,7 @@ def with_retention(recipe: Recipe, keep_seconds: float | None, host_bytes: str |
 SHARES = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def size(text: str, option: str) -> int:
+def parse_size(text: str, option: str) -> int:
     """Parse a size such as 24GB or 22.5GiB to bytes; raises `RecipeError`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not found or found[2].upper() not in SHARES or not float(found[1]):
@@ -140,12 +139,12 @@ def size(text: str, option: str) -> int:
     return int(float(found[1]) * SHARES[found[2].upper()])
 
 
-def memory(text: str) -> Recipe:
+def load_stream_recipe(text: str) -> Recipe:
     """Load a recipe for streams, by name or YAML file; raises `RecipeError` if its KV policy does not support streams."""
     streams = [name for name, kv in registry("kv").items() if issubclass(kv, StreamPolicy)]
     if not text.endswith((".yaml", ".yml")) and text not in names():
         raise UnknownName("memory of streams", text, streams, own=True)
-    found = recipe(text)
+    found = load_recipe(text)
     stream_policy(found)
     return found
 
@@ -207,9 +206,9 @@ def read_video(
         frames, told = most_frames(processor, model, path, recipe)
         remark(told.replace("frames='auto'", "--frames auto"))
     how: dict[str, Any] = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
-    with own_options():
+    with options_in_errors():
         return sample(
-            processor, path, **how, faster=fps is None, progress=counter(progress, "decode", "frames")
+            processor, path, **how, faster=fps is None, progress=add_bar(progress, "decode", "frames")
         )
 
 
@@ -223,7 +222,7 @@ def model_and_video(
 
 
 @contextmanager
-def own_options() -> Iterator[None]:
+def options_in_errors() -> Iterator[None]:
     """Context in which errors and warnings of `media.read` name command-line options instead of the function's arguments."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", VideoWarning)
@@ -251,10 +250,12 @@ def rate(fps: float, own: float | None) -> str:
     )
 
 
-def keep_connected(opens: Callable[[], Any], note: Callable[[Event], None]) -> Generator[Video, None, None]:
+def connected_clips(
+    opens: Callable[[], Any], note: Callable[[StreamEvent], None]
+) -> Generator[Video, None, None]:
     """Clips of a camera or URL that is reopened whenever it ends; each break is reported to `note` and to the user."""
 
-    def told(event: Event) -> None:
+    def told(event: StreamEvent) -> None:
         note(event)
         why = f" ({event.why.rstrip('.')})" if event.why else ""
         remark(f"{event.kind} at {event.seconds:g} s{why}: it is opened again until frames come")
@@ -262,10 +263,10 @@ def keep_connected(opens: Callable[[], Any], note: Callable[[Event], None]) -> G
     def later(clip: Video, seconds: float) -> Video:
         return dataclasses.replace(clip, clock=clip.clock + seconds)
 
-    return reconnecting(opens, lambda: None, told, 0.0, lambda clip: clip.clock.tolist(), later)
+    return clips_with_reconnect(opens, lambda: None, told, 0.0, lambda clip: clip.clock.tolist(), later)
 
 
-def until_stall(
+def clips_until_stall(
     clips: Iterator[Video], video: str, fps: float, broken: list[VideoError], *, guess: bool, quiet: bool
 ) -> Iterator[Video]:
     """Yield clips up to a stall or error, which is put into `broken`; before the first clip it is raised instead.

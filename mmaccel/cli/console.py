@@ -135,7 +135,7 @@ def _line(tasks: Sequence[Task], seconds: float) -> str:
     return f"{', '.join(shown) or 'at work'}; {seconds:.0f} s"
 
 
-def counter(
+def add_bar(
     progress: Progress, name: str, unit: str, total: int | None = None
 ) -> Callable[[int, int | None], None]:
     """Add a progress bar and return its callback ``(done, total)``."""
@@ -147,7 +147,7 @@ def counter(
     return update
 
 
-def steps(progress: Progress, unit: str = "frames") -> Callable[[str, int, int | None], None]:
+def bar_callback(progress: Progress, unit: str = "frames") -> Callable[[str, int, int | None], None]:
     """Return a callback ``(name, done, total)`` that shows a progress bar for each name until it is complete."""
     tasks: dict[str, Any] = {}
 
@@ -159,7 +159,7 @@ def steps(progress: Progress, unit: str = "frames") -> Callable[[str, int, int |
     return update
 
 
-def columns(names: Sequence[str], room: int, wide: int) -> Iterator[Sequence[str]]:
+def column_groups(names: Sequence[str], room: int, wide: int) -> Iterator[Sequence[str]]:
     """Split table columns into groups of equal size, one table each; a table has `room` characters, a column needs
     `wide`."""
     begin, tables = 0, -(-len(names) // max(1, room // wide))
@@ -174,7 +174,7 @@ def number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def cut_short(reason: str, tokens: int) -> str:
+def why_cut_off(reason: str, tokens: int) -> str:
     """Why an answer of `tokens` tokens was cut off, as text; "" if the model ended it. See `Answer.finish_reason`."""
     return {
         "length": f"cut off at {many(tokens, 'token')} (--max-new-tokens)",

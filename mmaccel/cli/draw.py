@@ -13,15 +13,15 @@ from typer import Argument, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Fps, Model
-from mmaccel.cli.console import bars, many, say, steps
-from mmaccel.cli.search import Most, Texts, Videos, check_videos, sample
+from mmaccel.cli.console import bar_callback, bars, many, say
+from mmaccel.cli.search import Most, Texts, Videos, check_videos, sample_prompt
 from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, shown
 from mmaccel.core.files import outside
 from mmaccel.core.recipe import stream_policy
 from mmaccel.core.registry import registry
 from mmaccel.core.streams.session import VideoSession
-from mmaccel.core.streams.session_io import recipe_of
+from mmaccel.core.streams.session_io import load_recipe
 from mmaccel.figure import figure, save
 from mmaccel.models.loading import from_config
 from mmaccel.policies.sparse.per_head import read_table
@@ -37,7 +37,7 @@ LANES = 40
 """Clusters of a level that get a lane of their own, the largest; the others share the lowest."""
 
 
-def draw(
+def draw_pictures(
     what: Annotated[
         str,
         Argument(
@@ -72,7 +72,7 @@ def draw(
     pattern by the pairs it computes on a small prompt, in the tokens' order and in its plan's. Of a saved session with
     clusters: the cluster of each watched frame (timeline), and the frames that its questions retrieve (retrieved).
     """
-    from mmaccel.search.measure import LayerInputs, watch
+    from mmaccel.search.measure import LayerInputs, visit_layers
     from mmaccel.search.picture import head_picture, plan_picture, table_map
 
     if form not in FORMATS:
@@ -90,9 +90,9 @@ def draw(
     if output.exists() and not output.is_dir():
         raise RecipeError(f"--out: {output} is a file; give a folder for the pictures.")
     if is_session:
-        stream_policy(recipe_of(Path(what)))
-        known = None if truth is None else Truth.read(truth)
-        loaded = choices.load(model, choices.where(device), choices.dtype(dtype))
+        stream_policy(load_recipe(Path(what)))
+        known = None if truth is None else GroundTruth.read(truth)
+        loaded = choices.load(model, choices.available_device(device), choices.dtype(dtype))
         with VideoSession.resume(loaded, choices.processor(model), Path(what)) as session:
             for path in _session(session, Path(what), output, form, layer or [0], question or [], known):
                 say(str(path))
@@ -102,10 +102,10 @@ def draw(
     wanted = _wanted(layer, head, shape.layers, shape.heads)
     processor = choices.processor(model)
     with bars() as progress:
-        loaded = choices.load(model, choices.where(device), choices.dtype(dtype))
-        inputs, _ = sample(loaded, processor, video or [], text or [], max_tokens, fps, progress)
+        loaded = choices.load(model, choices.available_device(device), choices.dtype(dtype))
+        inputs, _ = sample_prompt(loaded, processor, video or [], text or [], max_tokens, fps, progress)
         output.mkdir(parents=True, exist_ok=True)
-        tell, done, whole = steps(progress, "heads"), 0, sum(map(len, wanted.values()))
+        tell, done, whole = bar_callback(progress, "heads"), 0, sum(map(len, wanted.values()))
 
         def visit(inside: LayerInputs) -> None:
             nonlocal done
@@ -115,7 +115,7 @@ def draw(
                 done += 1
                 tell("draw", done, whole)
 
-        watch(loaded, inputs, visit, set(wanted))
+        visit_layers(loaded, inputs, visit, set(wanted))
     message = f"{output}: {many(done, 'head')}"
     if not layer and not head and done < shape.layers * shape.heads:
         message += f" of {shape.layers * shape.heads}, evenly spread; --layer and --head name others"
@@ -144,7 +144,7 @@ def _session(
     form: str,
     layers: list[int],
     questions: list[str],
-    truth: Truth | None,
+    truth: GroundTruth | None,
 ) -> list[Path]:
     """Draw the clusters of a session, by layer, and what `questions` retrieve; the files that were written."""
     clusters, made = session.clusters(), []
@@ -157,11 +157,11 @@ def _session(
         if layer >= depth:
             raise ModelError(f"--layer: there is no {layer}; the model has 0 to {depth - 1}.")
         made.append(output / f"timeline-layer{layer:02d}.{form}")
-        save(timeline(clusters, session.shown, layer, truth), made[-1])
+        save(plot_cluster_timeline(clusters, session.shown, layer, truth), made[-1])
     if answers:
         made.append(output / f"retrieved.{form}")
         said = [(text, answer.text, answer.evidence) for text, answer in answers]
-        save(retrieved(said, session.seconds, truth), made[-1])
+        save(plot_retrieved_frames(said, session.seconds, truth), made[-1])
     return made
 
 
@@ -183,7 +183,7 @@ def _wanted(
     return chosen
 
 
-class Truth:
+class GroundTruth:
     """Ground truth of a synthetic world (`World.truth`).
 
     scenes     (begin, end, name) of each, in seconds
@@ -197,7 +197,7 @@ class Truth:
         self.questions = {words(one["text"]): tuple(n / fps for n in one["frames"]) for one in asked}
 
     @classmethod
-    def read(cls, path: Path) -> Truth:
+    def read(cls, path: Path) -> GroundTruth:
         """Read a file that `mmaccel-lab world --truth` wrote; raises `WorldError` for any other."""
         try:
             facts: dict[str, Any] = outside.read_json(path, str(path), WorldError)
@@ -218,7 +218,7 @@ def words(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-def runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+def runs_by_cluster(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     """Cluster -> its runs (begin, end) of consecutive entries, in order of each cluster's first entry."""
     found: dict[int, list[tuple[int, int]]] = {}
     begin = 0
@@ -229,8 +229,8 @@ def runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def timeline(
-    clusters: Mapping[str, Tensor], shown: Sequence[float], layer: int, truth: Truth | None = None
+def plot_cluster_timeline(
+    clusters: Mapping[str, Tensor], shown: Sequence[float], layer: int, truth: GroundTruth | None = None
 ) -> Figure:
     """Plot which cluster each entry is in over time, a lane for each cluster, ordered by first entry.
 
@@ -239,7 +239,7 @@ def timeline(
     """
     end = shown[-1] + (shown[-1] - shown[0]) / max(1, len(shown) - 1)
     owners = {name: rows[min(layer, len(rows) - 1)].tolist() for name, rows in clusters.items()}
-    lanes = {name: _lanes(runs(owner)) for name, owner in owners.items()}
+    lanes = {name: _lanes(runs_by_cluster(owner)) for name, owner in owners.items()}
     heights = [0.5] * (truth is not None) + [0.4 + 0.09 * len(one) for one in lanes.values()]
     drawn = figure(9.0, 0.8 + sum(heights))
     plots = drawn.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -268,8 +268,8 @@ def timeline(
     return drawn
 
 
-def retrieved(
-    answers: Sequence[tuple[str, str, Sequence[Evidence]]], end: float, truth: Truth | None = None
+def plot_retrieved_frames(
+    answers: Sequence[tuple[str, str, Sequence[Evidence]]], end: float, truth: GroundTruth | None = None
 ) -> Figure:
     """Plot for each question its answer's evidence over time: the share of layers that retrieved each frame.
 

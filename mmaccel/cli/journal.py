@@ -17,10 +17,10 @@ from pathlib import Path
 from types import NoneType
 
 from mmaccel.cli.console import many, remark, sentence
-from mmaccel.cli.program import shielded
+from mmaccel.cli.program import delay_sigterm
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.files import outside
-from mmaccel.core.files.checkpoint_io import sync, write_private
+from mmaccel.core.files.checkpoint_io import sync_to_disk, write_private
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS
 
@@ -41,7 +41,7 @@ class WatchSource:
 
 
 @dataclass(frozen=True)
-class Point:
+class ReadingPoint:
     """How far a video was read: up to second `until` of it, which is second `until` + `shift` of the session.
 
     frames   frames of the session; `session` is the CRC-32 of its session.json (None: the save did not finish)
@@ -56,13 +56,13 @@ class Point:
     session: int | None = None
 
 
-def journal_of(folder: Path) -> Path:
+def journal_path(folder: Path) -> Path:
     """Path of the journal of a session saved to `folder`."""
     folder = folder.resolve()
     return folder.with_name(f".{folder.name}.mmaccel-journal")
 
 
-def point_of(folder: Path, reading: WatchSource) -> Point | None:
+def find_resume_point(folder: Path, reading: WatchSource) -> ReadingPoint | None:
     """Find in the journal where the session in `folder` stopped reading this video; None if it read another one, or with
     other options.
 
@@ -85,12 +85,12 @@ def point_of(folder: Path, reading: WatchSource) -> Point | None:
     return replace(last, whole=False)
 
 
-def _of_session(folder: Path) -> Point | None:
+def _of_session(folder: Path) -> ReadingPoint | None:
     """The line of the journal that belongs to the session in `folder`; None of a damaged journal."""
-    path = journal_of(folder)
+    path = journal_path(folder)
     try:
         lines = map(json.loads, outside.read_text(path, path.name, MmaccelError, most=LIMIT).splitlines())
-        points = [Point(**one | {"reading": WatchSource(**one["reading"])}) for one in lines]
+        points = [ReadingPoint(**one | {"reading": WatchSource(**one["reading"])}) for one in lines]
         facts = (folder / FACTS).read_bytes()
         frames = json.loads(facts)["frames"]
     except (MmaccelError, OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -103,7 +103,7 @@ def _of_session(folder: Path) -> Point | None:
     return next(iter(sealed + unsealed), None)
 
 
-def _is_sound(point: Point) -> bool:
+def _is_sound(point: ReadingPoint) -> bool:
     """Whether each value is of its kind, and the times are some."""
     reading = point.reading
     kinds: dict[tuple[type, ...], tuple[object, ...]] = {
@@ -130,7 +130,7 @@ class PeriodicSaver:
         session: VideoSession,
         folder: Path | None,
         reading: WatchSource | None,
-        point: Point | None,
+        point: ReadingPoint | None,
         every: float,
     ) -> None:
         self._session, self._folder, self._reading = session, folder, reading
@@ -144,7 +144,7 @@ class PeriodicSaver:
         wait = max(self._every, 10 * self._cost)
         return self._folder is not None and self._every > 0 and time.monotonic() - self._last >= wait
 
-    def now_and_then(self) -> None:
+    def save_if_due(self) -> None:
         """Save the session if it is time; a failed save prints a line and is retried later."""
         if not self.is_due():
             return
@@ -161,14 +161,14 @@ class PeriodicSaver:
         session, folder = self._session, self._folder
         if folder is None or not len(session):
             return False
-        with shielded():
+        with delay_sigterm():
             point = None
             if self._reading is not None:
                 until, shift = self._until, self.shift or 0.0
                 if len(session) > self._begun:
                     # Half a tick later, so that rounding does not bring a frame twice.
                     until = session.seconds - shift + 0.5 / self._reading.fps
-                point = Point(self._reading, until, shift, whole, len(session))
+                point = ReadingPoint(self._reading, until, shift, whole, len(session))
                 self._note(folder, point, _of_session(folder))
             session.save(folder)
             self._saved = len(session)
@@ -187,9 +187,9 @@ class PeriodicSaver:
             return f"the first {many(self._saved, 'frame')} are saved to {self._folder}, the rest is not"
         return f"saved to {self._folder}"
 
-    def _note(self, folder: Path, *points: Point | None) -> None:
+    def _note(self, folder: Path, *points: ReadingPoint | None) -> None:
         """Write the journal, or remove it where there is nothing to say; a session is saved without one too."""
-        path = journal_of(folder)
+        path = journal_path(folder)
         lines = [json.dumps(asdict(one)) + "\n" for one in points if one is not None]
         try:
             if not lines:
@@ -199,11 +199,11 @@ class PeriodicSaver:
             part = path.with_name(f"{path.name}-part")
             write_private(part, "".join(lines))
             os.replace(part, path)
-            sync(path.parent)
+            sync_to_disk(path.parent)
         except OSError as error:
             if not self._told:
                 self._told = True
                 remark(
-                    f"without a journal, which cannot be written beside {folder} ({outside.reason(error)}), a killed watch "
-                    "cannot be continued."
+                    f"without a journal, which cannot be written beside {folder} ({outside.os_reason(error)}), a killed "
+                    "watch cannot be continued."
                 )

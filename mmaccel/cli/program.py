@@ -52,7 +52,7 @@ _signal = _Signal()
 
 
 @contextmanager
-def shielded() -> Iterator[None]:
+def delay_sigterm() -> Iterator[None]:
     """Context that delays SIGTERM until the code inside, such as a save, has ended."""
     _signal.shields += 1
     try:
@@ -65,7 +65,7 @@ def shielded() -> Iterator[None]:
 
 
 @contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
+def delay_stop_signals() -> Iterator[Callable[[], bool]]:
     """Context that delays Ctrl-C and SIGTERM until the code inside has ended; it yields a function that tells whether one of
     them came. A second Ctrl-C acts at once. A handler installed by the caller stays."""
     came = False
@@ -81,7 +81,7 @@ def stopping() -> Iterator[Callable[[], bool]]:
     if ours:
         signal.signal(signal.SIGINT, note)
     try:
-        with shielded():
+        with delay_sigterm():
             yield lambda: came or _signal.waits
     finally:
         if ours:
@@ -111,7 +111,7 @@ class Commands(TyperGroup):
         return super().invoke(ctx)
 
 
-class OneVideo(TyperCommand):
+class OneVideoCommand(TyperCommand):
     """A command that takes one video, and perhaps a question; more arguments give a one-sentence error."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -137,7 +137,7 @@ class OneVideo(TyperCommand):
         return left
 
 
-def program(name: str, purpose: str) -> typer.Typer:
+def create_program(name: str, purpose: str) -> typer.Typer:
     """Create a program without commands, with --version and --import; `purpose` is the first line of its help."""
     app = typer.Typer(
         name=name,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from mmaccel.cli.console import cut_short, many, number, remark
+from mmaccel.cli.console import many, number, remark, why_cut_off
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
 from mmaccel.core.files import outside
-from mmaccel.core.report import Report, counted, share
+from mmaccel.core.report import Report, format_head_counts, format_share
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -41,7 +41,7 @@ Piece = tuple["Video | None", list[Asked]]
 """Frames, if any, and the questions that are due after them."""
 
 
-def parsed(text: str, source: str = "--question") -> Asked:
+def parse_question(text: str, source: str = "--question") -> Asked:
     """Parse QUESTION@SECONDS to (seconds or None, question); `source` names its origin in errors."""
     check_text(text, source)
     words, at, when = text.rpartition("@")
@@ -62,7 +62,7 @@ def parsed(text: str, source: str = "--question") -> Asked:
     return seconds, words.strip()
 
 
-def piped(given: Sequence[str]) -> list[Asked]:
+def read_piped(given: Sequence[str]) -> list[Asked]:
     """Read questions from standard input to its end, if it is a pipe or file; `given` are those of the options.
 
     If there are also questions as options, it is read only if one of them is ``-``: it may be for another command.
@@ -85,15 +85,19 @@ def piped(given: Sequence[str]) -> list[Asked]:
         data = b"" if sys.stdin is None else sys.stdin.buffer.read(outside.TEXT_BYTES + 1)
     finally:
         slow.cancel()
-    lines = outside.decoded(data, "standard input", ModelError, fix="give one question a line, in UTF-8")
-    found = [parsed(line, "standard input") for line in lines.replace("\r", "\n").split("\n") if line.strip()]
+    lines = outside.decode_text(data, "standard input", ModelError, fix="give one question a line, in UTF-8")
+    found = [
+        parse_question(line, "standard input")
+        for line in lines.replace("\r", "\n").split("\n")
+        if line.strip()
+    ]
     timed = sum(at is not None for at, _ in found)
     questions = many(len(found), "question")
     remark(f"{questions} from standard input: {timed} at a time, {len(found) - timed} at the end.")
     return found
 
 
-def cut(part: Video, asked: list[Asked]) -> Iterator[Piece]:
+def cut_at_due(part: Video, asked: list[Asked]) -> Iterator[Piece]:
     """Cut a clip after each frame at which a question is due; yield the pieces with their questions, and remove these from
     `asked`."""
     times, start = part.clock.tolist(), 0
@@ -110,7 +114,7 @@ def cut(part: Video, asked: list[Asked]) -> Iterator[Piece]:
         start = max(start, stop)
 
 
-class Typed:
+class TypedQuestions:
     """Reads questions typed on the terminal while the command is working."""
 
     def __init__(self, listen: bool) -> None:
@@ -154,11 +158,11 @@ def evidence_table(answer: Answer, moments: int) -> Table:
     return table
 
 
-def below(answer: Answer, moments: int) -> list[str]:
+def lines_below(answer: Answer, moments: int) -> list[str]:
     """Return the lines printed below the evidence table: whether the answer was cut off, how many frames are not shown, the
     speed."""
     left = len(answer.evidence) - moments
-    lines = [cut_short(answer.finish_reason, len(answer.ids))]
+    lines = [why_cut_off(answer.finish_reason, len(answer.ids))]
     if moments and not answer.evidence:
         lines.append("based on no frame")
     if left > 0:
@@ -169,13 +173,13 @@ def below(answer: Answer, moments: int) -> list[str]:
     return [line for line in lines if line]
 
 
-def acted(report: Report) -> list[str]:
+def activity_lines(report: Report) -> list[str]:
     """Return lines on what each part of a session's recipe did: frames seen, share of attention computed, tokens drafted."""
     parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
     if seen is not None:
         parts.append(f"each frame saw {seen:.0%} of those before it")
     if report.kept is not None:
-        parts.append(f"attention kept {share(report.kept)} ({counted(report.heads())})")
+        parts.append(f"attention kept {format_share(report.kept)} ({format_head_counts(report.heads())})")
     if draft["rounds"]:
         rounds = many(draft["rounds"], "round")
         parts.append(

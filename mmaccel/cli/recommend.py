@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from rich.table import Table
 from typer import Option
 
-from mmaccel.cli.choices import Json, size
+from mmaccel.cli.choices import Json, parse_size
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core import costs
 from mmaccel.core.errors import RecipeError
@@ -58,8 +58,8 @@ def recommend(
         questions=questions,
         answer=answer_tokens,
         live=live,
-        memory=rates.memory if memory is None else size(memory, "--memory"),
-        host=host_total() if host_memory is None else size(host_memory, "--host-memory"),
+        memory=rates.memory if memory is None else parse_size(memory, "--memory"),
+        host=host_total() if host_memory is None else parse_size(host_memory, "--host-memory"),
     )
     found = run(sizes, work, rates, lossless=lossless, draft=other)
     if as_json:

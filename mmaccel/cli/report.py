@@ -11,8 +11,8 @@ from typer import Argument, Option
 from mmaccel.cli.console import remark
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.files import outside
-from mmaccel.core.report import write_whole
-from mmaccel.core.report_page import page, parts_of
+from mmaccel.core.report import write_atomically
+from mmaccel.core.report_page import policy_names, render_page
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -67,8 +67,8 @@ def write_page(told: Mapping[str, Any], path: Path, video: str | Video | None) -
             """A frame by its seconds in the session; none where another video was watched then."""
             return None if shift and seconds <= began else picture(seconds - shift)
 
-        text = page(
-            {parts_of(told["recipe"]): {**told, "kv": told["counters"]}}, told["answers"], facts, moved
+        text = render_page(
+            {policy_names(told["recipe"]): {**told, "kv": told["counters"]}}, told["answers"], facts, moved
         )
     else:
         runs = {run["recipe"]: run for run in (told.get("dense"), *told.get("runs", (told,))) if run}
@@ -79,6 +79,6 @@ def write_page(told: Mapping[str, Any], path: Path, video: str | Video | None) -
         ]
         fields = {name: {**run, "recipe": run["fields"], "kv": run["cache"]} for name, run in runs.items()}
         given = [number / told["fps"] for number in range(told["frames"])]
-        text = page(fields, answers, facts, picture, given)
-    write_whole(path, text)
+        text = render_page(fields, answers, facts, picture, given)
+    write_atomically(path, text)
     remark(f"the page of this run: {path}")

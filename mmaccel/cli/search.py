@@ -18,10 +18,10 @@ from mmaccel.backends import select
 from mmaccel.cli import choices
 from mmaccel.cli.answer import prompt
 from mmaccel.cli.choices import Device, Dtype, Fps, Json
-from mmaccel.cli.console import bars, many, print_json, say, size, steps
+from mmaccel.cli.console import bar_callback, bars, many, print_json, say, size
 from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.report import counted, read_rows, share
+from mmaccel.core.report import format_head_counts, format_share, read_rows
 
 REQUEST = "Describe the video."
 """What is asked of the sample unless told otherwise."""
@@ -61,7 +61,7 @@ def search(
     """
     from mmaccel.search import Settings
     from mmaccel.search import search as run
-    from mmaccel.search.run import head_pattern_names, main_pattern, parts_of
+    from mmaccel.search.run import head_pattern_names, main_pattern, progress_path
     from mmaccel.search.space import KINDS
 
     named = tuple(boundaries.replace(",", " ").split()) or KINDS
@@ -82,12 +82,16 @@ def search(
     if backend != "auto":
         select.get(backend, device)
     processor = choices.processor(model)
-    parts = parts_of(output)
+    parts = progress_path(output)
     try:
         with bars() as progress:
             loaded = choices.load(model, device, dtype)
-            inputs, told = sample(loaded, processor, video or [], text or [], max_tokens, fps, progress)
-            table = run(loaded, inputs, output, settings, sample=told, progress=steps(progress, "steps"))
+            inputs, told = sample_prompt(
+                loaded, processor, video or [], text or [], max_tokens, fps, progress
+            )
+            table = run(
+                loaded, inputs, output, settings, sample=told, progress=bar_callback(progress, "steps")
+            )
     except KeyboardInterrupt:
         message = "nothing was measured yet"
         if parts.is_file():
@@ -111,12 +115,12 @@ def search(
     if as_json:
         print_json({"out": str(output), **facts})
         return
-    heads = counted(Counter(name for layer in head_pattern_names(table) for name in layer))
+    heads = format_head_counts(Counter(name for layer in head_pattern_names(table) for name in layer))
     layers, count = many(facts["layers"], "layer"), many(facts["heads"], "head")
     say(f"{output}: {layers}, {count} on {facts['tokens']} tokens")
     say(f"heads: {heads}")
     say(
-        f"kept {share(facts['kept'])}, mean error {facts['error']:.3f}, {facts['seconds']:.0f} s, "
+        f"kept {format_share(facts['kept'])}, mean error {facts['error']:.3f}, {facts['seconds']:.0f} s, "
         f"peak memory {size(facts['peak_bytes'])} on {table['device']}"
     )
 
@@ -126,7 +130,7 @@ def check_videos(videos: Sequence[str] | None) -> None:
         raise RecipeError("--video: name at least one video file of the sample.")
 
 
-def sample(
+def sample_prompt(
     model: nn.Module,
     processor: Any,
     videos: Sequence[str],

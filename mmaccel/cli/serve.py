@@ -84,7 +84,7 @@ def serve(
         private=private,
         origins=tuple(origin or ()),
     )
-    chosen = choices.recipes(recipe or list(DEFAULT), draft)
+    chosen = choices.load_recipes(recipe or list(DEFAULT), draft)
     lets_go = [name for name, one in chosen.items() if hasattr(one.kv, "keep_seconds")]
     for name in lets_go or list(chosen):
         chosen[name] = choices.with_retention(chosen[name], keep_seconds, host_bytes, "process_bytes")

@@ -15,18 +15,29 @@ from typer import Argument, Exit, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
-from mmaccel.cli.console import bars, counter, many, out, print_json, remark, say, sentence
-from mmaccel.cli.journal import EVERY_S, PeriodicSaver, WatchSource, point_of
-from mmaccel.cli.program import INTERRUPTED, shielded, stopping
-from mmaccel.cli.questions import INPUT, Asked, Piece, Typed, acted, below, cut, evidence_table, parsed, piped
+from mmaccel.cli.console import add_bar, bars, many, out, print_json, remark, say, sentence
+from mmaccel.cli.journal import EVERY_S, PeriodicSaver, WatchSource, find_resume_point
+from mmaccel.cli.program import INTERRUPTED, delay_sigterm, delay_stop_signals
+from mmaccel.cli.questions import (
+    INPUT,
+    Asked,
+    Piece,
+    TypedQuestions,
+    activity_lines,
+    cut_at_due,
+    evidence_table,
+    lines_below,
+    parse_question,
+    read_piped,
+)
 from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.streams.live import gc_frozen
+from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.core.streams.session import VideoSession
-from mmaccel.core.streams.session_io import FACTS, recipe_of, writable
-from mmaccel.core.streams.sources import Event
+from mmaccel.core.streams.session_io import FACTS, check_writable, load_recipe
+from mmaccel.core.streams.sources import StreamEvent
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -107,20 +118,20 @@ def watch(
     if video is None and load is None:
         raise VideoError("watch: there is no video; name one, or a saved session with --load.")
     check_page(page)
-    asked = [parsed(text) for text in question or [] if text != INPUT]
+    asked = [parse_question(text) for text in question or [] if text != INPUT]
     if load is not None and recipe is not None:
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
     if save is not None:
-        writable(save)
+        check_writable(save)
     try:
-        chosen = choices.memory(recipe or RECIPE) if load is None else recipe_of(load)
+        chosen = choices.load_stream_recipe(recipe or RECIPE) if load is None else load_recipe(load)
         if load is not None and (keep_seconds is not None or host_bytes is not None):
             raise RecipeError("--keep-seconds, --host-bytes: a saved session has its own; leave them out.")
         chosen = choices.with_retention(chosen, keep_seconds, host_bytes, "host_bytes")
         processor = choices.processor(model)
         clips: Iterator[Video] = iter(())
         reading, point, broken, stored = None, None, list[VideoError](), False
-        breaks: list[Event] = []
+        breaks: list[StreamEvent] = []
         if video is not None:
             warn_foreign(processor, video)
             # What is live runs away while a model is loaded, and cannot be gone on with.
@@ -132,22 +143,22 @@ def watch(
             if not comes and os.path.isfile(video):
                 size = None if follow else os.path.getsize(video)
                 reading = WatchSource(os.path.abspath(video), size, fps, gaps)
-                point = point_of(load, reading) if load is not None else None
+                point = find_resume_point(load, reading) if load is not None else None
                 stored = not (live or follow) and isinstance(kv := chosen.kv, StreamPolicy) and kv.ingests
             how: dict[str, Any] = {"follow": follow, "timeout": timeout, "format": format, "gaps": gaps}
             start = 0.0 if point is None else point.until
             if point is None or not point.whole:
                 count = clip or (STORED if stored else LIVE)
                 opens = partial(media.clips, video, fps=fps, frames_per_clip=count, start=start, **how)
-                clips = choices.keep_connected(opens, breaks.append) if reconnect else opens()
+                clips = choices.connected_clips(opens, breaks.append) if reconnect else opens()
             # Of a camera, or of a file that grows, the rate is a guess.
-            clips = choices.until_stall(
+            clips = choices.clips_until_stall(
                 clips, video, fps, broken, guess=follow or format is not None, quiet=as_json
             )
             if not comes and not follow:
                 # Opened before a model is loaded.
                 clips = chain([one for one in [next(clips, None)] if one is not None], clips)
-        asked += piped(question or [])
+        asked += read_piped(question or [])
         terminal = sys.stdin is not None and sys.stdin.isatty() and not as_json
         if video is None and not asked and not terminal:
             raise ModelError("--load without a video: there is no question; give one with --question.")
@@ -162,19 +173,19 @@ def watch(
         what = f"the session in {save} is as it was" if is_there else f"nothing was saved to {save}"
         remark(f"stopped before the first frame; {what}.")
         raise Exit(INTERRUPTED) from None
-    typed = Typed(terminal)
+    typed = TypedQuestions(terminal)
     stopped, kept, whole, failed = False, False, False, list[Exception]()
-    with session, gc_frozen():
+    with session, freeze_garbage_collector():
         keeper = PeriodicSaver(session, save, reading, point, every)
-        work = Watching(session, asked, fps, max_new_tokens, evidence, as_json)
+        work = WatchRun(session, asked, fps, max_new_tokens, evidence, as_json)
         try:
             with bars() as progress:
-                seen = counter(progress, "ingest" if stored else "watch", "frames")
+                seen = add_bar(progress, "ingest" if stored else "watch", "frames")
                 pieces = work.pieces(clips, keeper)
                 for piece in pieces:
                     work.take(piece, pieces if stored else None, seen, keeper.is_due)
                     if piece[0] is not None:
-                        keeper.now_and_then()
+                        keeper.save_if_due()
                     for text in typed.read():
                         work.ask(text)
             # What was seen before a stall or a fault is asked about all the same.
@@ -191,7 +202,7 @@ def watch(
         failed = [*broken, *failed]
         # Also when a camera fell silent, or a memory is full, after hours of watching.
         try:
-            with shielded():
+            with delay_sigterm():
                 kept = keeper.save(whole)
         except KeyboardInterrupt:
             stopped = True
@@ -241,7 +252,7 @@ def watch(
         if left:
             named = (f"{text!r}" + ("" if at is None else f" (for {at:g} s)") for at, text in left)
             remark(f"not answered: {', '.join(named)}")
-        for line in acted(report):
+        for line in activity_lines(report):
             remark(line)
         if not failed:
             closing = f"{'stopped after' if stopped else 'watched'} {frames}, {facts['seconds']:.0f} s"
@@ -259,7 +270,7 @@ def watch(
         raise Exit(INTERRUPTED)
 
 
-class Watching:
+class WatchRun:
     """A running `watch` command: feeds clips to a session and asks the questions when they are due.
 
     most        tokens of an answer; `moments` frames it is based on are shown, unless `quiet`
@@ -294,7 +305,7 @@ class Watching:
                 keeper.shift = self.shift(part)
             for one in part.events:
                 self.uneven.add(one.kind, one.time, one.seconds)
-            yield from cut(replace(part, clock=part.clock + keeper.shift), self.asked)
+            yield from cut_at_due(replace(part, clock=part.clock + keeper.shift), self.asked)
 
     def take(
         self,
@@ -311,7 +322,7 @@ class Watching:
             self._session.watch(frames)
         elif frames is not None and rest is not None:
             due = []
-            with stopping() as stopped:
+            with delay_stop_signals() as stopped:
 
                 def film(rest: Iterator[Piece]) -> Iterator[Video]:
                     for frames, asked in chain([piece], rest):
@@ -359,7 +370,7 @@ class Watching:
             answer = reply.answer
             if answer.evidence:
                 console.print(evidence_table(answer, moments))
-            for line in below(answer, moments):
+            for line in lines_below(answer, moments):
                 say(f"  {line}")
         self.told.append(
             {

@@ -17,7 +17,7 @@ from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import speculate
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVPolicy
-from mmaccel.core.report import Rounds
+from mmaccel.core.report import DraftRounds
 
 Rule = Callable[[Sequence[int]], Tensor]
 
@@ -108,12 +108,12 @@ def view(rule: Rule, vocab: int) -> ModelView:
     return ModelView(ToyModel(rule, vocab), adapter, lambda model: adapter)
 
 
-def prompt(ids: Sequence[int], **choices: Any) -> Prompt:
+def toy_prompt(ids: Sequence[int], **choices: Any) -> Prompt:
     tensor = torch.tensor([list(ids)])
     return Prompt(inputs={"input_ids": tensor, **choices.pop("inputs", {})}, ids=tensor, **choices)
 
 
-def alone(rule: Rule, ids: Sequence[int], stop: Callable[[Tensor], bool]) -> list[int]:
+def decode_greedily(rule: Rule, ids: Sequence[int], stop: Callable[[Tensor], bool]) -> list[int]:
     """Reference: plain greedy decoding, one token at a time."""
     tokens = list(ids)
     while True:
@@ -142,7 +142,7 @@ def check_draft(strategy: DraftStrategy) -> None:
     if "memory" in needs or not strategy.active:
         return  # the toy has no memory to read: models alone can try this one; what is not active is never opened
     draft = strategy.open(view(RULE, VOCAB))
-    said, target, rounds = prompt([3, 1], max_new_tokens=TOKENS - 2), ToyRunner(RULE), Rounds()
+    said, target, rounds = toy_prompt([3, 1], max_new_tokens=TOKENS - 2), ToyRunner(RULE), DraftRounds()
 
     def stop(ids: Tensor) -> bool:
         return ids.shape[1] >= TOKENS
@@ -151,7 +151,7 @@ def check_draft(strategy: DraftStrategy) -> None:
     ids = speculate(target, draft, said, target.prefill(said.inputs), stop=stop, meter=rounds)
     promise(rounds.failed is None, f"{who}: it fails with {(rounds.failed or '').rstrip('.')}; fix it.")
     promise(
-        ids[0].tolist() == alone(RULE, [3, 1], stop),
+        ids[0].tolist() == decode_greedily(RULE, [3, 1], stop),
         f"{who}: the text is not the target's own; leave what the target holds as it was.",
     )
     most = max(rounds.windows, default=0)

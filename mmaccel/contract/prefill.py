@@ -71,7 +71,7 @@ def _sequence(rng: Random, length: int) -> list[tuple[int, ...]]:
     return [*tokens, *[(TEXT, segment, -1, -1, -1)] * rng.choice((0, 1, 6))]
 
 
-def signals_for(layout: TokenLayout, stage: Stage, seed: int = 0, asked: int | None = None) -> Signals:
+def random_signals(layout: TokenLayout, stage: Stage, seed: int = 0, asked: int | None = None) -> Signals:
     """Return random signals for `stage`; attention has `asked` rows (default: those of `observers`), which sum to one."""
     g = torch.Generator().manual_seed(seed)
     S, asked = layout.length, observers(layout).numel() if asked is None else asked
@@ -218,16 +218,16 @@ def _pairs(plan: AttentionPlan, who: str, queries: TokenLayout, keys: TokenLayou
 def check_pruner(pruner: TokenPruner, rounds: int, seed: int) -> None:
     """Test a token pruner on `rounds` random prompts; raises `RecipeError` for the first violation."""
     for n in range(rounds):
-        check_cuts(pruner, layout(Random(seed * 1000 + n), (20, 60, 150)[n % 3]), seed * 1000 + n)
+        check_stages(pruner, layout(Random(seed * 1000 + n), (20, 60, 150)[n % 3]), seed * 1000 + n)
 
 
-def check_cuts(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
+def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
     """Test the stages of a pruner on one prompt; raises `RecipeError` for a violation."""
     who, total, left = f"prune {pruner.name!r}", pruner.candidates(layout).numel(), layout
     for stage in checked_stages(pruner, DEPTH):
         if not total and pruner.stage != "draft":
             return
-        signals = signals_for(left, stage, seed)
+        signals = random_signals(left, stage, seed)
         for name in signals.keys() - pruner.needs:
             del signals[name]
         kept = pruner.cut(signals, left, stage, total)

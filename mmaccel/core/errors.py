@@ -51,7 +51,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"the nearest that is, is {near[0]!r}; " if near else ""
 
 
-class Field:
+class ArgumentNames:
     """Arguments of a call as an error message names them: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
 
     within  the words around the names, ``{}`` where the names go; all of it is omitted if no name remains
@@ -77,13 +77,14 @@ class Field:
 
 
 class MessageWithFields:
-    """Base of errors and warnings whose `args` are pieces of the message: strings, and a `Field` for call arguments."""
+    """Base of errors and warnings whose `args` are pieces of the message: strings, and `ArgumentNames` for call
+    arguments."""
 
     args: tuple[Any, ...]
 
     def said(self, options: Mapping[str, str] | None = None) -> str:
         """Return the message; `options` (argument -> command-line option) replaces argument names, see `Field.said`."""
-        return "".join(one.said(options) if isinstance(one, Field) else str(one) for one in self.args)
+        return "".join(one.said(options) if isinstance(one, ArgumentNames) else str(one) for one in self.args)
 
     def __str__(self) -> str:
         return self.said()

@@ -31,7 +31,7 @@ class TokenLayout:
     position   rank of the token among the valid tokens of its sequence, by which causality is defined
     valid      bool, False on padding
     asked      bool, True on the words of the question, if they are known to be elsewhere than after the last image or
-               video; all False: they are there, or it is not known (`core.prefill.prune.question`)
+               video; all False: they are there, or it is not known (`core.prefill.prune.question_text_columns`)
 
     A token of an image that is in no frame, a finer tile's, has a cell too: that of the picture that the tiles form.
     """

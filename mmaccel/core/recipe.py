@@ -160,7 +160,7 @@ def check_pairs(recipe: Recipe) -> None:
         )
     for memory in (kv, draft.kv):
         if "branches" in draft.needs and isinstance(memory, StreamPolicy) and not memory.allows_branches:
-            chains = registry("draft").those(lambda cls: cls.active and "branches" not in cls.needs)
+            chains = registry("draft").names_where(lambda cls: cls.active and "branches" not in cls.needs)
             raise RecipeError(
                 f"draft {draft.name!r} proposes trees and kv {memory.name!r} takes chains alone (allows_branches is not "
                 f"True); choose a draft that proposes chains: {chains}."
@@ -201,7 +201,9 @@ def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
     """Raise `RecipeError` for a pruner that has no part in what a question on a stream recalls."""
     acts = prune.on_stream()
     if acts is None:
-        others = registry("prune").those(lambda cls: cls.stage == "layer" and cls.needs <= {"attention"})
+        others = registry("prune").names_where(
+            lambda cls: cls.stage == "layer" and cls.needs <= {"attention"}
+        )
         raise RecipeError(
             f"prune {prune.name!r} works on the states of a whole prompt, and kv {kv.name!r} takes a video in unit by unit, "
             f"before there is a question; choose one that acts on units or on what is recalled, such as {others}, or set kv "
@@ -240,7 +242,7 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
     """The memory of a recipe that reads a video as a stream, a session's or a prompt's."""
     kv, draft = recipe.kv, recipe.draft
     if not isinstance(kv, StreamPolicy):
-        streams = registry("kv").those(lambda cls: issubclass(cls, StreamPolicy))
+        streams = registry("kv").names_where(lambda cls: issubclass(cls, StreamPolicy))
         raise RecipeError(f"kv {kv.name!r} cannot hold a stream; set kv to {streams}.")
     if not (recipe.sparse.dense or kv.ingests):
         raise RecipeError(
@@ -257,7 +259,9 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
     own = draft.pruner if draft.active else None
     scored = isinstance(own, ScorePruner) and own.needs == {"hidden"}
     if own is not None and not (scored or own.needs <= {"attention"}):
-        others = registry("prune").those(lambda cls: cls.stage == "draft" and cls.needs <= {"attention"})
+        others = registry("prune").names_where(
+            lambda cls: cls.stage == "draft" and cls.needs <= {"attention"}
+        )
         raise RecipeError(
             f"draft {draft.name!r} has prune {own.name!r}, which reads {' and '.join(sorted(own.needs))}, and on kv "
             f"{kv.name!r} one may read attention, or score by states (ScorePruner); choose another, such as {others}."
@@ -278,7 +282,7 @@ def names() -> dict[str, str]:
     return {**found, **dict.fromkeys(presets(), "preset")}
 
 
-def endings() -> tuple[str, ...]:
+def file_extensions() -> tuple[str, ...]:
     """Return the file extensions that `Recipe.load` reads: YAML, and those that policies declare (`Policy.file`)."""
     own = (cls.file for kind in BASES for cls in registry(kind).values())
     return (".yaml", ".yml", *(file[0] for file in own if file is not None))
@@ -313,7 +317,7 @@ def fields_of(source: str | Path) -> dict[str, Any]:
         for kind in BASES:
             if text in registry(kind):
                 return {kind: text}
-        meant = next(filter(None, (registry(kind).meant(text) for kind in BASES)), None)
+        meant = next(filter(None, (registry(kind).meaning_elsewhere(text) for kind in BASES)), None)
         raise UnknownName("recipe", text, names(), names(), own=True, meant=meant)
     fields = outside.read_yaml(content, where)
     example = f"sparse: {next(iter(registry('sparse')))}"

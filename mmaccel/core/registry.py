@@ -200,7 +200,7 @@ class Registry(Mapping[str, type[Any]]):
             return self._classes[name]
         except KeyError:
             raise UnknownName(
-                self.kind, name, self._classes, own=self.kind != "model", meant=self.meant(name)
+                self.kind, name, self._classes, own=self.kind != "model", meant=self.meaning_elsewhere(name)
             ) from None
 
     def __iter__(self) -> Iterator[str]:
@@ -212,13 +212,13 @@ class Registry(Mapping[str, type[Any]]):
     def __contains__(self, name: object) -> bool:
         return name in self._classes
 
-    def meant(self, name: str) -> str | None:
+    def meaning_elsewhere(self, name: str) -> str | None:
         """Return what `name` means elsewhere and what to use instead, if a class of this kind declares it (`Policy.words`);
         else None."""
         meanings = (getattr(cls, "words", {}).get(name) for cls in self._classes.values())
         return next((meaning for meaning in meanings if meaning is not None), None)
 
-    def those(self, fits: Callable[[Any], bool]) -> str:
+    def names_where(self, fits: Callable[[Any], bool]) -> str:
         """Return the names of this kind's classes for which `fits` is true, as words for an error's sentence: "'one' or
         'two'"."""
         return " or ".join(repr(name) for name, cls in self.items() if fits(cls))

@@ -80,12 +80,12 @@ class Report(HtmlReport):
         def show(value: float | None, form: str) -> str:
             return "-" if value is None else format(value, form)
 
-        heads, draft = counted(self.heads()), self.draft
+        heads, draft = format_head_counts(self.heads()), self.draft
         counters = [_figure(name, value) for name, value in self.kv.items() if value]
         lines = [
             f"prompt {self.prompt_tokens} tokens, {self.new_tokens} new; first token after {show(self.ttft_s, '.3f')} s, "
             f"then {show(self.tokens_per_s, '.1f')} tokens/s",
-            f"attention: kept {share(self.kept)} in prefill ({heads or 'no pattern'}), backend {self.backend}",
+            f"attention: kept {format_share(self.kept)} in prefill ({heads or 'no pattern'}), backend {self.backend}",
             ", ".join([f"memory: peak {self.peak_bytes / 2**20:.0f} MiB", *counters]),
         ]
         if self.backend_why.startswith("measured"):
@@ -102,12 +102,12 @@ class Report(HtmlReport):
         return "\n".join([*lines, *(f"draft: {note}" for note in notes), *self.notes])
 
 
-def counted(heads: Mapping[str, int]) -> str:
+def format_head_counts(heads: Mapping[str, int]) -> str:
     """Format how many heads ran each pattern: "dense x 2, grid x 10"."""
     return ", ".join(f"{name} x {n}" for name, n in sorted(heads.items()))
 
 
-def share(kept: float | None) -> str:
+def format_share(kept: float | None) -> str:
     """Format the share of attention computed in percent; above 100% with the reason."""
     percent = "-" if kept is None else f"{kept:.1%}"
     return f"{percent} (blocks count whole)" if kept and kept > 1 and percent != "100.0%" else percent
@@ -122,7 +122,7 @@ def _figure(name: str, value: float) -> str:
 
 
 @dataclass(kw_only=True)
-class Rounds:
+class DraftRounds:
     """Counts the rounds of speculative decoding: for each non-empty proposal, its length and how many tokens were
     accepted."""
 
@@ -159,7 +159,7 @@ class Rounds:
 
 
 @dataclass
-class SequenceMeter(Rounds):
+class SequenceMeter(DraftRounds):
     """Statistics of one sequence decoded with a draft; they also count in the `Meter` of the whole call."""
 
     whole: Meter
@@ -190,7 +190,7 @@ class SequenceMeter(Rounds):
 
 
 @dataclass
-class Meter(Rounds):
+class Meter(DraftRounds):
     """Collects the figures of a `Report` during a run; tensors stay on the device until the report is made."""
 
     listed: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -314,7 +314,7 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class Rows:
+class RowFile:
     """A file of measurements, one JSON object (row) a line, to which rows are appended as they are measured.
 
     A line that was cut off when a run was killed is skipped; at the end of the file the next row replaces it. `first` is the
@@ -329,7 +329,7 @@ class Rows:
             raise ValueError(f"{path} does not begin with {first}")
         whole = data[: data.rfind(b"\n") + 1]
         self._cut = len(whole) if whole != data else None
-        self.rows: list[dict[str, Any]] = list(parsed(whole))
+        self.rows: list[dict[str, Any]] = list(parse_json_lines(whole))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Append one row to the file at once; return the row as read back from JSON."""
@@ -343,7 +343,7 @@ class Rows:
         return self.rows[-1]
 
 
-def parsed(data: bytes) -> Iterator[dict[str, Any]]:
+def parse_json_lines(data: bytes) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in `data`, one a line; skip lines that are none."""
     for line in data.splitlines():
         with suppress(ValueError):
@@ -353,10 +353,10 @@ def parsed(data: bytes) -> Iterator[dict[str, Any]]:
 
 def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Return the rows of several files, including the rows that describe environments."""
-    return [row for path in paths for row in parsed(path.read_bytes())]
+    return [row for path in paths for row in parse_json_lines(path.read_bytes())]
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: whole or not at all."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

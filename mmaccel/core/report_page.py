@@ -72,17 +72,17 @@ class HtmlReport:
             }
             for text, said in (answers or {}).items()
         ]
-        text = page({parts_of(self.recipe): self.to_dict()}, told, thumbnails=thumbnails)
+        text = render_page({policy_names(self.recipe): self.to_dict()}, told, thumbnails=thumbnails)
         Path(path).write_text(text, encoding="utf-8")
 
 
-def parts_of(recipe: Fields) -> str:
+def policy_names(recipe: Fields) -> str:
     """Return the names of a recipe's policies that differ from the unaccelerated model's, joined by " + "."""
     names = [value["name"] for value in recipe.values() if isinstance(value, Mapping)]
     return " + ".join(name for name in names if name not in DEFAULTS.values()) or DEFAULTS["sparse"]
 
 
-def page(
+def render_page(
     runs: Mapping[str, Fields],
     answers: Sequence[Fields] = (),
     facts: Mapping[str, object] | None = None,
@@ -242,7 +242,7 @@ def _costs(runs: Mapping[str, Fields]) -> str:
         "answer": number("new_tokens", "d", " tokens"),
         "attention kept": number("kept", ".1%", " of the pairs of prefill"),
         "peak memory": number("peak_bytes", ".0f", " MiB", 2**-20),
-        "memory holds": lambda run: memory(run.get("kv") or {}),
+        "memory holds": lambda run: memory_text(run.get("kv") or {}),
         "draft": lambda run: drafted({**(run.get("draft") or {}), "notes": ()}),  # they stand below
         "backend": lambda run: str(run.get("backend") or ""),
         "why": lambda run: str(run.get("backend_why") or ""),
@@ -251,7 +251,7 @@ def _costs(runs: Mapping[str, Fields]) -> str:
     return _table(table, list(runs) if len(runs) > 1 else ())
 
 
-def memory(kv: Fields) -> str:
+def memory_text(kv: Fields) -> str:
     """Return in words what a KV memory holds, from its counters `kv`; "" if it holds nothing."""
     parts = [size(kv["bytes"])] if kv.get("bytes") else []
     if held := kv.get("held"):

@@ -55,11 +55,11 @@ def is_file(name: str, may_be_empty: bool = False) -> bool:
     except PermissionError as error:
         raise VideoError(f"{name} may not be read: permission denied.") from error
     except (OSError, ValueError) as error:
-        raise VideoError(f"{name} cannot be read: {reason(error)}.") from error
+        raise VideoError(f"{name} cannot be read: {os_reason(error)}.") from error
     return True
 
 
-def reason(error: Exception) -> str:
+def os_reason(error: Exception) -> str:
     """The reason of an operating-system error, in lower case."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(text).rstrip(".").lower()
@@ -77,7 +77,7 @@ def is_pipe(name: str) -> bool:
         return False
 
 
-def ready(number: int, seconds: float) -> bool:
+def has_data(number: int, seconds: float) -> bool:
     """Whether a file descriptor can be read at once (it has data, or is at its end) within `seconds`."""
     asked = select.poll()  # `select` refuses the files of a program that has many open
     asked.register(number, select.POLLIN)
@@ -118,7 +118,7 @@ class Pipe(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         # Not ready before the first writer; ready, with nothing to read, once the last has gone.
-        if not ready(self._number, self._timeout):
+        if not has_data(self._number, self._timeout):
             raise TimeoutError(f"nothing came for {self._timeout:g} s")
         return self._data(size)
 

@@ -15,7 +15,7 @@ import av.error
 import av.stream
 from av.format import Flags
 
-from mmaccel.core.errors import Field, VideoError
+from mmaccel.core.errors import ArgumentNames, VideoError
 from mmaccel.media import address
 from mmaccel.media.sampling import EventLog
 
@@ -65,7 +65,7 @@ class Source(AbstractContextManager["Source"]):
         self._timeout, self._wait = timeout, wait
         self._opened_anew = False
         self.damaged: list[float] = []
-        self.stopped: tuple[str | Field, ...] = ()
+        self.stopped: tuple[str | ArgumentNames, ...] = ()
         self.corrupt: set[int] = set()
         self._read = 0.0
         self.restarted = False
@@ -116,13 +116,13 @@ class Source(AbstractContextManager["Source"]):
         try:
             self._container: Any = self._opener()
         except (av.error.FFmpegError, OSError, ValueError) as error:
-            said: tuple[str | Field, ...] = (f"cannot be opened: {address.reason(error)}.",)
+            said: tuple[str | ArgumentNames, ...] = (f"cannot be opened: {address.os_reason(error)}.",)
             if isinstance(error, av.error.InvalidDataError):
                 said = ("is not a video that can be read: it is another kind of file, or was cut short.",)
             elif isinstance(error, av.error.EOFError):
                 said = ("has no frames: its data ends before the first.",)
             elif address.is_silence(error):
-                longer = Field("timeout", sign="")
+                longer = ArgumentNames("timeout", sign="")
                 said = "sent nothing in the time allowed: check the address, or raise ", longer, "."
             raise VideoError(f"{self.name} ", *said) from error
         streams, form, why = self._container.streams, self._container.format.name, ""
@@ -296,7 +296,7 @@ class Source(AbstractContextManager["Source"]):
         corrupt = 0 if self.restarted else sum(dts * self._unit < last for dts in self.corrupt)
         return max(sum(time < last for time in self.damaged), corrupt)
 
-    def reaches(self, end: float) -> bool:
+    def is_complete(self, end: float) -> bool:
         """Whether frames up to `end` seconds are all frames of the source, up to rounding."""
         return self.duration is not None and end > self.duration - 1.5 / (self.rate or 25.0)
 
@@ -316,7 +316,7 @@ class Source(AbstractContextManager["Source"]):
                 if self.live:
                     yield from self._flush()
                     if not address.is_silence(error) or self._wait is None:
-                        raise VideoError(f"{self.name} broke off: {address.reason(error)}.") from error
+                        raise VideoError(f"{self.name} broke off: {address.os_reason(error)}.") from error
                     if not self._wait(self._timeout or 0.0):
                         return
                     self._container.close()
@@ -330,9 +330,9 @@ class Source(AbstractContextManager["Source"]):
                     self.damaged.append(self._read)
                 elif address.is_silence(error):
                     stalled = f"it stalled: nothing came for {self._timeout:g} s; raise "
-                    self.stopped = (stalled, Field("timeout", sign=""), " to wait longer")
+                    self.stopped = (stalled, ArgumentNames("timeout", sign=""), " to wait longer")
                 else:
-                    self.stopped = (f"it broke off: {address.reason(error)}",)
+                    self.stopped = (f"it broke off: {address.os_reason(error)}",)
             if packet is None:
                 return (yield from self._flush())
             if packet.is_corrupt:

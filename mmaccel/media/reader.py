@@ -13,11 +13,20 @@ import av
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import Field, VideoError, VideoWarning, warn
+from mmaccel.core.errors import ArgumentNames, VideoError, VideoWarning, warn
 from mmaccel.core.memory.buffers import host_available
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import FASTEST, TIE, at_ticks, grid, half_tick, nearest, strictly_rising, uniform
-from mmaccel.media.video import Gaps, Picture, Progress, Video, stacked
+from mmaccel.media.sampling import (
+    FASTEST,
+    TIE,
+    half_tick,
+    nearest_items,
+    sample_at_ticks,
+    strictly_rising,
+    tick_times,
+    uniform,
+)
+from mmaccel.media.video import FrameConverter, Gaps, Progress, Video, stack_frames
 
 Fit = Callable[[int, int, int], tuple[int, int]]
 """`fit(frames, height, width)`: the (height, width) that a model makes of so many frames of that size."""
@@ -79,11 +88,11 @@ def read(
     with Source(path, options=options, timeout=timeout) as source:
         if fps is not None and not faster and fps > max(FASTEST, 1.001 * source.rate):
             raise VideoError(
-                Field("fps", value=f"{fps:g}"),
+                ArgumentNames("fps", value=f"{fps:g}"),
                 f" is more than the {max(FASTEST, source.rate):g} frames a second that can be read of "
                 f"{source.name}; give no more.",
             )
-        picture = Picture(size, max_side)
+        picture = FrameConverter(size, max_side)
         if callable(frames):
             if source.count or (source.local and source.index()):
                 fps, max_frames = None, None
@@ -134,7 +143,7 @@ def read(
         rate = (plan.rate or source.rate) / step or len(times) / max(end - times[0], 1e-9)
         whole = source.duration
         return Video(
-            frames=stacked(drawings),
+            frames=stack_frames(drawings),
             times=torch.tensor(times, dtype=torch.float64),
             fps=float(rate),
             source_fps=source.rate,
@@ -146,7 +155,7 @@ def read(
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReadingPlan:
     """Which frames of a file to keep: how many (None: unknown), and at what rate (0.0: unknown).
 
     stream   (tick, time, frame) for each wanted frame, in seconds: the moment asked for, and when the frame taken for it
@@ -169,7 +178,7 @@ class Plan:
 
 def _by_rate(
     source: Source, fps: float, start: float, stop: float | None, most: int | None, gaps: Gaps
-) -> Plan:
+) -> ReadingPlan:
     end = source.duration
     if end is None and source.local and most is not None:
         index = source.index()
@@ -180,15 +189,15 @@ def _by_rate(
     total = max(0, math.ceil((end - start) * fps - 1e-6)) if end is not None else None
     if total is not None and end is not None and most is not None and total > most:
         fps, total = most / (end - start), most
-    times = grid(start, fps, stop)
-    each = nearest(source.frames(start), times, source.jump, source.frame_end, half_tick(fps))
+    times = tick_times(start, fps, stop)
+    each = nearest_items(source.frames(start), times, source.jump, source.frame_end, half_tick(fps))
     if most is not None and total == most:
         # A length that is rounded down should not cost every second frame.
-        each = unless_last(each, most)
-    return Plan(at_ticks(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
+        each = skip_if_last(each, most)
+    return ReadingPlan(sample_at_ticks(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
 
 
-def unless_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
+def skip_if_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
     """Yield the items of `stream`, but leave out item `number` if it is the last one."""
     for place, (item, after) in enumerate(itertools.pairwise(itertools.chain(stream, [None]))):
         if place != number or after is not None:
@@ -197,14 +206,14 @@ def unless_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
 
 def _by_number(
     source: Source, count: int | Rule | None, start: float, stop: float | None, most: int | None
-) -> Plan:
+) -> ReadingPlan:
     times = source.index() if source.local else None
     if count is None and times is None and (not source.count or start > 0 or stop is not None):
         return replace(_all(source, start, stop), most=most)
     missing, slack = "", 0 if source.count else 1
     if times is not None:
         there = due = len(times)
-        whole = source.reaches(source.end or 0.0)  # a header counts frames that an edit list hides, too
+        whole = source.is_complete(source.end or 0.0)  # a header counts frames that an edit list hides, too
         if source.count and not whole:
             due = source.count
         elif source.duration is not None and times and not whole:
@@ -220,38 +229,39 @@ def _by_number(
     elif start > 0 or stop is not None:
         raise VideoError(
             f"{source.name} does not tell the time of each frame, so ",
-            Field("frames"),
+            ArgumentNames("frames"),
             " cannot be combined with start= or stop=: use ",
-            Field("fps"),
+            ArgumentNames("fps"),
             ", or read the whole.",
         )
     total = len(times) if times is not None else source.count
     if total == 0:
         raise VideoError(
             f"{source.name} does not tell its number of frames: use ",
-            Field("fps"),
+            ArgumentNames("fps"),
             " instead of ",
-            Field("frames"),
+            ArgumentNames("frames"),
             ".",
         )
     if callable(count):
         count = count(total, source.rate)
     if count is not None and count > total:
         raise VideoError(
-            Field("frames", value=count), f" is more than the {total} frames of {source.name}: ask for fewer."
+            ArgumentNames("frames", value=count),
+            f" is more than the {total} frames of {source.name}: ask for fewer.",
         )
     keep = min(total if count is None else count, total if most is None else most)
     numbers, rate = uniform(total, keep), keep / total * source.rate
     if times is not None:
         targets = [times[number] for number in numbers]
-        kept = nearest(source.frames(targets[0]), targets, source.jump, source.frame_end)
-        return Plan(((time, time, frame) for time, frame in kept), keep, rate, missing, slack)
+        kept = nearest_items(source.frames(targets[0]), targets, source.jump, source.frame_end)
+        return ReadingPlan(((time, time, frame) for time, frame in kept), keep, rate, missing, slack)
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
-    pairs = (pair for _, pair in nearest(numbered, map(float, numbers)))
-    return Plan(((time, time, frame) for time, frame in pairs), keep, rate)
+    pairs = (pair for _, pair in nearest_items(numbered, map(float, numbers)))
+    return ReadingPlan(((time, time, frame) for time, frame in pairs), keep, rate)
 
 
-def _all(source: Source, start: float, stop: float | None) -> Plan:
+def _all(source: Source, start: float, stop: float | None) -> ReadingPlan:
     def stream() -> Iterator[tuple[float, float, av.VideoFrame]]:
         for time, frame in source.frames(start):
             if stop is not None and time >= stop - TIE:
@@ -262,12 +272,12 @@ def _all(source: Source, start: float, stop: float | None) -> Plan:
     whole = start <= 0 and stop is None
     end = source.duration if stop is None else stop if source.duration is None else min(stop, source.duration)
     if whole and source.count:
-        return Plan(stream(), source.count, source.rate)
+        return ReadingPlan(stream(), source.count, source.rate)
     total = max(0, round((end - start) * source.rate)) if end is not None and source.rate else None
-    return Plan(stream(), total, source.rate, end=end)
+    return ReadingPlan(stream(), total, source.rate, end=end)
 
 
-def warn_of_loss(source: Source, plan: Plan, kept: int, end: float, stop: float | None = None) -> None:
+def warn_of_loss(source: Source, plan: ReadingPlan, kept: int, end: float, stop: float | None = None) -> None:
     """Warn how many frames before `stop` could not be read; `end` is when the last frame that was read ends."""
     told, lost = f"{kept} frames could be read", True
     if plan.missing:
@@ -280,7 +290,7 @@ def warn_of_loss(source: Source, plan: Plan, kept: int, end: float, stop: float 
         lost = (missing := (plan.end - end) * source.rate) > 2
         told += f" up to {end:.2f} of {plan.end:.2f} s, about {missing:.0f} were lost" if lost else ""
     elif lost := (plan.total or kept) - kept > plan.slack and not (
-        source.reaches(end) and not source.damaged
+        source.is_complete(end) and not source.damaged
     ):
         # A header counts frames that an edit list hides, too.
         told = f"{kept} of {plan.total} frames could be read, {(plan.total or 0) - kept} were lost"
@@ -291,16 +301,16 @@ def warn_of_loss(source: Source, plan: Plan, kept: int, end: float, stop: float 
         warn(VideoWarning(f"{source.name}: {told}", *stopped, "."))
 
 
-def warn_of_shrinking(source: Source, picture: Picture) -> None:
+def warn_of_shrinking(source: Source, picture: FrameConverter) -> None:
     """Warn if frames were larger than `max_side` and were shrunk."""
     if picture.shrunk_from is not None and picture.size is not None:
         (height, width), (rows, columns) = picture.shrunk_from, picture.size
         told = f"{source.name}: frames of {width}x{height} were shrunk to {columns}x{rows} and none lost"
-        other = Field("max_side", "size", within="; {} sets another size")
+        other = ArgumentNames("max_side", "size", within="; {} sets another size")
         warn(VideoWarning(told, other, "."))
 
 
-def _nothing(source: Source, start: float | None, stop: float | None) -> tuple[str | Field, ...]:
+def _nothing(source: Source, start: float | None, stop: float | None) -> tuple[str | ArgumentNames, ...]:
     if source.stopped:
         return (f"{source.name} has no frames: ", *source.stopped, ".")
     if source.damaged:
@@ -312,7 +322,7 @@ def _nothing(source: Source, start: float | None, stop: float | None) -> tuple[s
     return (f"{source.name} has no frames: its video stream is empty.",)
 
 
-def _fit(source: Source, picture: Picture, frames: int, fit: Fit) -> bool:
+def _fit(source: Source, picture: FrameConverter, frames: int, fit: Fit) -> bool:
     """Bound the sides to twice what the model needs, where that saves much; True when it did."""
     height, width = picture.shape(source.height, source.width)
     if picture.size is not None or frames * 3 * height * width <= ROOM:
@@ -325,14 +335,14 @@ def _fit(source: Source, picture: Picture, frames: int, fit: Fit) -> bool:
     return True
 
 
-def _check_memory(source: Source, picture: Picture, total: int | None) -> None:
+def _check_memory(source: Source, picture: FrameConverter, total: int | None) -> None:
     height, width = picture.shape(source.height, source.width)
     need, free = (total or 0) * 3 * height * width, host_available()
     if need > free:
         raise VideoError(
             f"{total} frames of {width}x{height} from {source.name} need {need / 2**30:.1f} GiB and "
             f"{free / 2**30:.1f} GiB are free: give ",
-            Field("fps", "frames", "max_frames", "size"),
+            ArgumentNames("fps", "frames", "max_frames", "size"),
             ".",
         )
 
@@ -363,12 +373,14 @@ def check_arguments(
 ) -> None:
     """Raise `VideoError` for out-of-range arguments of `read` and `clips`; `counts` must be at least 1 or None."""
     if fps is not None and not (fps > 0 and math.isfinite(fps)):
-        raise VideoError(Field("fps", value=fps), " must be a positive number of frames a second.")
+        raise VideoError(ArgumentNames("fps", value=fps), " must be a positive number of frames a second.")
     for name, value in counts.items():
         if value is not None and value < 1:
-            raise VideoError(Field(name, value=value), " must be at least 1.")
+            raise VideoError(ArgumentNames(name, value=value), " must be at least 1.")
     if timeout is not None and not timeout > 0:
-        raise VideoError(Field("timeout", value=f"{timeout:g}"), " must be a positive number of seconds.")
+        raise VideoError(
+            ArgumentNames("timeout", value=f"{timeout:g}"), " must be a positive number of seconds."
+        )
     if start is not None and not (start >= 0 and math.isfinite(start)):
         raise VideoError(f"start={start} must be 0 or more seconds.")
     if stop is not None and not stop > (start or 0.0):

@@ -44,13 +44,13 @@ def uniform(total: int, count: int) -> list[int]:
     return [number * total // count for number in range(count)]
 
 
-def grid(start: float, fps: float, stop: float | None = None) -> Iterator[float]:
+def tick_times(start: float, fps: float, stop: float | None = None) -> Iterator[float]:
     """Yield the sampling times `start + k / fps` before `stop`; without end if that is None."""
     times = (start + step / fps for step in itertools.count())
     return times if stop is None else itertools.takewhile(lambda time: time < stop, times)
 
 
-def nearest(
+def nearest_items(
     stream: Iterable[tuple[float, Item]],
     targets: Iterable[float],
     jump: Callable[[float, float], None] | None = None,
@@ -113,7 +113,7 @@ class EventLog:
         return tuple(sorted(given, key=lambda one: one.time))
 
 
-def at_ticks(
+def sample_at_ticks(
     stream: Iterable[tuple[float, Item]], start: float, fps: float, log: EventLog, gaps: Gaps
 ) -> Iterator[tuple[float, float, Item | None]]:
     """Turn (time, item) for each tick `start + k / fps` into (tick, time, item). Where an item repeats that of the tick

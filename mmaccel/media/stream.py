@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from mmaccel.core.errors import VideoError, VideoStalled
-from mmaccel.media.address import Pipe, is_file, is_finished, is_pipe, is_url, local_path, ready
+from mmaccel.media.address import Pipe, has_data, is_file, is_finished, is_pipe, is_url, local_path
 from mmaccel.media.container import Source
-from mmaccel.media.reader import Plan, check_arguments, warn_of_loss, warn_of_shrinking
-from mmaccel.media.sampling import TIE, EventLog, at_ticks, grid, half_tick, nearest
-from mmaccel.media.video import Event, Gaps, Picture, Progress, Video, stacked
+from mmaccel.media.reader import ReadingPlan, check_arguments, warn_of_loss, warn_of_shrinking
+from mmaccel.media.sampling import TIE, EventLog, half_tick, nearest_items, sample_at_ticks, tick_times
+from mmaccel.media.video import Event, FrameConverter, Gaps, Progress, Video, stack_frames
 
 AHEAD = 8
 """Frames that a thread reads ahead of the caller."""
@@ -74,7 +74,7 @@ def clips(
     check_arguments(gaps=gaps, fps=fps, start=start, size=size, timeout=timeout, **counts)
     if follow and (is_url(source) or format is not None):
         raise VideoError(f"follow=True is for a file that grows, and {source} is none: leave it out.")
-    follow, picture = follow or is_pipe(source), Picture(size, max_side)
+    follow, picture = follow or is_pipe(source), FrameConverter(size, max_side)
     reading = _Reading(source, fps, frames_per_clip, follow, timeout, picture, format, options, gaps, start)
     return Clips(reading, progress, check, quiet if reading.live else None)
 
@@ -141,7 +141,7 @@ class FrameQueue:
             self.taken += 1
             return item
 
-    def starved(self) -> bool:
+    def is_starved(self) -> bool:
         """Whether the caller is waiting for a frame of an empty queue, or the queue is closed."""
         with self._changed:
             return self.closed or (self._awaited and not self._items)
@@ -183,14 +183,14 @@ class GrowingFile(Pipe):
         patience = time.monotonic() + self._timeout
         while not (self._over or self._queue.closed):
             # A file is always ready; a pipe is when there is data or nobody writes any more.
-            is_ready = ready(self._number, POLL_S)
+            is_ready = has_data(self._number, POLL_S)
             with suppress(BlockingIOError):  # another reader of the pipe was first
                 if is_ready and (data := self._data(size)):
                     return data
             if time.monotonic() >= patience:
                 # FFmpeg asks several times before it believes in an end.
                 self._over = (is_ready and is_finished(self._number)) or (
-                    self._queue.starved() and not self._queue.wait(self._timeout)
+                    self._queue.is_starved() and not self._queue.wait(self._timeout)
                 )
                 patience = time.monotonic() + self._timeout
             elif is_ready:
@@ -210,7 +210,7 @@ class _Reading:
     length: int
     follow: bool
     timeout: float
-    picture: Picture
+    picture: FrameConverter
     format: str | None
     options: dict[str, str] | None
     gaps: Gaps
@@ -229,10 +229,10 @@ class _Reading:
             with ExitStack() as stack:
                 self.source = source = self._open(stack, queue)
                 frames = itertools.takewhile(lambda _: not queue.closed, source.frames())
-                each = nearest(
-                    frames, grid(0.0, self.fps), source.jump, source.frame_end, half_tick(self.fps)
+                each = nearest_items(
+                    frames, tick_times(0.0, self.fps), source.jump, source.frame_end, half_tick(self.fps)
                 )
-                for tick, time, frame in at_ticks(each, 0.0, self.fps, source.log, self.gaps):
+                for tick, time, frame in sample_at_ticks(each, 0.0, self.fps, source.log, self.gaps):
                     self.seen += 1
                     if frame is None:
                         continue
@@ -340,7 +340,7 @@ class Clips(Iterator[Video]):
         if source is not None and not isinstance(end, VideoError):
             fps = self._reading.fps
             due = round(source.duration * fps) if source.duration and not source.live else None
-            warn_of_loss(source, Plan((), due, fps, slack=1), self._reading.seen, 0.0)
+            warn_of_loss(source, ReadingPlan((), due, fps, slack=1), self._reading.seen, 0.0)
             warn_of_shrinking(source, self._reading.picture)
         self._reading.source, self._end = None, StopIteration()
         raise end
@@ -382,7 +382,7 @@ class Clips(Iterator[Video]):
         taken, self._clip = self._clip, []
         events, fps, source = self._log.give(), self._reading.fps, self._reading.source
         return Video(
-            frames=stacked([one.frame for one in taken if one.frame is not None]),
+            frames=stack_frames([one.frame for one in taken if one.frame is not None]),
             times=torch.tensor([one.time for one in taken], dtype=torch.float64),
             fps=float(fps),
             source_fps=0.0 if source is None else source.rate,

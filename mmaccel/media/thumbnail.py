@@ -15,7 +15,7 @@ from torch import Tensor
 from mmaccel.core.errors import VideoError
 from mmaccel.media.address import is_file
 from mmaccel.media.reader import read
-from mmaccel.media.video import Picture, Video
+from mmaccel.media.video import FrameConverter, Video
 
 SIDE = 208
 """The longer side of a thumbnail, in pixels."""
@@ -50,7 +50,7 @@ def jpeg(frame: Tensor) -> bytes:
     """Encode a frame [3, H, W] uint8 as JPEG, no side longer than `SIDE`."""
     rows = frame.to("cpu", torch.uint8).permute(1, 2, 0).contiguous().numpy()
     picture = av.VideoFrame.from_ndarray(rows, format="rgb24")
-    height, width = Picture(None, SIDE).shape(picture.height, picture.width)
+    height, width = FrameConverter(None, SIDE).shape(picture.height, picture.width)
     codec = av.CodecContext.create("mjpeg", "w")
     codec.width, codec.height, codec.pix_fmt, codec.time_base = width, height, "yuvj420p", Fraction(1)
     small = picture.reformat(width=width, height=height, format="yuvj420p")

@@ -103,7 +103,7 @@ class Video:
         return self if start == 0 and stop == len(self) else self.at(slice(start, stop))
 
 
-class Picture:
+class FrameConverter:
     """Converts decoded frames to uint8 `[3, H, W]`: rotated and mirrored as the file says, all of one size.
 
     `size` (height, width) of the result; if None, frames keep their size, shrunk so that no side exceeds `max_side`. Frames
@@ -161,7 +161,7 @@ def orientation(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
     return (True, c < 0, b < 0) if swapped else (False, a < 0, d < 0)
 
 
-def stacked(frames: list[Tensor]) -> Tensor:
+def stack_frames(frames: list[Tensor]) -> Tensor:
     """Stack `[3, H, W]` frames to `[T, 3, H, W]`, freeing each one as it is copied."""
     whole = torch.empty((len(frames), *frames[0].shape), dtype=torch.uint8)
     for number in range(len(frames)):

@@ -32,7 +32,7 @@ from mmaccel.models.packed import PackedPass
 from mmaccel.models.prompt_layout import LAYERS
 
 ATTENTION = "mmaccel"
-"""The name of `attention` among transformers' attention functions."""
+"""The name of `accelerated_attention` among transformers' attention functions."""
 
 PLAIN = "mmaccel_plain_attention"
 """The attribute of a config under which it keeps the model's own config, for calls beside a pass of a stream."""
@@ -42,7 +42,7 @@ _passes: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def attention(
+def accelerated_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -77,7 +77,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), weights
 
 
-AttentionInterface.register(ATTENTION, attention)
+AttentionInterface.register(ATTENTION, accelerated_attention)
 
 
 @torch.library.custom_op("mmaccel::layer_attend", mutates_args=(), tags=_HOST)

@@ -53,14 +53,14 @@ def conversations(content: Any, images: Any, videos: Any) -> list[Conversation]:
     return [_conversation(*one) for one in zip(content, *given, strict=True)]
 
 
-def one_chat(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages unchanged, and a list of content pieces as the messages of one user turn."""
     if "role" in content[0]:
         return [dict(one) for one in content]
     return [{"role": "user", "content": list(content)}]
 
 
-def image_rows(images: Any) -> list[list[Any]]:
+def image_sets(images: Any) -> list[list[Any]]:
     """The images of each text, as lists; in a flat list each image belongs to a text of its own."""
     if images is None:
         return []
@@ -102,7 +102,7 @@ def _each(name: str, given: Any, count: int) -> list[Any]:
 
 
 def _conversation(content: Any, images: Any, videos: Any) -> Conversation:
-    ahead = [{"type": "image", "image": item} for row in image_rows(images) for item in row]
+    ahead = [{"type": "image", "image": item} for row in image_sets(images) for item in row]
     ahead += [{"type": "video", "video": item} for item in video_list(videos)]
     if isinstance(content, str):
         if not content.strip():
@@ -186,7 +186,7 @@ def render(
         raise
     except Exception as error:
         # A template is a program: it may fail in any way.
-        reason = outside.reason(error) if str(error) else type(error).__name__
+        reason = outside.os_reason(error) if str(error) else type(error).__name__
         raise ModelError(
             f"chat template: it fails ({reason}); fix the model's chat_template.jinja."
         ) from error
@@ -200,7 +200,7 @@ def render(
     return whole
 
 
-def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+def tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
     """Tokenize a text. The special tokens that a `ChatText` marks as plain are tokenized as ordinary text."""
     plain = text.plain if isinstance(text, ChatText) else {}
     if not plain:

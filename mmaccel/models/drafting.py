@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.decoding.draft import Prompt
-from mmaccel.core.decoding.generate import Ended, GuardedDraft, Speculation, lockstep
+from mmaccel.core.decoding.generate import Ended, GuardedDraft, Speculation, decode_in_turn
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, columns, new_inputs
 from mmaccel.models.prompt_stream import PromptRunner, runner_of
 from mmaccel.models.sequences import (
     STATEFUL,
-    DraftTurn,
+    ConversationDraft,
     Sampling,
     allowed_tokens_of,
     cache_length,
     cached_columns,
     check_single,
+    drop_padding,
     split_batch,
-    without_pads,
 )
 from mmaccel.models.signals import SignalProbe
 
@@ -48,7 +48,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False
                 row = row if seconds is None else {**row, "max_time": seconds}
                 begun.append(_Sequence(attachment, row, generator, lasts and len(sequences) == 1))
                 if not attachment.owner.recipe.kv.sequences:  # one memory of a stream after the other
-                    lockstep([begun[-1].decoding])
+                    decode_in_turn([begun[-1].decoding])
                     begun[-1].end()
         except Ended:
             if not begun:
@@ -59,7 +59,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False
         if seat is not None and not seat.alone:
             seat.decode(decodings)
         else:
-            lockstep(decodings)
+            decode_in_turn(decodings)
             tokens = sum(one.ids.shape[1] for one in decodings) - before
             attachment.draft_times.drafted(columns(kwargs), time.perf_counter() - began, tokens)
     finally:
@@ -165,7 +165,7 @@ class _Sequence:
             # One of a batch, whose cache and layout are not its own.
             kwargs["past_key_values"] = attachment.cache()
             attachment.promise(kwargs)
-        kwargs = without_pads(attachment, kwargs)
+        kwargs = drop_padding(attachment, kwargs)
         kwargs = kwargs if streams else attachment.limited(kwargs)
         self._raw = dict(kwargs)
         # transformers shows it the prompt, and leaves the rest to the loop
@@ -213,7 +213,7 @@ class _Sequence:
         if held := cache_length(self.cache):
             given, past = new_inputs(self._raw, held), cached_columns(attachment, self.cache)
             assert past is not None
-        self._turn = turn = DraftTurn.of(self.cache, draft)
+        self._turn = turn = ConversationDraft.of(self.cache, draft)
         self.options, self.processors, self.read = options, logits_processor, input_ids.shape[1]
         self.runner = runner = runner_of(attachment, model, self.cache, most)
         if (seat := owner.seat) is not None and not seat.alone:

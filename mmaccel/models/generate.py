@@ -182,7 +182,7 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
             lasts = caches and (given or bool(attachment.asked("return_dict_in_generate", kwargs)))
             return drafting.generate(attachment, kwargs, lasts and draft and not streams)
         if not is_set(attachment, "num_beams", kwargs):
-            kwargs["streamer"] = Clock(meter.token, kwargs.get("streamer"))
+            kwargs["streamer"] = TokenCounter(meter.token, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limited(kwargs))
         if rests and not held:
             attachment.draft_times.plain(_sequences(attachment, kwargs), columns(kwargs), meter)
@@ -342,7 +342,7 @@ class DraftTimes:
         return f"a token for each takes {turns * 1e3:.3g} ms with a draft in turns, {step * 1e3:.3g} ms in plain steps"
 
 
-class Clock:
+class TokenCounter:
     """A streamer for `generate` that reports how many tokens have reached the host, by `token`, and forwards the tokens to
     `inner`."""
 

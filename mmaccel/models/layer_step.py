@@ -87,7 +87,7 @@ class StateStep(_Step):
         """What leaves the layer for its input x, B * n rows."""
         made, gate = (project(x, self.before, some) for some in (self.enters, self.gate))
         journal, state = carried.layers[self.number]
-        conv, decay, shift, gain, eps = recurrent.weights_of(self.own)
+        conv, decay, shift, gain, eps = recurrent.delta_weights(self.own)
         out = delta_rows(made, gate, conv, decay, shift, gain, eps, carried.told, journal, state)
         return self.finish(x, out)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import VIDEO
-from mmaccel.models.chat import one_chat
+from mmaccel.models.chat import as_messages
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import PIXELS
 
@@ -17,7 +17,7 @@ OPEN, CLOSE = "user: ", " model: "
 """Around what a user says."""
 
 
-class Tokens:
+class LetterTokenizer:
     """A character-level test tokenizer with ids from `begin` to below `end`."""
 
     def __init__(self, begin: int, end: int) -> None:
@@ -30,7 +30,7 @@ class Tokens:
         return " ".join(map(str, ids))
 
 
-class Letters(Processor):
+class LetterProcessor(Processor):
     """A test processor that makes prompts for tiny models of `config`; an image or video becomes the tokens of
     `Family.tiny_visual`."""
 
@@ -38,10 +38,10 @@ class Letters(Processor):
 
     def __init__(self, family: Any, config: Any, words: tuple[int, int]) -> None:
         self.family, self.config, self.model_type = family, config, config.model_type
-        self.tokenizer = Tokens(*words)
+        self.tokenizer = LetterTokenizer(*words)
 
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
-        text = "".join(piece.get("text", "") for one in one_chat(content) for piece in one["content"])
+        text = "".join(piece.get("text", "") for one in as_messages(content) for piece in one["content"])
         before, after = (self.tokenizer(words)["input_ids"] for words in (OPEN, text + CLOSE))
         marks = [getattr(self.config, f"video_{side}_token_id", None) for side in ("start", "end")]
         opens, closes = ([] if mark is None else [mark] for mark in marks)

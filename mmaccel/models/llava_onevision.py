@@ -103,7 +103,7 @@ def _pools_by_element(features: Tensor) -> bool:
     return features.is_cuda and features.dtype != torch.float32
 
 
-class Tower(VisionTower):
+class LlavaTower(VisionTower):
     """Vision-tower signals for frames (batch entries of P patches) that are pooled 2 x 2; one token ends each video.
 
     An image's base view and its tiles are a batch entry each; their signals are joined as their features are.
@@ -176,7 +176,7 @@ class LlavaOnevision(Family):
             video_settings={"size": {"height": 384, "width": 384}},
         )
     }
-    vision_tower = Tower
+    vision_tower = LlavaTower
     pixels_alone = True
     decoder_layers = frozenset({"Qwen2DecoderLayer"})
     rms_norms = frozenset({"Qwen2RMSNorm"})

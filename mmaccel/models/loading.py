@@ -110,7 +110,7 @@ def load_model(
     folder = Path(source)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
-    config = config_of(folder_of(source, revision))
+    config = read_config(local_folder(source, revision))
     try:
         family_of(str(config.get("model_type")))
     except ModelError as error:
@@ -146,11 +146,11 @@ def _read(
         raise ModelError(
             not_found_message(source, error)
             or remote_code_message(source, error)
-            or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({reason_of(error)})."
+            or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({error_line(error)})."
         ) from error
     except (ImportError, RuntimeError) as error:
         # transformers could not import a torchvision, which is made for one torch alone.
-        if any("torchvision" in str(cause) for cause in causes(error)):
+        if any("torchvision" in str(cause) for cause in exception_chain(error)):
             raise ModelError(
                 f"torchvision: the installed one does not work with torch {torch.__version__}; install the one made for it, "
                 "or uninstall it, since mmaccel does not need it."
@@ -158,7 +158,7 @@ def _read(
         if not isinstance(error, ImportError):
             raise
         raise ModelError(
-            f"model {source!r} needs a package that is not installed here ({reason_of(error)})."
+            f"model {source!r} needs a package that is not installed here ({error_line(error)})."
         ) from error
 
 
@@ -188,7 +188,7 @@ def load_text_model(name: str | Path, like: nn.Module) -> nn.Module | None:
 
 
 def _type(source: str) -> str:
-    return str(config_of(folder_of(source)).get("model_type"))
+    return str(read_config(local_folder(source)).get("model_type"))
 
 
 def _config(source: str) -> Any:
@@ -199,7 +199,7 @@ def _config(source: str) -> Any:
     except (OSError, ValueError) as error:
         raise ModelError(
             remote_code_message(source, error)
-            or f"model {source!r}: its config.json cannot be read ({reason_of(error)})."
+            or f"model {source!r}: its config.json cannot be read ({error_line(error)})."
         ) from error
 
 
@@ -245,7 +245,7 @@ class MoveInputs(PromptHook):
         return x
 
 
-def device_of_layers(sizes: Sequence[int], ends: int, count: int) -> list[int]:
+def assign_layers(sizes: Sequence[int], ends: int, count: int) -> list[int]:
     """Assign layers of `sizes` bytes to `count` devices: a device index for each; the first device also holds `ends` bytes.
 
     Layers stay in order, each device gets at least one, and bytes are as even as whole layers allow.
@@ -286,7 +286,7 @@ def spread_layers(model: nn.Module, devices: Sequence[torch.device | str]) -> Ca
         )
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     ends = sum(p.nbytes for p in model.parameters()) - sum(sizes)
-    chosen = [places[which] for which in device_of_layers(sizes, ends, len(places))]
+    chosen = [places[which] for which in assign_layers(sizes, ends, len(places))]
     # One layer after the other, so that no device ever holds more than its own.
     for layer, place in zip(layers, chosen, strict=True):
         layer.to(place)
@@ -313,7 +313,7 @@ def move_hooks(model: nn.Module, chosen: Sequence[torch.device], first: torch.de
     return hooks.close
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json of `folder`; raises `ModelError` if there is none."""
     config = read_json(folder / "config.json")
     if config is None:
@@ -321,7 +321,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-def folder_of(name: str | os.PathLike[str], revision: str | None = None) -> Path:
+def local_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
     """A model's folder; a hub model's small files (all but weights) are downloaded to one first. Raises `ModelError`."""
     text = os.fspath(name)
     if Path(text).is_dir():
@@ -334,7 +334,7 @@ def folder_of(name: str | os.PathLike[str], revision: str | None = None) -> Path
         small = ["*.json", "*.txt", "*.jinja", "*.model"]
         return Path(snapshot_download(text, revision=revision, allow_patterns=small))
     except Exception as error:
-        unfetched = f"model {text!r} cannot be fetched from the hub ({reason_of(error)})."
+        unfetched = f"model {text!r} cannot be fetched from the hub ({error_line(error)})."
         raise ModelError(not_found_message(text, error) or unfetched) from error
 
 
@@ -348,12 +348,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def reason_of(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """An error's message as one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
+def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception and then its chain of causes."""
     while error is not None:
         yield error
@@ -362,7 +362,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def not_found_message(name: str, error: BaseException) -> str | None:
     """Error message for a model name found neither on disk nor on the hub; None if `error` is of another kind."""
-    kinds = {kind.__name__ for cause in causes(error) for kind in type(cause).__mro__}
+    kinds = {kind.__name__ for cause in exception_chain(error) for kind in type(cause).__mro__}
     if kinds & UNREACHED:
         return (
             f"model {name!r} is not on this machine, and the hub, which may have it, cannot be reached; go online (and "

@@ -22,8 +22,8 @@ from mmaccel.core.errors import ModelError, check_text, warn
 from mmaccel.core.files import outside
 from mmaccel.core.registry import registry
 from mmaccel.media.preprocess import Pixels, as_frames, as_image
-from mmaccel.models.chat import ChatText, conversations, ids_of, image_rows, one_chat, render, video_list
-from mmaccel.models.loading import config_of, folder_of, read_json
+from mmaccel.models.chat import ChatText, as_messages, conversations, image_sets, render, tokenize, video_list
+from mmaccel.models.loading import local_folder, read_config, read_json
 from mmaccel.models.prompt_layout import ProcessorStyle
 from mmaccel.models.taking import most_frames, sample
 
@@ -79,8 +79,8 @@ class Processor:
         video_preprocessor_config.json (default: the image's file), and processor_config.json for the rest. Raises
         `ModelError` naming the file that is missing or broken.
         """
-        place = folder_of(folder)
-        config, whole = config_of(place), read_json(place / "processor_config.json") or {}
+        place = local_folder(folder)
+        config, whole = read_config(place), read_json(place / "processor_config.json") or {}
         image = whole.pop("image_processor", None) or read_json(place / "preprocessor_config.json")
         video = whole.pop("video_processor", None) or read_json(place / "video_preprocessor_config.json")
         model_type = str(config.get("model_type"))
@@ -154,7 +154,7 @@ class Processor:
             raise ModelError("text is an empty list: give at least one text.")
         if padding_side not in ("left", "right"):
             raise ModelError(f"padding_side={padding_side!r} must be 'left' or 'right'.")
-        pictures = [[as_image(image) for image in row] for row in image_rows(images)]
+        pictures = [[as_image(image) for image in row] for row in image_sets(images)]
         shown, rates = self._read(video_list(videos), fps, frames, model)
         self._match(texts, {"image": sum(map(len, pictures)), "video": len(shown)})
         where = {"device": device, "dtype": dtype}
@@ -226,10 +226,10 @@ class Processor:
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of messages, or of the content pieces of one user turn, by the chat template. Each video and image stays
         one placeholder, so pieces of type "video" and "image" need no other field."""
-        messages = one_chat(content)
+        messages = as_messages(content)
         kinds = {piece["type"] for one in messages for piece in one["content"]}
         text, special = self._written(messages, kinds)
-        return ids_of(self.tokenizer, text, add_special_tokens=special)
+        return tokenize(self.tokenizer, text, add_special_tokens=special)
 
     def _written(self, messages: list[dict[str, Any]], shown: Collection[str]) -> tuple[ChatText, bool]:
         """A conversation as text up to where the answer begins, and whether the tokenizer has to add special tokens; `shown`
@@ -321,7 +321,7 @@ class Processor:
         and spares the tokenizer a text of megabytes.
         """
         rows = [
-            torch.tensor(ids_of(self.tokenizer, text, add_special_tokens=special), dtype=torch.long)
+            torch.tensor(tokenize(self.tokenizer, text, add_special_tokens=special), dtype=torch.long)
             for text in texts
         ]
         empty = next((number for number, row in enumerate(rows, 1) if not len(row)), None)
@@ -380,7 +380,7 @@ def _implied(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return cuts, extra
 
 
-def styles() -> dict[str, ProcessorStyle]:
+def processor_styles() -> dict[str, ProcessorStyle]:
     """Model type -> `ProcessorStyle`, of all registered families."""
     known: dict[str, ProcessorStyle] = {}
     for family in registry("model").values():
@@ -390,7 +390,7 @@ def styles() -> dict[str, ProcessorStyle]:
 
 def _style_of(model_type: str) -> ProcessorStyle:
     """The style of a model type; raises `ModelError` where no family has one."""
-    if model_type not in (known := styles()):
+    if model_type not in (known := processor_styles()):
         raise ModelError(
             f"model type {errors.shown(model_type)} is not one of {', '.join(sorted(known))}, and transformers' own "
             "processor cannot be loaded; install torchvision, or mend the folder."

@@ -62,7 +62,7 @@ class Recurrent(LinearAttentionLayer):
         self._seat, self._sat, self._base, self._lag = (0, 0), 0, 0, 0
         self._copies: list[tuple[int, Tensor]] = []  # of the state in the seat, after so many columns
 
-    def sit(self, seats: StateSlots, layer: int, number: int) -> None:
+    def move_to_slot(self, seats: StateSlots, layer: int, number: int) -> None:
         """Move this layer's recurrent state into slot `number` of `seats`, where it is layer `layer`."""
         self.leave()
         self.seats, self._seat, self._base = seats, (layer, number), self.length
@@ -84,7 +84,7 @@ class Recurrent(LinearAttentionLayer):
         self.length += count
         return start, base, self._base, self._seat[1]
 
-    def broke_off(self, length: int) -> None:
+    def undo_failed_step(self, length: int) -> None:
         """Restore the last copy of the recurrent state, after a decode step that began at `length` tokens has failed."""
         self.length = length
         if self.seats is not None:
@@ -98,7 +98,7 @@ class Recurrent(LinearAttentionLayer):
         journal, state = self._room()
         none, gate = journal[:0], journal.new_empty(0, state.shape[0] * state.shape[2])
         told = torch.tensor([[self.length, self._base, self.length, 0]], device=state.device)
-        delta_rows(none, gate, *weights_of(self.module), told, journal[None], state[None])
+        delta_rows(none, gate, *delta_weights(self.module), told, journal[None], state[None])
         taps = self.module.conv_kernel_size
         conv = journal[self._last(journal, taps), : self.module.conv_dim].T[None]
         self.seats, self._marks = None, []
@@ -224,7 +224,7 @@ class StateSlots:
             number = self._grown() if number is None else number
             self.owners[number] = ref(layers[0])
             for layer, one in enumerate(layers):
-                one.sit(self, layer, number)
+                one.move_to_slot(self, layer, number)
         (told,) = {one.enter(count) for one in layers}
         return told
 
@@ -257,11 +257,11 @@ def restored_on_error(layers: Iterable[Recurrent]) -> Iterator[None]:
         yield
     except BaseException:
         for one, length in before:
-            one.broke_off(length)
+            one.undo_failed_step(length)
         raise
 
 
-def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+def delta_weights(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     """The weights of a Gated DeltaNet that `delta_rows` takes: convolution, decay, time-step bias, norm weight, eps."""
     own = module.conv1d.weight[:, 0], module.A_log, module.dt_bias, module.norm.weight
     return *own, module.norm.variance_epsilon

@@ -1,7 +1,7 @@
 """Splits a `generate` call into single sequences: from a batch, without padding, and continuing a given cache.
 
 A returned cache holds the earlier turns. In the next call `input_ids` are the whole conversation, and pixels those of new
-images and videos; the draft's state stays with the cache (`DraftTurn`).
+images and videos; the draft's state stays with the cache (`ConversationDraft`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import A_TOKEN, PIXELS, is_given, unpadded
 
 TURN = "mmaccel_turn"
-"""The attribute of a cache that holds its `DraftTurn`."""
+"""The attribute of a cache that holds its `ConversationDraft`."""
 
 STATEFUL = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
@@ -32,7 +32,7 @@ STATEFUL = {
 draft asks about tokens that are refused, too, and about the same place twice."""
 
 
-class DraftTurn:
+class ConversationDraft:
     """What a conversation's cache keeps of its draft between two turns: the draft's state, and the attention that its pruner
     read. Copies of the cache share it: each turn rolls the draft back to the prefix shared with the last one, so that one
     draft serves all."""
@@ -42,17 +42,21 @@ class DraftTurn:
     ) -> None:
         self.choice, self.left, self.heard = choice, left, heard
 
-    def __deepcopy__(self, memo: Any) -> DraftTurn:
+    def __deepcopy__(self, memo: Any) -> ConversationDraft:
         return self
 
     def __reduce__(self) -> Any:
-        return DraftTurn, ()  # a draft's memory is not saved
+        return ConversationDraft, ()  # a draft's memory is not saved
 
     @staticmethod
-    def of(cache: Any, choice: DraftStrategy) -> DraftTurn:
-        """The `DraftTurn` stored with `cache`, or an empty one if there is none or it belongs to another draft."""
+    def of(cache: Any, choice: DraftStrategy) -> ConversationDraft:
+        """The `ConversationDraft` stored with `cache`, or an empty one if there is none or it belongs to another draft."""
         held = getattr(cache, TURN, None)
-        return held if isinstance(held, DraftTurn) and held.choice == choice else DraftTurn(choice)
+        return (
+            held
+            if isinstance(held, ConversationDraft) and held.choice == choice
+            else ConversationDraft(choice)
+        )
 
     def take(self) -> Any:
         """Take the draft's stored state out for one call; a call that runs beside it finds none."""
@@ -145,7 +149,7 @@ def allowed_tokens_of(allowed: Callable[[int, Tensor], Any], number: int, _: int
     return allowed(number, ids)
 
 
-def without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
+def drop_padding(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
     mask = kwargs.get("attention_mask")
     if mask is None or bool(mask.all()):
         return kwargs

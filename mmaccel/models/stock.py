@@ -18,9 +18,9 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
-from mmaccel.models.chat import ChatText, ids_of, one_chat
-from mmaccel.models.loading import config_of, folder_of, read_json, reason_of, resolve
-from mmaccel.models.processor import Processor, styles
+from mmaccel.models.chat import ChatText, as_messages, tokenize
+from mmaccel.models.loading import error_line, local_folder, read_config, read_json, resolve
+from mmaccel.models.processor import Processor, processor_styles
 
 TEXT = -1
 """The number of a placeholder that is no token: stock code replaces its text before it is tokenized."""
@@ -36,7 +36,7 @@ class StockProcessor(Processor):
         self.stock, self.model_type, self.tokenizer = stock, model_type, stock.tokenizer
         self.special_tokens = special_tokens
         template = getattr(stock, "chat_template", None)
-        if model_type in styles():
+        if model_type in processor_styles():
             told = stock.to_dict().items()
             settings = {k: v for k, v in told if not isinstance(v, dict) and k != "processor_class"}
             image, video = stock.image_processor.to_dict(), stock.video_processor.to_dict()
@@ -63,11 +63,11 @@ class StockProcessor(Processor):
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
         if self.video_token_id != TEXT:
             return super().template_ids(content)
-        text, special = self._written(one_chat(content), {"video", "text"})
+        text, special = self._written(as_messages(content), {"video", "text"})
         before, after = (ChatText(part) for part in text.split(self.video_token or "", 1))
         before.plain = after.plain = text.plain
-        ids = ids_of(self.tokenizer, before, add_special_tokens=special)
-        return [*ids, TEXT, *ids_of(self.tokenizer, after, add_special_tokens=False)]
+        ids = tokenize(self.tokenizer, before, add_special_tokens=special)
+        return [*ids, TEXT, *tokenize(self.tokenizer, after, add_special_tokens=False)]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the files that transformers' `AutoProcessor` reads."""
@@ -129,7 +129,7 @@ class StockProcessor(Processor):
             made = call(**given)
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             raise ModelError(
-                f"{type(self.stock).__name__} makes no inputs of this ({reason_of(error)}); give other images, videos or "
+                f"{type(self.stock).__name__} makes no inputs of this ({error_line(error)}); give other images, videos or "
                 "texts, and of several videos frames=, so many of each."
             ) from error
         return {name: value for name, value in made.items() if isinstance(value, Tensor)}
@@ -150,7 +150,7 @@ class _Marking:
             whole = ChatText(one)
             whole.plain = self._plain
             rows.append(
-                ids_of(self._tokenizer, whole, add_special_tokens=how.get("add_special_tokens", True))
+                tokenize(self._tokenizer, whole, add_special_tokens=how.get("add_special_tokens", True))
             )
         padding = {name: how[name] for name in ("padding", "padding_side", "return_tensors") if name in how}
         return self._tokenizer.pad({"input_ids": rows}, **padding)
@@ -197,12 +197,12 @@ def wrap(processor: Any, model_type: str | None = None, *, special_tokens: bool 
 
 def load(source: str | Path, revision: str | None = None, *, special_tokens: bool = True) -> Processor:
     """Load the processor of a model folder or hub name: transformers' own where torchvision is installed, else ours."""
-    place = folder_of(resolve(source), revision)
+    place = local_folder(resolve(source), revision)
     stock = _stock(place) if find_spec("torchvision") is not None else None
     if stock is None:
         found = Processor.from_pretrained(place, special_tokens=special_tokens)
     else:
-        found = wrap(stock, str(config_of(place).get("model_type")), special_tokens=special_tokens)
+        found = wrap(stock, str(read_config(place).get("model_type")), special_tokens=special_tokens)
         whole = read_json(place / "processor_config.json") or {}
         apart = (place / "video_preprocessor_config.json").is_file()
         found.own_video_settings = apart or bool(whole.get("video_processor"))
@@ -218,5 +218,8 @@ def _stock(place: Path) -> Any:
         found = AutoProcessor.from_pretrained(place, trust_remote_code=False)
     except Exception:  # whatever a broken file or package raises
         return None
-    whole = hasattr(found, "video_processor") or str(config_of(place).get("model_type")) not in styles()
+    whole = (
+        hasattr(found, "video_processor")
+        or str(read_config(place).get("model_type")) not in processor_styles()
+    )
     return found if hasattr(found, "tokenizer") and whole else None

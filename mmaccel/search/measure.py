@@ -31,7 +31,15 @@ from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.prune import PrefillPass, Probe
 from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse.per_head import LayerHeads
-from mmaccel.search.space import Candidate, Slot, Tick, boundary_slots, build, compose, one_slot
+from mmaccel.search.space import (
+    BoundarySlot,
+    Candidate,
+    Tick,
+    boundary_slots,
+    build_pattern,
+    compose,
+    one_slot,
+)
 
 R = TypeVar("R")
 Space = Mapping[str, Sequence[Candidate]]
@@ -61,7 +69,7 @@ class _Enough(Exception):
     """No layer further down is wanted."""
 
 
-def watch(
+def visit_layers(
     model: nn.Module,
     inputs: Mapping[str, Any],
     visit: Callable[[LayerInputs], None],
@@ -101,7 +109,7 @@ def frame_tokens(layout: TokenLayout) -> int:
     return int((layout.cell.amax() + 1).item())
 
 
-def present(layout: TokenLayout) -> list[int]:
+def modalities_present(layout: TokenLayout) -> list[int]:
     """Return the modalities that occur in a prompt."""
     return [m for m in MODALITIES if layout.max_tokens_of[m]]
 
@@ -126,7 +134,7 @@ def sample_facts(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, An
 
 
 @dataclass(eq=False)
-class Bench:
+class LayerBenchmark:
     """Measures candidate patterns on one layer; dense outputs are computed once for each key modality and cached with the
     layer."""
 
@@ -161,10 +169,10 @@ class Bench:
             self._dense[modality] = dense_attend(one.query, key, value, one.scale, column=column)
         return self._dense[modality]
 
-    def errors(self, pattern: Mapping[str, Any], slot: Slot) -> tuple[Tensor, Tensor]:
+    def errors(self, pattern: Mapping[str, Any], slot: BoundarySlot) -> tuple[Tensor, Tensor]:
         """Two tensors [H] float64: relative error of the output against dense attention over the rows and keys of `slot`,
         and the share of causal pairs in listed blocks."""
-        plan = self.plan(build(pattern))
+        plan = self.plan(build_pattern(pattern))
         out = self.attend(plan)
         rows = None
         if slot.query is not None:
@@ -181,23 +189,25 @@ class Bench:
         share                    pairs over causal pairs
         """
         device = self.inside.query.device
-        plan, index = timed(partial(self.plan, build(pattern)), device)
-        plans = [plan, self.plan(build(target))]
+        plan, index = time_call(partial(self.plan, build_pattern(pattern)), device)
+        plans = [plan, self.plan(build_pattern(target))]
         if device.type == "cuda" and repeats:
             for each in plans:  # the first run compiles
                 self.attend(each)
-        taken = [[timed(partial(self.attend, each), device)[1] for each in plans] for _ in range(repeats)]
-        seconds = [rounded(min(column)) for column in zip(*taken, strict=True)] if taken else (None, None)
+        taken = [[time_call(partial(self.attend, each), device)[1] for each in plans] for _ in range(repeats)]
+        seconds = (
+            [round_figures(min(column)) for column in zip(*taken, strict=True)] if taken else (None, None)
+        )
         whole = self.inside.layout.length * (self.inside.layout.length + 1) / 2
-        pairs = [rounded(float(self.kept(each).mean()) * whole) for each in plans]
+        pairs = [round_figures(float(self.kept(each).mean()) * whole) for each in plans]
         return {
             "pattern": dict(pattern),
             "seconds": seconds[0],
             "target_seconds": seconds[1],
-            "index_seconds": rounded(index),
+            "index_seconds": round_figures(index),
             "pairs": pairs[0],
             "target_pairs": pairs[1],
-            "share": rounded(pairs[0] / whole),
+            "share": round_figures(pairs[0] / whole),
         }
 
     def kept(self, plan: AttentionPlan | None) -> Tensor:
@@ -222,12 +232,12 @@ def relative_error(out: Tensor, exact: Tensor, rows: Tensor | None) -> Tensor:
     return torch.where(size > 0, (wrong / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt(), 0.0).cpu()
 
 
-def rounded(value: float) -> float:
+def round_figures(value: float) -> float:
     """Round to six significant figures, as stored in tables; candidates are compared by stored values."""
     return float(f"{value:.6g}")
 
 
-def timed(run: Callable[[], R], device: torch.device) -> tuple[R, float]:
+def time_call(run: Callable[[], R], device: torch.device) -> tuple[R, float]:
     """Run `run` and return its result and seconds: synchronized wall-clock time on CUDA; process CPU time on a CPU, which
     other processes do not affect."""
     if device.type != "cuda":
@@ -239,8 +249,8 @@ def timed(run: Callable[[], R], device: torch.device) -> tuple[R, float]:
     return result, time.perf_counter() - begin
 
 
-def scored(
-    bench: Bench,
+def measure_all(
+    bench: LayerBenchmark,
     space: Space,
     modalities: Sequence[int],
     block: int,
@@ -260,27 +270,32 @@ def scored(
             figures: list[list[float | None]] = [[None] * bench.heads] * 2
             if candidate.state != "dear":
                 pattern = one_slot(kind, slot, candidate.pattern, block)
-                figures = [list(map(rounded, t.tolist())) for t in bench.errors(pattern, slot)]
+                figures = [list(map(round_figures, t.tolist())) for t in bench.errors(pattern, slot)]
             for head, *pair in zip(heads, *figures, strict=True):
                 for name, value in zip(("scores", "shares"), pair, strict=True):
                     head[name].setdefault(kind, {}).setdefault(slot.name, []).append(value)
             tick()
     for kind in space:
-        named = {h: build(arrange(kind, space, head, block, tolerance)[0]) for h, head in enumerate(heads)}
+        named = {
+            h: build_pattern(choose_slots(kind, space, head, block, tolerance)[0])
+            for h, head in enumerate(heads)
+        }
         plan = bench.plan(LayerHeads(block=block, named=named))
         whole = relative_error(bench.attend(plan)[0], bench.dense(None)[0], None)
         for head, error, kept in zip(heads, whole.tolist(), bench.kept(plan).tolist(), strict=True):
-            head["errors"][kind], head["kept"][kind] = rounded(error), rounded(kept)
+            head["errors"][kind], head["kept"][kind] = round_figures(error), round_figures(kept)
         tick()
     return heads
 
 
-def ticks(space: Space, modalities: Sequence[int]) -> int:
-    """Number of times that `scored` calls `tick`."""
+def count_ticks(space: Space, modalities: Sequence[int]) -> int:
+    """Number of times that `measure_all` calls `tick`."""
     return sum(len(some) * len(boundary_slots(kind, modalities)) + 1 for kind, some in space.items())
 
 
-def arrange(kind: str, space: Space, head: Row, block: int, tolerance: float) -> tuple[dict[str, Any], float]:
+def choose_slots(
+    kind: str, space: Space, head: Row, block: int, tolerance: float
+) -> tuple[dict[str, Any], float]:
     """Compose the best pattern of boundary type `kind` for one head; also return its cost relative to the target.
 
     Each slot takes its candidate of least error, of equals the cheapest. Candidates were levelled on the mean of heads, so
@@ -317,7 +332,9 @@ def arrange(kind: str, space: Space, head: Row, block: int, tolerance: float) ->
     for slot, some in options.items():
         room = 1 + tolerance - cost() + some[chosen[slot]][1]
         chosen[slot] = _best(some, [n for n in some if some[n][1] <= room] or [chosen[slot]])
-    return compose(kind, {slot: candidates[n].pattern for slot, n in chosen.items()}, block), rounded(cost())
+    return compose(kind, {slot: candidates[n].pattern for slot, n in chosen.items()}, block), round_figures(
+        cost()
+    )
 
 
 def _best(options: Mapping[int, tuple[float, float]], among: Collection[int]) -> int:
@@ -338,7 +355,7 @@ def decide_head(space: Space, head: Row, block: int, tolerance: float) -> dict[s
     """
     enough = tie_limit(head["errors"][k] for k in space)
     kind = next(k for k in space if head["errors"][k] <= enough)
-    pattern, cost = arrange(kind, space, head, block, tolerance)
+    pattern, cost = choose_slots(kind, space, head, block, tolerance)
     measured = {name: head[name] for name in ("errors", "kept", "scores", "shares")}
     chosen = {"score": head["errors"][kind], "cost": cost, "share": head["kept"][kind]}
     return {"pattern": pattern, "kind": kind, **chosen, **measured}

@@ -69,7 +69,7 @@ def table_map(layers: Sequence[Sequence[str]], title: str) -> Figure:
     return drawn
 
 
-def orders(layout: TokenLayout) -> dict[str, Tensor]:
+def token_orders(layout: TokenLayout) -> dict[str, Tensor]:
     """Return the token orders in which a head is drawn, [S] each: unchanged, by cell within the frame, by modality; those
     that change nothing are omitted.
 
@@ -89,7 +89,7 @@ def orders(layout: TokenLayout) -> dict[str, Tensor]:
     return found
 
 
-def pooled(inside: LayerInputs, head: int, order: Tensor, size: int) -> Tensor:
+def pooled_attention(inside: LayerInputs, head: int, order: Tensor, size: int) -> Tensor:
     """Attention of a head averaged into cells, [size, size] float32 (smaller for a short prompt).
 
     `order` [S] is the order of both rows and columns.
@@ -103,14 +103,14 @@ def pooled(inside: LayerInputs, head: int, order: Tensor, size: int) -> Tensor:
     total = torch.zeros(size, size, device=key.device)
     for begin in range(0, length, step):
         rows = order[begin : begin + step]
-        weight = weights(inside, head, rows, key)
+        weight = attention_weights(inside, head, rows, key)
         summed = torch.zeros(len(rows), size, device=key.device).index_add_(1, column, weight)
         total.index_add_(0, column[rows], summed)
     count = torch.bincount(column, minlength=size).float()
     return (total / (count[:, None] * count[None, :])).cpu()
 
 
-def weights(inside: LayerInputs, head: int, rows: Tensor, key: Tensor) -> Tensor:
+def attention_weights(inside: LayerInputs, head: int, rows: Tensor, key: Tensor) -> Tensor:
     """Attention weights [rows, S] float32 of some rows of a head; key [S, D]."""
     score = (inside.query[0, head, rows].float() * inside.scale) @ key.T
     ahead = torch.arange(key.shape[0], device=key.device) > rows[:, None]
@@ -125,8 +125,11 @@ def head_picture(inside: LayerInputs, head: int, size: int = 256) -> Figure:
     """Picture of one head: its last tokens at full resolution, then all tokens in each of `orders`."""
     length = inside.layout.length
     last = torch.arange(max(0, length - min(size, 192)), length, device=inside.query.device)
-    panels = [("the last tokens", weights(inside, head, last, _keys(inside, head))[:, last].cpu())]
-    panels += [(name, pooled(inside, head, order, size)) for name, order in orders(inside.layout).items()]
+    panels = [("the last tokens", attention_weights(inside, head, last, _keys(inside, head))[:, last].cpu())]
+    panels += [
+        (name, pooled_attention(inside, head, order, size))
+        for name, order in token_orders(inside.layout).items()
+    ]
     drawn = figure(3.2 * len(panels), 4.2)
     from matplotlib.colors import LogNorm
 
@@ -182,7 +185,7 @@ def small_plan(name: str) -> AttentionPlan:
     return plan
 
 
-def part_numbers(plan: AttentionPlan) -> Tensor:
+def number_pairs_by_part(plan: AttentionPlan) -> Tensor:
     """Number each query-key pair by the part of the plan that computes it: [n, n] int64, from 1; 0 for none."""
     numbers = torch.zeros(plan.n_query, plan.n_key, dtype=torch.long)
     for number, (part, spans) in enumerate(zip(plan.parts, plan_pairs(plan), strict=True), 1):
@@ -213,7 +216,7 @@ def plan_picture(name: str) -> Figure:
     from matplotlib.colors import to_rgb
 
     colour = torch.tensor([(1.0, 1.0, 1.0), *(to_rgb(f"C{n % 10}") for n in range(len(plan.parts)))])
-    left.imshow(colour[part_numbers(plan)])
+    left.imshow(colour[number_pairs_by_part(plan)])
     for edge in list(accumulate(count for _, count in SEGMENTS))[:-1]:
         left.axhline(edge - 0.5, color="black", linewidth=0.4)
         left.axvline(edge - 0.5, color="black", linewidth=0.4)

@@ -23,11 +23,29 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName
 from mmaccel.core.layout import MODALITIES
 from mmaccel.core.registry import Limit, at_least, check_limits, limited
-from mmaccel.core.report import Rows, environment, peak_bytes, write_whole
+from mmaccel.core.report import RowFile, environment, peak_bytes, write_atomically
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, choices
 from mmaccel.search import measure as figures
-from mmaccel.search.measure import Bench, LayerInputs, Row, Space, decide_head, rounded, scored
-from mmaccel.search.space import KINDS, Candidate, CostTable, Scale, Tick, build, kinds_of, level_all, rows
+from mmaccel.search.measure import (
+    LayerBenchmark,
+    LayerInputs,
+    Row,
+    Space,
+    decide_head,
+    measure_all,
+    round_figures,
+)
+from mmaccel.search.space import (
+    KINDS,
+    BudgetScale,
+    Candidate,
+    CostTable,
+    Tick,
+    boundaries_of,
+    budget_rows,
+    build_pattern,
+    level_all,
+)
 
 Progress = Callable[[str, int, int | None], None]
 PACKAGES = ("mmaccel", "torch", "transformers", "triton")
@@ -93,7 +111,7 @@ def search(
         raise RecipeError(f"the folder {out.parent} does not exist; create it first.")
     if out.is_dir():
         raise RecipeError(f"{out} is a folder; give the name of a file in it.")
-    with SearchProgress.alone(parts_of(out)) as parts:
+    with SearchProgress.alone(progress_path(out)) as parts:
         device = next(model.parameters()).device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -101,21 +119,23 @@ def search(
         depth, block, tolerance = about["model"]["layers"], settings.block, settings.tolerance
         modalities = [m for m, name in MODALITIES.items() if name in about["modalities"]]
         missing = set(range(depth)) - parts.layers().keys()
-        tick = _ticking(progress, "score", figures.ticks(space, modalities) * len(missing))
+        tick = _ticking(progress, "score", figures.count_ticks(space, modalities) * len(missing))
 
         def visit(inside: LayerInputs) -> None:
             begin = time.perf_counter()
-            heads = scored(Bench(inside, about["backend"]), space, modalities, block, tolerance, tick)
+            heads = measure_all(
+                LayerBenchmark(inside, about["backend"]), space, modalities, block, tolerance, tick
+            )
             row = {"layer": inside.layer, "heads": heads, "seconds": time.perf_counter() - begin}
             parts.add({**row, "peak_bytes": peak_bytes(device)})
 
-        figures.watch(model, inputs, visit, missing)
+        figures.visit_layers(model, inputs, visit, missing)
         layers = parts.layers()
         seconds = sum(parts.all("spent")) + sum(row["seconds"] for row in layers.values())
         table = build_table(about, measured, space, [layers[n]["heads"] for n in range(depth)])
         table["seconds"] = round(seconds, 3)
         table["peak_bytes"] = max(row["peak_bytes"] for row in layers.values())
-        write_whole(out, json.dumps(table, indent=1, allow_nan=False) + "\n")
+        write_atomically(out, json.dumps(table, indent=1, allow_nan=False) + "\n")
         parts.rows.clear()  # the table is written, and what was kept for it goes
         return table
 
@@ -140,18 +160,18 @@ def _levelled(
         # Tensors of a layer are gone when the pass goes on.
         middle.append(replace(one, query=one.query.clone(), key=one.key.clone(), value=one.value.clone()))
 
-    figures.watch(model, inputs, keep, {fingerprint["layers"] // 2})
+    figures.visit_layers(model, inputs, keep, {fingerprint["layers"] // 2})
     inside = middle.pop()
     layout = inside.layout
     if layout.length < 2 * settings.block:
         raise ModelError(
             f"the sample has {layout.length} tokens; give a longer video, {2 * settings.block} at least."
         )
-    modalities = figures.present(layout)
-    scale = Scale(
+    modalities = figures.modalities_present(layout)
+    scale = BudgetScale(
         settings.context or layout.length, figures.frame_tokens(layout), settings.block, settings.extended
     )
-    kinds = kinds_of(settings.boundaries, modalities)
+    kinds = boundaries_of(settings.boundaries, modalities)
     here = environment(device)
     about: dict[str, Any] = {
         "kind": KIND,
@@ -175,7 +195,7 @@ def _levelled(
         "versions": {name: here[name] for name in PACKAGES if here[name] is not None},
     }
     parts.begin(about)
-    bench = Bench(inside, backend)
+    bench = LayerBenchmark(inside, backend)
 
     def measure(pattern: Mapping[str, Any]) -> dict[str, Any]:
         repeats = settings.repeats if settings.cost == "seconds" else 0
@@ -184,7 +204,7 @@ def _levelled(
         return row
 
     ledger = CostTable(settings.cost, parts.all("measured"), measure)
-    tick = _ticking(progress, "level", len(rows(scale)) * len(kinds))
+    tick = _ticking(progress, "level", len(budget_rows(scale)) * len(kinds))
     space = level_all(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
     parts.add({"spent": time.perf_counter() - begin})
     return about, list(ledger.rows.values()), space
@@ -200,12 +220,12 @@ def _ticking(progress: Progress | None, what: str, total: int) -> Tick:
     return tick
 
 
-def parts_of(out: Path) -> Path:
+def progress_path(out: Path) -> Path:
     """Path of the progress file of a search for the table `out`."""
     return out.with_name(out.name + ".parts")
 
 
-class SearchProgress(Rows):
+class SearchProgress(RowFile):
     """Stored progress of a search: a row of its settings, then a row for each cost, time and layer."""
 
     @classmethod
@@ -243,7 +263,7 @@ class SearchProgress(Rows):
         if not known:
             self.add({"about": about})
         elif known[0] != now:
-            names = differing(known[0], now) if isinstance(known[0], dict) else ["beginning"]
+            names = differing_options(known[0], now) if isinstance(known[0], dict) else ["beginning"]
             other = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
             raise RecipeError(
                 f"{self.path} holds a search with another {other}; give what it was begun with, delete the file, or give "
@@ -259,7 +279,7 @@ class SearchProgress(Rows):
         return {row["layer"]: row for row in self.rows if "layer" in row}
 
 
-def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differing_options(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the names of the options in which two searches differ, videos first, then cost; stored values in brackets."""
     old, new = known.get("sample") or {}, now.get("sample") or {}
     names = [
@@ -291,7 +311,7 @@ def build_table(
         **about,
         "measured": [dict(row) for row in measured],
         "space": {
-            kind: [{**vars(one), "rows": list(one.rows), "cost": rounded(one.cost)} for one in some]
+            kind: [{**vars(one), "rows": list(one.rows), "cost": round_figures(one.cost)} for one in some]
             for kind, some in space.items()
         },
         "layers": [[choose(head) for head in layer] for layer in layers],
@@ -306,7 +326,7 @@ def recompute(table: Row) -> dict[str, Any]:
 
     # Tables of before have the rows of Table 3 alone, and do not say so.
     extended = table.get("extended", False)
-    scale = Scale(table["context"], table["sample"]["tokens_a_frame"], table["block"], extended)
+    scale = BudgetScale(table["context"], table["sample"]["tokens_a_frame"], table["block"], extended)
     ledger = CostTable(table["cost"], table["measured"], missing)
     modalities = [m for name in table["modalities"] for m in MODALITIES if MODALITIES[m] == name]
     space = level_all(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)
@@ -334,7 +354,9 @@ def agreement(one: Row, other: Row) -> float:
 
 def head_pattern_names(table: Row) -> list[tuple[str, ...]]:
     """For each layer the names of its heads' patterns, as in a report."""
-    return [tuple(build(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]]
+    return [
+        tuple(build_pattern(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]
+    ]
 
 
 def main_pattern(pattern: Row) -> str:

@@ -62,7 +62,7 @@ _OTHERS = {"image": ("video", "text"), "video": ("image", "text"), "text": ("vid
 
 
 @dataclass(frozen=True)
-class Slot:
+class BoundarySlot:
     """Queries of modality `query` with keys of modality `key`, which take one pattern; None means all."""
 
     name: str
@@ -70,22 +70,22 @@ class Slot:
     key: int | None
 
 
-def kinds_of(wanted: Sequence[str], modalities: Sequence[int]) -> list[str]:
+def boundaries_of(wanted: Sequence[str], modalities: Sequence[int]) -> list[str]:
     """Return those of the `wanted` boundary types that apply to a prompt with these modalities (with one modality only
     "no_boundary")."""
     return [k for k in KINDS if k in wanted] if len(modalities) > 1 else ["no_boundary"]
 
 
-def boundary_slots(kind: str, modalities: Sequence[int]) -> list[Slot]:
+def boundary_slots(kind: str, modalities: Sequence[int]) -> list[BoundarySlot]:
     """The slots of boundary type `kind` (of `KINDS`) in a prompt with these modalities: one for everything, one for each
     modality of queries or of keys, or one for each pair of both."""
     if kind == "no_boundary":
-        return [Slot("all", None, None)]
+        return [BoundarySlot("all", None, None)]
     if kind == "q_boundary":
-        return [Slot(MODALITIES[m], m, None) for m in modalities]
+        return [BoundarySlot(MODALITIES[m], m, None) for m in modalities]
     if kind == "k_boundary":
-        return [Slot(MODALITIES[m], None, m) for m in modalities]
-    return [Slot(f"{MODALITIES[q]}>{MODALITIES[k]}", q, k) for q in modalities for k in modalities]
+        return [BoundarySlot(MODALITIES[m], None, m) for m in modalities]
+    return [BoundarySlot(f"{MODALITIES[q]}>{MODALITIES[k]}", q, k) for q in modalities for k in modalities]
 
 
 def compose(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def compose(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> d
     return {"name": kind, "block": block, "pairs": pairs}
 
 
-def one_slot(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
+def one_slot(kind: str, slot: BoundarySlot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
     """Build the `sparse` part of a recipe in which only one pair of modalities (`slot`) of boundary `kind` attends, by
     `pattern`."""
     if kind == "no_boundary":
@@ -125,7 +125,7 @@ def every_slot(
 
 
 @dataclass(frozen=True)
-class Scale:
+class BudgetScale:
     """The scale of budgets: a context of `context` tokens, frames of `frame` tokens (0: none), blocks of `block` tokens.
 
     extended: vertical-slashes keep first tokens, and a row of ours follows those of Table 3.
@@ -180,7 +180,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Row:
+class BudgetRow:
     """One row of Table 3, or ours: its label, its pattern (a recipe mapping) at budget step `step`, and the share of the
     target's cost to which it is levelled."""
 
@@ -189,22 +189,24 @@ class Row:
     aim: float = 1.0
 
 
-def rows(scale: Scale) -> list[Row]:
+def budget_rows(scale: BudgetScale) -> list[BudgetRow]:
     """The 24 rows of Table 3 (12 grids, 3 A-shapes, 9 vertical-slashes), each grid also without window, and ours if
     `scale.extended`."""
     found = []
     for stride in ("frame", "free"):
         for lines in _GRIDS:
             on = "+".join(line for line, flag in zip(LINES, lines, strict=True) if flag)
-            found.append(Row(f"grid ({stride}, {on})", partial(scale._grid, lines, stride, 0)))
-            found.append(Row(f"grid ({stride}, {on}, {LOCAL})", partial(scale._grid, lines, stride, LOCAL)))
-    found += [Row(f"a_shape {each}", partial(scale._a_shape, *each)) for each in _WINDOWS]
+            found.append(BudgetRow(f"grid ({stride}, {on})", partial(scale._grid, lines, stride, 0)))
+            found.append(
+                BudgetRow(f"grid ({stride}, {on}, {LOCAL})", partial(scale._grid, lines, stride, LOCAL))
+            )
+    found += [BudgetRow(f"a_shape {each}", partial(scale._a_shape, *each)) for each in _WINDOWS]
     for each in _COLUMNS:
         label = f"ours: vertical_slash {each}, first {FIRST}" if scale.extended else f"vertical_slash {each}"
-        found.append(Row(label, partial(scale._vertical_slash, *each)))
+        found.append(BudgetRow(label, partial(scale._vertical_slash, *each)))
     for share in SHARES if scale.extended else ():
         label = f"ours: first block and slash ({TARGET[1]}), {share:.0%}"
-        found.append(Row(label, scale._first_and_slash, aim=share))
+        found.append(BudgetRow(label, scale._first_and_slash, aim=share))
     return found
 
 
@@ -229,12 +231,12 @@ class Candidate:
 Cost = Callable[[Mapping[str, Any]], float]
 """What a pattern (a mapping) takes for all heads of a layer, over what the target takes."""
 Measure = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Makes the row of a pattern's costs, as `measure.Bench.cost` does."""
+"""Makes the row of a pattern's costs, as `measure.LayerBenchmark.cost` does."""
 Tick = Callable[[], None]
 """Is called as often as a step of the search is done."""
 
 
-def level(row: Row, cost: Cost, tolerance: float, start: int = 0) -> tuple[int, Candidate]:
+def level_budget(row: BudgetRow, cost: Cost, tolerance: float, start: int = 0) -> tuple[int, Candidate]:
     """Find the budget step, from `start` on, at which `row` costs its share of the target; return it and the candidate.
 
     The result depends on the costs alone: equal costs give equal candidates.
@@ -252,7 +254,7 @@ def level(row: Row, cost: Cost, tolerance: float, start: int = 0) -> tuple[int, 
     return best, Candidate((row.label,), row.make(best), tried[best] * row.aim, 1.0, state)
 
 
-def _next(tried: Mapping[int, float], row: Row) -> int | None:
+def _next(tried: Mapping[int, float], row: BudgetRow) -> int | None:
     """The step to try after those tried: between a cheaper and a dearer one in proportion, outside them by their ratio."""
     below = max((s for s, t in tried.items() if t < 1), default=None)
     above = min((s for s, t in tried.items() if t >= 1 and (below is None or s > below)), default=None)
@@ -275,13 +277,13 @@ def _next(tried: Mapping[int, float], row: Row) -> int | None:
     return step if below < step < above else None
 
 
-def merged(candidates: Collection[Candidate]) -> list[Candidate]:
+def merge_equal(candidates: Collection[Candidate]) -> list[Candidate]:
     """Merge candidate patterns that are equal into one that lists all their rows of Table 3."""
     known: dict[str, Candidate] = {}
     for one in candidates:
-        first = known.setdefault(key(one.pattern), one)
+        first = known.setdefault(pattern_key(one.pattern), one)
         if first is not one:
-            known[key(one.pattern)] = replace(first, rows=(*first.rows, *one.rows))
+            known[pattern_key(one.pattern)] = replace(first, rows=(*first.rows, *one.rows))
     return list(known.values())
 
 
@@ -289,11 +291,11 @@ class CostTable:
     """Costs of patterns relative to the target, in "seconds" or "pairs"; each is measured once."""
 
     def __init__(self, cost: str, measured: Sequence[Mapping[str, Any]], measure: Measure) -> None:
-        self.rows = {key(row["pattern"]): dict(row) for row in measured}
+        self.rows = {pattern_key(row["pattern"]): dict(row) for row in measured}
         self.cost, self.measure = cost, measure
 
     def __call__(self, pattern: Mapping[str, Any]) -> float:
-        name = key(pattern)
+        name = pattern_key(pattern)
         if name not in self.rows:
             self.rows[name] = self.measure(pattern)
         row = self.rows[name]
@@ -302,12 +304,12 @@ class CostTable:
 
     def share(self, pattern: Mapping[str, Any]) -> float:
         """The share of causal query-key pairs that a measured pattern lists."""
-        share: float = self.rows[key(pattern)]["share"]
+        share: float = self.rows[pattern_key(pattern)]["share"]
         return share
 
 
 def level_all(
-    scale: Scale,
+    scale: BudgetScale,
     kinds: Sequence[str],
     modalities: Sequence[int],
     cost: Cost,
@@ -319,7 +321,7 @@ def level_all(
 
     A type is left out if all its rows cost too much (on short prompts its extra parts alone do).
     """
-    table = rows(scale)
+    table = budget_rows(scale)
     first = [0] * len(table)
     space = {}
     for kind in kinds:
@@ -330,9 +332,9 @@ def level_all(
 
         reached: list[tuple[int, Candidate]] = []
         for row, start in zip(table, first, strict=True):
-            reached.append(level(row, taken, tolerance, start))
+            reached.append(level_budget(row, taken, tolerance, start))
             tick()
-        candidates = merged([candidate for _, candidate in reached])
+        candidates = merge_equal([candidate for _, candidate in reached])
         if any(one.state != "dear" for one in candidates):
             space[kind] = [replace(one, share=share(whole(one.pattern))) for one in candidates]
         elif kind == kinds[0]:
@@ -344,12 +346,12 @@ def level_all(
     return space
 
 
-def key(pattern: Mapping[str, Any]) -> str:
+def pattern_key(pattern: Mapping[str, Any]) -> str:
     """A string that identifies a pattern mapping."""
     return json.dumps(pattern, sort_keys=True)
 
 
-def build(pattern: Mapping[str, Any]) -> SparsePattern:
+def build_pattern(pattern: Mapping[str, Any]) -> SparsePattern:
     """Build a sparse pattern from its recipe mapping."""
     made: SparsePattern = policy("sparse", pattern)
     return made

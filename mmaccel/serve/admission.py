@@ -22,7 +22,7 @@ Point = tuple[int, int]
 
 
 @dataclass(eq=False)
-class Promise:
+class StreamPromise:
     """What the server has promised a stream under `recipe`: compute for `fps` frames per second, for `seconds`. `first` and
     `last` are its (frames, bytes) at the first and the last measurement."""
 
@@ -52,11 +52,13 @@ class Admission:
 
     def __init__(self, recipes: Mapping[str, Recipe], limits: Limits) -> None:
         self._recipes, self._limits = recipes, limits
-        self._promises = list[Promise]()
+        self._promises = list[StreamPromise]()
         self._costs: defaultdict[str, deque[tuple[float, int]]] = defaultdict(partial(deque, maxlen=TIMED))
-        self._longest = dict[str, Promise]()
+        self._longest = dict[str, StreamPromise]()
 
-    def took(self, promise: Promise, seconds: float, before: Point, now: Point, live: bool = True) -> None:
+    def took(
+        self, promise: StreamPromise, seconds: float, before: Point, now: Point, live: bool = True
+    ) -> None:
         """Record a call that took `seconds` (without waiting), and the stream's (frames, bytes) `before` it and `now`.
         Frames that are not `live` are not counted in the cost of live ones."""
         new, promise.last = now[0] - before[0], now
@@ -67,12 +69,12 @@ class Admission:
         if (longest := self._longest.get(promise.recipe)) is None or now[0] >= longest.last[0]:
             self._longest[promise.recipe] = promise
 
-    def busy(self, promise: Promise) -> float:
+    def busy(self, promise: StreamPromise) -> float:
         """Predict the load of a stream: seconds of compute that its frames take in each second."""
         costs = self._costs[promise.recipe]
         return promise.rate * sum(seconds for seconds, _ in costs) / max(1, sum(new for _, new in costs))
 
-    def bytes(self, promise: Promise) -> float:
+    def bytes(self, promise: StreamPromise) -> float:
         """Predict how many bytes a stream will hold in the end: by its own growth, or, before it has any frames, by that of
         the longest stream of its recipe."""
         model = promise if promise.last[0] else self._longest.get(promise.recipe, promise)
@@ -85,10 +87,10 @@ class Admission:
         most = None if getattr(store, "spill", None) == "disk" else getattr(store, "host_bytes", None)
         return max(promise.last[1], min(whole, most or whole))
 
-    def admit(self, recipe: str, fps: float | None, seconds: float) -> Promise:
-        """Admit a new stream and return its `Promise`, released by `end`. `fps` None: a stream moved here, which is not
-        refused. Raises `Refused` if promises to other streams could not be kept."""
-        new, limits = Promise(recipe, fps or 1.0, seconds), self._limits
+    def admit(self, recipe: str, fps: float | None, seconds: float) -> StreamPromise:
+        """Admit a new stream and return its `StreamPromise`, released by `end`. `fps` None: a stream moved here, which is
+        not refused. Raises `Refused` if promises to other streams could not be kept."""
+        new, limits = StreamPromise(recipe, fps or 1.0, seconds), self._limits
         busy, own = sum(map(self.busy, self._promises)), self.busy(new)
         if fps is not None and busy + own > limits.busy and own:
             later = ", or come later" if own <= limits.busy else ""
@@ -110,6 +112,6 @@ class Admission:
         self._promises.append(new)
         return new
 
-    def end(self, promise: Promise) -> None:
+    def end(self, promise: StreamPromise) -> None:
         """Release the promise of a closed stream; a second call does nothing."""
         self._promises = [one for one in self._promises if one is not promise]

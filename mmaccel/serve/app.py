@@ -19,10 +19,10 @@ from starlette.exceptions import HTTPException
 
 from mmaccel.core.decoding.generate import Ended
 from mmaccel.core.errors import MmaccelError
-from mmaccel.core.streams.live import gc_frozen
+from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.serve import chat, socket, streams
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import Guard, error_response, sentence
+from mmaccel.serve.guard import Guard, error_response, validation_error
 from mmaccel.serve.settings import Refused, Settings
 
 log = logging.getLogger("mmaccel.serve")
@@ -83,7 +83,7 @@ def _tell_errors(app: FastAPI, seconds: float) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def unfit(_: Request, error: RequestValidationError) -> JSONResponse:
-        text, field = sentence(error)
+        text, field = validation_error(error)
         return error_response(400, text, param=field)
 
     @app.exception_handler(HTTPException)
@@ -95,7 +95,7 @@ def _tell_errors(app: FastAPI, seconds: float) -> None:
         return error_response(500, "the server failed; its log says why.")
 
 
-def connections(settings: Settings) -> dict[str, Any]:
+def connection_settings(settings: Settings) -> dict[str, Any]:
     """Connection settings for uvicorn; no message compression, since a small message could expand to a large one."""
     sockets = {
         "ws_max_size": settings.limits.message_bytes,
@@ -112,11 +112,11 @@ def run(engine: Engine) -> None:
     settings = engine.settings
     logging.captureWarnings(True)
     warnings.simplefilter("default")
-    with gc_frozen():
+    with freeze_garbage_collector():
         uvicorn.run(
             create_app(engine),
             host=settings.host,
             port=settings.port,
             timeout_graceful_shutdown=10,
-            **connections(settings),
+            **connection_settings(settings),
         )

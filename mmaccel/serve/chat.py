@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from mmaccel.serve.engine import Completion, Engine
-from mmaccel.serve.guard import Client, caller, error_message
+from mmaccel.serve.guard import ConnectedClient, caller, error_message
 from mmaccel.serve.messages import ChatRequest
 
 router = APIRouter(tags=["OpenAI"])
@@ -28,7 +28,7 @@ TheEngine = Annotated[Engine, Depends(engine_of)]
 
 
 @router.get("/v1/models")
-async def models(engine: TheEngine) -> dict[str, Any]:
+async def list_model_names(engine: TheEngine) -> dict[str, Any]:
     """List the model, and as NAME@RECIPE the model under each recipe."""
     ids = [engine.name, *(f"{engine.name}@{recipe}" for recipe in engine.recipes)]
     streams = engine.streams()
@@ -47,7 +47,7 @@ async def completions(body: ChatRequest, request: Request, engine: TheEngine, as
         "model": body.model,
     }
     pieces: asyncio.Queue[str | None] = asyncio.Queue()
-    loop, client = asyncio.get_running_loop(), Client(request)
+    loop, client = asyncio.get_running_loop(), ConnectedClient(request)
 
     def put(piece: str) -> None:
         loop.call_soon_threadsafe(pieces.put_nowait, piece)

@@ -22,7 +22,7 @@ CHECK_S = 0.1
 """Seconds between two looks of a thread that waits at whether its request goes on."""
 
 
-class Copies:
+class ModelCopies:
     """Copies that share the weights of `model`, and of one draft model per recipe: at most `most` of each recipe, or one if
     its draft runs in a process."""
 

@@ -24,18 +24,18 @@ from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Deadline, Ended
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, stream_policy
-from mmaccel.core.streams.live import ended_with, threaded
+from mmaccel.core.streams.live import await_or_cancel, run_in_thread
 from mmaccel.media.video import Video
 from mmaccel.models import load_processor
 from mmaccel.models.choosing import by_schema, end_tokens
 from mmaccel.serve import sources
-from mmaccel.serve.copies import CHECK_S, Copies
+from mmaccel.serve.copies import CHECK_S, ModelCopies
 from mmaccel.serve.kept import StreamEntry, VideoCache, without_age_limit
 from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.speech import StopTextFilter, TextStreamer, tokens_to_stop
-from mmaccel.serve.turns import Turns
+from mmaccel.serve.turns import FairQueue
 
 log = logging.getLogger("mmaccel.serve")
 Put = Callable[[str], None]
@@ -65,7 +65,7 @@ class ActiveRequest:
 
     request: ChatRequest
     recipe: str
-    fetched: list[sources.Fetched]
+    fetched: list[sources.FetchedSource]
     most: int
     put: Put
     deadline: Deadline
@@ -92,14 +92,14 @@ class Engine:
         self.processor = load_processor(processor, special_tokens=False, like=model)
         self.recipes, self.metrics = dict(recipes), metrics or Metrics()
         self.default = next(iter(self.recipes))
-        self.turns = Turns(settings.limits.at_once, settings.limits.waiting, settings.limits.together)
+        self.turns = FairQueue(settings.limits.at_once, settings.limits.waiting, settings.limits.together)
         self.metrics.waiting.set_function(self.turns.__len__)
         self.batch = Batch(self.metrics.together.observe)
         self.kept = VideoCache(settings.limits, self.metrics)
         self._fetching: dict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, settings.limits.fetching)
         )
-        self.copies, self._drawing = Copies(model, self.turns.most), threading.Lock()
+        self.copies, self._drawing = ModelCopies(model, self.turns.most), threading.Lock()
 
     def recipe(self, model: str | None, asked: str | None) -> str:
         """Resolve a request's recipe name from its `model` (NAME or NAME@RECIPE) and its field `asked`; raises `Refused`."""
@@ -170,9 +170,9 @@ class Engine:
 
     async def _fetched(
         self, request: ChatRequest, caller: str, folder: Path, deadline: Deadline
-    ) -> list[sources.Fetched]:
+    ) -> list[sources.FetchedSource]:
         """The sources of a request, in order, which together have no more bytes than one may have."""
-        found, limits = list[sources.Fetched](), self.settings.limits
+        found, limits = list[sources.FetchedSource](), self.settings.limits
         for part in (part for message in request.messages for part in message.parts()):
             if isinstance(part, Text):
                 continue
@@ -191,15 +191,15 @@ class Engine:
         folder: Path,
         deadline: Deadline,
         settings: Settings | None = None,
-    ) -> sources.Fetched:
+    ) -> sources.FetchedSource:
         """Download or open `url`. The number of concurrent fetches per caller is limited."""
         work = partial(sources.fetch, url, kind, folder, settings or self.settings, deadline)
         async with self._fetching[caller]:
-            return await ended_with(threaded(work), deadline)
+            return await await_or_cancel(run_in_thread(work), deadline)
 
     def read(
         self,
-        source: sources.Fetched,
+        source: sources.FetchedSource,
         fps: float | None,
         frames: int | None,
         deadline: Deadline,
@@ -214,9 +214,11 @@ class Engine:
         question, request = self._alone(asked), asked.request
         with self.out_of_memory():
             if question is None:
-                speech = TextStreamer(self.processor.decode, request.stops, asked.put, asked.deadline)
+                speech = TextStreamer(self.processor.decode, request.stop_texts, asked.put, asked.deadline)
                 # The model is left before the turn goes on to the next one.
-                return await ended_with(threaded(partial(self._generate, asked, speech)), asked.deadline)
+                return await await_or_cancel(
+                    run_in_thread(partial(self._generate, asked, speech)), asked.deadline
+                )
             key = caller, asked.recipe, asked.fetched[0].digest, request.fps, request.frames
             async with self.kept.open(key, partial(self._keep, asked)) as kept:
                 return await self._answered(kept, asked, question)
@@ -237,7 +239,7 @@ class Engine:
     async def _keep(self, asked: ActiveRequest) -> StreamEntry:
         request, deadline = asked.request, asked.deadline
         reading = partial(self.read, asked.fetched[0], request.fps, request.frames, deadline)
-        video = await ended_with(threaded(reading), deadline)
+        video = await await_or_cancel(run_in_thread(reading), deadline)
         parts = self.processor, without_age_limit(self.recipes[asked.recipe]), self.settings.limits
         kept = StreamEntry(self.model, *parts)
         try:
@@ -245,7 +247,7 @@ class Engine:
             call = kept.session.ingest if stored else kept.session.watch
             if await call(video, timeout=deadline.left()) < len(video):
                 raise Ended("timeout")
-            await threaded(partial(kept.pictures.add, 0, video.frames))
+            await run_in_thread(partial(kept.pictures.add, 0, video.frames))
             await kept.count()
         except BaseException:
             await kept.session.close()
@@ -253,7 +255,7 @@ class Engine:
         return kept
 
     async def _answered(self, kept: StreamEntry, asked: ActiveRequest, question: str) -> Completion:
-        wanted, cutter, text = asked.request.mmaccel, StopTextFilter(asked.request.stops), ""
+        wanted, cutter, text = asked.request.mmaccel, StopTextFilter(asked.request.stop_texts), ""
         async with kept.asking:  # a session reports on its last answer alone
             left = max(0.01, asked.deadline.left() or 0.0)
             reply = kept.session.ask(
@@ -269,14 +271,14 @@ class Engine:
                     await reply.aclose()
                     break
             answer = await reply
-            report = (await threaded(kept.session.report)).to_dict()
+            report = (await run_in_thread(kept.session.report)).to_dict()
         if said := cutter.grown(text, whole=True):
             asked.put(said)
         evidence = kept.told(answer.evidence, wanted.thumbnails) if wanted.evidence else None
         reason = "stop" if cutter.stopped else answer.finish_reason
         rows, new = report["prompt_tokens"], len(answer.ids)
         if cutter.stopped:
-            new = tokens_to_stop(self.processor.decode, answer.ids, asked.request.stops)
+            new = tokens_to_stop(self.processor.decode, answer.ids, asked.request.stop_texts)
         return Completion(cutter.said, reason, rows, new, asked.recipe, report, evidence)
 
     # All others.
@@ -327,7 +329,7 @@ class Engine:
             if isinstance(part, Text):
                 return {"type": "text", "text": part.text}
             if isinstance(part, ImagePart):
-                frames: Any = sources.image(next(left), limits)
+                frames: Any = sources.decode_image(next(left), limits)
                 found = {"type": "image", "image": frames}
             else:
                 video = self.read(next(left), request.fps, request.frames, asked.deadline, limits)

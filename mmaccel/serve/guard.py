@@ -50,13 +50,13 @@ def error_response(status: int, text: str, code: str | None = None, param: str |
     return JSONResponse({"error": error}, status, headers)
 
 
-def bearer(headers: Mapping[str, str]) -> str | None:
+def bearer_key(headers: Mapping[str, str]) -> str | None:
     """The API key in a request's Authorization header, or None."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else None
 
 
-class Client:
+class ConnectedClient:
     """The client of a request, who may disconnect before the answer is ready."""
 
     def __init__(self, request: Request) -> None:
@@ -95,7 +95,7 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             self._check_page(headers)
-            asks = self._settings.caller(bearer(headers))
+            asks = self._settings.caller(bearer_key(headers))
             path = scope["path"]
             is_open = path in OPEN or any(path.startswith(one) for one in OPEN if one[1:].endswith("/"))
             # A browser's WebSocket cannot send the header: the first message then has the key.
@@ -172,7 +172,7 @@ class Guard:
         return capped
 
 
-def sentence(error: Any) -> tuple[str, str]:
+def validation_error(error: Any) -> tuple[str, str]:
     """The first schema error of a request as (one sentence, field name)."""
     first = error.errors()[0]
     field = ".".join(str(one) for one in first["loc"] if one != "body") or "the body"
@@ -182,7 +182,7 @@ def sentence(error: Any) -> tuple[str, str]:
 def error_message(error: BaseException) -> str:
     """The error message to send to a client; internal errors are only logged."""
     if isinstance(error, ValidationError):
-        return sentence(error)[0]
+        return validation_error(error)[0]
     if isinstance(error, MmaccelError):
         return str(error)
     if isinstance(error, Ended):

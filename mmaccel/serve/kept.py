@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.live import AsyncVideoSession, threaded
+from mmaccel.core.streams.live import AsyncVideoSession, run_in_thread
 from mmaccel.media.video import write_jpeg
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits
@@ -67,7 +67,7 @@ class StreamEntry:
 
     async def count(self) -> dict[str, float]:
         """Read the stream's `counters` anew and return them; in a thread, since it waits for a running forward pass."""
-        self.counters = await threaded(self.session.counters)
+        self.counters = await run_in_thread(self.session.counters)
         return self.counters
 
     def told(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:

@@ -162,7 +162,7 @@ class ChatRequest(Sampling):
         return stop
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_texts(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property

@@ -31,7 +31,7 @@ from ray.serve.metrics import Gauge
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.streams.live import threaded
+from mmaccel.core.streams.live import run_in_thread
 from mmaccel.serve.app import create_app
 from mmaccel.serve.messages import SessionRequest
 from mmaccel.serve.settings import Refused, Settings
@@ -64,11 +64,11 @@ class StreamRouter(RequestRouter):
             # What the proxy sends to the replica, which reads it the same way.
             scope = pickle.loads(pending_request.args[0]).asgi_scope
             if found := NUMBER.match(scope["path"]):
-                return [[replica_of(found[1], candidate_replicas, lambda one: one.replica_id.unique_id)]]
+                return [[choose_replica(found[1], candidate_replicas, lambda one: one.replica_id.unique_id)]]
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
 
-def replica_of(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:
+def choose_replica(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:
     """The replica that the stream id `number` names, or if it is gone, one by rendezvous hashing, so that few streams move
     when replicas come or go."""
 
@@ -91,7 +91,7 @@ class SharedStreams(Streams):
         self._seen: dict[str, str] = {}  # by stream, the mark of the state that it is a copy of
 
     async def __aenter__(self) -> None:
-        await threaded(self._expire)
+        await run_in_thread(self._expire)
         await super().__aenter__()
         self._works = [*map(asyncio.create_task, (self._expiring(), _tell(self.engine.metrics.registry)))]
 
@@ -102,7 +102,7 @@ class SharedStreams(Streams):
 
     async def open(self, asked: SessionRequest, caller: str, number: str | None = None) -> Stream:
         if number is None:
-            await threaded(partial(self._check_own, caller))
+            await run_in_thread(partial(self._check_own, caller))
         stream = await super().open(asked, caller)
         del self._open[stream.id]
         stream.id = number or f"{stream.id}.{self._replica}"
@@ -132,7 +132,7 @@ class SharedStreams(Streams):
                 return
             if (have := self._open.get(number)) is not None:
                 await self.close(have)
-            facts = await threaded(partial(_read, self._live / number))
+            facts = await run_in_thread(partial(_read, self._live / number))
             if facts is None or facts["owner"] != caller:
                 return  # `get` says that there is none
             saved = number if (self._live / number / SESSION).exists() else None
@@ -142,7 +142,7 @@ class SharedStreams(Streams):
             stream.promise.fps, stream.promise.seconds = facts.get("promise", (1.0, 900.0))
 
     async def _is_here(self, number: str) -> bool:
-        facts = await threaded(partial(_read, self._live / number))
+        facts = await run_in_thread(partial(_read, self._live / number))
         return number in self._open and facts is not None and facts["state"] == self._seen.get(number)
 
     async def changed(self, stream: Stream) -> None:
@@ -165,13 +165,13 @@ class SharedStreams(Streams):
                 "promise": (stream.promise.fps, stream.promise.seconds),
             }
             state = self._seen[stream.id] = secrets.token_hex(8)
-            await threaded(partial(_write, place, facts | {"state": state}))
+            await run_in_thread(partial(_write, place, facts | {"state": state}))
 
     async def close(self, stream: Stream, forget: bool = False) -> None:
         self._seen.pop(stream.id, None)
         await super().close(stream)
         if forget:
-            await threaded(partial(shutil.rmtree, self._live / stream.id, True))
+            await run_in_thread(partial(shutil.rmtree, self._live / stream.id, True))
 
     def _check_own(self, caller: str) -> None:
         """Raise `Refused` where the streams of a caller in the folder, of all replicas, are too many or too large."""
@@ -187,7 +187,7 @@ class SharedStreams(Streams):
     async def _expiring(self) -> None:
         while True:
             await asyncio.sleep(min(30.0, self.limits.idle_seconds / 2))
-            await threaded(self._expire)
+            await run_in_thread(self._expire)
 
     def _expire(self) -> None:
         """Mark streams at work here as used, and delete those that no replica has used for longer than `idle_seconds`."""
@@ -206,7 +206,7 @@ class SharedStreams(Streams):
 async def _alone(place: Path) -> AsyncIterator[None]:
     """No other replica writes the state in `place` meanwhile."""
     with (place / "lock").open("a") as file:
-        await threaded(partial(fcntl.flock, file, fcntl.LOCK_EX))
+        await run_in_thread(partial(fcntl.flock, file, fcntl.LOCK_EX))
         yield
 
 

@@ -72,7 +72,7 @@ ANSWERS = 8
 
 
 @router.websocket("/{number}/socket")
-async def socket(websocket: WebSocket, number: str) -> None:
+async def stream_socket(websocket: WebSocket, number: str) -> None:
     """WebSocket of a stream: JSON messages with a `type`; a binary message is a frame.
 
     In: `key` (first, if a key is needed and no header has it), `frame` (data, time), `ask` (id, question, ...), `on` (id,

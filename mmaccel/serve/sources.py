@@ -40,7 +40,7 @@ MAPPED = [ipaddress.ip_network(net) for net in ("64:ff9b::/96", "64:ff9b:1::/48"
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedSource:
     """A fetched source: a local file, or the bytes of an image or a video's frames; `digest` identifies its content."""
 
     kind: Kind
@@ -50,7 +50,7 @@ class Fetched:
     size: int = 0  # bytes that were stored for it
 
 
-def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> Fetched:
+def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> FetchedSource:
     """Fetch `url` to a file in `folder`, unless it is a local file. Raises `Refused`, `VideoError` or `Ended`."""
     scheme, limits = url[:16].partition(":")[0].lower(), settings.limits
     if kind == "image":
@@ -65,18 +65,18 @@ def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Dead
             return _image(path.read_bytes())
         stat = path.stat()
         facts = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
-        return Fetched(kind, hashlib.sha256(facts.encode()).hexdigest(), path)
+        return FetchedSource(kind, hashlib.sha256(facts.encode()).hexdigest(), path)
     if scheme in ("http", "https"):
         with closing(download(url, settings)) as blocks:  # at once, also where a block is refused
             return _stored(blocks, kind, folder, limits, deadline)
     raise VideoError(f"{kind}_url: {shown(url)} is no http:, https:, data: or file: address; give one.")
 
 
-def _image(data: bytes) -> Fetched:
-    return Fetched("image", hashlib.sha256(data).hexdigest(), data=(data,))
+def _image(data: bytes) -> FetchedSource:
+    return FetchedSource("image", hashlib.sha256(data).hexdigest(), data=(data,))
 
 
-def _data(url: str, kind: Kind, folder: Path, limits: Limits, deadline: Deadline) -> Fetched:
+def _data(url: str, kind: Kind, folder: Path, limits: Limits, deadline: Deadline) -> FetchedSource:
     if kind == "video" and (begin := FRAMES.match(url)):
         pieces = url[begin.end() :].split(",", limits.frames)
         if len(pieces) > limits.frames:
@@ -84,7 +84,7 @@ def _data(url: str, kind: Kind, folder: Path, limits: Limits, deadline: Deadline
         frames = tuple(decoded(piece) for piece in pieces)
         # With their lengths: the same bytes may be cut into frames otherwise.
         digest = hashlib.sha256(b"".join(len(one).to_bytes(8, "big") + one for one in frames))
-        return Fetched("video", digest.hexdigest(), data=frames)
+        return FetchedSource("video", digest.hexdigest(), data=frames)
     begin = DATA.match(url)
     if begin is None:
         raise VideoError(f"{kind}_url: it is no data:{kind}/...;base64, address; give one.")
@@ -99,7 +99,9 @@ def decoded(text: str) -> bytes:
         raise VideoError("the data is not base64; encode it so.") from None
 
 
-def _stored(blocks: Iterable[bytes], kind: Kind, folder: Path, limits: Limits, deadline: Deadline) -> Fetched:
+def _stored(
+    blocks: Iterable[bytes], kind: Kind, folder: Path, limits: Limits, deadline: Deadline
+) -> FetchedSource:
     """The blocks as a file of `folder`, or as the bytes of an image."""
     digest, size = hashlib.sha256(), 0
     number, name = tempfile.mkstemp(dir=folder)
@@ -113,7 +115,7 @@ def _stored(blocks: Iterable[bytes], kind: Kind, folder: Path, limits: Limits, d
             file.write(block)
     if kind == "image":
         return replace(_image(Path(name).read_bytes()), size=size)
-    return Fetched(kind, digest.hexdigest(), Path(name), size=size)
+    return FetchedSource(kind, digest.hexdigest(), Path(name), size=size)
 
 
 def _local(url: str, settings: Settings) -> Path:
@@ -235,12 +237,12 @@ def check_room(size: int, limits: Limits) -> None:
         raise Refused(413, f"the frames have more than {limits.decoded_bytes} bytes decoded; give fewer.")
 
 
-def image(source: Fetched, limits: Limits) -> Tensor:
+def decode_image(source: FetchedSource, limits: Limits) -> Tensor:
     """Decode an image source to uint8 [3, H, W]."""
-    return frames_of(source.data, limits)[0]
+    return decode_frames(source.data, limits)[0]
 
 
-def frames_of(data: Sequence[bytes], limits: Limits) -> Tensor:
+def decode_frames(data: Sequence[bytes], limits: Limits) -> Tensor:
     """Decode encoded frames of equal size to uint8 [T, 3, H, W]. Raises `Refused` before decoding if they are too large."""
     check_room(sum(3 * width * height for width, height in map(image_size, data)), limits)
     pictures = [read_image(one, limits.pixels) for one in data]
@@ -251,7 +253,7 @@ def frames_of(data: Sequence[bytes], limits: Limits) -> Tensor:
 
 
 def video(
-    source: Fetched,
+    source: FetchedSource,
     processor: Any,
     limits: Limits,
     fps: float | None = None,
@@ -263,7 +265,7 @@ def video(
     if frames is not None and frames > limits.frames:
         raise Refused(413, f"frames: {frames} is more than the {limits.frames} that this server takes.")
     if source.data:
-        pictures, rate = frames_of(source.data, limits), fps or 1.0
+        pictures, rate = decode_frames(source.data, limits), fps or 1.0
         times = torch.arange(len(pictures), dtype=torch.float64) / rate
         return Video(pictures, times, rate, rate, len(pictures) / rate)
     options = {"format_whitelist": DEMUXERS}

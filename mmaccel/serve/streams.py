@@ -24,16 +24,16 @@ from torch import Tensor
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline
 from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.recipe import stream_policy
-from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession, ended_with, threaded
+from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession, await_or_cancel, run_in_thread
 from mmaccel.serve import sources
-from mmaccel.serve.admission import Admission, Promise
+from mmaccel.serve.admission import Admission, StreamPromise
 from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import Client, error_message
+from mmaccel.serve.guard import ConnectedClient, error_message
 from mmaccel.serve.kept import StreamEntry
 from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest
 from mmaccel.serve.settings import Refused
-from mmaccel.serve.turns import Turns
+from mmaccel.serve.turns import FairQueue
 
 log = logging.getLogger("mmaccel.serve")
 router = APIRouter(prefix="/v1/streaming/sessions", tags=["streams"])
@@ -47,7 +47,7 @@ class Stream:
     owner: str
     recipe: str
     kept: StreamEntry
-    promise: Promise
+    promise: StreamPromise
     used: float = field(default_factory=time.monotonic)
     busy: int = 0
     taking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -75,7 +75,7 @@ class Streams:
         self._open: dict[str, Stream] = {}
         self.admission = Admission(engine.recipes, self.limits)
         self._opening: dict[str, int] = {}
-        self._calls: dict[str, Turns] = defaultdict(partial(Turns, self.limits.calls, self.limits.waiting))
+        self._calls = defaultdict[str, FairQueue](partial(FairQueue, self.limits.calls, self.limits.waiting))
         self._sockets: Counter[str | None] = Counter()
         engine.metrics.streams.set_function(lambda: len(self._open))
         engine.metrics.held.set_function(lambda: self._own() + engine.kept.bytes())
@@ -153,7 +153,7 @@ class Streams:
                 raise Refused(404, f"resume: no stream is saved as {asked.resume!r}.", "stream_not_found")
             make = partial(StreamEntry, engine.model, engine.processor, engine.recipes[name], self.limits)
             with engine.out_of_memory():
-                kept = await threaded(make)
+                kept = await run_in_thread(make)
                 if folder is not None:
                     with hide_server_path(folder):
                         await kept.session.load(folder)
@@ -207,7 +207,7 @@ class Streams:
                     asked.video_url.url, "video", stream.owner, Path(folder), deadline
                 )
                 read = partial(engine.read, source, asked.fps or 1.0, None, deadline)
-                video = await ended_with(threaded(read), deadline)
+                video = await await_or_cancel(run_in_thread(read), deadline)
             call = stream.session.ingest if asked.stored else stream.session.watch
             return await self._taken(stream, video.frames, partial(call, video), deadline, not asked.stored)
 
@@ -219,10 +219,10 @@ class Streams:
 
         def read() -> Tensor:
             given = [one if isinstance(one, bytes) else sources.decoded(one) for one in pieces]
-            return sources.frames_of(given, self.limits)
+            return sources.decode_frames(given, self.limits)
 
         async with self.working(stream):
-            frames = await ended_with(threaded(read), deadline)
+            frames = await await_or_cancel(run_in_thread(read), deadline)
             call = partial(session.watch, frames, times=times, fps=fps)
             return await self._taken(stream, frames, call, deadline)
 
@@ -237,7 +237,7 @@ class Streams:
             with self.engine.out_of_memory():
                 taken: int = await call(timeout=max(0.01, deadline.left() or 0.0))
             seconds = time.monotonic() - stream.session.session.waited_s - start
-            await threaded(partial(stream.kept.pictures.add, before[0], frames[:taken]))
+            await run_in_thread(partial(stream.kept.pictures.add, before[0], frames[:taken]))
             await stream.kept.count()
             self.admission.took(stream.promise, seconds, before, stream.kept.point(), live)
             await self.changed(stream)
@@ -298,7 +298,7 @@ TheStreams = Annotated[Streams, Depends(streams_of)]
 async def facts(stream: Stream) -> dict[str, Any]:
     """A stream as a JSON-ready mapping: its contents, and the cluster of each time step in the first layer with clusters."""
     session = stream.session
-    clusters = await threaded(session.clusters)
+    clusters = await run_in_thread(session.clusters)
     return {
         "id": stream.id,
         "object": "streaming.session",
@@ -318,23 +318,23 @@ async def open_stream(body: SessionRequest, streams: TheStreams, asks: Asks) -> 
 
 
 @router.get("/{number}")
-async def look(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
+async def get_stream(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     """State of a stream, and the cluster of each time step."""
     return await facts(streams.get(number, asks))
 
 
 @router.post("/{number}/frames")
-async def take(
+async def send_frames(
     number: str, body: FramesRequest, request: Request, streams: TheStreams, asks: Asks
 ) -> dict[str, Any]:
     """Send frames, or a video, to the stream."""
     stream = streams.get(number, asks)
-    taken = await Client(request).wait(streams.take(stream, body))
+    taken = await ConnectedClient(request).wait(streams.take(stream, body))
     return {"taken": taken, "frames": stream.session.frames, "seconds": stream.session.seconds}
 
 
 @router.get("/{number}/frames/{frame}", response_class=Response)
-async def picture(number: str, frame: int, streams: TheStreams, asks: Asks) -> Response:
+async def get_thumbnail(number: str, frame: int, streams: TheStreams, asks: Asks) -> Response:
     """Thumbnail of a frame, or of the last kept one before it, as JPEG."""
     file = streams.get(number, asks).kept.pictures.at(frame)
     if file is None:
@@ -343,9 +343,9 @@ async def picture(number: str, frame: int, streams: TheStreams, asks: Asks) -> R
 
 
 @router.post("/{number}/ask")
-async def ask(number: str, body: AskRequest, request: Request, streams: TheStreams, asks: Asks) -> Any:
+async def ask_stream(number: str, body: AskRequest, request: Request, streams: TheStreams, asks: Asks) -> Any:
     """Ask about what the stream has shown so far; with `stream` by server-sent events `delta`, then `answer`."""
-    stream, client = streams.get(number, asks), Client(request)
+    stream, client = streams.get(number, asks), ConnectedClient(request)
     if not body.stream:
         async with streams.asking(stream, body) as reply:
             return streams.told(stream, body, await client.wait(reply))
@@ -371,7 +371,7 @@ async def ask(number: str, body: AskRequest, request: Request, streams: TheStrea
 
 
 @router.post("/{number}/save")
-async def save(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
+async def save_stream(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     """Save the stream under a name; `resume` opens it again."""
     stream, folder = streams.get(number, asks), streams.folder(body.name, asks)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -385,7 +385,7 @@ async def save(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) 
 
 
 @router.delete("/{number}")
-async def close(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
+async def close_stream(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     """Close a stream and forget it; what was saved under a name stays."""
     await streams.close(streams.get(number, asks), forget=True)
     return {"id": number, "deleted": True}

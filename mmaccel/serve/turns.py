@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from mmaccel.serve.settings import Refused
 
 
-class Turns:
+class FairQueue:
     """Fair queue of requests, served caller by caller. At most `first` calls hold a turn; up to `beside` more continue after
     passing theirs on (`most` in all); at most `waiting` wait."""
 

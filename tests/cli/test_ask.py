@@ -16,10 +16,10 @@ import mmaccel
 from mmaccel import media
 from mmaccel.cli import console
 from mmaccel.cli.ask import ask
-from mmaccel.cli.console import columns, cut_short
+from mmaccel.cli.console import column_groups, why_cut_off
 from mmaccel.cli.watch import watch
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
-from mmaccel.policies.draft._draft_model import PeerState
+from mmaccel.policies.draft._draft_model import DraftModelState
 from mmaccel_lab.world import World
 from tests.cli import Call
 from tests.spies import heard
@@ -96,7 +96,7 @@ def test_many_recipes_are_several_tables_that_fit(call: Call, clip: str, ov: str
 )
 def test_columns_are_shared_out_evenly(count: int, room: int, groups: list[int]) -> None:
     names = [str(number) for number in range(count)]
-    found = list(columns(names, room, 10))
+    found = list(column_groups(names, room, 10))
     assert [len(one) for one in found] == groups and [name for one in found for name in one] == names
 
 
@@ -249,7 +249,7 @@ def test_ask_gives_programs_the_tokens_left(call: Call, clip: str, ov: str, tmp_
 def test_ask_names_what_the_draft_read(
     call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pruner: str
 ) -> None:
-    read: list[int] = heard(monkeypatch, PeerState, "keep", lambda state, columns: columns.numel())
+    read: list[int] = heard(monkeypatch, DraftModelState, "keep", lambda state, columns: columns.numel())
     recipe = tmp_path / "pruned.yaml"
     fields = f"prune: {{name: {pruner}, retention: 0.07}}"
     recipe.write_text(f"draft: {{name: sequential, model: {ov}, {fields}}}")
@@ -275,8 +275,8 @@ def test_one_default_serves_everywhere() -> None:
 
 
 def test_a_cut_is_told_of() -> None:
-    assert cut_short("stop", 3) == ""
-    told = [cut_short(reason, 1) for reason in ("length", "positions", "timeout", "cancelled")]
+    assert why_cut_off("stop", 3) == ""
+    told = [why_cut_off(reason, 1) for reason in ("length", "positions", "timeout", "cancelled")]
     assert len(set(told)) == 4 and all("1 token" in one and "1 tokens" not in one for one in told)
 
 

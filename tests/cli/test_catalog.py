@@ -18,7 +18,7 @@ import yaml
 
 from mmaccel import check_policy, list_policies
 from mmaccel.cli import catalog as pairs
-from mmaccel.cli.catalog import DESCRIBED, schema
+from mmaccel.cli.catalog import DESCRIBED, recipe_schema
 from mmaccel.cli.program import import_plugin
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.recipe import VERSION, Recipe, check_sequences, names, presets, stream_policy
@@ -37,19 +37,19 @@ def test_the_page_is_what_recipes_say(call: Call) -> None:
 
 
 def test_a_cell_is_yes_or_the_reason_without_names() -> None:
-    told = pairs.combine("draft", "prune", "sparse_to_dense", "dycoke")
+    told = pairs.why_pair_refused("draft", "prune", "sparse_to_dense", "dycoke")
     assert told.startswith("prune chooses what each decoded token sees") and "'dycoke'" not in told
-    assert pairs.combine("draft", "prune", "sparse_to_dense", "fastv") == pairs.YES
+    assert pairs.why_pair_refused("draft", "prune", "sparse_to_dense", "fastv") == pairs.YES
     assert (
-        pairs.combine("kv", "prune", "rekv", "fastv")
-        == pairs.combine("kv", "prune", "window", "fastv")
+        pairs.why_pair_refused("kv", "prune", "rekv", "fastv")
+        == pairs.why_pair_refused("kv", "prune", "window", "fastv")
         == pairs.YES
     )
-    assert pairs.combine("sparse", "kv", "grid", "rekv") == pairs.YES
-    assert pairs.combine("sparse", "kv", "grid", "window") == pairs.YES
-    assert "reads the whole cache" in pairs.combine("kv", "draft", "rekv", "sparse_to_dense")
-    assert pairs.combine("kv", "draft", "rekv", "sequential") == pairs.YES
-    assert pairs.draft_prunes("sequential", "uv") == pairs.YES != pairs.draft_prunes("off", "uv")
+    assert pairs.why_pair_refused("sparse", "kv", "grid", "rekv") == pairs.YES
+    assert pairs.why_pair_refused("sparse", "kv", "grid", "window") == pairs.YES
+    assert "reads the whole cache" in pairs.why_pair_refused("kv", "draft", "rekv", "sparse_to_dense")
+    assert pairs.why_pair_refused("kv", "draft", "rekv", "sequential") == pairs.YES
+    assert pairs.why_pruner_refused("sequential", "uv") == pairs.YES != pairs.why_pruner_refused("off", "uv")
 
 
 def good(**parts: object) -> bool:
@@ -62,15 +62,17 @@ def good(**parts: object) -> bool:
 
 def serves(recipe: Recipe) -> tuple[bool, bool]:
     told = (
-        pairs.reason_or_yes(lambda: check_sequences(recipe)),
-        pairs.reason_or_yes(lambda: stream_policy(recipe)),
+        pairs.refusal_or_yes(lambda: check_sequences(recipe)),
+        pairs.refusal_or_yes(lambda: stream_policy(recipe)),
     )
     return told[0] == pairs.YES, told[1] == pairs.YES
 
 
 def test_two_by_two_is_enough() -> None:
     """Every four policies: a recipe of them is good where all its pairs are, and serves what each of them serves."""
-    built = {slot: {name: pairs.build(slot, name) for name in registry(slot)} for slot in pairs.SLOTS}
+    built = {
+        slot: {name: pairs.build_with_defaults(slot, name) for name in registry(slot)} for slot in pairs.SLOTS
+    }
     built["prune"] |= {"none": None}
     built["sparse"] = {name: built["sparse"][name] for name in ("dense", "grid", "per_head")}
     fine = {
@@ -101,7 +103,7 @@ def test_two_by_two_is_enough() -> None:
 @pytest.fixture(scope="module")
 def admits() -> Callable[[Any], bool]:
     jsonschema: Any = pytest.importorskip("jsonschema")
-    found = json.loads(json.dumps(schema(), allow_nan=False))
+    found = json.loads(json.dumps(recipe_schema(), allow_nan=False))
     jsonschema.Draft7Validator.check_schema(found)
     return jsonschema.Draft7Validator(found).is_valid  # type: ignore[no-any-return]
 
@@ -152,7 +154,7 @@ def test_what_recipes_refuse_is_refused(fields: dict[str, Any], admits: Callable
 
 
 def test_every_field_is_there_with_what_is_said_of_it() -> None:
-    found = schema()
+    found = recipe_schema()
     for kind in DESCRIBED:
         policies = {
             one["properties"]["name"]["const"]: one for one in found["definitions"][kind]["anyOf"][1:]
@@ -173,7 +175,7 @@ def test_every_field_is_there_with_what_is_said_of_it() -> None:
 
 
 def test_the_command_prints_it(call: Call) -> None:
-    assert call.object("schema") == json.loads(json.dumps(schema()))
+    assert call.object("schema") == json.loads(json.dumps(recipe_schema()))
 
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ import torch
 from mmaccel.backends import flash, select, triton
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import KERNELS
-from mmaccel.cli.choices import size
+from mmaccel.cli.choices import parse_size
 from tests import SOURCES, python
 from tests.cli import Call
 
@@ -160,4 +160,4 @@ def test_json_has_each_preset(call: Call) -> None:
 
 
 def test_sizes_are_decimal_or_binary() -> None:
-    assert [size(text, "") for text in ("24GB", "1.5 gib", "7")] == [24 * 10**9, 3 << 29, 7]
+    assert [parse_size(text, "") for text in ("24GB", "1.5 gib", "7")] == [24 * 10**9, 3 << 29, 7]

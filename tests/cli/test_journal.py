@@ -13,7 +13,7 @@ import pytest
 
 from mmaccel import media
 from mmaccel.cli import main
-from mmaccel.cli.journal import WatchSource, journal_of, point_of
+from mmaccel.cli.journal import WatchSource, find_resume_point, journal_path
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.media import Video
@@ -91,7 +91,7 @@ def test_a_killed_watch_goes_on(
     whole, kept_of_it = known[kv]
     words = [str(one) for one in (*base, *QUESTIONS, "--save", folder, "--save-every", 1e-9)]
     with monkeypatch.context() as broken:
-        broken.setattr("mmaccel.cli.journal.PeriodicSaver.now_and_then", lambda keeper: keeper.save(False))
+        broken.setattr("mmaccel.cli.journal.PeriodicSaver.save_if_due", lambda keeper: keeper.save(False))
         if when == "between two saves":
             killed_after(3, broken)
         elif when == "stopped":
@@ -247,7 +247,7 @@ def test_a_session_is_saved_where_its_journal_cannot_be(
     status, out, err = call(*base, "--save", place)
     assert status == 0 and json.loads(out)["saved"] == str(place) and (place / "session.json").is_file()
     if name == "runs/today/stream":
-        assert journal_of(place).stat().st_mode & 0o777 == 0o600 and err == ""
+        assert journal_path(place).stat().st_mode & 0o777 == 0o600 and err == ""
     else:
         assert err.startswith("without a journal") and err.count("\n") == 1
 
@@ -255,7 +255,7 @@ def test_a_session_is_saved_where_its_journal_cannot_be(
 def test_a_journal_is_on_the_disk_before_the_former_one_goes(
     call: Call, ov: str, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = journal_of(tmp_path / "s")
+    place = journal_path(tmp_path / "s")
     place.with_name(f"{place.name}-part").write_text("of a watch that was killed, readable by all")
     found, sync, move = list[str](), os.fsync, os.replace
 
@@ -296,9 +296,9 @@ def test_a_damaged_journal_is_as_if_there_were_none(tmp_path: Path, name: str) -
     folder, reading = tmp_path / "s", WatchSource(**READ)
     folder.mkdir()
     (folder / "session.json").write_text('{"frames": 3}')
-    place = journal_of(folder)
+    place = journal_path(folder)
     place.write_text(json.dumps({**GOOD, "reading": READ}))
-    assert point_of(folder, reading) is not None
+    assert find_resume_point(folder, reading) is not None
     told = DAMAGED.get(name)
     place.write_text(json.dumps({"reading": READ, **told} if isinstance(told, dict) else told))
     if name == "deep":
@@ -309,7 +309,7 @@ def test_a_damaged_journal_is_as_if_there_were_none(tmp_path: Path, name: str) -
         place.unlink()
         if name == "pipe":
             os.mkfifo(place)
-    assert point_of(folder, reading) is None
+    assert find_resume_point(folder, reading) is None
 
 
 def test_an_error_that_nobody_foresaw_loses_nothing(

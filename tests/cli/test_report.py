@@ -16,7 +16,7 @@ import yaml
 from PIL import Image
 
 from mmaccel import media
-from mmaccel.core.report_page import page
+from mmaccel.core.report_page import render_page
 from mmaccel.media.thumbnail import SIDE, jpeg
 from tests.cli import Call
 from tests.models.streams import QUESTION, film, open_session
@@ -183,7 +183,7 @@ def test_a_page_that_cannot_be_written_is_said_before_the_run(
 
 def test_a_map_has_a_cell_for_each_head() -> None:
     patterns = [["grid", "a_shape"], ["dense", "grid"]]
-    text = page(
+    text = render_page(
         {"mine": {"patterns": patterns, "kept_by_head": [[0.1, 0.5], [1.0, 0.1]], "notes": ["a <note>"]}}
     )
     found = Page(text)
@@ -194,7 +194,7 @@ def test_a_map_has_a_cell_for_each_head() -> None:
 
 def test_a_long_recipe_and_text_that_is_no_utf_8_are_shown() -> None:
     table = {n: {"name": "a_shape"} for n in range(2000)}
-    text = page(
+    text = render_page(
         {"mine": {"recipe": {"sparse": {"name": "per_head", "table": table}}}},
         [{"question": "\ud800", "answer": ""}],
     )

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from mmaccel.cli import choices
 from mmaccel.cli import watch as command
-from mmaccel.cli.questions import Typed, below, evidence_table, parsed
+from mmaccel.cli.questions import TypedQuestions, evidence_table, lines_below, parse_question
 from mmaccel.core.decoding.generate import Answer, Evidence
 from mmaccel.core.errors import MmaccelError, ModelError, VideoError
 from mmaccel.media import Video
@@ -36,13 +36,13 @@ from tests.products import product
     ],
 )
 def test_a_question_may_have_a_time(text: str, want: tuple[float | None, str]) -> None:
-    assert parsed(text) == want
+    assert parse_question(text) == want
 
 
 @pytest.mark.parametrize("text", ["@4", "  ", "now@-1", "now@inf", "now@nan", "@abc", "now@soon", "now@1:30"])
 def test_questions_that_cannot_be_are_one_sentence(text: str) -> None:
     with pytest.raises(MmaccelError, match=r"^--question: .*\.$"):
-        parsed(text)
+        parse_question(text)
 
 
 def test_questions_are_due_after_the_last_frame_before_them() -> None:
@@ -50,12 +50,15 @@ def test_questions_are_due_after_the_last_frame_before_them() -> None:
     video = Video(torch.zeros(4, 3, 2, 2, dtype=torch.uint8), times, 0.5, 1.0, 8.0)
     asked = [(1.0, "a"), (4.0, "b"), (4.5, "c"), (7.0, "d"), (None, "e")]
     pieces = [
-        (None if p is None else p.times.tolist(), [q for _, q in due]) for p, due in command.cut(video, asked)
+        (None if p is None else p.times.tolist(), [q for _, q in due])
+        for p, due in command.cut_at_due(video, asked)
     ]
     assert pieces == [([0.0], ["a"]), ([2.0, 4.0], ["b", "c"]), ([6.0], [])]
     assert asked == [(7.0, "d"), (None, "e")]
     later = Video(video.frames, times + 8, 0.5, 1.0, 8.0)
-    pieces = [(None if p is None else len(p), [q for _, q in due]) for p, due in command.cut(later, asked)]
+    pieces = [
+        (None if p is None else len(p), [q for _, q in due]) for p, due in command.cut_at_due(later, asked)
+    ]
     assert pieces == [(None, ["d"]), (4, [])] and asked == [(None, "e")]
 
 
@@ -112,7 +115,7 @@ def test_what_a_memory_does_not_tell_is_left_blank() -> None:
     console.print(evidence_table(answer, 2))
     rows = console.export_text().splitlines()[1:]
     assert [row.split() for row in rows] == [["frame", str(n), str(n), "s", "100%", "0%"] for n in range(2)]
-    told = below(answer, 2)
+    told = lines_below(answer, 2)
     assert told[0] == "and on 2 more" and "does not tell" in told[1]
 
 
@@ -310,7 +313,7 @@ def test_what_is_typed_and_is_no_text_is_left_out(
 ) -> None:
     typed = io.TextIOWrapper(io.BytesIO(b"first ?\n\xff ?\nsecond ?\n"), "utf-8", errors="surrogateescape")
     monkeypatch.setattr("sys.stdin", typed)
-    assert list(Typed(True).read(waits=True)) == ["first ?", "second ?"]
+    assert list(TypedQuestions(True).read(waits=True)) == ["first ?", "second ?"]
     assert "has bytes that are not UTF-8; write it in UTF-8." in capsys.readouterr().err
 
 
@@ -318,4 +321,4 @@ def test_what_is_typed_and_is_no_text_ends_the_questions(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         "sys.stdin", io.TextIOWrapper(io.BytesIO(b"first ?\n" + b"x" * 9000 + b"\n\xff\n"), "utf-8")
     )
-    assert next(iter(list(Typed(True).read(waits=True)))) == "first ?"
+    assert next(iter(list(TypedQuestions(True).read(waits=True)))) == "first ?"

@@ -126,7 +126,7 @@ def test_a_stopped_search_says_what_is_kept(
     out = tmp_path / "t.json"
     words = ("search", ov, "--video", clip, "--max-tokens", 300, "--out", out, "--boundaries", "no_boundary")
     words += ("--cost", "pairs", "--block", 16, "--device", "cpu")
-    scored = run.scored
+    scored = run.measure_all
 
     def stopped(bench: Any, *rest: Any) -> Any:
         if bench.inside.layer > 0:
@@ -134,10 +134,10 @@ def test_a_stopped_search_says_what_is_kept(
         return scored(bench, *rest)
 
     with monkeypatch.context() as broken:
-        broken.setattr(measure, "watch", lambda *_: stop())
+        broken.setattr(measure, "visit_layers", lambda *_: stop())
         assert call(*words) == (code, "", "stopped: nothing was measured yet.\n")
     with monkeypatch.context() as broken:
-        broken.setattr(run, "scored", stopped)
+        broken.setattr(run, "measure_all", stopped)
         told = (
             f"stopped: the costs and 1 whole layer are kept in {out}.parts; the same command goes on with the next "
             "layer, from its beginning.\n"
@@ -152,8 +152,8 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(
     monkeypatch.setattr(console, "EVERY_S", 0.05)
     with console.bars() as progress:
         time.sleep(0.12)
-        tell = console.counter(progress, "decode", "frames", 40)
-        console.steps(progress, "layers")("encode", 6, 6)
+        tell = console.add_bar(progress, "decode", "frames", 40)
+        console.bar_callback(progress, "layers")("encode", 6, 6)
         tell(7, None)
         time.sleep(0.12)
     time.sleep(0.12)
@@ -331,7 +331,7 @@ def test_a_watch_whose_last_save_is_stopped_says_what_is_saved(
         inner(*given)
 
     monkeypatch.setattr(session_io, "save", save)
-    monkeypatch.setattr("mmaccel.cli.journal.PeriodicSaver.now_and_then", lambda keeper: keeper.save(False))
+    monkeypatch.setattr("mmaccel.cli.journal.PeriodicSaver.save_if_due", lambda keeper: keeper.save(False))
     base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--clip", 4, "--live")
     status, _, err = call(*base, "--save", tmp_path / "s")
     told = f"the first 4 frames are saved to {tmp_path / 's'}, the rest is not"

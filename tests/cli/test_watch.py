@@ -22,11 +22,11 @@ import torch
 
 import mmaccel
 from mmaccel import VideoSession, media
-from mmaccel.cli.choices import own_options, read_video
+from mmaccel.cli.choices import options_in_errors, read_video
 from mmaccel.cli.console import bars
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.core.streams import sources
-from mmaccel.core.streams.live import gc_frozen
+from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.media import reader
 from mmaccel.media.preprocess import Pixels, size_of
 from mmaccel_lab.world import World, write_mp4
@@ -115,7 +115,7 @@ def test_warnings_name_no_argument_the_command_lacks(tmp_path: Path) -> None:
     path = write_film(tmp_path / "wide.mp4", 1, height=2, width=4100)
     with pytest.warns(VideoWarning, match=r"frames of 4100x2 were shrunk to 4096x2 and none lost\.$"):
         look(path)
-    with pytest.warns(UserWarning, match="max_side= stays"), own_options():
+    with pytest.warns(UserWarning, match="max_side= stays"), options_in_errors():
         import warnings
 
         warnings.warn("max_side= stays", UserWarning, stacklevel=1)
@@ -124,7 +124,7 @@ def test_warnings_name_no_argument_the_command_lacks(tmp_path: Path) -> None:
 @pytest.fixture
 def freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A watch freezes what there is, and thaws it."""
-    monkeypatch.setattr("mmaccel.cli.watch.gc_frozen", gc_frozen)
+    monkeypatch.setattr("mmaccel.cli.watch.freeze_garbage_collector", freeze_garbage_collector)
     yield
     gc.freeze()
 

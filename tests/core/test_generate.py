@@ -24,11 +24,11 @@ from tests.core.toy import (
     Scripted,
     ToyRunner,
     Triples,
-    alone,
     bigram,
     count_triples,
+    decode_greedily,
     g_test,
-    prompt,
+    toy_prompt,
 )
 
 START = [1, 0]
@@ -43,7 +43,7 @@ def run(
     **choices: Any,
 ) -> tuple[list[int], ToyRunner, Meter]:
     """All ids, the target's runner and the meter of one generation, which warns once of `warns`, or of nothing."""
-    said, target, meter = said or prompt(START), ToyRunner(rule), Meter()
+    said, target, meter = said or toy_prompt(START), ToyRunner(rule), Meter()
     draft.begin(said)
     first = target.prefill(said.inputs)
     with warnings.catch_warnings():
@@ -101,7 +101,7 @@ def test_greedy_is_the_target_alone_whatever_the_draft(
         return stop(ids)
 
     ids, target, meter = run(rule, draft, asking, emit=lambda new: shown.extend(new.tolist()))
-    assert ids == alone(rule, START, stop)
+    assert ids == decode_greedily(rule, START, stop)
     assert asked == [ids[:n] for n in range(len(START) + 1, len(ids) + 1)], (
         "stop is asked once for each token"
     )
@@ -142,7 +142,7 @@ def test_a_right_tail_saves_the_verification_of_a_window() -> None:
 
     draft = Scripted(propose, lambda tokens: ([*tokens, *now][-1] + 1) % 5)
     ids, _, meter = run(rule, draft, limit(15))
-    assert ids == alone(rule, START, limit(15))
+    assert ids == decode_greedily(rule, START, limit(15))
     assert meter.rounds == [(1, 1), (4, 4), (4, 4), (4, 4)]
 
 
@@ -185,14 +185,14 @@ def test_a_draft_that_dies_loses_no_token(method: str, after: int) -> None:
     table[3] = torch.tensor([0, 0, 1.0, 0, 0])  # now and then the draft is wrong
     rule, draft = bigram(table), dying(method, after, Dying("out of cheese"))
     ids, target, meter = run(rule, draft, limit(30), warns="out of cheese")
-    assert ids == alone(rule, START, limit(30)) and meter.failures == ["Dying: out of cheese"]
+    assert ids == decode_greedily(rule, START, limit(30)) and meter.failures == ["Dying: out of cheese"]
     assert draft.closed == 1 and meter.rounds[-1] == (0, 0) and target.tokens == ids[:-1]
 
 
 def test_a_draft_that_cannot_close_loses_no_token() -> None:
     rule = bigram(torch.eye(5).roll(1, 1))
     ids, _, meter = run(rule, dying("close", 0, Dying("cannot")), limit(12), warns="cannot")
-    assert ids == alone(rule, START, limit(12)) and meter.failures == ["Dying: cannot"]
+    assert ids == decode_greedily(rule, START, limit(12)) and meter.failures == ["Dying: cannot"]
 
 
 WRONG = {
@@ -213,9 +213,9 @@ def test_a_draft_that_proposes_nonsense_is_dropped(what: str) -> None:
     proposal, tail, told = WRONG[what]
     rule = bigram(5 * torch.eye(5).roll(1, 1))
     draft = Scripted(lambda tokens: proposal, lambda tokens: tail)
-    said = prompt(START, warp=lambda ids, logits: (logits == logits.max()).float())
+    said = toy_prompt(START, warp=lambda ids, logits: (logits == logits.max()).float())
     ids, target, meter = run(rule, draft, limit(12), said, warns=told)
-    assert ids == alone(rule, START, limit(12))
+    assert ids == decode_greedily(rule, START, limit(12))
     assert len(meter.failures) == 1 and draft.closed == 1 and target.tokens == ids[:-1]
 
 
@@ -252,7 +252,7 @@ def test_the_draft_is_closed_when_something_else_fails(culprit: str) -> None:
 
     draft = Scripted(lambda tokens: Proposal(torch.tensor(counting(tokens))))
     rule = bigram(torch.eye(5).roll(1, 1))
-    target, said = ToyRunner(rule), prompt(START)
+    target, said = ToyRunner(rule), toy_prompt(START)
     first = target.prefill(said.inputs)
     if culprit == "target":
         target.rule = fail  # type: ignore[assignment]
@@ -309,7 +309,7 @@ def sampled(kind: str) -> float:
     counts = torch.zeros(V, V, V, dtype=torch.long)
     chunk = 400
     for _ in range(SAMPLED // chunk):
-        said = prompt([0], warp=warp, generator=g)
+        said = toy_prompt([0], warp=warp, generator=g)
         ids, _, _ = run(large, sampling_draft(small, kind, g), limit(1 + 3 * chunk), said)
         counts += count_triples(torch.tensor(ids[1:]).view(-1, 3), V)
     return g_test(counts, large.joint(lambda logits: torch.softmax(logits / 0.8, -1)))
@@ -338,6 +338,6 @@ def test_without_a_draft_sampling_is_that_of_a_plain_loop() -> None:
     while len(tokens) < 40:
         tokens.append(int(torch.multinomial(warp(torch.empty(0), rule(tokens)), 1)))
     torch.manual_seed(3)
-    ids, _, meter = run(rule, Scripted(lambda _: Proposal.empty()), limit(40), prompt(START, warp=warp))
+    ids, _, meter = run(rule, Scripted(lambda _: Proposal.empty()), limit(40), toy_prompt(START, warp=warp))
     assert ids == tokens
     assert meter.rounds == [(0, 0)] * 37

@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mmaccel
 from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.decoding import replay
-from mmaccel.core.decoding.draft import judge
+from mmaccel.core.decoding.draft import judge_chain
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.attention import AttentionConfig
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, span_by_range
@@ -78,7 +78,7 @@ def test_one_capture_is_over_before_another_begins(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     threads = [
-        threading.Thread(target=replay.captured, args=(lambda: None, torch.device("cuda"), None))
+        threading.Thread(target=replay.capture_graph, args=(lambda: None, torch.device("cuda"), None))
         for _ in range(4)
     ]
     for thread in threads:
@@ -106,7 +106,7 @@ def test_what_is_replayed_on_two_streams_is_captured_on_two(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "stream", stream)
     replay._side.cache_clear()
     for now.cuda_stream in (0, 5, 0, 5):
-        replay.captured(lambda: None, torch.device("cuda"), None)
+        replay.capture_graph(lambda: None, torch.device("cuda"), None)
     replay._side.cache_clear()
     assert used == [0, 1, 0, 1]
 
@@ -354,7 +354,7 @@ def test_what_runs_compiled_on_a_gpu_gives_its_results_by_inductor(
     compiles(counter := CompileCounterWithBackend("inductor"))
     p, q = torch.randn(2, 5, 999).softmax(-1)
     given = q[:4].multinomial(1)[:, 0], p, q[:4], torch.rand(4)
-    for got, want in zip(replay.Compiled(judge, 1.0)(0, 0.0, *given), judge(*given), strict=True):
+    for got, want in zip(replay.Compiled(judge_chain, 1.0)(0, 0.0, *given), judge_chain(*given), strict=True):
         assert torch.equal(got, want)
     assert counter.frame_count == 1
     pattern, layout = BlockTopK(block=16, sink=16, budget=0.5), TokenLayout.text(1, 400)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mmaccel.core.decoding.draft import Proposal, judge
-from mmaccel.core.decoding.trees import accept_tree, distinct, judge_tree
+from mmaccel.core.decoding.draft import Proposal, judge_chain
+from mmaccel.core.decoding.trees import accept_tree, judge_tree, mask_repeated_siblings
 from tests.core.test_verify import SHAPES, SURE, Pair, V
 from tests.core.toy import g_test
 
@@ -27,8 +27,8 @@ def test_judges_compile_without_a_graph_break(backend: str) -> None:
     sees = Proposal(parents, parents=parents).branches.sees
 
     def judged(ids: Tensor, u: Tensor, tokens: Tensor, best: Tensor) -> tuple[Tensor, ...]:
-        tree = judge_tree(distinct(tokens, parents), parents, sees, best)
-        return *judge(ids, p, q, u), *judge(ids, p, None, u), tree
+        tree = judge_tree(mask_repeated_siblings(tokens, parents), parents, sees, best)
+        return *judge_chain(ids, p, q, u), *judge_chain(ids, p, None, u), tree
 
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(judged, fullgraph=True, backend=counter)

@@ -9,11 +9,30 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from mmaccel.contract.draft import Rule, ToyAdapter, ToyModel, ToyRunner, alone, bigram, prompt, view
+from mmaccel.contract.draft import (
+    Rule,
+    ToyAdapter,
+    ToyModel,
+    ToyRunner,
+    bigram,
+    decode_greedily,
+    toy_prompt,
+    view,
+)
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal
 
-__all__ = ["Meter", "Rule", "Scripted", "ToyAdapter", "ToyModel", "ToyRunner", "Triples", "alone", "bigram"]
-__all__ += ["count_triples", "g_test", "prompt", "view"]
+__all__ = [
+    "Meter",
+    "Rule",
+    "Scripted",
+    "ToyAdapter",
+    "ToyModel",
+    "ToyRunner",
+    "Triples",
+    "bigram",
+    "decode_greedily",
+]
+__all__ += ["count_triples", "g_test", "toy_prompt", "view"]
 
 
 @dataclass

@@ -19,7 +19,7 @@ from mmaccel.policies.draft._window_model import tokens_per_round
 from mmaccel_lab.eval import self_draft, simulate
 from mmaccel_lab.eval.simulate import Costs
 from tests.core.test_generate import limit, run
-from tests.core.toy import ToyRunner, bigram, prompt
+from tests.core.toy import ToyRunner, bigram, toy_prompt
 from tests.policies.draft.test_parallel import pipeline
 
 CASES = [(0.3, 3, 3.0), (0.6, 5, 5.0), (0.81, 4, 4.4), (0.9, 2, 1.7), (0.95, 9, 9.0), (0.8, 6, 4.0)]
@@ -95,7 +95,7 @@ def test_the_real_pipeline_takes_the_rounds_of_the_chain() -> None:
     state = pipeline(rule, rule, 2, window=window)
     state._engine._writer._runner = Loose(rule)  # type: ignore[attr-defined]
     count = 6_000
-    _, runner, _ = run(rule, state, limit(1 + count), prompt([0]))
+    _, runner, _ = run(rule, state, limit(1 + count), toy_prompt([0]))
     assert count / runner.steps == pytest.approx(tokens_per_round(keep, window), rel=0.05)
 
 

@@ -140,7 +140,7 @@ def session(kv: str) -> mmaccel.VideoSession:
 
 def load(kv: str, place: Path, ask: bool) -> Case:
     def work() -> None:
-        session_io.recipe_of(place)
+        session_io.load_recipe(place)
         session(kv).load(place)
         if ask:
             session(kv).ask(QUESTION, 1)
@@ -204,14 +204,14 @@ def saved(chance: random.Random, folder: Path) -> Case:
     elif name == "session.json" and way < 4:
         told: Any = changed(chance, facts)
         sealed = way and isinstance(told, dict)
-        path.write_text(json.dumps(session_io.sealed(told) if sealed else told))
+        path.write_text(json.dumps(session_io.add_checksum(told) if sealed else told))
     elif way < 5:
         path.write_bytes(damaged(chance, path.read_bytes()))
         if name != "session.json":
             # Who changes a file on purpose changes its checksum.
             kept = facts["files"][name][1]
             facts["files"][name] = [path.stat().st_size, kept and zlib.crc32(path.read_bytes())]
-            (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
+            (place / "session.json").write_text(json.dumps(session_io.add_checksum(facts)))
     else:
         path.unlink()
         kind = chance.randrange(4)

@@ -14,7 +14,7 @@ import pytest
 
 import mmaccel
 from mmaccel import media
-from mmaccel.cli.questions import parsed
+from mmaccel.cli.questions import parse_question
 from mmaccel.media import container
 from mmaccel.media.preprocess import as_frames, as_image
 from mmaccel.models import chat
@@ -48,7 +48,7 @@ def question(chance: random.Random) -> Case:
     if way == 0:
         return lambda: session().ask(given, 1)
     if way == 1:
-        return lambda: parsed(text)
+        return lambda: parse_question(text)
     if way == 2:
         return lambda: processor(name, special).chat(given)
     return lambda: processor(name, special).chat([{"role": "user", "content": given}])

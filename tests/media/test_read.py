@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mmaccel import media
 from mmaccel.core.errors import VideoError
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import grid, half_tick, nearest, uniform
+from mmaccel.media.sampling import half_tick, nearest_items, tick_times, uniform
 from tests.media.films import Film, numbers, set_matrix, write_film
 
 
@@ -211,8 +211,8 @@ def test_uniform_starts_at_the_first_frame_and_spreads_evenly(total: int, count:
 
 
 def test_grid_ends_before_stop() -> None:
-    assert list(grid(1.0, 4, 2.0)) == [1.0, 1.25, 1.5, 1.75]
-    assert list(itertools.islice(grid(0.0, 3), 4)) == [0.0, 1 / 3, 2 / 3, 1.0]
+    assert list(tick_times(1.0, 4, 2.0)) == [1.0, 1.25, 1.5, 1.75]
+    assert list(itertools.islice(tick_times(0.0, 3), 4)) == [0.0, 1 / 3, 2 / 3, 1.0]
 
 
 @given(
@@ -225,11 +225,13 @@ def test_nearest_agrees_with_a_search_over_all(places: list[int], fps: int, tail
     end = times[-1] + tail / 1000
     kept = [
         round(place * 1000)
-        for place, _ in nearest(
-            zip(times, times, strict=True), grid(0.0, fps), None, lambda place, _: place + tail / 1000
+        for place, _ in nearest_items(
+            zip(times, times, strict=True), tick_times(0.0, fps), None, lambda place, _: place + tail / 1000
         )
     ]
-    wanted = list(itertools.takewhile(lambda target: target <= times[-1] or target < end, grid(0.0, fps)))
+    wanted = list(
+        itertools.takewhile(lambda target: target <= times[-1] or target < end, tick_times(0.0, fps))
+    )
     gaps = np.abs(times[None] - np.array(wanted)[:, None])
     first = np.argmax(gaps <= gaps.min(1, keepdims=True) + 1e-9, axis=1)
     assert kept == [round(times[place] * 1000) for place in first]
@@ -242,29 +244,32 @@ def test_even_frames_are_taken_as_the_nearest(
     """At a rate of at most the source's; also where the container rounds times to milliseconds."""
     times = [round(n / rate, 3) if rounded else n / rate for n in range(count)]
     stream, fps = list(zip(times, range(count), strict=True)), rate * share
-    ticks = list(grid(start / fps, fps, times[-1]))
-    assert list(nearest(stream, ticks, early=half_tick(fps))) == list(nearest(stream, ticks))
+    ticks = list(tick_times(start / fps, fps, times[-1]))
+    assert list(nearest_items(stream, ticks, early=half_tick(fps))) == list(nearest_items(stream, ticks))
 
 
 def test_a_still_moment_shows_the_frame_that_stands() -> None:
     stream = [(0.0, "a"), (0.4, "b"), (10.0, "c"), (11.0, "d")]
-    found = [item for _, item in nearest(stream, grid(0.0, 2.0, 11.1), early=half_tick(2.0))]
+    found = [item for _, item in nearest_items(stream, tick_times(0.0, 2.0, 11.1), early=half_tick(2.0))]
     assert found == ["a", *"b" * 19, "c", "c", "d"], "c comes at 10 s, tick 20"
     late = [
         item
-        for _, item in nearest(
-            [(0.0, "a"), (9.7, "c"), (20.0, "d")], grid(0.0, 1.0, 12), early=half_tick(1.0)
+        for _, item in nearest_items(
+            [(0.0, "a"), (9.7, "c"), (20.0, "d")], tick_times(0.0, 1.0, 12), early=half_tick(1.0)
         )
     ]
     assert late == [*"a" * 10, "c", "c"], "c comes 0.7 s after tick 9 and 0.3 s before tick 10"
     early = [
         item
-        for _, item in nearest(
-            [(0.0, "a"), (9.3, "c"), (20.0, "d")], grid(0.0, 1.0, 11), early=half_tick(1.0)
+        for _, item in nearest_items(
+            [(0.0, "a"), (9.3, "c"), (20.0, "d")], tick_times(0.0, 1.0, 11), early=half_tick(1.0)
         )
     ]
     assert early == [*"a" * 9, "c", "c"], "c comes 0.3 s after tick 9: the nearest tick shows it"
-    first = [item for _, item in nearest([(3.0, "a"), (9.0, "b")], grid(0.0, 1.0, 10), early=half_tick(1.0))]
+    first = [
+        item
+        for _, item in nearest_items([(3.0, "a"), (9.0, "b")], tick_times(0.0, 1.0, 10), early=half_tick(1.0))
+    ]
     assert first == [*"a" * 9, "b"], "before the first frame nothing stands"
 
 
@@ -283,11 +288,11 @@ def test_nearest_holds_two_items_at_a_time() -> None:
             most = max(most, len(alive))
             yield float(place), item
 
-    picked = sum(1 for _ in nearest(stream(), grid(0.0, 0.1)))
+    picked = sum(1 for _ in nearest_items(stream(), tick_times(0.0, 0.1)))
     assert picked == 500
     assert most <= 4
 
 
 @pytest.mark.parametrize("target", [[], [5.0]])
 def test_nearest_of_nothing_is_nothing(target: list[float]) -> None:
-    assert list(nearest([], target)) == []
+    assert list(nearest_items([], target)) == []

@@ -75,7 +75,7 @@ DRAFT: dict[str, Callable[..., Any]] = {
     "sparse_to_dense": lambda model: SparseToDense(window=3, retention=0.5, **ALWAYS),
     **MODELS,
 }
-CHOICES = catalog.choices()
+CHOICES = catalog.names_by_field()
 PRUNE: dict[str, Any] = {
     **{name: None if name == "none" else name for name in CHOICES["prune"]},
     "fastv": {"name": "fastv", "retention": 0.3},
@@ -117,7 +117,7 @@ def _any_draft(draft: str, own: str) -> Any:
 
 @functools.cache
 def _refusal(cell: Cell) -> str | None:
-    told = catalog.refusal(cell.use, **parts_of(cell, _any_draft(cell.draft, cell.own)))
+    told = catalog.why_use_refused(cell.use, **parts_of(cell, _any_draft(cell.draft, cell.own)))
     return None if told == catalog.YES else told
 
 

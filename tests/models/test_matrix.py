@@ -108,11 +108,11 @@ def mended(told: str, parts: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("use", "parts"), FIELDS, ids=str)
 def test_a_field_s_refusal_names_what_runs(use: str, parts: dict[str, Any]) -> None:
-    told = catalog.refusal(use, **parts)
+    told = catalog.why_use_refused(use, **parts)
     given = [one for one in parts.values() if one != 64]
     named = [one["name"] if isinstance(one, dict) else getattr(one, "name", one) for one in given]
     assert all(f"{name!r}" in told for name in named), told
-    assert catalog.refusal(use, **mended(told, parts)) == catalog.YES
+    assert catalog.why_use_refused(use, **mended(told, parts)) == catalog.YES
 
 
 def test_a_refusal_names_both_parts_and_what_runs() -> None:
@@ -125,7 +125,7 @@ def test_a_refusal_names_both_parts_and_what_runs() -> None:
         parts = matrix.parts_of(cell, matrix._any_draft(cell.draft, cell.own))
         for _ in range(2):  # a session may not take the draft under any memory
             parts = mended(told, parts)
-            if (told := catalog.refusal(use, **parts)) == catalog.YES:
+            if (told := catalog.why_use_refused(use, **parts)) == catalog.YES:
                 break
         assert told == catalog.YES, (cell, told)
 

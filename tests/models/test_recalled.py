@@ -16,7 +16,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
 from mmaccel.core.memory.kv import KVView
-from mmaccel.core.prefill.prune import TokenPruner, candidates, observers, question
+from mmaccel.core.prefill.prune import TokenPruner, candidate_columns, observers, question_text_columns
 from mmaccel.core.prefill.recalled import RecallPruning
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.asking import asked as asked_of
@@ -314,10 +314,10 @@ def test_the_layout_is_a_prompt_s() -> None:
     assert (base - head, layout.length) == (FRAMES * unit, base + rows) and marks > 0
     kinds = layout.modality[0].tolist()
     assert kinds == [TEXT] * head + [VIDEO] * (base - head + marks) + [TEXT] * (rows - marks)
-    assert torch.equal(candidates(layout), torch.arange(head, base))
+    assert torch.equal(candidate_columns(layout), torch.arange(head, base))
     assert layout.frame[0, head:base].tolist() == [n // unit for n in range(FRAMES * unit)]
     words = torch.arange(base + marks, base + rows)
-    assert torch.equal(observers(layout), words) and torch.equal(question(layout), words)
+    assert torch.equal(observers(layout), words) and torch.equal(question_text_columns(layout), words)
 
 
 def refusal(**parts: Any) -> str:

@@ -89,7 +89,7 @@ def test_facts_that_cannot_be_are_refused(tmp_path: Path) -> None:
             older = {name: value for name, value in facts.items() if name != "checksum"} | {"version": 2}
             for written, told in (
                 (facts, "damaged"),
-                (session_io.sealed(facts), "damaged|of another stream"),
+                (session_io.add_checksum(facts), "damaged|of another stream"),
                 (older, "damaged|of another stream"),
             ):
                 path.write_text(json.dumps(written))
@@ -115,14 +115,14 @@ def test_a_saved_memory_that_cannot_be_opened_is_told_with_its_folder(
         (None, "is not a KVPolicy"),
     ):
         facts["recipe"]["kv"] = kv
-        path.write_text(json.dumps(session_io.sealed(facts)))
+        path.write_text(json.dumps(session_io.add_checksum(facts)))
         told = f"{re.escape(str(path.parent))} was saved with kv .*cannot be opened: .*{why}"
         with begun() as session, unharmed(session, ModelError, told):
             session.load(path.parent)
         with pytest.raises(ModelError, match=told):
             VideoSession.resume(*pair(NAME), path.parent)
     facts["recipe"]["kv"] = {**kept, "copies": "frame"}
-    path.write_text(json.dumps(session_io.sealed(facts)))
+    path.write_text(json.dumps(session_io.add_checksum(facts)))
     monkeypatch.setattr(recipe, "_heard", set())
     with begun() as session, pytest.warns(MmaccelWarning, match="copies is gone"):
         session.load(path.parent)
@@ -139,7 +139,7 @@ def test_no_bit_of_the_facts_goes_unseen(tmp_path: Path) -> None:
         for bit in (1 << place % 8, 32):
             path.write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
             try:
-                session_io.recipe_of(tmp_path / "whole")
+                session_io.load_recipe(tmp_path / "whole")
             except ModelError as error:
                 assert str(error).endswith(".") and "\n" not in str(error)
                 seen += 1
@@ -185,7 +185,7 @@ def test_sessions_of_other_models_and_memories_are_refused(tmp_path: Path) -> No
     (whole / "session.json").write_text(json.dumps({**facts, "version": 99}))
     with begun() as session, unharmed(session, ModelError, "version 99"):
         session.load(whole)
-    (whole / "session.json").write_text(json.dumps(session_io.sealed({**facts, "dtype": "bfloat16"})))
+    (whole / "session.json").write_text(json.dumps(session_io.add_checksum({**facts, "dtype": "bfloat16"})))
     with begun() as session, unharmed(session, ModelError, "in bfloat16"):
         session.load(whole)
 

@@ -96,7 +96,7 @@ def older(place: Path) -> None:
     data.rmdir()
     files = {name.partition("/")[2]: known for name, known in facts["files"].items()}
     (place / "session.json").write_text(
-        json.dumps(session_io.sealed({**facts, "version": 3, "files": files}))
+        json.dumps(session_io.add_checksum({**facts, "version": 3, "files": files}))
     )
 
 
@@ -142,7 +142,7 @@ def test_a_list_names_nothing_that_no_save_writes(tmp_path: Path, name: str) -> 
         (place / "memory").mkdir()
         (place / "memory" / "link").symlink_to(place.parent)
         facts["files"][name] = [4, None]
-        (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
+        (place / "session.json").write_text(json.dumps(session_io.add_checksum(facts)))
         if name != "memory/link/letter.txt":
             with pytest.raises(ModelError, match="damaged"):
                 session.load(place)
@@ -221,8 +221,8 @@ def test_what_can_be_no_folder_is_told_before_anything_is_watched(tmp_path: Path
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ModelError, match=r"cannot be written \(.*\); give another path\.$"):
-        session_io.writable(tmp_path / name)
-    session_io.writable(tmp_path / "new" / "stream")
+        session_io.check_writable(tmp_path / name)
+    session_io.check_writable(tmp_path / "new" / "stream")
     assert not (tmp_path / "new").exists()
 
 
@@ -232,7 +232,7 @@ def resealed(place: Path) -> None:
     for name, (_, checksum) in facts["files"].items():
         data = (place / name).read_bytes()
         facts["files"][name] = [len(data), checksum and zlib.crc32(data)]
-    (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
+    (place / "session.json").write_text(json.dumps(session_io.add_checksum(facts)))
 
 
 NUMBERS: list[tuple[str, str, Any]] = [
@@ -288,7 +288,7 @@ def test_a_film_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
             facts["size"] = [10**6, 10**6]
         else:
             save_file({**film, name: film[name] + (9 if name == "spans" else float("nan"))}, path)
-        (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
+        (place / "session.json").write_text(json.dumps(session_io.add_checksum(facts)))
         resealed(place)
         with pytest.raises(ModelError, match=f"{name}.* damaged, save it again"):
             session.load(place)

@@ -16,7 +16,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import TEXT
-from mmaccel.core.prefill.prune import observers, question
+from mmaccel.core.prefill.prune import observers, question_text_columns
 from mmaccel.models.prompt_layout import question_columns
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
@@ -96,7 +96,7 @@ def test_of_a_chat(name: str, random_folder: Callable[[str], Path]) -> None:
         inputs = processor.chat(content)
         layout = adapter_for(model).layout(model, inputs)
         ids = inputs["input_ids"][0]
-        told = [processor.decode([int(ids[c])]) for c in question(layout)]
+        told = [processor.decode([int(ids[c])]) for c in question_text_columns(layout)]
         last = int((layout.modality[0] != TEXT).nonzero()[-1])
         assert observers(layout).tolist() == list(range(last + 1, layout.length))
         return told, [processor.decode([int(ids[c])]) for c in observers(layout)]
@@ -125,7 +125,7 @@ def test_uv_compares_with_the_words(family: str) -> None:
         ids[0, :3], ids[0, 3:11] = torch.tensor([160, 161, 162]), words
         ids[0, -4:] = torch.tensor([150, 160, 163 + len(kept) % 2, 162])
         layout = adapter_for(model).layout(model, inputs)
-        assert question(layout).tolist() == list(range(3, 12))
+        assert question_text_columns(layout).tolist() == list(range(3, 12))
         states = adapter_for(model).embed(model, inputs)
         kept.append(
             pruner.keep({"hidden": torch.cat([states, states])}, layout, pruner.stages(4)[0]).tolist()

@@ -143,7 +143,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(
 
     fields = {**TIGHT[kv], "store": {"host_bytes": 0, "spill": "disk", "folder": str(tmp_path)}}
     with begun(fields, 5) as session, unharmed(session, StoreError), monkeypatch.context() as patch:
-        patch.setattr(saved, "occupy", Mock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr(saved, "allocate_file", Mock(side_effect=OSError(28, "No space left on device")))
         session.watch(film(25), fps=FPS)
 
 

@@ -44,15 +44,15 @@ def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(0, 500), st.integers(1, 8))
 def test_layers_are_dealt_out_in_order(sizes: list[int], ends: int, count: int) -> None:
     count = min(count, len(sizes))
-    chosen = loading.device_of_layers(sizes, ends, count)
+    chosen = loading.assign_layers(sizes, ends, count)
     assert chosen == sorted(chosen) and set(chosen) == set(range(count))
 
 
 def test_layers_are_dealt_out_evenly() -> None:
     # Ends that weigh two layers leave the first device two fewer.
-    assert loading.device_of_layers([10] * 10, 20, 2) == [0] * 4 + [1] * 6
-    assert loading.device_of_layers([10] * 9, 0, 3) == [0] * 3 + [1] * 3 + [2] * 3
-    assert loading.device_of_layers([10] * 3, 1000, 3) == [0, 1, 2]
+    assert loading.assign_layers([10] * 10, 20, 2) == [0] * 4 + [1] * 6
+    assert loading.assign_layers([10] * 9, 0, 3) == [0] * 3 + [1] * 3 + [2] * 3
+    assert loading.assign_layers([10] * 3, 1000, 3) == [0, 1, 2]
 
 
 def test_runs_begin_and_end_at_home() -> None:

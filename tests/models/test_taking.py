@@ -324,7 +324,7 @@ def test_a_session_refuses_another_models_processor_and_what_is_none(shipped: An
 def test_a_family_needs_no_processor_of_ours(shipped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a style of its model type a stock processor makes the same prompts."""
     known = mmaccel.load_processor(shipped("tiny-qwen"))
-    monkeypatch.setattr(stock, "styles", dict)
+    monkeypatch.setattr(stock, "processor_styles", dict)
     bare = mmaccel.load_processor("tiny-qwen")
     assert known.style is not None and bare.style is None
     same(bare.chat(QUESTION, videos=film(6), fps=2.0), known.chat(QUESTION, videos=film(6), fps=2.0))

@@ -14,7 +14,7 @@ from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Proposal
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, span_by_range, span_from_table
-from mmaccel.core.prefill.prune import Stage, TokenPruner, candidates, staying
+from mmaccel.core.prefill.prune import Stage, TokenPruner, candidate_columns, staying_columns
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.draft.prompt_lookup import PromptLookup
 from mmaccel.policies.kv import StreamMemory, WindowedPolicy
@@ -163,7 +163,7 @@ class Half(TokenPruner):
     def keep(
         self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
     ) -> Tensor:
-        return staying(layout, candidates(layout)[::2])
+        return staying_columns(layout, candidate_columns(layout)[::2])
 
 
 def keeping(change: Callable[[Tensor, TokenLayout], Tensor]) -> type:

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from mmaccel.core.registry import registry
-from mmaccel.search.picture import COLOURS, part_numbers, plan_pairs, small_layout, small_plan, table_map
+from mmaccel.search.picture import (
+    COLOURS,
+    number_pairs_by_part,
+    plan_pairs,
+    small_layout,
+    small_plan,
+    table_map,
+)
 
 DRAWN = ("a_shape", "tri_shape", "sf_fixed", "sf_strided", "vertical_slash", "grid", "block_topk")
 BOUNDARIES = ("q_boundary", "k_boundary", "boundary_2d")
@@ -16,7 +23,7 @@ BOUNDARIES = ("q_boundary", "k_boundary", "boundary_2d")
 def test_both_panels_hold_the_pairs_of_a_plan(name: str) -> None:
     plan = small_plan(name)
     mask = plan.to_mask()[0, 0]
-    assert torch.equal(part_numbers(plan) > 0, mask) and 0.02 < mask.float().mean() < 0.3
+    assert torch.equal(number_pairs_by_part(plan) > 0, mask) and 0.02 < mask.float().mean() < 0.3
     spans = [span for part in plan_pairs(plan) for span in part]
     computed = sum(int(seen.sum()) for seen, _ in spans)
     assert computed == int(mask.sum())
@@ -27,7 +34,7 @@ def test_both_panels_hold_the_pairs_of_a_plan(name: str) -> None:
 
 
 def test_parts_of_a_boundary_are_rows_of_one_modality() -> None:
-    modality, found = small_layout().modality[0], part_numbers(small_plan("q_boundary"))
+    modality, found = small_layout().modality[0], number_pairs_by_part(small_plan("q_boundary"))
     for number in range(1, int(found.max()) + 1):
         assert len(modality[(found == number).any(1)].unique()) == 1
 

@@ -17,17 +17,17 @@ from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.report import read_rows
 from mmaccel.search import Settings, agreement, recompute, search
 from mmaccel.search.measure import (
-    Bench,
+    LayerBenchmark,
     LayerInputs,
     decide_head,
     frame_tokens,
+    measure_all,
     relative_error,
-    scored,
-    watch,
+    visit_layers,
 )
-from mmaccel.search.picture import orders, pooled, weights
-from mmaccel.search.run import differing, head_pattern_names
-from mmaccel.search.space import KINDS, Scale, Slot, level_all, one_slot
+from mmaccel.search.picture import attention_weights, pooled_attention, token_orders
+from mmaccel.search.run import differing_options, head_pattern_names
+from mmaccel.search.space import KINDS, BoundarySlot, BudgetScale, level_all, one_slot
 from tests.models.tiny_random import BUILD, prompt
 from tests.spies import Largest
 
@@ -175,14 +175,14 @@ def test_what_is_damaged_is_measured_again_and_another_file_is_named(
 def test_what_a_search_differs_in_is_told_as_it_is_given() -> None:
     sample = {"videos": ["a.mp4"], "text": ["hi"], "tokens": 300, "digest": "0"}
     known = {"context": 300, "target": 1, "boundaries": ["no_boundary"], "cost": "pairs", "sample": sample}
-    assert differing(known, {**known, "target": 2, "context": 400}) == ["--context (300)"]
+    assert differing_options(known, {**known, "target": 2, "context": 400}) == ["--context (300)"]
     other = {**sample, "videos": ["b.mp4"], "tokens": 301, "digest": "1"}
     told = {**known, "context": 301, "target": 2, "cost": "seconds", "sample": other}
-    assert differing(known, told) == ["--video (a.mp4)", "--cost (pairs)"]
-    found = differing(known, {**told, "context": 9000, "boundaries": []})
+    assert differing_options(known, told) == ["--video (a.mp4)", "--cost (pairs)"]
+    found = differing_options(known, {**told, "context": 9000, "boundaries": []})
     assert found == ["--video (a.mp4)", "--cost (pairs)", "--context (300)", "--boundaries"]
-    assert differing({**known, "context": 64000}, told)[-1] == "--context (64000)"
-    assert differing(known, {**known, "schema": 2}) == ["schema"]
+    assert differing_options({**known, "context": 64000}, told)[-1] == "--context (64000)"
+    assert differing_options(known, {**known, "schema": 2}) == ["schema"]
 
 
 def test_costs_are_measured_when_asked(tmp_path: Path) -> None:
@@ -241,15 +241,15 @@ def planted(length: int = 512, frame: int = 16) -> LayerInputs:
 
 def test_planted_heads_are_found() -> None:
     inside = planted()
-    bench = Bench(inside, "reference")
-    target = Scale(512, 16, 16).target()
+    bench = LayerBenchmark(inside, "reference")
+    target = BudgetScale(512, 16, 16).target()
 
     def cost(pattern: Any) -> float:
         row = bench.cost(pattern, target, 0)
         return row["pairs"] / row["target_pairs"]
 
-    space = level_all(Scale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
-    heads = scored(bench, space, [VIDEO], 16, 0.05)
+    space = level_all(BudgetScale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
+    heads = measure_all(bench, space, [VIDEO], 16, 0.05)
     names = []
     for head in heads:
         names.append(decide_head(space, head, 16, 0.05)["pattern"])
@@ -266,7 +266,7 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
     modality[:, 20:50] = TEXT
     modality[:, 90:91] = TEXT
     inside = LayerInputs(0, query, key, value, 0.3, TokenLayout.build(modality))
-    bench = Bench(inside, "reference")
+    bench = LayerBenchmark(inside, "reference")
     pattern = dict(name="a_shape", block=16, sink=3, window=9)
     group = 2
     score = query @ key.repeat_interleave(group, 1).transpose(2, 3) * 0.3
@@ -276,7 +276,11 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
         weight = score.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
         return weight @ value.repeat_interleave(group, 1)
 
-    for slot in (Slot("text", TEXT, None), Slot("video", None, VIDEO), Slot("text>video", TEXT, VIDEO)):
+    for slot in (
+        BoundarySlot("text", TEXT, None),
+        BoundarySlot("video", None, VIDEO),
+        BoundarySlot("text>video", TEXT, VIDEO),
+    ):
         rows = modality[0] == slot.query if slot.query is not None else torch.ones(length).bool()
         keys = modality[0] == slot.key if slot.key is not None else torch.ones(length).bool()
         rank = keys.long().cumsum(0) - 1
@@ -303,43 +307,43 @@ def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(picture, "CELLS", 1 << 20)
     with Largest() as seen:
-        bench = Bench(inside, "reference")
+        bench = LayerBenchmark(inside, "reference")
         for pattern in (
             dict(name="a_shape", sink=64, window=256),
             dict(name="grid"),
             dict(name="vertical_slash", vertical=64, slash=64),
         ):
-            bench.errors(dict(block=64, **pattern), Slot("all", None, None))
+            bench.errors(dict(block=64, **pattern), BoundarySlot("all", None, None))
         bench.dense(VIDEO)
-        for order in orders(inside.layout).values():
-            pooled(inside, 0, order, 64)
+        for order in token_orders(inside.layout).values():
+            pooled_attention(inside, 0, order, 64)
     assert seen.entries < length * length / 2
 
 
 def test_pictures_sum_what_there_is() -> None:
     inside = planted(256)
-    assert frame_tokens(inside.layout) == 16 and set(orders(inside.layout)) == {
+    assert frame_tokens(inside.layout) == 16 and set(token_orders(inside.layout)) == {
         "as it stands",
         "by place in the frame",
     }
-    for order in orders(inside.layout).values():
+    for order in token_orders(inside.layout).values():
         assert sorted(order.tolist()) == list(range(256))
-        cells = pooled(inside, 0, order, 32)
+        cells = pooled_attention(inside, 0, order, 32)
         assert cells.shape == (32, 32) and float(cells.sum() * 64) == pytest.approx(256, rel=1e-4)
     rows = torch.arange(256)
-    weight = weights(inside, 0, rows, inside.key[0, 0])
-    whole = pooled(inside, 0, rows, 256)
+    weight = attention_weights(inside, 0, rows, inside.key[0, 0])
+    whole = pooled_attention(inside, 0, rows, 256)
     torch.testing.assert_close(whole, weight)
     # In the order of cells a head that looks along its own cell is a chain of blocks.
-    blocks = pooled(inside, 0, orders(inside.layout)["by place in the frame"], 16)
+    blocks = pooled_attention(inside, 0, token_orders(inside.layout)["by place in the frame"], 16)
     assert (blocks.diagonal() * 256 > 0.9 * 16).all()
 
 
 def test_watching_stops_where_nothing_more_is_wanted() -> None:
     model = BUILD["qwen"](layers=3)
     seen: list[int] = []
-    watch(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), {0, 1})
+    visit_layers(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), {0, 1})
     assert seen == [0, 1] and mmaccel.attached(model) is None
-    watch(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), set())
-    watch(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer))
+    visit_layers(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), set())
+    visit_layers(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer))
     assert seen == [0, 1, 0, 1, 2] and set(KINDS) >= {"no_boundary"}

@@ -9,25 +9,25 @@ import pytest
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, MODALITIES, VIDEO
-from mmaccel.search.measure import arrange, decide_head
+from mmaccel.search.measure import choose_slots, decide_head
 from mmaccel.search.space import (
     KINDS,
     LONG,
     SHARES,
-    Scale,
+    BudgetScale,
     boundary_slots,
-    build,
+    budget_rows,
+    build_pattern,
     compose,
     every_slot,
-    key,
-    level,
     level_all,
-    merged,
+    level_budget,
+    merge_equal,
     one_slot,
-    rows,
+    pattern_key,
 )
 
-FULL = Scale(LONG, 196, 64)
+FULL = BudgetScale(LONG, 196, 64)
 VIDEO_AND_TEXT = (0, 2)
 
 
@@ -63,28 +63,28 @@ def test_long_contexts_take_the_table_as_it_is() -> None:
     expected += [(1000, 1024), (1000, 2048), (2000, 2048), (1000, 3096), (2000, 3096)]
     expected += [(1000, 4096), (2000, 4096), (3500, 200), (1000, 2500)]
     for context in (LONG, 4 * LONG):
-        found = [row.make(0) for row in rows(Scale(context, 196, 64))]
+        found = [row.make(0) for row in budget_rows(BudgetScale(context, 196, 64))]
         assert [told(pattern) for pattern in found] == expected and len(found) == 24 + 12
     assert told(FULL.target()) == (1024, 4096)
-    assert all(build(row.make(step)).block == 64 for row in rows(FULL) for step in (-8, 0, 8))
+    assert all(build_pattern(row.make(step)).block == 64 for row in budget_rows(FULL) for step in (-8, 0, 8))
 
 
 def test_short_contexts_take_shares_and_whole_frames() -> None:
-    scale = Scale(8192, 15, 64)
+    scale = BudgetScale(8192, 15, 64)
     assert told(scale.target()) == (128, 510)
-    found = {row.label: row.make(0) for row in rows(scale)}
+    found = {row.label: row.make(0) for row in budget_rows(scale)}
     assert told(found["a_shape (128, 1024)"]) == (16, 135)
     assert told(found["vertical_slash (1000, 4096)"]) == (125, 512)
     grid = found["grid (free, slash, 1024)"]
     assert (grid["window"], grid["sink"]) == (128, 16)
-    assert told(Scale(512, 0, 64).target()) == (8, 32)
-    assert told(Scale(256, 64, 64).target()) == (4, 64)  # never less than a frame
+    assert told(BudgetScale(512, 0, 64).target()) == (8, 32)
+    assert told(BudgetScale(256, 64, 64).target()) == (4, 64)  # never less than a frame
 
 
 def test_rows_of_ours_are_there_where_that_is_wanted() -> None:
-    found = rows(Scale(LONG, 196, 64, extended=True))
+    found = budget_rows(BudgetScale(LONG, 196, 64, extended=True))
     theirs, ours = found[:36], found[36:]
-    for row, plain in zip(theirs, rows(FULL), strict=True):
+    for row, plain in zip(theirs, budget_rows(FULL), strict=True):
         slash = plain.label.startswith("vertical_slash")
         assert row.make(3) == {**plain.make(3), **({"sink": 7} if slash else {})}
         assert row.label == (f"ours: {plain.label}, first 7" if slash else plain.label)
@@ -93,13 +93,13 @@ def test_rows_of_ours_are_there_where_that_is_wanted() -> None:
     assert all(row.label.startswith("ours: first block and slash") for row in ours)
     # Levelling changes its diagonals; the first tokens are one block at any length.
     assert [told(ours[0].make(step)) for step in (0, 16, -16)] == [(64, 4096), (64, 8192), (64, 2048)]
-    assert told(rows(Scale(8192, 15, 64, extended=True))[-1].make(0)) == (64, 512)
-    assert all(build(row.make(step)).sink == 64 for row in ours for step in (-8, 0, 8))  # type: ignore[attr-defined]
+    assert told(budget_rows(BudgetScale(8192, 15, 64, extended=True))[-1].make(0)) == (64, 512)
+    assert all(build_pattern(row.make(step)).sink == 64 for row in ours for step in (-8, 0, 8))  # type: ignore[attr-defined]
 
 
 def test_our_row_is_brought_to_several_shares_of_the_target() -> None:
-    ours = rows(Scale(LONG, 196, 64, extended=True))[36:]
-    found = [level(row, affine, 0.02)[1] for row in ours]
+    ours = budget_rows(BudgetScale(LONG, 196, 64, extended=True))[36:]
+    found = [level_budget(row, affine, 0.02)[1] for row in ours]
     assert [one.state for one in found] == ["level"] * len(SHARES)
     for one, share in zip(found, SHARES, strict=True):
         assert one.cost == pytest.approx(affine(one.pattern)) == pytest.approx(share, rel=0.02)
@@ -107,7 +107,7 @@ def test_our_row_is_brought_to_several_shares_of_the_target() -> None:
 
 def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
     space = level_all(
-        Scale(LONG, 196, 64, extended=True),
+        BudgetScale(LONG, 196, 64, extended=True),
         ["no_boundary"],
         VIDEO_AND_TEXT,
         affine,
@@ -124,7 +124,7 @@ def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
         "scores": {"no_boundary": {"all": scores}},
         "shares": {"no_boundary": {"all": [1.125] * len(scores)}},
     }
-    pattern, cost = arrange("no_boundary", space, head, 64, 0.02)
+    pattern, cost = choose_slots("no_boundary", space, head, 64, 0.02)
     assert pattern == candidates[mine[2]].pattern and cost == pytest.approx(1.125 * 0.84, rel=0.02)
 
 
@@ -141,10 +141,10 @@ def test_budgets_are_changed_until_costs_are_level() -> None:
     tried: list[str] = []
 
     def cost(pattern: Mapping[str, Any]) -> float:
-        tried.append(key(pattern))
+        tried.append(pattern_key(pattern))
         return affine(pattern)
 
-    candidates = [level(row, cost, 0.05)[1] for row in rows(FULL)]
+    candidates = [level_budget(row, cost, 0.05)[1] for row in budget_rows(FULL)]
     states = {c.rows[0]: c.state for c in candidates}
     # Three kinds of line cost more than the target without any window; fewer cost less, and a window brings them to it.
     for name, state in states.items():
@@ -166,17 +166,17 @@ def test_budgets_are_changed_until_costs_are_level() -> None:
 
 
 def test_costs_that_never_fall_low_enough_end_as_dear() -> None:
-    flat = [level(row, lambda p: 1.5, 0.05)[1] for row in rows(FULL)]
+    flat = [level_budget(row, lambda p: 1.5, 0.05)[1] for row in budget_rows(FULL)]
     assert {c.state for c in flat} == {"dear"}
-    cheap = [level(row, lambda p: 0.5, 0.05)[1] for row in rows(FULL)]
+    cheap = [level_budget(row, lambda p: 0.5, 0.05)[1] for row in budget_rows(FULL)]
     assert {c.state for c in cheap} == {"under"}
 
 
 def test_rows_that_come_to_one_pattern_are_one_candidate() -> None:
-    candidates = merged([level(row, affine, 0.001)[1] for row in rows(FULL)])
+    candidates = merge_equal([level_budget(row, affine, 0.001)[1] for row in budget_rows(FULL)])
     names = [row for c in candidates for row in c.rows]
-    assert sorted(names) == sorted(row.label for row in rows(FULL))
-    assert len({key(c.pattern) for c in candidates}) == len(candidates) < 36
+    assert sorted(names) == sorted(row.label for row in budget_rows(FULL))
+    assert len({pattern_key(c.pattern) for c in candidates}) == len(candidates) < 36
 
 
 def test_a_type_that_is_always_dearer_is_left_out() -> None:
@@ -194,18 +194,18 @@ def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
     places, modality = boundary_slots(kind, VIDEO_AND_TEXT), {name: m for m, name in MODALITIES.items()}
     assert len(places) == {"no_boundary": 1, "boundary_2d": 4}.get(kind, 2)
     near = [dict(name="a_shape", sink=n, window=16, block=16) for n in range(len(places))]
-    whole = build(compose(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))
+    whole = build_pattern(compose(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))
     for slot, inner in zip(places, near, strict=True):
-        lone = build(one_slot(kind, slot, inner, 16))
+        lone = build_pattern(one_slot(kind, slot, inner, 16))
         if kind == "no_boundary":
-            assert lone == whole == build(inner)
+            assert lone == whole == build_pattern(inner)
         elif kind == "boundary_2d":
             q, k = (modality[name] for name in slot.name.split(">"))
-            assert whole.groups[q][k] == lone.groups[q][k] == build(inner)
+            assert whole.groups[q][k] == lone.groups[q][k] == build_pattern(inner)
             assert lone.groups[IMAGE][IMAGE] is None
             assert whole.groups[IMAGE][IMAGE] == whole.groups[VIDEO][VIDEO]
         else:
-            assert getattr(whole, slot.name) == getattr(lone, slot.name) == build(inner)
+            assert getattr(whole, slot.name) == getattr(lone, slot.name) == build_pattern(inner)
             assert lone.image is None and whole.image == whole.video
     assert every_slot(kind, near[0], VIDEO_AND_TEXT, 16)["block"] == 16
 
@@ -249,16 +249,16 @@ def test_slots_give_way_where_a_head_would_cost_too_much() -> None:
     shares = {"text": [0.7, 0.3, *[0.5] * (count - 2)], "video": [0.3, 0.7, 0.34, *[0.5] * (count - 3)]}
     whole = {"all": [0.5] * count}
     head = head_of({"no_boundary": whole, "q_boundary": scores}, {"no_boundary": whole, "q_boundary": shares})
-    pattern, cost = arrange("q_boundary", space, head, 64, 0.05)
+    pattern, cost = choose_slots("q_boundary", space, head, 64, 0.05)
     assert pattern["text"] == space["q_boundary"][0].pattern
     assert pattern["video"] == space["q_boundary"][2].pattern and cost == pytest.approx(1.04)
     # With room for both nothing gives way; with room for none the cheapest is left.
-    pattern, cost = arrange("q_boundary", space, head, 64, 0.5)
+    pattern, cost = choose_slots("q_boundary", space, head, 64, 0.5)
     assert pattern["video"] == space["q_boundary"][1].pattern and cost == pytest.approx(1.4)
     dear = head_of(
         head["scores"], {**head["shares"], "q_boundary": {n: [3 * x for x in s] for n, s in shares.items()}}
     )
-    pattern, cost = arrange("q_boundary", space, dear, 64, 0.05)
+    pattern, cost = choose_slots("q_boundary", space, dear, 64, 0.05)
     assert cost == pytest.approx(3 * 0.6) and pattern["text"] == space["q_boundary"][1].pattern
 
 

@@ -30,7 +30,7 @@ httpx = pytest.importorskip("httpx2")
 import uvicorn  # noqa: E402
 from websockets.sync.client import connect  # noqa: E402
 
-from mmaccel.serve.app import connections, create_app  # noqa: E402
+from mmaccel.serve.app import connection_settings, create_app  # noqa: E402
 from mmaccel.serve.engine import Engine  # noqa: E402
 from mmaccel.serve.settings import Settings  # noqa: E402
 from mmaccel.serve.streams import Streams  # noqa: E402
@@ -88,7 +88,7 @@ def running(
     engine = Engine("tiny-ov", model, processor, chosen or recipes(), settings or Settings())
     app = create_app(engine, registry)
     told = {"port": 0, "log_level": "warning", "timeout_graceful_shutdown": 5}
-    server = uvicorn.Server(uvicorn.Config(app, **told, **connections(engine.settings)))
+    server = uvicorn.Server(uvicorn.Config(app, **told, **connection_settings(engine.settings)))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     end = time.monotonic() + 20

@@ -320,16 +320,16 @@ def test_words_cannot_become_special_tokens(served: Served, monkeypatch: pytest.
     seen: list[list[int]] = []
     from mmaccel.models import chat
 
-    real = chat.ids_of
+    real = chat.tokenize
 
     def noting(*given: Any, **how: Any) -> list[int]:
         ids = real(*given, **how)
         seen.append(ids)
         return ids
 
-    for place in ("mmaccel.models.processor.ids_of", "mmaccel.models.chat.ids_of"):
+    for place in ("mmaccel.models.processor.tokenize", "mmaccel.models.chat.tokenize"):
         monkeypatch.setattr(place, noting)
-    monkeypatch.setattr("mmaccel.models.stock.ids_of", noting)
+    monkeypatch.setattr("mmaccel.models.stock.tokenize", noting)
     generate = mmaccel.Accelerated.generate
 
     def reading(self: Any, *given: Any, **more: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 import mmaccel
 from mmaccel.models.together import share_weights
 from mmaccel.serve.settings import Limits, Refused, Settings
-from mmaccel.serve.turns import Turns
+from mmaccel.serve.turns import FairQueue
 from tests.media.films import write_film
 from tests.products import product
 from tests.serve.conftest import (
@@ -78,7 +78,7 @@ def test_callers_take_turns() -> None:
     """Of one who asked ten times and one who came later, the later one is second; a cancelled one holds nothing up."""
 
     async def work() -> list[str]:
-        turns, order = Turns(1, 19), list[str]()
+        turns, order = FairQueue(1, 19), list[str]()
 
         async def one(caller: str) -> None:
             async with turns.turn(caller):

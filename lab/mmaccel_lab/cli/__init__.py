@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mmaccel.cli.program import program, run
+from mmaccel.cli.program import create_program, run
 from mmaccel_lab.cli import evaluate, haystack, stream, worlds
 
-app = program("mmaccel-lab", "The synthetic world of mmaccel: make it, and measure answers about it.")
+app = create_program("mmaccel-lab", "The synthetic world of mmaccel: make it, and measure answers about it.")
 app.command("demo")(worlds.demo)
 app.command("world")(worlds.world)
 evaluate.app.command("haystack")(haystack.haystack)

@@ -9,7 +9,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Draft, Dtype, Json, Model
-from mmaccel.cli.console import bars, number, out, print_json, remark, say, steps
+from mmaccel.cli.console import bar_callback, bars, number, out, print_json, remark, say
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, kinds_of, lengths_of, tell_stop
 
@@ -56,7 +56,7 @@ def needle(
     asked = asked or (known if kind == "all" else kinds_of(kind, known))
     lengths = lengths_of(frames)
     check_segments(lengths, segments if documents else 1)
-    chosen = choices.recipe(recipe, draft)
+    chosen = choices.load_recipe(recipe, draft)
     choices.check(chosen, model, device)
     processor = choices.processor(model)
     loaded = choices.load(model, device, dtype)
@@ -65,7 +65,7 @@ def needle(
         tally.expect(length, asked, samples)
     stopped, whole = False, False
     try:
-        with bars() as progress, Film(videos, steps(progress)) as film:
+        with bars() as progress, Film(videos, bar_callback(progress)) as film:
             per_frame = tokens_per_frame(processor) if documents else 0
             for length in lengths:
                 bar = progress.add_task(f"{length:>5}", total=samples * len(asked), unit="questions")
@@ -135,14 +135,14 @@ def caption(
     from mmaccel_lab.eval.cases import Film, checked_seed
 
     checked_seed(seed)
-    chosen = choices.recipe(recipe)
+    chosen = choices.load_recipe(recipe)
     choices.check(chosen, model, device)
     processor = choices.processor(model)
     loaded = choices.load(model, device, dtype)
     second = choices.load(draft, device, dtype) if draft is not None else None
     rows: list[dict[str, int]] = []
     stopped = False
-    with bars() as progress, Film(videos, steps(progress)) as film:
+    with bars() as progress, Film(videos, bar_callback(progress)) as film:
         bar = progress.add_task("captions", total=samples, unit="videos")
         try:
             told = caption_cases(frames, samples, seed, words)
@@ -200,7 +200,7 @@ def table(
     checked_seed(seed)
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise WorldError(f"--out: {output} is not a place for a file; name a file in a folder that exists.")
-    chosen = choices.recipe(recipe)
+    chosen = choices.load_recipe(recipe)
     choices.check(chosen, model, device)
     partner = draft or (f"{model}-draft" if f"{model}-draft" in NAMES else None)
     load = partial(_load, model, partner, device, dtype)
@@ -226,7 +226,7 @@ def table(
             output.write_text(json.dumps(result(), indent=2) + "\n", encoding="utf-8")
 
     try:
-        with bars() as progress, Film(videos, steps(progress)) as film:
+        with bars() as progress, Film(videos, bar_callback(progress)) as film:
             bar = progress.add_task("table", total=None, unit="")
 
             def told(task: str, done: int, total: int) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, many, number, out, print_json, say, steps
+from mmaccel.cli.console import bar_callback, bars, many, number, out, print_json, say
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, lengths_of, tell_stop
@@ -192,7 +192,7 @@ class _Run:
         from mmaccel_lab.eval.cases import Film, tokens_per_frame
         from mmaccel_lab.eval.haystack import haystack_cases, shots
 
-        with bars() as progress, Film(videos, steps(progress)) as film:
+        with bars() as progress, Film(videos, bar_callback(progress)) as film:
             per_frame = tokens_per_frame(self.processor) if self.documents else 16
             options = {"documents": self.documents, "tokens_per_frame": per_frame}
             self.asked = {
@@ -204,7 +204,7 @@ class _Run:
                 if not asked:
                     continue
                 methods = {**self.methods.fixed} | self._levelled(
-                    asked[0][1], film, steps(progress, "methods")
+                    asked[0][1], film, bar_callback(progress, "methods")
                 )
                 for depth, case in asked:
                     left = {n: r for n, r in methods.items() if not self.log.has(n, case)}
@@ -253,7 +253,7 @@ def methods_of(
     more: dict[str, Any] = {"backend": select.choose(device)}
     if compress is not None:
         more["prune"] = RIVALS[compress].make(1.0)["prune"]
-    fixed = choices.recipes(recipes)
+    fixed = choices.load_recipes(recipes)
     level = level or list(fixed)[-1]
     if level not in fixed:
         raise UnknownName("recipe of --level", level, fixed)

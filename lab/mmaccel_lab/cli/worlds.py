@@ -10,9 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.ask import compared, side_by_side
+from mmaccel.cli.ask import answer_under_each, comparison_tables
 from mmaccel.cli.choices import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, columns, counter, many, number, out, print_json, remark, say, steps
+from mmaccel.cli.console import (
+    add_bar,
+    bar_callback,
+    bars,
+    column_groups,
+    many,
+    number,
+    out,
+    print_json,
+    remark,
+    say,
+)
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import kinds_of, tell_stop
 
@@ -48,7 +59,7 @@ def world(
     if truth is not None and truth.is_dir():
         raise WorldError(f"{truth} is a folder; give the name of a file in it.")
     with bars() as progress:
-        write_mp4(made, output, progress=counter(progress, "world", "frames", frames))
+        write_mp4(made, output, progress=add_bar(progress, "world", "frames", frames))
     if truth is not None:
         truth.write_text(json.dumps(made.truth(), indent=2) + "\n", encoding="utf-8")
     told = f"{output}: {many(frames, 'frame')}, {many(len(made.cards), 'card')}, {many(len(made.segments), 'scene')}"
@@ -78,7 +89,7 @@ def demo(
 
     checked_seed(seed0)
     asked = kinds_of(kinds, KINDS)
-    chosen = choices.recipes(["dense", *(recipe or ["a_shape-short", "grid"])])
+    chosen = choices.load_recipes(["dense", *(recipe or ["a_shape-short", "grid"])])
     for one in chosen.values():
         choices.check(one, model, device)
     todo = _todo(seed0, worlds, frames, asked)
@@ -89,14 +100,14 @@ def demo(
     console = out()
     whole = False
     try:
-        with bars() as progress, Film(progress=steps(progress)) as film:
+        with bars() as progress, Film(progress=bar_callback(progress)) as film:
             first = todo[0]
             film.watch(first.world)
             video = choices.read_video(str(film.path(first.world)), processor, progress)
-            answers, tokens = compared(loaded, processor, video, first.question, chosen, progress, 8)
+            answers, tokens = answer_under_each(loaded, processor, video, first.question, chosen, progress, 8)
             facts = {"model": model, "question": first.question, "frames": len(video), "device": device}
             if not as_json:
-                console.print(side_by_side(answers, facts, tokens))
+                console.print(comparison_tables(answers, facts, tokens))
                 console.print(f"the truth: {first.answer} (world {first.world.seed})\n", highlight=False)
             bar = progress.add_task("worlds", total=len(todo), unit="questions")
             for judged in judge(loaded, processor, chosen, todo, film):
@@ -123,7 +134,7 @@ def demo(
             }
         )
     elif seen:
-        for names in columns(list(chosen), room=console.width - ASKED, wide=ANSWER):
+        for names in column_groups(list(chosen), room=console.width - ASKED, wide=ANSWER):
             console.print(_table(seen, names))
         told = f"worlds {', '.join(map(str, used))}"
         if skipped:

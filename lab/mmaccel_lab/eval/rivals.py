@@ -16,7 +16,13 @@ from typing import Any
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.prune import ScorePruner, TokenPruner, alike, candidates, quota
+from mmaccel.core.prefill.prune import (
+    ScorePruner,
+    TokenPruner,
+    candidate_columns,
+    columns_by_frame_size,
+    quota,
+)
 from mmaccel.core.report import Report
 from mmaccel.policies.prune import VisionZip
 
@@ -189,9 +195,9 @@ def level(rival: Rival, wanted: float, measure: Callable[[Fields], float]) -> tu
 def left(pruner: TokenPruner, layout: TokenLayout, depth: int) -> float | None:
     """The share of a prompt's attention that a dense model of `depth` layers computes under a pruner, by counting; None for
     a pruner that cannot be counted."""
-    total = int(candidates(layout).numel())
+    total = int(candidate_columns(layout).numel())
     if isinstance(pruner, VisionZip):
-        kept = sum(sum(pruner.counts(*same.shape)) for same in alike(layout))
+        kept = sum(sum(pruner.counts(*same.shape)) for same in columns_by_frame_size(layout))
         counts = {stage.layer: kept for stage in pruner.stages(depth)}
     elif isinstance(pruner, ScorePruner):
         counts = {stage.layer: min(quota(stage.share, total), total) for stage in pruner.stages(depth)}

@@ -137,7 +137,7 @@ class DraftStep:
 
     def said(self, logits: Tensor) -> Tensor:
         """Reduce the step's logits [m, V] to what drafts get: [m, vocab], or the argmax [m, 1] if `greedy`."""
-        logits = resize(logits, self.vocab, float("-inf"))
+        logits = resize_vocab(logits, self.vocab, float("-inf"))
         if never := [token for token in self.never if token < self.vocab]:
             logits = logits.index_fill(1, torch.tensor(never, device=logits.device), float("-inf"))
         return logits.argmax(-1, keepdim=True) if self.greedy else logits
@@ -249,7 +249,7 @@ def sent(work: Drafting, given: Tensor | Exception | None) -> DraftStep:
     return work.throw(given) if isinstance(given, Exception) else work.send(given)  # type: ignore[arg-type]
 
 
-def alone(work: Drafting) -> Any:
+def run_draft(work: Drafting) -> Any:
     """Run the drafting generator `work` to its end, each of its model steps by itself; return what it returns."""
     given: Tensor | Exception | None = None
     while True:
@@ -281,7 +281,7 @@ def accept(
     Raises `DraftError` for a tree, for shapes that do not fit, and for a q that is no distribution over the target's
     vocabulary, or not one that could have given its token. Columns of q beyond V may hold no mass; missing ones hold none.
     """
-    check(proposal)
+    validate(proposal)
     if proposal.parents is not None:
         raise DraftError("accept verifies chains; call accept_tree for a proposal with parents.")
     drafted = proposal.ids.to(logits.device)
@@ -295,9 +295,9 @@ def accept(
         return best[: kept + 1], kept
     # A token the target does not have is refused below; processors, which look tokens up, must not trip over it.
     before = torch.cat([ids.to(logits.device), drafted.clamp(0, logits.shape[-1] - 1)])
-    p = real(torch.stack([warp(before[: ids.numel() + i], logits[i]) for i in range(rows)]))
+    p = as_probability_dtype(torch.stack([warp(before[: ids.numel() + i], logits[i]) for i in range(rows)]))
     if not n:
-        return draw(p[0], generator), 0
+        return sample_index(p[0], generator), 0
     if rows == n:  # in the place of the bonus token's row, which nothing is taken from
         p = torch.cat([p, p[:1]])
     q = proposal.q
@@ -305,13 +305,13 @@ def accept(
     if q is not None:
         q = q.to(p)
         faults = _faults(q, drafted, p.shape[-1])
-        q = resize(q, p.shape[-1], 0.0)
+        q = resize_vocab(q, p.shape[-1], 0.0)
     device = p.device if generator is None else generator.device
     u = torch.rand(n, dtype=p.dtype, device=device, generator=generator).to(p.device)
     sizes = p.shape, p.dtype, p.device, None if q is None else q.stride()
     count, rest = _judged(sizes, JUDGED_S if p.is_cuda else 0.0, drafted, p, q, u)
     # A q of NaN would make the draw fail before the fault is told; p stands in, and is never returned.
-    last = draw(torch.where(faults.any(), p[0], rest), generator)
+    last = sample_index(torch.where(faults.any(), p[0], rest), generator)
     kept, *wrong = torch.cat([count.view(1), faults]).tolist()
     for is_so, words in zip(wrong, FAULTS, strict=True):
         if is_so:
@@ -319,7 +319,7 @@ def accept(
     return torch.cat([drafted[:kept], last])[:rows], kept
 
 
-def check(proposal: Proposal) -> None:
+def validate(proposal: Proposal) -> None:
     """Raise `DraftError` for a malformed proposal. Of tensors on a device only a tree's parents are read."""
     ids, parents, q = proposal.ids, proposal.parents, proposal.q
     n = ids.numel()
@@ -339,7 +339,7 @@ def check(proposal: Proposal) -> None:
         raise DraftError(f"Proposal.q must be [{n}, V], a row for each token; it is {list(q.shape)}.")
 
 
-def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
+def judge_chain(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many proposed tokens are accepted, [...] long, and the weights [..., V] to draw the next token from.
 
     ids [..., n], p [..., n + 1, V], q [..., n, V] or None for point masses, u [..., n] independent uniforms of [0, 1).
@@ -369,18 +369,18 @@ def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, 
 
 
 JUDGED_S = 1.5e-4
-"""Seconds that a compiled `judge` saves on CUDA (lab/LOG.md). All it computes is by element: its bits are the same."""
-_judged = Compiled(judge, warmup_s=2.4)
+"""Seconds that a compiled `judge_chain` saves on CUDA (lab/LOG.md). All it computes is by element: its bits are the same."""
+_judged = Compiled(judge_chain, warmup_s=2.4)
 
 
-def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def sample_index(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Sample one index, [1] long on the device of `p`, with weights `p` [V]; the generator may be on another device."""
     if generator is None or generator.device == p.device:
         return torch.multinomial(p, 1, generator=generator)
     return torch.multinomial(p.to(generator.device), 1, generator=generator).to(p.device)
 
 
-def resize(x: Tensor, vocab: int, fill: float) -> Tensor:
+def resize_vocab(x: Tensor, vocab: int, fill: float) -> Tensor:
     """Return `x` [..., V'] truncated, or padded with `fill`, to [..., vocab]."""
     short = vocab - x.shape[-1]
     return x[..., :vocab] if short <= 0 else pad(x, (0, short), value=fill)
@@ -395,6 +395,6 @@ def _faults(q: Tensor, ids: Tensor, vocab: int) -> Tensor:
     return torch.stack([outside, uneven, unlikely]).long()
 
 
-def real(p: Tensor) -> Tensor:
+def as_probability_dtype(p: Tensor) -> Tensor:
     """Return `p` in a dtype for probabilities: float64 stays, any other becomes float32."""
     return p if p.dtype == torch.float64 else p.float()

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Runner
-from mmaccel.core.decoding.draft import DraftState, DraftStep, Prompt, Proposal, accept, alone, check
+from mmaccel.core.decoding.draft import DraftState, DraftStep, Prompt, Proposal, accept, run_draft, validate
 from mmaccel.core.decoding.trees import accept_tree
 from mmaccel.core.errors import DraftError, ModelError, shown, warn
-from mmaccel.core.report import Rounds
+from mmaccel.core.report import DraftRounds
 
 Over = Literal["timeout", "cancelled"]
 Offer = tuple[Tensor] | tuple[Tensor, Branches]
@@ -38,15 +38,15 @@ def speculate(
     *,
     stop: Callable[[Tensor], bool],
     emit: Callable[[Tensor], None] | None = None,
-    meter: Rounds,
+    meter: DraftRounds,
 ) -> Tensor:
     """Decode one sequence to its end; return prompt and generated ids [1, S + m]. For arguments see `Speculation`."""
     sequence = Speculation(target, draft, prompt, first, stop=stop, emit=emit, meter=meter)
-    lockstep([sequence])
+    decode_in_turn([sequence])
     return sequence.ids
 
 
-def lockstep(sequences: Sequence[Speculation]) -> None:
+def decode_in_turn(sequences: Sequence[Speculation]) -> None:
     """Decode several sequences to their ends, one round of draft and verification of each in turn.
 
     Each gets the tokens it would get alone, and the target reads its weights once for each (`batch.Batch` shares steps). A
@@ -68,7 +68,7 @@ class GuardedDraft:
     lasts  whether a later turn may follow; then `left` is what the draft keeps for it (`DraftState.leave`)
     """
 
-    def __init__(self, meter: Rounds, state: DraftState | None = None, lasts: bool = False) -> None:
+    def __init__(self, meter: DraftRounds, state: DraftState | None = None, lasts: bool = False) -> None:
         self.state, self._meter, self._lasts = state, meter, lasts
         self.left: Any = None
 
@@ -143,7 +143,7 @@ class Speculation:
         *,
         stop: Callable[[Tensor], bool],
         emit: Callable[[Tensor], None] | None = None,
-        meter: Rounds,
+        meter: DraftRounds,
         rows: list[Tensor] | None = None,
     ) -> None:
         self.ids, self.ended = prompt.ids, False
@@ -158,7 +158,7 @@ class Speculation:
     @torch.no_grad()
     def advance(self) -> None:
         """Commit the next tokens: the first call the one after the prompt, later calls those of one round."""
-        offered = alone(self.offer())
+        offered = run_draft(self.offer())
         self.take(None if offered is None else self.target.step(*offered)[0])
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class Speculation:
         with self._draft.dropping() as draft:
             if draft is not None and not self._rests:
                 offered = yield from draft.drafting(most)
-                check(offered)
+                validate(offered)
                 proposal = offered
         self._proposal = proposal
         drafted = proposal.ids.to(self.ids.device)
@@ -234,7 +234,7 @@ class Speculation:
         with self._draft.dropping() as draft:
             if draft is not None and not self._rests:
                 tail = draft.tail()
-                check(tail)
+                validate(tail)
                 if tail.ids.numel() > 1 or tail.parents is not None:
                     raise DraftError(f"DraftState.tail is one token or none; it is {tail.ids.tolist()}.")
                 proposal = proposal.then(tail)

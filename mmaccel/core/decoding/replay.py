@@ -18,7 +18,7 @@ _alone = threading.Lock()
 """Held while something is captured: a stream captures one thing at a time, and models may be at work in several threads."""
 
 
-def captured(work: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Any, Any]:
+def capture_graph(work: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Any, Any]:
     """Capture `work` as a CUDA graph without running it; return the graph and the tensors that a replay fills. Their
     contents are valid until another graph of `pool` is replayed.
 
@@ -159,7 +159,7 @@ class _Replay:
             _copied(out, made)
             return made
 
-        self._graph, made = captured(run, device, pool)
+        self._graph, made = capture_graph(run, device, pool)
         self._out = out or made
 
     def __call__(self) -> tuple[Tensor, ...]:

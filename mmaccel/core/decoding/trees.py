@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmaccel.core.decoding.draft import Proposal, Warp, check, draw, real
+from mmaccel.core.decoding.draft import Proposal, Warp, as_probability_dtype, sample_index, validate
 from mmaccel.core.errors import DraftError
 
 
@@ -23,7 +23,7 @@ def accept_tree(
     Sampling is exact this way, and no method accepts more: for children chosen deterministically, rejection sampling over
     the siblings accepts with the same probability, the target's mass on all of them.
     """
-    check(proposal)
+    validate(proposal)
     assert proposal.parents is not None
     tokens, parents = proposal.ids.cpu(), proposal.parents.cpu()
     if logits.shape[0] != tokens.numel() + 1:
@@ -32,20 +32,22 @@ def accept_tree(
         )
     if warp is None:
         # Made before the device is waited for, which has the step to do meanwhile.
-        tokens, sees = distinct(tokens, parents), proposal.branches.sees
+        tokens, sees = mask_repeated_siblings(tokens, parents), proposal.branches.sees
         best = logits.argmax(-1).cpu()
         path = judge_tree(tokens, parents, sees, best).nonzero()[:, 0]
         return best[torch.nn.functional.pad(path + 1, (1, 0))].to(logits.device), path
     said, nodes = ids.to(logits.device), [-1]
     while True:
-        said = torch.cat([said, draw(real(warp(said, logits[nodes[-1] + 1])), generator)])
+        said = torch.cat(
+            [said, sample_index(as_probability_dtype(warp(said, logits[nodes[-1] + 1])), generator)]
+        )
         child = ((parents == nodes[-1]) & (tokens == int(said[-1]))).nonzero()
         if not len(child):
             return said[ids.numel() :], torch.tensor(nodes[1:], dtype=torch.long)
         nodes.append(int(child[0]))
 
 
-def distinct(ids: Tensor, parents: Tensor) -> Tensor:
+def mask_repeated_siblings(ids: Tensor, parents: Tensor) -> Tensor:
     """Return tree tokens `ids` [n] in which each token that repeats an earlier child of the same parent is replaced by
     -1."""
     equal = (ids[:, None] == ids) & (parents[:, None] == parents)
@@ -56,7 +58,7 @@ def judge_tree(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tens
     """Return which tree tokens are accepted, [n] bool: the branch in which each token is the target's choice after its
     parent.
 
-    ids [n] (from `distinct`) and parents [n] are the tree; `sees` [n + 1, n + 1] that of its `Branches`; best [n + 1]: the
-    target's choice after the last committed token and after each tree token. Static shapes, no device read.
+    ids [n] (from `mask_repeated_siblings`) and parents [n] are the tree; `sees` [n + 1, n + 1] that of its `Branches`; best
+    [n + 1]: the target's choice after the last committed token and after each tree token. Static shapes, no device read.
     """
     return ((best[parents + 1] == ids) | ~sees[1:, 1:]).all(-1)

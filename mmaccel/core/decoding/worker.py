@@ -50,7 +50,7 @@ class Message(NamedTuple):
     blob: bytearray
 
 
-class Wire:
+class SocketEnd:
     """One end of the socket between two processes. Raises `DraftError` if the other end is gone or sends a malformed
     message.
 
@@ -177,8 +177,8 @@ class Outbox:
 class Worker:
     """A process that runs `service` ("module:function") with `options`; it is killed when this object is deleted.
 
-    The function gets a `Wire` and the options, and serves until the wire breaks. An error in it is reported and ends it. The
-    worker sends a heartbeat twice a second while it is busy; one that sends nothing, or leaves a message unread, for
+    The function gets a `SocketEnd` and the options, and serves until the wire breaks. An error in it is reported and ends
+    it. The worker sends a heartbeat twice a second while it is busy; one that sends nothing, or leaves a message unread, for
     `wire.silence_s` is ended. `ready` are the numbers that came with `READY`; `close` ends the process.
     """
 
@@ -201,7 +201,7 @@ class Worker:
             )
         finally:
             theirs.close()
-        self.wire = Wire(ours, silence_s)
+        self.wire = SocketEnd(ours, silence_s)
         self.ready: tuple[int, ...] = ()
         self._outbox = Outbox(self.wire.send)
         self._heard = time.monotonic()
@@ -228,13 +228,13 @@ class Worker:
     def post(self, kind: int, *numbers: int, blob: Callable[[], Sequence[Blob]]) -> None:
         """Send a large message in the background; `blob` makes its bytes. Messages sent later arrive later.
 
-        Tensors behind these bytes must not change until `posted` has returned. The next call raises a failure.
+        Tensors behind these bytes must not change until `wait_until_sent` has returned. The next call raises a failure.
         """
         self._heard = time.monotonic()
         self._got_through()
         self._outbox.put(kind, numbers, blob)
 
-    def posted(self) -> None:
+    def wait_until_sent(self) -> None:
         """Wait until all messages that `post` queued are sent."""
         self._outbox.wait()
         self._got_through()
@@ -318,7 +318,7 @@ def _end(
 
 
 @contextlib.contextmanager
-def beating(wire: Wire) -> Iterator[None]:
+def send_heartbeats(wire: SocketEnd) -> Iterator[None]:
     """Context in which a thread sends a heartbeat over `wire` twice a second."""
 
     def beat() -> None:
@@ -338,7 +338,7 @@ def beating(wire: Wire) -> Iterator[None]:
         wire.busy = False
 
 
-def inbox(wire: Wire) -> Iterator[Message]:
+def incoming_messages(wire: SocketEnd) -> Iterator[Message]:
     """Yield incoming messages until the wire breaks, then raise its error.
 
     A thread reads ahead while a message is being handled, so that the sender of a large one need not wait.
@@ -379,11 +379,11 @@ def main() -> None:
 
     for watch in (watch_input, watch_parent):
         threading.Thread(target=watch, daemon=True).start()
-    wire = Wire(socket.socket(fileno=int(fd)))
+    wire = SocketEnd(socket.socket(fileno=int(fd)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the terminal is the parent's to handle
     try:
         module, _, name = service.partition(":")
-        serve: Callable[[Wire, dict[str, Any]], None] = getattr(importlib.import_module(module), name)
+        serve: Callable[[SocketEnd, dict[str, Any]], None] = getattr(importlib.import_module(module), name)
         serve(wire, json.loads(options))
     except BaseException as error:
         with contextlib.suppress(DraftError):

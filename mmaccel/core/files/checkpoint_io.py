@@ -54,7 +54,7 @@ def read_tensors(path: Path, wanted: Wanted, device: torch.device) -> dict[str, 
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Tensor] = {}
-    outside.regular(path, path.name, ModelError, fix="the file is damaged")
+    outside.check_regular_file(path, path.name, ModelError, fix="the file is damaged")
     try:
         with safe_open(str(path), framework="pt") as file:
             names = set(file.keys())
@@ -74,7 +74,7 @@ def read_tensors(path: Path, wanted: Wanted, device: torch.device) -> dict[str, 
                     )
                 tensors[name] = tensor.to(device)
     except (OSError, SafetensorError, ValueError) as error:
-        reason = outside.reason(error)
+        reason = outside.os_reason(error)
         raise ModelError(f"{path.name} cannot be read ({reason}); the file is damaged.") from error
     return tensors
 
@@ -98,7 +98,7 @@ def read_json(path: Path, wanted: Mapping[str, type]) -> dict[str, Any]:
     return facts
 
 
-def numbers(value: Any, what: str, end: int, failure: type[MmaccelError] = ModelError) -> list[int]:
+def check_ints(value: Any, what: str, end: int, failure: type[MmaccelError] = ModelError) -> list[int]:
     """Check that `value` is a list of whole numbers from 0 to below `end`, and return it; else raise `failure`, naming it
     `what`."""
     if not isinstance(value, list) or any(type(one) is not int or not 0 <= one < end for one in value):
@@ -111,10 +111,10 @@ def write_private(path: Path, text: str) -> None:
     with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         os.fchmod(file.fileno(), 0o600)  # there may have been a file
         file.write(text)
-    sync(path)
+    sync_to_disk(path)
 
 
-def sync(path: str | Path) -> None:
+def sync_to_disk(path: str | Path) -> None:
     """Wait until a file, or the names in a folder, are on disk, if the file system can tell; raises OSError."""
     try:
         handle = os.open(path, os.O_RDONLY)
@@ -128,7 +128,7 @@ def sync(path: str | Path) -> None:
 
 
 @contextmanager
-def locked(place: Path) -> Iterator[None]:
+def lock_folder(place: Path) -> Iterator[None]:
     """Context that locks folder `place` against other saves, after a running one ends; it ends with the process."""
     handle, late = os.open(place, os.O_RDONLY), time.monotonic() + WAIT_S
     try:

@@ -2,7 +2,7 @@
 
 Only regular files are read: a pipe, a device or a folder is refused before it is opened, as opening could block and reading
 need not end. Text is UTF-8. Anything else raises an error, of the class that the caller names, in one sentence. Videos and
-images are read by `mmaccel.media`, tensors by `core.files.checkpoint_io`; both check files by `regular`.
+images are read by `mmaccel.media`, tensors by `core.files.checkpoint_io`; both check files by `check_regular_file`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ DIGITS = 40
 Failure = type[MmaccelError]
 
 
-def regular(path: str | os.PathLike[str], what: str, failure: Failure, fix: str = "give a file") -> int:
+def check_regular_file(
+    path: str | os.PathLike[str], what: str, failure: Failure, fix: str = "give a file"
+) -> int:
     """Check that `path` is a regular file, without opening it, and return its size in bytes; raise `failure` for anything
     else."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
         place = shown(os.path.abspath(path), PATH)[1:-1]
-        raise failure(f"{what} cannot be read ({reason(error)}: {place}); {fix}.") from error
+        raise failure(f"{what} cannot be read ({os_reason(error)}: {place}); {fix}.") from error
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
         raise failure(f"{what} is {kind}, not a file; {fix}.")
@@ -58,7 +60,7 @@ def read_text(
     fix: str = "give a file",
 ) -> str:
     """Return the text of a UTF-8 file of at most `most` bytes; `what` and `fix` are words for error messages."""
-    regular(path, what, failure, fix)
+    check_regular_file(path, what, failure, fix)
     # Without waiting: another kind of file may have taken its place meanwhile.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
@@ -69,11 +71,11 @@ def read_text(
     except (OSError, ValueError) as error:
         if isinstance(error, MmaccelError):
             raise
-        raise failure(f"{what} cannot be read ({reason(error)}); {fix}.") from error
-    return decoded(data, what, failure, most=most, fix=fix)
+        raise failure(f"{what} cannot be read ({os_reason(error)}); {fix}.") from error
+    return decode_text(data, what, failure, most=most, fix=fix)
 
 
-def decoded(
+def decode_text(
     data: bytes, what: str, failure: Failure, *, most: int = TEXT_BYTES, fix: str = "give text"
 ) -> str:
     """Return UTF-8 `data` as text, without a byte-order mark; raise `failure` for other bytes or more than `most`."""
@@ -186,7 +188,7 @@ class _Limited(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def reason(error: BaseException) -> str:
+def os_reason(error: BaseException) -> str:
     """Return in a few words why the operating system refused: the text of a system error."""
     return (
         _clipped(getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".").lower()

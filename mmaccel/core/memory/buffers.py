@@ -107,8 +107,8 @@ class UnitRows:
 
     def read(self, told: dict[str, Any], units: int) -> int:
         """Restore the mapping that `told` returned, for a stream of `units` units (frames); return the number of rows."""
-        (gap,) = checkpoint_io.numbers([told.get("gap", 0)], "index: gap", units + 1)
-        old = checkpoint_io.numbers(told.get("old", []), "index: old", units)
+        (gap,) = checkpoint_io.check_ints([told.get("gap", 0)], "index: gap", units + 1)
+        old = checkpoint_io.check_ints(told.get("old", []), "index: old", units)
         if old != sorted(set(old)) or len(old) > units - gap:
             raise ModelError("index: old does not fit the stream; the file is damaged.")
         self.old, self.gap = np.array(old, dtype=np.int64), gap

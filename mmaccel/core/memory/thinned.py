@@ -11,7 +11,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVState, KVView
-from mmaccel.core.prefill.prune import TokenPruner, others, thin
+from mmaccel.core.prefill.prune import TokenPruner, complement, thin
 
 
 class PrunedKVState(KVState):
@@ -137,7 +137,7 @@ class PrunedKVState(KVState):
             self._before = torch.zeros(len(seen), device=seen.device).masked_scatter(seen, attention)
         chosen = self.pruner.recall(attention, watched, before)
         if chosen is not None:
-            rest = others(self._watched, self.size(0, self.prompt))
+            rest = complement(self._watched, self.size(0, self.prompt))
             self._shown = torch.cat([rest, chosen]).sort().values
         return self._shown
 

@@ -2,8 +2,8 @@
 
 Each process computes norms, products and RoPE of its own rows, and its KV memory holds their keys. For attention the
 processes gather that layer's queries, keys and values, make the same plan, and each computes an equal share of the listed
-blocks (`share`); partial results of each row are merged by log-sum-exp in the process that holds it. A pass of few rows,
-such as a decoded token, runs in every process; each attends to the keys that it holds, and the results are merged alike.
+blocks (`plan_share`); partial results of each row are merged by log-sum-exp in the process that holds it. A pass of few
+rows, such as a decoded token, runs in every process; each attends to the keys it holds, and the results are merged alike.
 
 Letters as in `attention.py`; R processes.
 """
@@ -58,7 +58,7 @@ class Context:
             ("draft", recipe.draft, not recipe.draft.active),
         ):
             if not serves:
-                able = registry("kv").those(lambda cls: cls.shares_columns)
+                able = registry("kv").names_where(lambda cls: cls.shares_columns)
                 raise RecipeError(
                     f"{kind} {part.name!r}: under context_mesh a process holds a share of the columns, which only kv {able} "  # type: ignore[union-attr]
                     f"without pruner and draft serves; leave {kind} out."
@@ -295,10 +295,10 @@ def _attended(
     if plan is None:
         rows, keys = query.shape[2], key.shape[2]
         plan = window_plan(rows, keys, 0, keys, query.shape[1], query.device)
-    return attend_plan(share(plan, context.rank, context.size), query, key, value, scale, kernel)
+    return attend_plan(plan_share(plan, context.rank, context.size), query, key, value, scale, kernel)
 
 
-def share(plan: AttentionPlan, rank: int, size: int) -> AttentionPlan:
+def plan_share(plan: AttentionPlan, rank: int, size: int) -> AttentionPlan:
     """Return the listed blocks of `plan` that process `rank` of `size` computes; cached, without a host read.
 
     The lists of a head are concatenated, and each process takes one contiguous run of them. The runs of any two processes

@@ -33,13 +33,13 @@ class Images:
     spans: tuple[Span, ...]
     layers: frozenset[int]
 
-    def of(self, layer: int, start: int, layout: TokenLayout) -> NewImages | None:
+    def of(self, layer: int, start: int, layout: TokenLayout) -> NewImageColumns | None:
         """Return the images that lie among the columns of `layout` from `start` on; None if there are none, or if `layer` is
         causal."""
         if layer not in self.layers:
             return None
         spans = tuple(one for one in self.spans if start <= one[1] and one[2] <= layout.length)
-        return NewImages(spans, start, layout) if spans else None
+        return NewImageColumns(spans, start, layout) if spans else None
 
     def next_cut(self, end: int) -> int:
         """Return the first column, from `end` on, before which a prompt can be cut into chunks without splitting an
@@ -50,7 +50,7 @@ class Images:
             end = later
         return end
 
-    def of_sequence(self, sequence: int, begin: int, end: int) -> Images:
+    def select_sequence(self, sequence: int, begin: int, end: int) -> Images:
         """Return the images within columns ``begin .. end`` of one sequence of a batch, counted from `begin`."""
         inside = (one for one in self.spans if one[0] == sequence and begin <= one[1] and one[2] <= end)
         own = ((0, b - begin, past - begin) for _, b, past in inside)
@@ -58,7 +58,7 @@ class Images:
 
 
 @dataclass(frozen=True, eq=False)
-class NewImages:
+class NewImageColumns:
     """The images with bidirectional attention among the new columns of a pass, which are those of `layout` from `start`
     on."""
 

@@ -130,7 +130,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
 
     def candidates(self, layout: TokenLayout) -> Tensor:
         """Return the columns [m] of `layout` (batch 1) that this pruner may drop; empty if it does nothing to the prompt."""
-        at = candidates(layout)
+        at = candidate_columns(layout)
         prunes = torch.tensor(sorted(self.prunes), device=at.device)
         return at[torch.isin(layout.modality[0, at], prunes)]
 
@@ -194,9 +194,11 @@ class QuotaPruner(TokenPruner):
         """Return [count] indices into `at` [m] (candidate columns of `layout`) of the tokens to keep; 0 <= count < m."""
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
-        at = candidates(layout)
+        at = candidate_columns(layout)
         count = stage.count(at, total)
-        return staying(layout, at if count == at.numel() else at[self.choose(signals, layout, at, count)])
+        return staying_columns(
+            layout, at if count == at.numel() else at[self.choose(signals, layout, at, count)]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +275,7 @@ def checked_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -
     messages = (
         f"gives a column that is not there; give columns below {layout.length}",
         "gives columns that do not ascend; sort them, and give each once",
-        "drops columns that are not visual; keep every column but those of `candidates` (`staying` does)",
+        "drops columns that are not visual; keep every column but those of `candidate_columns` (`staying_columns` does)",
     )
     if any(wrong):
         raise RecipeError(f"{who} {messages[wrong.index(True)]}.")
@@ -285,7 +287,7 @@ def quota(share: float, count: int) -> int:
     return int(share * count + 1e-9)
 
 
-def candidates(layout: TokenLayout) -> Tensor:
+def candidate_columns(layout: TokenLayout) -> Tensor:
     """Return the columns [m] that a pruner may drop, in a layout of one sequence: tokens of images and video frames."""
     return _may_go(layout).nonzero()[:, 0]
 
@@ -296,23 +298,23 @@ def _may_go(layout: TokenLayout) -> Tensor:
     return (layout.modality[0] != TEXT) & celled & layout.valid[0]
 
 
-def frames(layout: TokenLayout) -> list[Tensor]:
+def frame_columns(layout: TokenLayout) -> list[Tensor]:
     """Return the candidate columns of each frame, in order. An image is one frame, and all its tiles are another."""
-    at = candidates(layout)
+    at = candidate_columns(layout)
     number = torch.stack([layout.segment[0, at], layout.frame[0, at]])
     sizes = torch.unique_consecutive(number, return_counts=True, dim=1)[1]
     return list(torch.split(at, sizes.tolist()))
 
 
-def alike(layout: TokenLayout) -> list[Tensor]:
+def columns_by_frame_size(layout: TokenLayout) -> list[Tensor]:
     """Return the candidate columns of frames, grouped by frame size: a tensor [frames, size] for each size."""
     by_size: dict[int, list[Tensor]] = {}
-    for frame in frames(layout):
+    for frame in frame_columns(layout):
         by_size.setdefault(len(frame), []).append(frame)
     return [torch.stack(same) for same in by_size.values()]
 
 
-def staying(layout: TokenLayout, *chosen: Tensor) -> Tensor:
+def staying_columns(layout: TokenLayout, *chosen: Tensor) -> Tensor:
     """Return [n] ascending: the `chosen` candidates and every column that is not a candidate."""
     stays = ~_may_go(layout)
     if chosen:
@@ -320,14 +322,14 @@ def staying(layout: TokenLayout, *chosen: Tensor) -> Tensor:
     return stays.nonzero()[:, 0]
 
 
-def others(chosen: Tensor, among: int) -> Tensor:
+def complement(chosen: Tensor, among: int) -> Tensor:
     """Return [among - n] ascending: the indices below `among` that are not in `chosen` [n]."""
     left = torch.ones(among, dtype=torch.bool, device=chosen.device)
     left[chosen] = False
     return left.nonzero()[:, 0]
 
 
-def question(layout: TokenLayout) -> Tensor:
+def question_text_columns(layout: TokenLayout) -> Tensor:
     """Return the columns [n] of the question.
 
     They are the words of the last user message (`TokenLayout.asked`): the text after the last visual token and text of the
@@ -364,7 +366,7 @@ def best(score: Tensor, count: int) -> Tensor:
     return score.float().sort(descending=True, stable=True).indices[:count].sort().values
 
 
-def spread(count: int, among: int, device: torch.device | str = "cpu") -> Tensor:
+def evenly_spaced(count: int, among: int, device: torch.device | str = "cpu") -> Tensor:
     """Return [count] ascending, distinct: `count` indices below `among`, evenly spaced."""
     return ((2 * torch.arange(count, device=device) + 1) * among).div(
         2 * max(count, 1), rounding_mode="floor"

@@ -18,7 +18,7 @@ from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import QuestionRunner, asked
-from mmaccel.core.streams.listening import GuidedWrapper
+from mmaccel.core.streams.listening import GuidedRetrievalWrapper
 from mmaccel.core.streams.parts import MemoryWrapper
 from mmaccel.core.streams.saved_stream import check_model, lasting, read_stream, write_stream
 from mmaccel.core.streams.stream_runner import StreamRunner
@@ -35,7 +35,7 @@ class LocalDraftStream(DraftStream):
         self, adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None, prune: TokenPruner | None = None
     ) -> None:
         self._adapter, self._kv, self._chunk, self._prune = adapter, kv, chunk, prune
-        self._guided: GuidedWrapper | None = None
+        self._guided: GuidedRetrievalWrapper | None = None
         self._live: StreamRunner | None = None
         self._asked: tuple[str, int] | None = None
         self._question = ExitStack()
@@ -69,7 +69,7 @@ class LocalDraftStream(DraftStream):
     def ask(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
         self._asked = question, room
         pruned = self._prune is not None and heard is not None
-        self._guided = GuidedWrapper(self._prune, heard) if pruned else None  # type: ignore[arg-type]
+        self._guided = GuidedRetrievalWrapper(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
     def read(self, deadline: Deadline | None = None) -> QuestionRunner:
         """Run the question that was asked; return its runner, valid until `done`. Raises `Ended` at the deadline."""

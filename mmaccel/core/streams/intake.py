@@ -21,7 +21,7 @@ from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.parts import Clip, FairLock
-from mmaccel.core.streams.sources import Event, later, reconnecting
+from mmaccel.core.streams.sources import StreamEvent, clips_with_reconnect, shift_clip
 from mmaccel.core.streams.standing import StandingQuestion
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, shown_at
 
@@ -48,7 +48,7 @@ class FrameIntake:
     def __init__(self) -> None:
         self._source, self._stream, self._asking = FairLock(), FairLock(), FairLock()
         self._cancelled = threading.Event()
-        self.events: deque[Event] = deque(maxlen=1000)
+        self.events: deque[StreamEvent] = deque(maxlen=1000)
         """What befell sources that are reconnected, and what the memory let go of; the last ones."""
         self._standing: list[StandingQuestion] = []
 
@@ -161,8 +161,8 @@ class FrameIntake:
         if not reconnect:
             return opens()
         begin = self._live.info.times[-1] if self._live is not None else 0.0
-        return reconnecting(
-            opens, deadline.check, self.events.append, begin, lambda one: one.times or [], later
+        return clips_with_reconnect(
+            opens, deadline.check, self.events.append, begin, lambda one: one.times or [], shift_clip
         )
 
     _waited = 0.0
@@ -197,7 +197,7 @@ class FrameIntake:
         first, last = times[spans[min(gone)][0]], times[sum(spans[max(gone)]) - 1]
         event = self.events[-1] if self.events else None
         if event is None or event.kind != "let_go" or event.lasted is None:
-            self.events.append(event := Event("let_go", last, "the memory keeps no more frames", 0.0))
+            self.events.append(event := StreamEvent("let_go", last, "the memory keeps no more frames", 0.0))
         else:
             first = min(first, event.seconds - (event.lasted or 0.0))
         event.seconds = max(last, event.seconds)

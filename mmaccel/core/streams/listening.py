@@ -149,8 +149,8 @@ class RecordingMemory(WrappedMemory):
         return QuestionAttention(self._stage, unit, numbers[tokens // unit] * unit + tokens % unit, out)
 
 
-class GuidedWrapper(MemoryWrapper):
-    """Wraps a draft's memory in a `GuidedRecall` for one question.
+class GuidedRetrievalWrapper(MemoryWrapper):
+    """Wraps a draft's memory in a `GuidedRetrieval` for one question.
 
     counts  numbers of visual tokens that it showed
     paid    unit (frame) number -> attention that the target's question paid to it
@@ -167,12 +167,12 @@ class GuidedWrapper(MemoryWrapper):
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
     ) -> StreamState:
-        made = GuidedRecall(state, self._pruner, stream, before, self._heard, numbers)
+        made = GuidedRetrieval(state, self._pruner, stream, before, self._heard, numbers)
         self.counts = made.counts
         return made
 
 
-class GuidedRecall(RecallPruning):
+class GuidedRetrieval(RecallPruning):
     """A draft's stream memory during a question: each layer shows only those of its retrieved tokens that the draft's
     `pruner` keeps.
 

@@ -23,7 +23,7 @@ Done = TypeVar("Done")
 
 
 @contextmanager
-def gc_frozen() -> Iterator[None]:
+def freeze_garbage_collector() -> Iterator[None]:
     """Context in which Python's garbage collector skips all present objects, the model above all (`gc.freeze`). A full
     collection would delay a token by a third of a second. For commands, which own their process."""
     gc.collect()
@@ -57,7 +57,7 @@ class AsyncReply(AsyncIterator[str]):
             if not task.cancelled():
                 task.exception()  # nobody need ask for it
 
-        self._pieces, self._task = pieces, threaded(lambda: work(put))
+        self._pieces, self._task = pieces, run_in_thread(lambda: work(put))
         self._task.add_done_callback(over)
 
     def __del__(self) -> None:
@@ -79,7 +79,7 @@ class AsyncReply(AsyncIterator[str]):
         return self._whole().__await__()
 
     async def _whole(self) -> Answer:
-        self.answer = await ended_with(self._task, self._deadline)
+        self.answer = await await_or_cancel(self._task, self._deadline)
         return self.answer
 
     async def aclose(self) -> None:
@@ -110,7 +110,7 @@ class AsyncVideoSession:
     async def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> AsyncVideoSession:
         """Return a session with the recipe and the stream that `save` wrote to `path`."""
         live = cls.__new__(cls)
-        live.session = await threaded(lambda: VideoSession.resume(model, processor, path))
+        live.session = await run_in_thread(lambda: VideoSession.resume(model, processor, path))
         return live
 
     async def watch(
@@ -148,8 +148,10 @@ class AsyncVideoSession:
         reconnect: bool = False,
     ) -> int:
         deadline = self.session._deadline(timeout)
-        work = threaded(lambda: self.session._take_in(how, video, times, fps, progress, deadline, reconnect))
-        return await ended_with(work, deadline)
+        work = run_in_thread(
+            lambda: self.session._take_in(how, video, times, fps, progress, deadline, reconnect)
+        )
+        return await await_or_cancel(work, deadline)
 
     def ask(
         self,
@@ -182,16 +184,16 @@ class AsyncVideoSession:
 
     async def save(self, path: str | Path) -> None:
         """Write the stream into the folder `path` (safetensors and JSON), replacing a session saved there."""
-        await threaded(lambda: self.session.save(path))
+        await run_in_thread(lambda: self.session.save(path))
 
     async def load(self, path: str | Path) -> None:
         """Continue from what `save` wrote, with the same model and kv; on an error the session stays as it was."""
-        await threaded(lambda: self.session.load(path))
+        await run_in_thread(lambda: self.session.load(path))
 
     async def close(self) -> None:
         """End all calls, and release what the stream holds."""
         self.session.cancel()
-        await threaded(self.session.close)
+        await run_in_thread(self.session.close)
 
     def cancel(self) -> None:
         """Ask all running and waiting calls of `watch` and `ask` to end, from any thread; return at once."""
@@ -235,7 +237,7 @@ class AsyncVideoSession:
         return f"<Async{repr(self.session)[1:]}"
 
 
-def threaded(work: Callable[[], Done]) -> asyncio.Future[Done]:
+def run_in_thread(work: Callable[[], Done]) -> asyncio.Future[Done]:
     """Run `work` in a new thread and return a future of its result; it runs to its end even if nobody waits for it."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Done] = loop.create_future()
@@ -256,7 +258,7 @@ def threaded(work: Callable[[], Done]) -> asyncio.Future[Done]:
     return future
 
 
-async def ended_with(work: asyncio.Future[Done], deadline: Deadline) -> Done:
+async def await_or_cancel(work: asyncio.Future[Done], deadline: Deadline) -> Done:
     """Await `work` and return its result. If the waiting task is cancelled, cancel `deadline` too, and wait until the
     running pass has ended."""
     try:

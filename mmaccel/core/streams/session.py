@@ -26,7 +26,7 @@ from mmaccel.core.streams.stream_runner import StreamRunner
 Messages = Sequence[Mapping[str, Any]]
 
 
-def as_turns(question: str | Messages) -> Messages:
+def as_messages(question: str | Messages) -> Messages:
     """Return `question` as messages: a text or content pieces become one user message; messages are returned unchanged."""
     if isinstance(question, str) or not question or "role" not in question[0]:
         return [{"role": "user", "content": question}]
@@ -68,7 +68,7 @@ class VideoSession(FrameIntake):
     @classmethod
     def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> VideoSession:
         """Return a session with the recipe and the stream that `save` wrote to `path`."""
-        session = cls(model, processor, session_io.recipe_of(Path(path)))
+        session = cls(model, processor, session_io.load_recipe(Path(path)))
         session.load(path)
         return session
 
@@ -223,7 +223,7 @@ class VideoSession(FrameIntake):
             )
         try:
             with self._working(*turns, deadline=deadline):
-                said = [*self.history, *as_turns(question)] if chat else question
+                said = [*self.history, *as_messages(question)] if chat else question
                 live = self._check(said)
                 with asked(live, said, most, evidence, deadline, True, settings, between) as turn:
                     text, ids, reason = turn.decode(self.recipe.draft, most, put)

@@ -26,7 +26,7 @@ from typing import Any
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.errors import MmaccelError, ModelError, shown
 from mmaccel.core.files import checkpoint_io, outside
-from mmaccel.core.files.checkpoint_io import locked, sync, write_private
+from mmaccel.core.files.checkpoint_io import lock_folder, sync_to_disk, write_private
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, saved_recipe
 from mmaccel.core.streams.saved_stream import (
@@ -60,7 +60,7 @@ KINDS = {"format": str, "version": int, "recipe": dict, "files": dict, "model": 
 
 def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
     """Save a session to the folder `path`; raises `ModelError` if it cannot be written."""
-    writable(path)
+    check_writable(path)
     # Where a link leads to: the link stays, and what it led to is what is written anew.
     place = path.resolve()
 
@@ -87,16 +87,16 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
             "data": part.name,
             "files": {name: _print_of(place, Path(name)) for name in sorted(_files(place, part))},
         }
-        return sealed(facts)
+        return add_checksum(facts)
 
     try:
         _replace(place, write)
     except OSError as error:
-        reason = outside.reason(error)
+        reason = outside.os_reason(error)
         raise ModelError(f"save: {path} cannot be written ({reason}); give a path with room.") from error
 
 
-def recipe_of(path: Path) -> Recipe:
+def load_recipe(path: Path) -> Recipe:
     """Return the recipe of the session saved at `path`; raises `ModelError` if it cannot be opened."""
     return saved_recipe(path, _read(path)["recipe"])
 
@@ -135,11 +135,11 @@ def load(
                 continue
             if isinstance(error, MmaccelError):
                 raise
-            reason = outside.reason(error)
+            reason = outside.os_reason(error)
             raise ModelError(f"{where} cannot be read ({reason}); save the session again.") from error
 
 
-def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
+def add_checksum(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return JSON-ready `facts` with their CRC-32 checksum added."""
     bare = {name: value for name, value in facts.items() if name != CHECKSUM}
     return {**bare, CHECKSUM: zlib.crc32(json.dumps(bare, sort_keys=True).encode())}
@@ -165,11 +165,11 @@ def _read(where: Path) -> dict[str, Any]:
         raise ModelError(
             f"{where} is {shown(form)} of version {version}; this mmaccel reads version {VERSION}."
         )
-    if not (all(map(ours, facts["files"])) and (data is None or _is_data(data))):
+    if not (all(map(is_session_file, facts["files"])) and (data is None or _is_data(data))):
         raise damaged(where, f"the list of files in {FACTS} is none")
     if version != UNSEALED and CHECKSUM not in facts:
         raise damaged(where, f"{FACTS} has no {CHECKSUM}")
-    if CHECKSUM in facts and facts != sealed(facts):
+    if CHECKSUM in facts and facts != add_checksum(facts):
         raise damaged(where, f"{FACTS} is not what was written")
     return facts
 
@@ -219,7 +219,7 @@ def _check_file(where: Path, name: str, known: Any) -> None:
         raise damaged(where, f"{name} is not what was written")
 
 
-def writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Check that a session can be saved to `path`; raise `ModelError` if not, for example because other files are there."""
     try:
         place = path.resolve()
@@ -228,7 +228,9 @@ def writable(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         names = set(os.listdir(place)) if above == place and above.is_dir() else set()
     except (OSError, RuntimeError, ValueError) as error:
-        raise ModelError(f"{path} cannot be written ({outside.reason(error)}); give another path.") from error
+        raise ModelError(
+            f"{path} cannot be written ({outside.os_reason(error)}); give another path."
+        ) from error
     is_ours = not names - {NOTE} or (FACTS in names and _marked(place / FACTS)) or _marked(place / NOTE)
     if not above.is_dir() or not is_ours:
         raise ModelError(f"{path} exists and is not a saved session; give another path.")
@@ -236,7 +238,7 @@ def writable(path: Path) -> None:
         raise ModelError(f"{path} cannot be written (permission denied); give another path.")
 
 
-def ours(name: str) -> bool:
+def is_session_file(name: str) -> bool:
     """Return whether a save writes the path `name` within a session's folder; all other files there belong to the user."""
     parts = PurePosixPath(name).parts
     if ".." in parts or not parts or "\0" in name:
@@ -252,7 +254,7 @@ def _names(facts: Mapping[str, Any]) -> set[str]:
     """The files that a list of ours names; none where it is damaged."""
     files = facts.get("files")
     listed = files if isinstance(files, dict | list) else ()
-    return {name for name in listed if isinstance(name, str) and ours(name)}
+    return {name for name in listed if isinstance(name, str) and is_session_file(name)}
 
 
 def _marked(path: Path) -> dict[str, Any]:
@@ -274,7 +276,7 @@ def _replace(place: Path, write: Callable[[Path], Mapping[str, Any]]) -> None:
     made = [one for one in (place, *place.parents) if not one.exists()]
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        with locked(place):
+        with lock_folder(place):
             _sweep(place)
             numbers = [int(name[5:]) for name in os.listdir(place) if _is_data(name)]
             part = place / f"data-{max(numbers, default=0) + 1}"
@@ -287,14 +289,14 @@ def _replace(place: Path, write: Callable[[Path], Mapping[str, Any]]) -> None:
                 for root, _, files in os.walk(part):
                     for path, mode in (*((Path(root, name), 0o600) for name in files), (Path(root), 0o700)):
                         path.chmod(mode)
-                        sync(path)
+                        sync_to_disk(path)
                 for one in made:
-                    sync(one.parent)
+                    sync_to_disk(one.parent)
                 os.replace(part / FACTS, place / FACTS)
             except BaseException:
                 _sweep(place)
                 raise
-            sync(place)
+            sync_to_disk(place)
             _sweep(place)
     finally:
         if made:

@@ -17,7 +17,7 @@ FIRST_S, MOST_S, STEP_S = 0.5, 30.0, 0.05
 
 
 @dataclass
-class Event:
+class StreamEvent:
     """What happened to a stream. Its source sent nothing ("stall"), failed ("fault") or ended ("end") after a frame shown at
     `seconds` of the stream: `why` is the error, `lasted` the seconds until frames came again (None until then). Or its
     memory forgot frames ("let_go"): the last of them was shown at `seconds`, and they span `lasted` seconds."""
@@ -28,16 +28,16 @@ class Event:
     lasted: float | None = None
 
 
-def later(clip: Clip, seconds: float) -> Clip:
+def shift_clip(clip: Clip, seconds: float) -> Clip:
     """Return the clip with all times increased by `seconds`."""
     assert clip.times is not None
     return replace(clip, times=[moment + seconds for moment in clip.times])
 
 
-def reconnecting(
+def clips_with_reconnect(
     opens: Callable[[], Any],
     check: Callable[[], None],
-    note: Callable[[Event], None],
+    note: Callable[[StreamEvent], None],
     begin: float,
     times: Callable[[Part], Sequence[float]],
     later: Callable[[Part, float], Part],
@@ -49,7 +49,7 @@ def reconnecting(
     the clip shifted by some seconds.
     """
     last, since, wait = begin, time.monotonic(), FIRST_S
-    event: Event | None = None
+    event: StreamEvent | None = None
     while True:
         kind, why, shift = "end", "", None
         try:
@@ -66,7 +66,7 @@ def reconnecting(
         except VideoError as error:
             kind, why = "stall" if isinstance(error, VideoStalled) else "fault", str(error)
         if event is None:
-            event = Event(kind, last, why)  # type: ignore[arg-type]
+            event = StreamEvent(kind, last, why)  # type: ignore[arg-type]
             note(event)
         end = time.monotonic() + wait
         while (left := end - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""Decoding of the draft model for `parallel`: `Local` in this process, `_remote_drafter.Remote` in another."""
+"""Decoding of the draft model for `parallel`: `LocalDrafter` in this process, `_remote_drafter.RemoteDrafter` in another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView, Runner
-from mmaccel.core.decoding.draft import Warp, draw
+from mmaccel.core.decoding.draft import Warp, sample_index
 from mmaccel.core.decoding.watching import DraftStream
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.streams.draft_stream import LocalDraftStream
@@ -124,7 +124,7 @@ class DraftDecoder:
                 continue
             before = torch.cat([self._prompt, torch.tensor(self.line, dtype=torch.long)])
             odds.append(_likeliest(self._warp(before.to(logits.device), logits)))
-            self.line.append(int(odds[-1].ids[draw(odds[-1].weights, self._random)]))
+            self.line.append(int(odds[-1].ids[sample_index(odds[-1].weights, self._random)]))
         self.line += torch.cat(drafted).tolist() if drafted else []
         return DraftedTokens(self.line[start:], time.perf_counter() - began, self.prompt_s, tuple(odds))
 
@@ -138,7 +138,7 @@ def _likeliest(q: Tensor) -> TokenDistribution:
     return TokenDistribution(top.indices[:there].to("cpu", torch.int32), weights.float())
 
 
-class Local:
+class LocalDrafter:
     """A draft model in this process, with the interface of `Remote`. On a CPU it runs when its window is collected; on CUDA
     in a CUDA stream of its own."""
 
@@ -190,7 +190,7 @@ class Local:
 
     def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
         """Return whether the draft can continue from `left` of the previous turn with prompt `ids` [S], after `past`."""
-        if not (isinstance(left, DraftDecoder) and left.talk.goes_on(ids, past)):
+        if not (isinstance(left, DraftDecoder) and left.talk.is_continued_by(ids, past)):
             return False
         self._writer = left
         return True

@@ -32,7 +32,7 @@ IDS = "mmaccel_ids"
 """Beside a prompt's inputs, in a later turn: the ids [1, S] of the whole conversation, of which these have the last ones."""
 
 
-def folder_of(name: str, target: ModelView, model: str) -> str:
+def draft_folder(name: str, target: ModelView, model: str) -> str:
     """Return the draft model's folder; raises `DraftError` if it should be beside the target's, and is not."""
     if model != BESIDE:
         return model
@@ -50,7 +50,7 @@ def folder_of(name: str, target: ModelView, model: str) -> str:
     )
 
 
-def devices_of(model: nn.Module) -> list[torch.device]:
+def model_devices(model: nn.Module) -> list[torch.device]:
     """Return the devices that hold a model's weights."""
     return list(dict.fromkeys(p.device for p in model.parameters()))
 
@@ -82,7 +82,7 @@ def check_vocabulary(name: str, ours: int, theirs: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerStrategy(DraftStrategy):
+class DraftModelStrategy(DraftStrategy):
     """The base of drafts by a model of the target's family, whose prompt may be pruned.
 
     model  folder, hub or shipped name of the draft model, or the loaded module; "beside" is the folder beside the target's
@@ -158,7 +158,7 @@ class PeerStrategy(DraftStrategy):
     def peer(self, target: ModelView) -> ModelView:
         """Return the view of the draft model in this process; raises `DraftError` if it is missing, of another family or has
         another vocabulary."""
-        model = folder_of(self.name, target, self.model) if isinstance(self.model, str) else self.model
+        model = draft_folder(self.name, target, self.model) if isinstance(self.model, str) else self.model
         try:
             reader = target.text_only(model) if self.reads_text else None
             peer = reader or target.peer(model)
@@ -192,7 +192,7 @@ class Conversation:
         """Announce the next prompt `ids` [S]; `inputs` are its last columns, which follow those of earlier turns."""
         self._told.append((ids.cpu(), inputs))
 
-    def goes_on(self, ids: Tensor, past: TokenLayout) -> bool:
+    def is_continued_by(self, ids: Tensor, past: TokenLayout) -> bool:
         """Return whether the prompt `ids` [S], of which the target holds `past`, continues this conversation; forget prompts
         that were announced, never read, and since rolled back."""
         while self._told and not follows(self._told[-1][0], ids, past):
@@ -252,7 +252,7 @@ def continued_conversation(
     if all that the target holds (`past`) is text. `inputs` are the columns after `past`. Otherwise raises `DraftError`."""
     talk = fresh
     if past is not None:
-        if isinstance(left, Conversation) and left.goes_on(ids, past):
+        if isinstance(left, Conversation) and left.is_continued_by(ids, past):
             talk = left
         else:
             check_text(who, past)
@@ -278,14 +278,14 @@ def follows(known: Tensor, ids: Tensor, past: TokenLayout) -> bool:
     return not bool((past.modality[0, n:] != TEXT).any())
 
 
-class PeerState(DraftState):
+class DraftModelState(DraftState):
     """The state of a draft model on one sequence; it runs between the target's steps.
 
     The prompt is read when tokens are first requested: by then the target's first token is out, and a pruner has chosen.
     `_pending` are committed tokens that the model has not run.
     """
 
-    def __init__(self, runner: Runner, device: torch.device, choice: PeerStrategy, vocab: int) -> None:
+    def __init__(self, runner: Runner, device: torch.device, choice: DraftModelStrategy, vocab: int) -> None:
         self._runner: Runner | None = runner
         self._device, self._choice, self._vocab = device, choice, vocab
         self._talk = Conversation(runner, device)

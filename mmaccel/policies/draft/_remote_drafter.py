@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import Runner
 from mmaccel.core.decoding.draft import UNIT_SLACK, Warp
 from mmaccel.core.decoding.watching import DraftStream
-from mmaccel.core.decoding.worker import READY, Blob, Message, Wire, Worker, beating, inbox
+from mmaccel.core.decoding.worker import (
+    READY,
+    Blob,
+    Message,
+    SocketEnd,
+    Worker,
+    incoming_messages,
+    send_heartbeats,
+)
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.registry import registry
@@ -39,9 +47,9 @@ from mmaccel.policies.draft._remote_stream import (
     KEEP,
     WRITE,
     WROTE,
+    ProcessClient,
     RemoteDraftStream,
     ServedStreams,
-    WireEnd,
 )
 
 SERVICE = "mmaccel.policies.draft._remote_drafter:serve"
@@ -62,7 +70,7 @@ class RemoteTurn:
         self.over = weakref.finalize(self, _OVER.setdefault(worker, deque()).append, number)
 
 
-class Remote(WireEnd):
+class RemoteDrafter(ProcessClient):
     """The target's end of one sequence in a draft's process: one `ask` at a time, whose tokens are then `collect`ed.
 
     Several sequences may share the process, which serves requests in order of arrival.
@@ -104,7 +112,7 @@ class Remote(WireEnd):
         self._open[self.number] = self
         own = (stream.number,) if isinstance(stream, RemoteDraftStream) else ()
         numbers = self.number, int(pruned), int(compact), seed, *own
-        self._worker.post(BEGIN, *numbers, blob=packing(dict(inputs), _packed(warp)))
+        self._worker.post(BEGIN, *numbers, blob=pack_later(dict(inputs), _packed(warp)))
 
     def keep(self, columns: Tensor) -> None:
         """Send to the draft's process which columns of the prompt to run."""
@@ -180,7 +188,7 @@ class Remote(WireEnd):
                 if not self._left:
                     self._worker.send(END, self.number)
                 # From here on the prompt's owner may write over it.
-                self._worker.posted()
+                self._worker.wait_until_sent()
             except DraftError as error:
                 # A process that cannot be told has ended, and what it held with it: what is said is whole without it.
                 warn(
@@ -188,7 +196,7 @@ class Remote(WireEnd):
                 )
 
 
-def serve(wire: Wire, options: dict[str, Any]) -> None:
+def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
     """Main function of the draft's process: load the draft model, report that it is ready, and serve requests."""
     if options.get("threads"):
         torch.set_num_threads(options["threads"])
@@ -198,7 +206,7 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
         torch.cuda.set_device(own)
     family = registry("model")[options["family"]]()
     like = nn.Linear(1, 1, dtype=getattr(torch, options["dtype"]), device=options["device"])
-    with beating(wire):
+    with send_heartbeats(wire):
         model = family.load(options["model"], like)
         kind = getattr(model.config, "model_type", "")
     if kind not in family.model_types:
@@ -206,7 +214,7 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
             f"the draft is a {kind} and the target a {family.name}, which read other inputs; give a draft of the target's "
             "family"
         )
-    with beating(wire):
+    with send_heartbeats(wire):
         bare = [int(shortest_step_s(family.runner(model), own) / MICRO)] if options.get("bare") else []
     wire.send(READY, family.geometry(model).vocab, *bare)
 
@@ -231,7 +239,7 @@ def shortest_step_s(runner: Runner, device: torch.device | str) -> float:
 
 @torch.no_grad()
 def serve_decoder(
-    wire: Wire,
+    wire: SocketEnd,
     fresh: Callable[[], DraftDecoder],
     device: torch.device | str = "cpu",
     watch: Callable[..., LocalDraftStream] | None = None,
@@ -246,12 +254,12 @@ def serve_decoder(
     def read(number: int, columns: Tensor | None) -> None:
         inputs, warp, compact, seed, stream = waiting.pop(number)
         lasts, after = inputs.pop(TURN, (0, 0))
-        with beating(wire):
+        with send_heartbeats(wire):
             writers[number] = writers.pop(after) if after in writers else fresh()
             writers[number].talk.runner.lasting = bool(lasts)
             writers[number].read(inputs, columns, compact, _unpacked(wire, warp, device), seed, stream)
 
-    for message in inbox(wire):
+    for message in incoming_messages(wire):
         number = message.numbers[0]
         if message.kind == BEGIN:
             pruned, compact, seed, *own = message.numbers[1:]
@@ -263,7 +271,7 @@ def serve_decoder(
             read(number, torch.frombuffer(message.blob, dtype=torch.long))
         elif message.kind == WRITE and number in writers:
             _, length, count, *fix = message.numbers
-            with beating(wire):
+            with send_heartbeats(wire):
                 written = writers[number].write(length, fix, count)
             micros = int(written.seconds / MICRO), int(written.prompt_s / MICRO)
             wire.send(WROTE, number, *micros, *written.ids, blob=[one.packed() for one in written.odds])
@@ -271,7 +279,7 @@ def serve_decoder(
             waiting.pop(number, None)
             writers.pop(number, None)
         elif message.kind == CALL:
-            served.hear(message)
+            served.handle_message(message)
 
 
 def _packed(warp: Warp | None) -> bytes:
@@ -294,7 +302,7 @@ def _warn_greedy(why: str) -> None:
     )
 
 
-def _unpacked(wire: Wire, packed: bytes, device: torch.device | str) -> Warp | None:
+def _unpacked(wire: SocketEnd, packed: bytes, device: torch.device | str) -> Warp | None:
     """The sampling, with the tensors it holds on the draft's device; None for nothing, and where it cannot be had, which is
     told: a class of the program's own file is found there alone."""
     try:
@@ -313,7 +321,7 @@ SLAB = 16 << 20
 """Bytes that leave a CUDA device at a time."""
 
 
-def packing(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[Blob]]:
+def pack_later(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[Blob]]:
     """Prepare `inputs` for sending: return a function that packs them (see `pack`) in another thread, once the device work
     that makes them is done."""
     streams = []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings, QuestionAttention
-from mmaccel.core.decoding.worker import OWN, Blob, Message, Wire, Worker, beating
+from mmaccel.core.decoding.worker import OWN, Blob, Message, SocketEnd, Worker, send_heartbeats
 from mmaccel.core.errors import DraftError
 from mmaccel.core.memory.relay import relay
 from mmaccel.core.streams.draft_stream import LocalDraftStream
@@ -26,11 +26,11 @@ WAIT_S = 1.0
 """Seconds between two looks at the process while it is waited for."""
 
 _NUMBERS = itertools.count(1)
-_OPEN: WeakKeyDictionary[Worker, WeakValueDictionary[int, WireEnd]] = WeakKeyDictionary()
+_OPEN: WeakKeyDictionary[Worker, WeakValueDictionary[int, ProcessClient]] = WeakKeyDictionary()
 """For each process its sequences and streams, by number: whoever reads the wire hands on what is another's."""
 
 
-class WireEnd:
+class ProcessClient:
     """The target's end of one sequence or stream in a draft process that several share; `number` identifies it there."""
 
     def __init__(self, worker: Worker) -> None:
@@ -47,7 +47,7 @@ class WireEnd:
             owner._answers.append(message)
 
 
-class RemoteDraftStream(DraftStream, WireEnd):
+class RemoteDraftStream(DraftStream, ProcessClient):
     """The target's end of a draft's stream. The process reads a clip while the target goes on, at most one clip behind."""
 
     def __init__(self, worker: Worker, session: DraftStreamSettings) -> None:
@@ -114,16 +114,16 @@ class RemoteDraftStream(DraftStream, WireEnd):
 class ServedStreams:
     """The draft process's end of its streams: `streams` by number; `watch` opens one of processor, memory, chunk, pruner."""
 
-    def __init__(self, wire: Wire, watch: Callable[..., LocalDraftStream] | None) -> None:
+    def __init__(self, wire: SocketEnd, watch: Callable[..., LocalDraftStream] | None) -> None:
         self._wire, self._watch = wire, watch
         self.streams: dict[int, LocalDraftStream] = {}
         self._marks: dict[int, Any] = {}
 
-    def hear(self, message: Message) -> None:
+    def handle_message(self, message: Message) -> None:
         """Carry out the request in `message` on a draft's stream, and report that it is done."""
         number, size = message.numbers
         name, given = pickle.loads(message.blob[:size], buffers=[memoryview(message.blob)[size:]])
-        with beating(self._wire):
+        with send_heartbeats(self._wire):
             if name == "open":
                 assert self._watch is not None
                 self.streams[number] = self._watch(*given)

@@ -55,7 +55,7 @@ def best_window(step_s: float, draft_s: float, keep: float, most: int) -> tuple[
 
 
 @dataclass
-class Pace:
+class PipelineTimes:
     """Running means of the step times of target and draft and of the draft's acceptance rate; recent rounds count most.
 
     Context grows with every token, and both times with it: the means decay at `rate` a round. The first steps of a sequence
@@ -145,7 +145,7 @@ class PipelineStats:
         if refused:
             self.streaks.append(0)
 
-    def notes(self, pace: Pace) -> list[str]:
+    def notes(self, pace: PipelineTimes) -> list[str]:
         """Return in words how often the target decoded without the draft, and why it paused."""
         notes = []
         if alone := self.figures["alone"]:
@@ -159,7 +159,7 @@ class PipelineStats:
             )
         return notes
 
-    def counters(self, pace: Pace, window: int) -> dict[str, float]:
+    def counters(self, pace: PipelineTimes, window: int) -> dict[str, float]:
         """Return the pipeline's figures for the report; `window` is the last window."""
         streaks, windows = [*filter(None, self.streaks)] or [0], self.windows or [0]
         return {
@@ -187,7 +187,7 @@ class ReadingStats:
     draft_s: float = 0.0
     answers: int = 0
 
-    def add(self, pace: Pace) -> None:
+    def add(self, pace: PipelineTimes) -> None:
         """Add the measurements of an answer that has ended."""
         self.answers += 1
         self.judged += pace.judged - TOKENS_KNOWN
@@ -207,7 +207,7 @@ class ReadingStats:
         return best_window(*figures, most)[1] if window is None else expected_gain(*figures, window)
 
 
-class Reading(NamedTuple):
+class PromptReading(NamedTuple):
     """What a draft reads for one answer: what `pruner` keeps of the video, or all of it (None). `note` says so in the
     report; `way` collects the figures of answers read in this way."""
 
@@ -229,7 +229,7 @@ class ReadingChoice:
 
     def reading(
         self, pruner: TokenPruner, length: int, window: int | None, most: int, sampled: bool
-    ) -> Reading:
+    ) -> PromptReading:
         """Choose how to read a prompt of `length` tokens: the whole video first, then once the pruned one to measure it,
         then the faster.
 
@@ -237,7 +237,7 @@ class ReadingChoice:
         `sampled` tokens and a given window the whole is read: times must not change which tokens are sampled.
         """
         whole, less = self.ways.setdefault(length.bit_length(), (ReadingStats(), ReadingStats()))
-        gain, of_part, thinned = whole.gain(window, most), less.gain(window, most), part(pruner)
+        gain, of_part, thinned = whole.gain(window, most), less.gain(window, most), share_text(pruner)
         at_best = math.inf
         if self.bare_s and whole.draft_s:
             at_best = replace(whole, draft_s=min(self.bare_s, whole.draft_s)).gain(window, most)
@@ -253,13 +253,13 @@ class ReadingChoice:
         else:
             prunes, why = True, "to measure it"
         way, chosen = (less, pruner) if prunes else (whole, None)
-        return Reading(way, chosen, f"it read {part(chosen)}: {why}")
+        return PromptReading(way, chosen, f"it read {share_text(chosen)}: {why}")
 
     def close(self) -> None:
         """Do nothing, as there is nothing to free."""
 
 
-def part(pruner: Any) -> str:
+def share_text(pruner: Any) -> str:
     """Say which share of the video `pruner` keeps; None: the whole."""
     if pruner is None:
         return "the whole video"

@@ -18,19 +18,25 @@ from mmaccel.core.decoding.worker import READY, Worker
 from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import at_least, limited, register
-from mmaccel.policies.draft._draft_decoder import Local, TokenDistribution
+from mmaccel.policies.draft._draft_decoder import LocalDrafter, TokenDistribution
 from mmaccel.policies.draft._draft_model import (
     IDS,
-    PeerStrategy,
+    DraftModelStrategy,
     check_text,
     check_vocabulary,
-    devices_of,
-    folder_of,
+    draft_folder,
     free_device,
+    model_devices,
 )
-from mmaccel.policies.draft._remote_drafter import MICRO, SERVICE, Remote
+from mmaccel.policies.draft._remote_drafter import MICRO, SERVICE, RemoteDrafter
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
-from mmaccel.policies.draft._window_model import Pace, PipelineStats, ReadingChoice, ReadingStats, best_window
+from mmaccel.policies.draft._window_model import (
+    PipelineStats,
+    PipelineTimes,
+    ReadingChoice,
+    ReadingStats,
+    best_window,
+)
 
 FIRST_WINDOW = 4
 """Tokens of the start-up window, and of windows until both times are known."""
@@ -40,7 +46,7 @@ QUIET_S = 2.0
 
 @register("draft", "parallel")
 @dataclass(frozen=True, kw_only=True)
-class Parallel(PeerStrategy):
+class Parallel(DraftModelStrategy):
     """ParallelVLM's pipeline: a draft generates window i while the target verifies window i - 1.
 
     Pre-verify: the target runs the last committed token alone, which verifies the first token of the window being drafted.
@@ -119,25 +125,25 @@ class Parallel(PeerStrategy):
 
     def open(self, target: ModelView) -> DraftState:
         vocab = target.geometry.vocab
-        engine: Local | Remote
+        engine: LocalDrafter | RemoteDrafter
         bare_s: float | None = None
         if self.process:
             worker = self._worker(target)
-            engine = Remote(worker, vocab)
+            engine = RemoteDrafter(worker, vocab)
             bare_s = worker.ready[1] * MICRO if len(worker.ready) > 1 else None
         else:
-            engine = Local(self.peer(target), vocab, target.device)
+            engine = LocalDrafter(self.peer(target), vocab, target.device)
         measured = self.prune_when == "measured"
         shares = target.hold("parallel shares", lambda: ReadingChoice(bare_s)) if measured else None
-        return Pipeline(engine, self, devices_of(target.model), vocab, shares)
+        return Pipeline(engine, self, model_devices(target.model), vocab, shares)
 
     def _worker(self, target: ModelView) -> Worker:
         first = next(target.model.parameters())
         options = {
-            "model": folder_of(self.name, target, str(self.model)),
+            "model": draft_folder(self.name, target, str(self.model)),
             "family": target.adapter.name,
             "dtype": str(first.dtype).removeprefix("torch."),
-            "device": self.device or free_device(devices_of(target.model)),
+            "device": self.device or free_device(model_devices(target.model)),
             "vocab": target.geometry.vocab,
             "threads": self.threads or torch.get_num_threads(),
             "bare": self.prune_when == "measured",
@@ -181,7 +187,7 @@ class Pipeline(DraftState):
 
     def __init__(
         self,
-        engine: Local | Remote,
+        engine: LocalDrafter | RemoteDrafter,
         choice: Parallel,
         devices: Sequence[torch.device],
         vocab: int,
@@ -201,7 +207,7 @@ class Pipeline(DraftState):
         self._last, self._vocab = devices[-1], vocab
         self._ahead = 0
         self._busy = self._due = False
-        self._pace = Pace()
+        self._pace = PipelineTimes()
         self._window = choice.window or min(FIRST_WINDOW, choice.most)
         self._tally = PipelineStats()
         self._resume, self._asked = 0, 0.0
@@ -228,7 +234,7 @@ class Pipeline(DraftState):
         pruned, compact = pruner is not None, pruner is not None and pruner.compact
         self._unsent = inputs, prompt.warp, pruned, compact, seed, prompt.stream, prompt.lasts
         if prompt.stream is not None:
-            self._pace = prompt.stream.pace = prompt.stream.pace or Pace()
+            self._pace = prompt.stream.pace = prompt.stream.pace or PipelineTimes()
             self._pace.go_on()
             self._resume = self._pace.rest
         if not self._resume:

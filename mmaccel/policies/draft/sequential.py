@@ -10,14 +10,22 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.decoding.draft import Drafting, DraftState, DraftStep, Prompt, Proposal, alone, draw
+from mmaccel.core.decoding.draft import (
+    Drafting,
+    DraftState,
+    DraftStep,
+    Prompt,
+    Proposal,
+    run_draft,
+    sample_index,
+)
 from mmaccel.core.registry import at_least, between, limited, register
-from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
+from mmaccel.policies.draft._draft_model import DraftModelState, DraftModelStrategy
 
 
 @register("draft", "sequential")
 @dataclass(frozen=True, kw_only=True)
-class Sequential(PeerStrategy):
+class Sequential(DraftModelStrategy):
     """A smaller model of the target's family drafts `window` tokens, one after the other, between the target's steps.
 
     The draft is given the whole prompt, pixels included: it sees the video; in a session it watches what the target watches.
@@ -47,7 +55,7 @@ class Sequential(PeerStrategy):
         return Drafter(peer.runner(), peer.device, self, target.geometry.vocab)
 
 
-class Drafter(PeerState):
+class Drafter(DraftModelState):
     """Drafts with a `sequential` model. Within a round the runner has run `_fed` drafted tokens after column `_mark`.
 
     Committed tokens are only recorded, so that a draft that is not used costs nothing: `_tokens` are the prompt and what
@@ -66,7 +74,7 @@ class Drafter(PeerState):
         self._left = prompt.max_new_tokens or sys.maxsize
 
     def propose(self) -> Proposal:
-        return alone(self.drafting())  # type: ignore[no-any-return]
+        return run_draft(self.drafting())  # type: ignore[no-any-return]
 
     def drafting(self, most: int | None = None) -> Drafting:
         # The target adds a token of its own to whatever it keeps.
@@ -97,7 +105,7 @@ class Drafter(PeerState):
                     feed = said.argmax(-1, keepdim=True)
                 else:
                     rows.append(row)
-                    feed = draw(row, self._generator)
+                    feed = sample_index(row, self._generator)
             drafted.append(feed)
         self._drafted += len(drafted)
         return Proposal(torch.cat(drafted), q=torch.stack(rows) if rows else None)

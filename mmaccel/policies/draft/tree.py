@@ -12,7 +12,7 @@ from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.decoding.draft import DraftState, Proposal
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import at_least, limited, register
-from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
+from mmaccel.policies.draft._draft_model import DraftModelState, DraftModelStrategy
 
 STATIC = (
     ((0,), (1,), (2,), (3,)),
@@ -26,7 +26,7 @@ STATIC = (
 
 @register("draft", "tree")
 @dataclass(frozen=True, kw_only=True)
-class Tree(PeerStrategy):
+class Tree(DraftModelStrategy):
     """A smaller model drafts a tree of likely continuations; the target verifies all branches with a tree attention mask.
 
     Children are the most likely tokens, chosen without randomness. So sampling stays exact: the target draws its own token,
@@ -43,7 +43,7 @@ class Tree(PeerStrategy):
     kv     the memory of the draft's own stream, in a session; null: one like the target's
     """
 
-    needs: ClassVar[frozenset[str]] = PeerStrategy.needs | {"branches"}
+    needs: ClassVar[frozenset[str]] = DraftModelStrategy.needs | {"branches"}
 
     shape: Literal["static", "dynamic"] = "static"
     depth: int = limited(5, at_least(1))
@@ -66,7 +66,7 @@ class Tree(PeerStrategy):
         return _Gardener(peer.runner(), peer.device, self, target.geometry.vocab)
 
 
-class _Gardener(PeerState):
+class _Gardener(DraftModelState):
     """The state of a draft that proposes trees. What it ran of a tree is rolled back at once; `_run` has the nodes of the
     current tree that were run, in their order."""
 

@@ -27,7 +27,7 @@ from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv._ingest import RUN
 from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv._window import WindowedPolicy
-from mmaccel.policies.kv.store import HostStore, Shape, Spill
+from mmaccel.policies.kv.store import HostStore, Spill, UnitShape
 
 Prefetch = Literal["off", "query", "projected"]
 
@@ -48,7 +48,7 @@ class FormerField:
     speed: tuple[Any, ...] = ()
 
 
-def renamed(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> None:
+def replace_field(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> None:
     """Replace the former field `old` by `new`, set to `value`, with a warning; raises `RecipeError` if both are given and
     disagree."""
     if new in given and given[new] != value:
@@ -77,7 +77,7 @@ class HostMemory(Policy):
 
     def open(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
         """Return an empty store for a stream's units (frames)."""
-        shape = Shape(geometry.layers, geometry.kv_heads, stream.unit, geometry.head_dim, stream.dtype)
+        shape = UnitShape(geometry.layers, geometry.kv_heads, stream.unit, geometry.head_dim, stream.dtype)
         own = {"spill": self.spill, "folder": self.folder, "together": self.process_bytes}
         return HostStore(shape, device, cap=self.host_bytes, **own)  # type: ignore[arg-type]
 
@@ -203,7 +203,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
         own = replace(own, shown=shown, recalled=self.frames, cache=self.cache, clusters=self.index.clusters)
         return replace(own, host=None, evicts=self.store.spill == "drop_oldest")
 
-    def outdated(self, unit: int, age: float) -> bool:
+    def is_expired(self, unit: int, age: float) -> bool:
         """Return whether `unit` (a frame), shown `age` seconds before the newest, is to be forgotten."""
         if self.keep_seconds is None or age <= self.keep_seconds:
             return False
@@ -287,7 +287,7 @@ class SharedArchive(ArchivedMemory):
         self.store.lost = []
         if policy.keep_seconds is not None and not self._asked_about and held:
             newest = shown(self._count - 1)
-            old = [unit for unit in held if policy.outdated(unit, newest - shown(unit))]
+            old = [unit for unit in held if policy.is_expired(unit, newest - shown(unit))]
             self._forget(old := [unit for unit in old if not pinned(unit)])
             self.store.drop(old)
             gone += old

@@ -107,7 +107,7 @@ class FrameIndex(Index):
             setattr(self, side, held)
             for layer in range(self.layers if units else 0):
                 held[layer, :units] = found[f"{name}.{layer}"][0].transpose(0, 1).flatten(1)
-        gone = checkpoint_io.numbers(facts["gone"], "index.json: gone", units)
+        gone = checkpoint_io.check_ints(facts["gone"], "index.json: gone", units)
         self.absent = pad(torch.zeros(0, dtype=torch.bool), (0, units))
         self.absent[gone] = True
         self._units, self._ready = units, None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.prune import QuotaPruner, Signals, Stage, others, spread
+from mmaccel.core.prefill.prune import QuotaPruner, Signals, Stage, complement, evenly_spaced
 from mmaccel.core.registry import SHARE, limited, register
 
 
@@ -48,5 +48,5 @@ class AttentionPrune(QuotaPruner):
         total = ranked.values.clamp(min=0).double().cumsum(0)
         guided = min(int((total < self.mass * total[-1]).sum()) + 1, count) if self.mass < 1 else count
         first = ranked.indices[:guided]
-        rest = others(first, at.numel())
-        return torch.cat([first, rest[spread(count - guided, rest.numel(), at.device)]])
+        rest = complement(first, at.numel())
+        return torch.cat([first, rest[evenly_spaced(count - guided, rest.numel(), at.device)]])

@@ -11,7 +11,15 @@ from torch.nn.functional import cosine_similarity
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, best, frames, quota, staying
+from mmaccel.core.prefill.prune import (
+    Signals,
+    Stage,
+    TokenPruner,
+    best,
+    frame_columns,
+    quota,
+    staying_columns,
+)
 from mmaccel.core.registry import SHARE, Limit, between, limited, register
 
 
@@ -56,7 +64,7 @@ class DyCoke(TokenPruner):
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         states = signals["hidden"][0].float()
-        blocks = frames(layout)
+        blocks = frame_columns(layout)
         kinds = [int(layout.modality[0, block[0]]) for block in blocks]
         videos = [int(layout.segment[0, block[0]]) for block in blocks]
         kept, first = list(blocks), 0
@@ -69,7 +77,7 @@ class DyCoke(TokenPruner):
             if all(torch.equal(cell[0, frame], cell[0, before]) for cell in (layout.row, layout.column)):
                 likeness = cosine_similarity(states[frame], states[before], dim=-1)
                 kept[i] = frame[best(-likeness, quota(1 - self.drop, len(frame)))]
-        return staying(layout, *kept)
+        return staying_columns(layout, *kept)
 
     def on_stream(self) -> DyCoke:
         return replace(self, compact=self.drop > 0)

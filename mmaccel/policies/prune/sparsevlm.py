@@ -16,12 +16,12 @@ from mmaccel.core.prefill.prune import (
     Stage,
     TokenPruner,
     best,
-    candidates,
+    candidate_columns,
+    complement,
     observers,
-    others,
-    question,
+    question_text_columns,
     quota,
-    staying,
+    staying_columns,
 )
 from mmaccel.core.registry import SHARE, at_least, limited, register
 
@@ -104,26 +104,26 @@ class SparseVLM(TokenPruner):
         return self.cut(signals, layout, stage, total).columns
 
     def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
-        at = candidates(layout)
+        at = candidate_columns(layout)
         count = stage.count(at, total)
         if count == at.numel():
-            return Kept(staying(layout, at))
+            return Kept(staying_columns(layout, at))
         score = self._score(signals, layout, at)
         top = best(score, count)
-        rest = others(top, at.numel())
+        rest = complement(top, at.numel())
         pool = rest[best(score[rest], quota(self.recycle, rest.numel()))]
         if not pool.numel():
-            return Kept(staying(layout, at[top]))
+            return Kept(staying_columns(layout, at[top]))
         states = signals["hidden"][-1]
         chosen, means = _clusters(states[at[pool]], pool.numel() // 10 + 1, self.neighbours)
-        columns = staying(layout, at[top], at[pool[chosen]])
+        columns = staying_columns(layout, at[top], at[pool[chosen]])
         changed = states.index_copy(0, at[pool[chosen]], means)
         return Kept(columns, changed[columns])
 
     def _score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         """[m] the attention of the raters."""
         rows, judged = observers(layout), signals["attention"][0][:, at].float()
-        if self.raters == "all" or not bool(torch.isin(rows, question(layout)).any()):
+        if self.raters == "all" or not bool(torch.isin(rows, question_text_columns(layout)).any()):
             return judged.mean(0)
         embeddings = signals["hidden"][0].float()
         relation = (embeddings[at] @ embeddings[rows].T).softmax(-1).mean(0)

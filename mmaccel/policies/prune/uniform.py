@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.prune import QuotaPruner, Signals, Stage, spread
+from mmaccel.core.prefill.prune import QuotaPruner, Signals, Stage, evenly_spaced
 from mmaccel.core.registry import register
 
 
@@ -26,4 +26,4 @@ class UniformPrune(QuotaPruner):
         return (Stage(0, share=self.retention),)
 
     def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
-        return spread(count, at.numel(), at.device)
+        return evenly_spaced(count, at.numel(), at.device)

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.prune import ScorePruner, Signals, Stage, question
+from mmaccel.core.prefill.prune import ScorePruner, Signals, Stage, question_text_columns
 from mmaccel.core.registry import Limit, limited, register
 
 
@@ -62,7 +62,7 @@ class UVPrune(ScorePruner):
 
     def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         base, late = signals["hidden"]
-        rows = question(layout)
+        rows = question_text_columns(layout)
         gain = _likeness(late, at, rows)
         if self.variation:
             gain = gain - _likeness(base, at, rows)

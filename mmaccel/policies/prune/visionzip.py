@@ -16,10 +16,10 @@ from mmaccel.core.prefill.prune import (
     Signals,
     Stage,
     TokenPruner,
-    alike,
+    columns_by_frame_size,
+    evenly_spaced,
     quota,
-    spread,
-    staying,
+    staying_columns,
 )
 from mmaccel.core.registry import SHARE, limited, register
 
@@ -78,7 +78,7 @@ class VisionZip(TokenPruner):
         states = signals["hidden"][0]
         chosen: list[Tensor] = []
         changed = states.clone()
-        for frames in alike(layout):
+        for frames in columns_by_frame_size(layout):
             counts = self.counts(*frames.shape)
             for count in sorted(set(counts)):
                 columns = frames[[i for i, n in enumerate(counts) if n == count]]
@@ -88,12 +88,12 @@ class VisionZip(TokenPruner):
                 chosen.append(columns.gather(1, ranked[:, : count - merged]).flatten())
                 if merged:
                     rest = columns.gather(1, ranked[:, count - merged :].sort().values)
-                    steps = spread(merged, rest.shape[1], rest.device)
+                    steps = evenly_spaced(merged, rest.shape[1], rest.device)
                     middle = rest[:, steps].flatten()
                     means = _joined(states[rest], signals["vision_key"][rest], steps)
                     changed[middle] = means.flatten(0, 1).to(states.dtype)
                     chosen.append(middle)
-        columns = staying(layout, *chosen)
+        columns = staying_columns(layout, *chosen)
         return Kept(columns, changed[columns])
 
 

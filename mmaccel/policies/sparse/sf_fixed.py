@@ -123,7 +123,9 @@ class SFFixed(SegmentedPattern):
         segments, at = self.segments(region), region.at.clamp(min=0).long()
         # The keys of the segment of each query: segments lie two sizes apart, so that no two are within one.
         block, size = self.block, segments.size
-        pos = fitting(segments.number * (2 * size) + segments.offset, 2 * size * (segments.count + 1))
+        pos = as_int32_if_fits(
+            segments.number * (2 * size) + segments.offset, 2 * size * (segments.count + 1)
+        )
         q_pos = pos.gather(1, at).masked_fill(region.at < 0, -1)[:, None]
         order = region.q_row, region.keys.row[:, None], q_pos, pos[:, None]
         spans = [span_by_range(*order, 0, size, block, block, ordered=region.keys.count)]
@@ -166,6 +168,6 @@ class SFFixed(SegmentedPattern):
         return span_by_range(*order, 0, FAR, block, block)
 
 
-def fitting(pos: Tensor, most: int) -> Tensor:
+def as_int32_if_fits(pos: Tensor, most: int) -> Tensor:
     """Return the positions `pos` as int32 if `most`, the largest one, fits in 32 bits; else as int64."""
     return pos.to(torch.int64 if most >= 2**31 - 1 else torch.int32)

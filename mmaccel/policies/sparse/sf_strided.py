@@ -10,7 +10,7 @@ from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.prefill.plan import span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.orders import Region, spanned_blocks, whole_blocks
-from mmaccel.policies.sparse.sf_fixed import KeySegments, SegmentedPattern, fitting
+from mmaccel.policies.sparse.sf_fixed import KeySegments, SegmentedPattern, as_int32_if_fits
 
 
 @register("sparse", "sf_strided")
@@ -57,9 +57,9 @@ class SFStrided(SegmentedPattern):
         # Even cuts of min_stride or more are no more than `count`, one that is cut short among them.
         most = size * (segments.count + len(region.keys) - region.max_keys + 1)
         number = torch.arange(len(region.keys), device=stride.device)
-        k_pos = fitting(number // stride * size + number % stride, most)
+        k_pos = as_int32_if_fits(number // stride * size + number % stride, most)
         at = region.at.long()
-        q_pos = fitting(at // stride * size + at % stride, most).masked_fill(at < 0, -1)[:, None]
+        q_pos = as_int32_if_fits(at // stride * size + at % stride, most).masked_fill(at < 0, -1)[:, None]
         order = (region.q_row, region.keys.row[:, None], q_pos, k_pos[:, None])
         return region.part([span_by_range(*order, 0, size, block, block, ordered=region.keys.count)])
 
@@ -80,7 +80,7 @@ class SFStrided(SegmentedPattern):
         end = torch.where(at >= segments.stride, end, start)
         # Offsets lie twice `count` apart, so that no pair of two offsets is within the range.
         most = 2 * count * (segments.size + 2)
-        q_pos = fitting(own * (2 * count) + end - start - 1, most).masked_fill(q_row < 0, -1)
-        k_pos = fitting(offset * (2 * count) + k_pos, most).masked_fill(k_row < 0, 0)
+        q_pos = as_int32_if_fits(own * (2 * count) + end - start - 1, most).masked_fill(q_row < 0, -1)
+        k_pos = as_int32_if_fits(offset * (2 * count) + k_pos, most).masked_fill(k_row < 0, 0)
         tokens = (q_row[:, None], k_row[:, None], q_pos[:, None], k_pos[:, None])
         return Part(q_row[:, None], (span_by_range(*tokens, 0, count, block, block),), merge_group=1)

@@ -13,7 +13,7 @@ from mmaccel.policies.draft import _remote_drafter, parallel
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens, TokenDistribution
 from mmaccel.policies.draft.sequential import Drafter, Sequential
 from tests.core.test_generate import limit, run
-from tests.core.toy import ToyRunner, Triples, bigram, prompt, view
+from tests.core.toy import ToyRunner, Triples, bigram, toy_prompt, view
 from tests.policies.draft.toy_service import VOCAB, table
 
 from .test_parallel import V, pipeline, sampled
@@ -28,7 +28,7 @@ def test_as_many_drawn_tokens_are_kept_as_by_drafting_in_turns(heat: float) -> N
     length, kept = 4_000, []
     in_turns = Drafter(ToyRunner(small), torch.device("cpu"), Sequential(window=1), V)
     for state in (pipeline(large, small, V, window=1), in_turns):
-        said = prompt(
+        said = toy_prompt(
             [0],
             warp=lambda ids, logits: torch.softmax(logits / heat, -1),
             generator=torch.Generator().manual_seed(5),
@@ -45,12 +45,12 @@ def test_sampled_triples_of_a_late_draft_have_the_targets_joint_distribution(
     """Windows that come when the target has gone on by itself: refused, or agreed with by chance and judged from there."""
     dice, late = random.Random(2), []  # type: random.Random, list[bool]
 
-    class Late(parallel.Local):
+    class Late(parallel.LocalDrafter):
         def collect(self, limit_s: float) -> DraftedTokens | None:
             late.append(dice.random() < 0.3)
             return None if late[-1] else super().collect(limit_s)
 
-    monkeypatch.setattr(parallel, "Local", Late)
+    monkeypatch.setattr(parallel, "LocalDrafter", Late)
     assert sampled("plain", 1_500) > 1e-4 and sum(late) > 300
 
 
@@ -68,7 +68,7 @@ def test_what_a_token_was_drawn_from_crosses_the_wire() -> None:
     worker = Worker(SERVICE, {"model": "1"}, silence_s=20.0)
     try:
         worker.wait(READY, 20.0)
-        engine = _remote_drafter.Remote(worker, VOCAB)
+        engine = _remote_drafter.RemoteDrafter(worker, VOCAB)
         engine.begin({"input_ids": torch.tensor([[1, 0]])}, Softmax(), False, False, 9)
         for length, fix in ((0, []), (3, [5])):
             engine.ask(length, fix, 4)

@@ -18,7 +18,7 @@ from mmaccel.core.decoding.draft import Proposal, accept
 from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.policies.draft import _draft_model, parallel
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens
-from mmaccel.policies.draft._window_model import Pace, best_window, tokens_per_round
+from mmaccel.policies.draft._window_model import PipelineTimes, best_window, tokens_per_round
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests import sentence
 from tests.core.test_generate import limit, run
@@ -27,11 +27,11 @@ from tests.core.toy import (
     ToyModel,
     ToyRunner,
     Triples,
-    alone,
     bigram,
     count_triples,
+    decode_greedily,
     g_test,
-    prompt,
+    toy_prompt,
     view,
 )
 
@@ -69,7 +69,7 @@ def test_figure_8() -> None:
         return propose
 
     state.propose = heard(state.propose)  # type: ignore[method-assign]
-    ids, runner, meter = run(target, state, limit(8), prompt([0]))
+    ids, runner, meter = run(target, state, limit(8), toy_prompt([0]))
     assert [WORDS[i] for i in ids[1:]] == WORDS[1:8]
     assert runner.steps == 3
     # Post-verify of the rest of the start-up window and the first of the next; of the rest of that; pre-verify of "a".
@@ -86,10 +86,10 @@ def test_greedy_is_the_target_alone(seed: int, vocab: int, length: int, window: 
     table = torch.randint(0, 6, (vocab, vocab), generator=g).float()
     other = torch.where(torch.rand(vocab, 1, generator=g) < likeness, table, table.roll(1, 1))
     target, stop = bigram(table), limit(length, 0)
-    said = prompt([1], max_new_tokens=length - 1)
+    said = toy_prompt([1], max_new_tokens=length - 1)
     state = pipeline(target, bigram(other), vocab, window=window)
     ids, runner, meter = run(target, state, stop, said)
-    assert ids == alone(target, [1], stop) and not meter.failures
+    assert ids == decode_greedily(target, [1], stop) and not meter.failures
     assert runner.tokens == ids[:-1]
     assert all(proposed <= window for proposed, _ in meter.rounds)
 
@@ -97,9 +97,9 @@ def test_greedy_is_the_target_alone(seed: int, vocab: int, length: int, window: 
 def test_a_perfect_draft_is_kept_whole_and_saves_steps() -> None:
     target = bigram(torch.eye(5).roll(1, 1))
     state = pipeline(target, target, 5, window=4)
-    ids, runner, meter = run(target, state, limit(1 + 33), prompt([0], max_new_tokens=33))
+    ids, runner, meter = run(target, state, limit(1 + 33), toy_prompt([0], max_new_tokens=33))
     assert all(proposed == kept for proposed, kept in meter.rounds)
-    assert runner.steps == 8 and ids == alone(target, [0], limit(34))
+    assert runner.steps == 8 and ids == decode_greedily(target, [0], limit(34))
 
 
 @pytest.mark.parametrize(("quiet", "told"), [(0.0, True), (60.0, False)])
@@ -118,8 +118,8 @@ def test_a_draft_that_falls_silent_is_told_of(
 
     monkeypatch.setattr(state._engine, "collect", silent)
     warns = "had said nothing for" if told else None
-    ids, _, meter = run(target, state, limit(34), prompt([0], max_new_tokens=33), warns)
-    assert ids == alone(target, [0], limit(34))
+    ids, _, meter = run(target, state, limit(34), toy_prompt([0], max_new_tokens=33), warns)
+    assert ids == decode_greedily(target, [0], limit(34))
     counters = state.counters()
     assert counters["late"] == 1 and counters["alone"] > 10
     note = (
@@ -133,7 +133,7 @@ def test_a_draft_of_more_tokens_than_the_target_has_never_says_them() -> None:
     target = bigram(torch.eye(5).roll(1, 1))
     padded = torch.nn.functional.pad(torch.eye(5).roll(1, 1), (0, 3), value=50.0)
     state = pipeline(target, bigram(padded), 5, window=3)
-    _, _, meter = run(target, state, limit(20), prompt([0]))
+    _, _, meter = run(target, state, limit(20), toy_prompt([0]))
     assert all(proposed == kept for proposed, kept in meter.rounds)
 
 
@@ -150,9 +150,9 @@ def test_after_a_refusal_the_draft_goes_on_from_what_was_said() -> None:
         return target(tokens).roll(1) if len(tokens) % 9 == 0 else target(tokens)
 
     state = pipeline(target, small, 7, window=4)
-    ids, _, meter = run(target, state, limit(100), prompt([1], max_new_tokens=99))
+    ids, _, meter = run(target, state, limit(100), toy_prompt([1], max_new_tokens=99))
     lies = sum(len(ids[:n]) % 9 == 0 for n in range(2, 100))
-    assert ids == alone(target, [1], limit(100))
+    assert ids == decode_greedily(target, [1], limit(100))
     assert sum(proposed > kept for proposed, kept in meter.rounds) == lies
     writer = state._engine._writer  # type: ignore[attr-defined]
     assert [1, *writer.line][: len(ids) - 9] == ids[: len(ids) - 9]
@@ -176,7 +176,7 @@ def test_a_writer_goes_back_to_any_token() -> None:
         assert run == [3, 1, *line][: len(run)] and len(run) == 2 + len(line) - 1
 
 
-class Sluggish(parallel.Local):
+class Sluggish(parallel.LocalDrafter):
     """A draft in this process that is not always there in time."""
 
     def __init__(self, writer: DraftDecoder, dice: random.Random) -> None:
@@ -196,9 +196,9 @@ def test_a_draft_that_is_late_changes_no_token(seed: int, window: int) -> None:
     engine = Sluggish(DraftDecoder(ToyRunner(bigram(other)), "cpu", 5), random.Random(seed))
     choice = Parallel(model=ToyModel(bigram(other), 5), window=window, process=False)
     ids, _, meter = run(
-        target, Pipeline(engine, choice, [torch.device("cpu")], 5), stop, prompt([1], max_new_tokens=39)
+        target, Pipeline(engine, choice, [torch.device("cpu")], 5), stop, toy_prompt([1], max_new_tokens=39)
     )
-    assert ids == alone(target, [1], stop) and not meter.failures
+    assert ids == decode_greedily(target, [1], stop) and not meter.failures
 
 
 def test_the_second_process_takes_a_device_that_the_target_leaves_free(
@@ -241,7 +241,7 @@ def sampled(shape: str, triples: int = 2_500, window: int = 2) -> float:
     counts = torch.zeros(V, V, V, dtype=torch.long)
     chunk = 250
     for _ in range(triples // chunk):
-        said = prompt([0], warp=lambda ids, logits: warp(logits), generator=g)
+        said = toy_prompt([0], warp=lambda ids, logits: warp(logits), generator=g)
         state = pipeline(large, small, V, window=window)
         ids, _, meter = run(large, state, limit(1 + 3 * chunk), said)
         assert not meter.failures
@@ -314,7 +314,7 @@ def test_rounding_goes_the_way_that_gains_more() -> None:
 
 
 def test_a_pace_follows_what_it_is_told() -> None:
-    pace = Pace()
+    pace = PipelineTimes()
     assert not pace.known and pace.keep == pytest.approx(0.8)
     for _ in range(60):
         pace.step(2.0)
@@ -326,7 +326,7 @@ def test_a_pace_follows_what_it_is_told() -> None:
 
 def test_a_pace_forgets_steps_that_were_compiled_and_captured() -> None:
     """Two slow steps, then even ones; and later a slow one again, after which the window would be of another size."""
-    pace = Pace()
+    pace = PipelineTimes()
     for seconds in (3.0, 0.06, 0.02, 0.02, 0.02):
         pace.step(seconds)
         pace.drafted(seconds, 1)
@@ -343,7 +343,7 @@ def test_the_window_follows_the_measured_ratio(monkeypatch: pytest.MonkeyPatch) 
     state = pipeline(target, target, 5, most=9)
     monkeypatch.setattr(state._pace, "step", lambda s: setattr(state._pace, "step_s", 7.2e-3))
     monkeypatch.setattr(state._pace, "drafted", lambda s, n: setattr(state._pace, "draft_s", 1e-3))
-    _, _, meter = run(target, state, limit(80), prompt([0]))
+    _, _, meter = run(target, state, limit(80), toy_prompt([0]))
     assert state.counters()["window"] in (7, 8) and meter.rounds[-2][0] in (7, 8)
 
 
@@ -351,9 +351,9 @@ def test_a_draft_that_cannot_gain_rests_and_says_so(monkeypatch: pytest.MonkeyPa
     target = bigram(torch.eye(5).roll(1, 1))
     state = pipeline(target, bigram(torch.eye(5)), 5)
     monkeypatch.setattr(state._pace, "drafted", lambda s, n: setattr(state._pace, "draft_s", 1.0))
-    ids, _, _ = run(target, state, limit(60), prompt([0]))
+    ids, _, _ = run(target, state, limit(60), toy_prompt([0]))
     told = state.counters()
-    assert ids == alone(target, [0], limit(60))
+    assert ids == decode_greedily(target, [0], limit(60))
     assert told["pauses"] >= 1 and told["expected_gain"] <= 1 and told["drafted"] < 40
     why = state.notes()[-1]
     assert why.startswith(f"paused {told['pauses']:.0f} time")

@@ -22,8 +22,8 @@ import torch
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding import worker as worker_module
-from mmaccel.core.decoding.generate import Speculation, lockstep, speculate
-from mmaccel.core.decoding.worker import OWN, READY, Wire, Worker
+from mmaccel.core.decoding.generate import Speculation, decode_in_turn, speculate
+from mmaccel.core.decoding.worker import OWN, READY, SocketEnd, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import registry
@@ -32,7 +32,7 @@ from mmaccel.policies.draft._draft_decoder import DraftDecoder
 from mmaccel.policies.draft._remote_drafter import pack
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit
-from tests.core.toy import Meter, ToyRunner, alone, bigram, prompt, view
+from tests.core.toy import Meter, ToyRunner, bigram, decode_greedily, toy_prompt, view
 from tests.policies.draft.toy_service import VOCAB, table
 
 SERVICE = "tests.policies.draft.toy_service:serve"
@@ -56,7 +56,7 @@ def target() -> Iterator[ModelView]:
 
 
 def decode(target: ModelView, choice: Parallel, **said: Any) -> tuple[list[int], Pipeline, Meter]:
-    told = prompt([1, 0], max_new_tokens=58, **said)
+    told = toy_prompt([1, 0], max_new_tokens=58, **said)
     state, runner, meter = choice.open(target), ToyRunner(TARGET), Meter()
     assert isinstance(state, Pipeline)
     state.begin(told)
@@ -77,7 +77,7 @@ def test_two_processes_say_what_one_says(target: ModelView) -> None:
         process = None
         for _ in range(2):
             ids, state, meter = slowly(target, choice)
-            assert ids == alone(TARGET, [1, 0], STOP) and not meter.failures
+            assert ids == decode_greedily(TARGET, [1, 0], STOP) and not meter.failures
             worker = held(target, seed)
             assert process in (None, worker.process.pid), "the process is kept for the next sequence"
             process = worker.process.pid
@@ -94,7 +94,11 @@ def test_a_right_draft_saves_target_steps(target: ModelView) -> None:
 def test_a_pruned_prompt_is_read_when_the_columns_are_told(target: ModelView) -> None:
     ids, state, meter = slowly(target, Toy(model="1", window=3, prune=registry("prune").build("uniform")))
     assert isinstance(state._choice.prune, TokenPruner)
-    assert ids == alone(TARGET, [1, 0], STOP) and not meter.failures and state.counters()["drafted"] > 10
+    assert (
+        ids == decode_greedily(TARGET, [1, 0], STOP)
+        and not meter.failures
+        and state.counters()["drafted"] > 10
+    )
 
 
 def test_a_process_that_is_slow_to_begin_is_not_told_of_as_silent() -> None:
@@ -124,7 +128,11 @@ def test_a_processor_that_the_process_cannot_have_costs_no_draft(
     prune = registry("prune").build("uniform") if pruned else None
     with pytest.warns(MmaccelWarning, match="can be imported"):
         ids, state, meter = slowly(target, Toy(model="1", window=3, prune=prune), warp=Likeliest())
-    assert ids == alone(TARGET, [1, 0], STOP) and not meter.failures and state.counters()["drafted"] > 10
+    assert (
+        ids == decode_greedily(TARGET, [1, 0], STOP)
+        and not meter.failures
+        and state.counters()["drafted"] > 10
+    )
     assert held(target, "1").alive, "the process is there for the next sequence"
 
 
@@ -146,14 +154,14 @@ def test_a_process_that_fails_loses_no_token(target: ModelView, fault: str) -> N
     choice = Toy(model=f"1:{fault}:3", window=3, timeout_s=0.6)
     with pytest.warns(MmaccelWarning, match=DEAD[fault]):
         ids, _, meter = slowly(target, choice)
-    assert ids == alone(TARGET, [1, 0], STOP)
+    assert ids == decode_greedily(TARGET, [1, 0], STOP)
     assert len(meter.failures) == 1
     worker = held(target, f"1:{fault}:3")
     assert not worker.alive and worker.process.poll() is not None, "a broken process is not left behind"
     if fault == "killed":
         with pytest.warns(MmaccelWarning):
             ids, _, meter = slowly(target, choice)
-        assert ids == alone(TARGET, [1, 0], STOP) and sum(kept for _, kept in meter.rounds) > 0
+        assert ids == decode_greedily(TARGET, [1, 0], STOP) and sum(kept for _, kept in meter.rounds) > 0
         assert held(target, "1:killed:3").process.pid != worker.process.pid, "the next sequence has a new one"
 
 
@@ -163,7 +171,7 @@ def together(
     """Several sequences of one process, begun one after the other and decoded in turns; each has an end of its own."""
     states, meters, sequences = [], [], []
     for start in starts:
-        told = prompt([1, start], max_new_tokens=58)
+        told = toy_prompt([1, start], max_new_tokens=58)
         state, runner, meter = choice.open(target), ToyRunner(TARGET), Meter()
         assert isinstance(state, Pipeline)
         state.begin(told)
@@ -174,7 +182,7 @@ def together(
         meters.append(meter)
     with pytest.MonkeyPatch.context() as patch:
         dawdle(patch)
-        lockstep(sequences)
+        decode_in_turn(sequences)
     return [sequence.ids[0].tolist() for sequence in sequences], states, meters
 
 
@@ -187,7 +195,7 @@ def test_one_process_serves_several_sequences(target: ModelView) -> None:
     choice = Toy(model="32", window=3)
     ids, states, meters = together(target, choice, STARTS)
     for got, start, meter, state in zip(ids, STARTS, meters, states, strict=True):
-        assert got == alone(TARGET, [1, start], limit(60 - 9 * start)) and not meter.failures
+        assert got == decode_greedily(TARGET, [1, start], limit(60 - 9 * start)) and not meter.failures
         assert state.counters()["drafted"] > 10 and sum(kept for _, kept in meter.rounds) > 0
     refused = [sum(kept < proposed for proposed, kept in meter.rounds) for meter in meters]
     assert refused[0] > 0 and refused[1] > 0 and refused[2] == 0
@@ -204,9 +212,9 @@ def test_the_process_frees_what_it_holds_of_a_sequence_that_is_over() -> None:
 
     def serve() -> None:
         with contextlib.suppress(DraftError):
-            _remote_drafter.serve_decoder(Wire(theirs), fresh)
+            _remote_drafter.serve_decoder(SocketEnd(theirs), fresh)
 
-    process, wire = threading.Thread(target=serve), Wire(ours)
+    process, wire = threading.Thread(target=serve), SocketEnd(ours)
     process.start()
     blob = pack({"input_ids": torch.tensor([[1, 0]])}, _remote_drafter._packed(None))
     for number in (1, 2):
@@ -230,13 +238,13 @@ def test_a_process_that_dies_loses_no_token_of_several_sequences(target: ModelVi
     with pytest.warns(MmaccelWarning, match="ended|reached"):
         ids, _, meters = together(target, Toy(model="1:killed:4", window=3), STARTS)
     for got, start, meter in zip(ids, STARTS, meters, strict=True):
-        assert got == alone(TARGET, [1, start], limit(60 - 9 * start)) and len(meter.failures) == 1
+        assert got == decode_greedily(TARGET, [1, start], limit(60 - 9 * start)) and len(meter.failures) == 1
 
 
 def test_a_prompt_is_taken_while_the_process_reads_another(target: ModelView) -> None:
     """More than the wire holds, sent to a process at work: the target does not wait for it."""
     worker = Toy(model="1:slow:0", window=3)._worker(target)
-    first, second = _remote_drafter.Remote(worker, VOCAB), _remote_drafter.Remote(worker, VOCAB)
+    first, second = _remote_drafter.RemoteDrafter(worker, VOCAB), _remote_drafter.RemoteDrafter(worker, VOCAB)
     ids = torch.tensor([[1, 0]])
     first.begin({"input_ids": ids}, None, False, False, 0)
     for _ in range(10):
@@ -270,7 +278,7 @@ def dawdle(patch: pytest.MonkeyPatch) -> None:
 
 def test_a_slow_draft_is_not_waited_for_and_not_lost(target: ModelView) -> None:
     ids, state, meter = slowly(target, Toy(model="1:slow:0", window=3))
-    assert ids == alone(TARGET, [1, 0], STOP) and not meter.failures
+    assert ids == decode_greedily(TARGET, [1, 0], STOP) and not meter.failures
     assert state.counters()["late"] >= 1
 
 
@@ -290,12 +298,12 @@ def test_a_service_that_is_not_there_is_told() -> None:
 def test_what_an_abandoned_sequence_left_unread_does_not_block_the_next(target: ModelView) -> None:
     choice = Toy(model="1:floods:1", window=3, timeout_s=5.0)
     state = choice.open(target)
-    state.begin(prompt([1, 0]))
+    state.begin(toy_prompt([1, 0]))
     time.sleep(0.5)
     state.close()
     state = choice.open(target)
     began = time.monotonic()
-    state.begin(prompt([1, 0], inputs={"pixel_values": torch.zeros(1 << 21)}))
+    state.begin(toy_prompt([1, 0], inputs={"pixel_values": torch.zeros(1 << 21)}))
     assert time.monotonic() - began < 4
     state.close()
 
@@ -306,14 +314,14 @@ def test_half_a_message_stalls_nothing(target: ModelView) -> None:
     held_by = choice._worker(target)
     began = time.monotonic()
     ids, state, _ = slowly(target, choice)
-    assert ids == alone(TARGET, [1, 0], STOP) and time.monotonic() - began < 10
+    assert ids == decode_greedily(TARGET, [1, 0], STOP) and time.monotonic() - began < 10
     assert state.counters()["alone"] > 0 and held_by.alive
     held_by.close()
 
 
 def test_a_message_that_comes_in_pieces_is_whole() -> None:
     ours, theirs = socket.socketpair()
-    wire, other = Wire(ours), Wire(theirs)
+    wire, other = SocketEnd(ours), SocketEnd(theirs)
     sent: list[bytes] = []
 
     real, other._end = other._end, Mock(sendall=lambda data: sent.append(bytes(data)))

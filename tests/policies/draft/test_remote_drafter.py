@@ -25,10 +25,10 @@ from mmaccel.core.registry import policy
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder
-from mmaccel.policies.draft._remote_drafter import ALIGN, SLAB, SMALL, Remote, pack, packing, unpack
+from mmaccel.policies.draft._remote_drafter import ALIGN, SLAB, SMALL, RemoteDrafter, pack, pack_later, unpack
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 from tests.core.test_generate import limit
-from tests.core.toy import alone, bigram
+from tests.core.toy import bigram, decode_greedily
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 from tests.policies.draft.toy_service import VOCAB, table
 
@@ -61,7 +61,7 @@ def stop(worker: Worker) -> None:
 def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> None:
     """A process that takes nothing for now, and pixels that are more than the wire holds: all comes in order afterwards,
     and the end of the sequence is the first to wait for it, since from then on the pixels may be written over."""
-    first, second = _remote_drafter.Remote(worker, VOCAB), _remote_drafter.Remote(worker, VOCAB)
+    first, second = _remote_drafter.RemoteDrafter(worker, VOCAB), _remote_drafter.RemoteDrafter(worker, VOCAB)
     given = {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}
     stop(worker)
     first.begin(given, None, True, False, 0)
@@ -70,7 +70,7 @@ def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> No
     assert first.collect(0.1) is None
     os.kill(worker.process.pid, signal.SIGCONT)
     written = first.collect(10.0)
-    assert written is not None and [1, 0, *written.ids] == alone(TARGET, [1, 0], limit(5))
+    assert written is not None and [1, 0, *written.ids] == decode_greedily(TARGET, [1, 0], limit(5))
     first.close()
     stop(worker)
     second.begin(given, None, True, False, 0)
@@ -86,7 +86,7 @@ def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> No
 def test_a_process_that_is_ended_after_the_last_token_is_told_of(worker: Worker) -> None:
     """It took nothing of its prompt, for which the end of the sequence waits, and no token was asked of it."""
     worker.wire.silence_s = 0.3
-    engine = _remote_drafter.Remote(worker, VOCAB)
+    engine = _remote_drafter.RemoteDrafter(worker, VOCAB)
     stop(worker)
     engine.begin(
         {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}, None, True, False, 0
@@ -103,7 +103,7 @@ def test_a_prompt_that_cannot_be_made_is_told_by_the_next_call(worker: Worker) -
 
     worker.post(OWN, 1, 0, 0, blob=unmade)
     with pytest.raises(DraftError, match="no room"):
-        worker.posted()
+        worker.wait_until_sent()
     assert not worker.alive and worker.process.poll() is not None
 
 
@@ -135,14 +135,14 @@ def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(worker: Worker) 
         return []
 
     worker.post(OWN + 4, 1, blob=slow)
-    worker.posted()
+    worker.wait_until_sent()
     assert worker.receive(0.0) is None and worker.alive
 
 
 def test_a_prompt_that_is_not_taken_does_not_hide_why_a_sequence_ended(worker: Worker) -> None:
     """Whoever closes a sequence because of another error tells that one; the next sequence gets another process."""
     worker.wire.silence_s = 0.3
-    one = _remote_drafter.Remote(worker, VOCAB)
+    one = _remote_drafter.RemoteDrafter(worker, VOCAB)
     stop(worker)
     one.begin({"input_ids": torch.zeros(1, 1 << 20, dtype=torch.long)}, None, True, False, 0)
     with pytest.raises(MemoryError):
@@ -164,7 +164,7 @@ def test_pixels_leave_a_device_as_they_were_when_the_prompt_was_told() -> None:
         work = work @ work / work.norm()
     pixels = torch.empty(3, SLAB // 2 + 5, dtype=torch.bfloat16, device="cuda").fill_(7.0)
     whole = {"pixels": pixels, "view": pixels[:, 1::2], "one": torch.tensor(2, device="cuda")}
-    made = packing(whole, b"more")
+    made = pack_later(whole, b"more")
     told, blob = torch.cuda.Event(), []
     thread = threading.Thread(target=lambda: blob.extend(made()))
     told.record()
@@ -189,13 +189,13 @@ def test_what_travels_with_the_prompt() -> None:
     worker: Any = Listening()
     ids = torch.tensor([[1, 2]])
     given = {"input_ids": ids, "second_per_grid_ts": [0.5, 1.0], "streamer": object(), "use_cache": None}
-    _remote_drafter.Remote(worker, VOCAB).begin(given, Halved(torch.tensor([2.0])), False, False, 0)
+    _remote_drafter.RemoteDrafter(worker, VOCAB).begin(given, Halved(torch.tensor([2.0])), False, False, 0)
     assert worker.inputs.keys() == {"input_ids", "second_per_grid_ts"}
     assert worker.inputs["second_per_grid_ts"] == [0.5, 1.0]
     warp = _remote_drafter._unpacked(worker, worker.warp, "meta")
     assert isinstance(warp, Halved) and warp.by.is_meta, "its tensors are where the draft's logits are"
     with pytest.warns(MmaccelWarning, match="give logits processors that can be pickled"):
-        _remote_drafter.Remote(worker, VOCAB).begin(given, lambda ids, logits: logits, False, False, 0)
+        _remote_drafter.RemoteDrafter(worker, VOCAB).begin(given, lambda ids, logits: logits, False, False, 0)
     assert _remote_drafter._unpacked(worker, worker.warp, "cpu") is None
 
 
@@ -288,7 +288,7 @@ def written(stream: DraftStream, target: ModelView) -> list[int]:
     stream.ask(QUESTION, COUNT)
     inputs: Any = {"input_ids": torch.tensor([[1, 0]])}
     if isinstance(stream, RemoteDraftStream):
-        with closing(Remote(stream._worker, target.geometry.vocab)) as remote:
+        with closing(RemoteDrafter(stream._worker, target.geometry.vocab)) as remote:
             remote.begin(inputs, None, False, False, 0, stream)
             remote.ask(0, [7], COUNT)
             found = remote.collect(60.0)

@@ -26,11 +26,11 @@ from tests.core.toy import (
     ToyModel,
     ToyRunner,
     Triples,
-    alone,
     bigram,
     count_triples,
+    decode_greedily,
     g_test,
-    prompt,
+    toy_prompt,
     view,
 )
 
@@ -65,9 +65,9 @@ def test_greedy_output_is_the_targets(seed: int, window: int, length: int, chang
     table = random_table(6, seed)
     small = table.clone()
     small[:changes] = random_table(6, seed + 1)[:changes]
-    rule, said = bigram(table), prompt([4, 2, 5], max_new_tokens=(length - 3) * known)
+    rule, said = bigram(table), toy_prompt([4, 2, 5], max_new_tokens=(length - 3) * known)
     ids, meter, runner, _ = run(rule, bigram(small), said, length, window, 6)
-    assert ids == alone(rule, [4, 2, 5], lambda ids: ids.shape[1] >= length)
+    assert ids == decode_greedily(rule, [4, 2, 5], lambda ids: ids.shape[1] >= length)
     # The draft has run the committed ids, then its own last guesses but one: no token twice, none left out.
     before = 4 + sum(accepted + 1 for _, accepted in meter.rounds[:-1])
     if meter.rounds and meter.rounds[-1][0]:
@@ -88,7 +88,7 @@ def test_a_draft_with_the_targets_weights_is_accepted_whole(window: int, samplin
     rule = bigram(torch.randn(6, 6, generator=torch.Generator().manual_seed(2)))
     g = torch.Generator().manual_seed(0)
     warp = (lambda ids, logits: torch.softmax(logits / 1.2, -1)) if sampling else None
-    said = prompt([1], warp=warp, generator=g, max_new_tokens=61)
+    said = toy_prompt([1], warp=warp, generator=g, max_new_tokens=61)
     _, meter, _, draft = run(rule, rule, said, 62, window, 6)
     assert all(accepted == proposed for proposed, accepted in meter.rounds)
     assert len(meter.rounds) == -(-60 // (window + 1))
@@ -100,7 +100,7 @@ def test_a_draft_with_the_targets_weights_is_accepted_whole(window: int, samplin
 
 def test_the_draft_sees_all_of_the_prompt() -> None:
     rule, pixels = bigram(random_table(5, 0)), torch.randn(2, 3)
-    said = prompt([0, 3], inputs={"pixel_values_videos": pixels, "fps": 2.0})
+    said = toy_prompt([0, 3], inputs={"pixel_values_videos": pixels, "fps": 2.0})
     _, _, runner, _ = run(rule, rule, said, 6, 2, 5)
     assert torch.equal(runner.inputs["pixel_values_videos"], pixels) and runner.inputs["fps"] == 2.0
     assert runner.inputs["input_ids"].tolist() == [[0, 3]]
@@ -108,7 +108,7 @@ def test_the_draft_sees_all_of_the_prompt() -> None:
 
 def test_the_prompt_is_read_after_the_targets_first_token_is_out() -> None:
     rule = bigram(torch.eye(5).roll(1, 1))
-    drafting, target, said = ToyRunner(rule), ToyRunner(rule), prompt([1, 0])
+    drafting, target, said = ToyRunner(rule), ToyRunner(rule), toy_prompt([1, 0])
     draft, read = Drafter(drafting, torch.device("cpu"), Sequential(window=2), 5), []
     draft.begin(said)
     speculate(
@@ -130,7 +130,7 @@ def test_penalties_see_the_drafted_tokens() -> None:
         return torch.softmax(logits.index_fill(0, ids[-4:], float("-inf")), -1)
 
     rule = bigram(torch.zeros(6, 6))
-    said = prompt([0], warp=warp, generator=torch.Generator().manual_seed(0))
+    said = toy_prompt([0], warp=warp, generator=torch.Generator().manual_seed(0))
     ids, meter, _, _ = run(rule, rule, said, 60, 3, 6)
     assert all(len(set(ids[i : i + 5])) == 5 for i in range(len(ids) - 4))
     assert all(accepted == proposed for proposed, accepted in meter.rounds)
@@ -151,11 +151,11 @@ def test_a_draft_of_another_padding(theirs: int, sampling: bool) -> None:
         return small[min(tokens[-1], theirs - 1)]
 
     warp = (lambda ids, logits: torch.softmax(logits, -1)) if sampling else None
-    rule, said = bigram(table), prompt([3], warp=warp, generator=g)
+    rule, said = bigram(table), toy_prompt([3], warp=warp, generator=g)
     ids, meter, _, _ = run(rule, known, said, 80, 4, vocab, theirs)
     assert len(ids) == 80 and max(ids) < vocab
     if not sampling:
-        assert ids == alone(rule, [3], lambda ids: ids.shape[1] >= 80)
+        assert ids == decode_greedily(rule, [3], lambda ids: ids.shape[1] >= 80)
     assert sum(accepted for _, accepted in meter.rounds) > 0.7 * sum(proposed for proposed, _ in meter.rounds)
 
 
@@ -169,7 +169,13 @@ def test_sampled_triples_have_the_targets_joint_distribution(confidence: float) 
     counts = torch.zeros(vocab, vocab, vocab, dtype=torch.long)
     for _ in range(10):
         ids, *_ = run(
-            large, small, prompt([0], warp=warp, generator=g), 1 + 3 * chunk, 2, vocab, confidence=confidence
+            large,
+            small,
+            toy_prompt([0], warp=warp, generator=g),
+            1 + 3 * chunk,
+            2,
+            vocab,
+            confidence=confidence,
         )
         counts += count_triples(torch.tensor(ids[1:]).view(-1, 3), vocab)
     assert g_test(counts, large.joint(lambda logits: torch.softmax(logits / 0.7, -1))) > 1e-4
@@ -232,7 +238,7 @@ def test_the_vocabulary_rule(a: int, b: int, same: bool) -> None:
 
 def test_a_closed_draft_says_so() -> None:
     draft = Sequential(model=ToyModel(bigram(torch.eye(4)), 4)).open(view(bigram(torch.eye(4)), 4))
-    draft.begin(prompt([0]))
+    draft.begin(toy_prompt([0]))
     draft.close()
     draft.observe(torch.tensor([1]), 0)
     with pytest.raises(DraftError, match="closed"):
@@ -246,7 +252,7 @@ def test_what_nobody_judged_is_forgotten(seed: int, window: int) -> None:
     for again in (False, True):
         draft = Sequential(model=ToyModel(bigram(random_table(6, seed)), 6), window=window)
         state = draft.open(view(bigram(random_table(6, seed)), 6))
-        state.begin(prompt([0, 3]))
+        state.begin(toy_prompt([0, 3]))
         state.observe(torch.tensor([1]), 0)
         seen = list[Any]()
         for kept in (0, window, 1):
@@ -268,9 +274,9 @@ def test_lookback_covers_a_whole_window() -> None:
 def test_a_window_ends_where_the_draft_is_not_sure(seed: int, confidence: float) -> None:
     table, small = random_table(6, seed), random_table(6, seed + 1)
     small[:3] = table[:3]
-    said = prompt([4, 2, 5])
+    said = toy_prompt([4, 2, 5])
     ids, meter, _, draft = run(bigram(table), bigram(small), said, 30, 4, 6, confidence=confidence)
-    assert ids == alone(bigram(table), [4, 2, 5], lambda ids: ids.shape[1] >= 30)
+    assert ids == decode_greedily(bigram(table), [4, 2, 5], lambda ids: ids.shape[1] >= 30)
     sure, at = small.softmax(-1).amax(-1) >= confidence, 3
     for proposed, accepted in meter.rounds[:-1]:
         token, want = ids[at], 1

@@ -13,7 +13,7 @@ import mmaccel
 from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.errors import RecipeError
 from mmaccel.policies.draft import Parallel
-from mmaccel.policies.draft._window_model import PAUSE, SETTLED, Pace, ReadingChoice
+from mmaccel.policies.draft._window_model import PAUSE, SETTLED, PipelineTimes, ReadingChoice
 from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -29,7 +29,7 @@ def answer(
     reading = shares.reading(UV, length, window, 16, sampled=False)
     way = "whole" if reading.pruner is None else "part"
     keep, draft_s = figures[f"{way}_keep"], figures[f"{way}_s"]
-    pace = Pace(step_s=10.0, draft_s=draft_s)
+    pace = PipelineTimes(step_s=10.0, draft_s=draft_s)
     pace.judged, pace.kept = pace.judged + 100, pace.kept + 100 * keep
     reading.way.add(pace)
     return way, reading.note
@@ -68,7 +68,11 @@ def test_a_way_that_is_never_ready_gains_nothing() -> None:
     for _ in range(5):
         reading = shares.reading(UV, 100, 4, 16, sampled=False)
         found.append(reading.pruner is None)
-        pace = Pace() if reading.pruner is None else Pace(step_s=10.0, draft_s=2.0, judged=60.0, kept=50.0)
+        pace = (
+            PipelineTimes()
+            if reading.pruner is None
+            else PipelineTimes(step_s=10.0, draft_s=2.0, judged=60.0, kept=50.0)
+        )
         reading.way.add(pace)
     assert found == [True, True, False, False, False]
 
@@ -88,7 +92,9 @@ def test_what_is_sampled_at_a_given_window_does_not_hang_on_the_clock() -> None:
         for pruner in want:
             reading = shares.reading(UV, 100, window, 16, sampled)
             assert reading.pruner is pruner
-            reading.way.add(Pace(step_s=10.0, draft_s=9.0 if pruner is None else 2.0, judged=60.0, kept=50.0))
+            reading.way.add(
+                PipelineTimes(step_s=10.0, draft_s=9.0 if pruner is None else 2.0, judged=60.0, kept=50.0)
+            )
 
 
 @pytest.mark.parametrize("family", BUILD)
@@ -121,7 +127,7 @@ def test_when_to_prune_is_checked() -> None:
 
 def test_a_draft_that_pauses_is_judged_anew_before_it_pauses_again() -> None:
     """Target steps without a draft say nothing of it; what was found in a row doubles the pause."""
-    pace = Pace(step_s=1.0, draft_s=4.0)
+    pace = PipelineTimes(step_s=1.0, draft_s=4.0)
     for _ in range(SETTLED):
         pace.step(1.0)
         pace.judge(0, True)

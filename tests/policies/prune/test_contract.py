@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel import Recipe, check_policy
-from mmaccel.contract.prefill import DEPTH, check_cuts, signals_for
+from mmaccel.contract.prefill import DEPTH, check_stages, random_signals
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.prefill.prune import TokenPruner, best, checked_stages, quota, spread
+from mmaccel.core.prefill.prune import TokenPruner, best, checked_stages, evenly_spaced, quota
 from mmaccel.core.recipe import policy
 from mmaccel.core.registry import registry
 from tests.policies.prune.layouts import frames_of, layout_of, layouts, visual
@@ -37,7 +37,7 @@ def build(name: str, **fields: Any) -> TokenPruner:
 @pytest.mark.parametrize("name", NAMES)
 @given(layout=layouts(), seed=st.integers(0, 99))
 def test_text_and_marks_stay(name: str, layout, seed: int) -> None:
-    check_cuts(build(name), layout, seed)
+    check_stages(build(name), layout, seed)
     check_policy(build(name), rounds=1, seed=seed)
 
 
@@ -47,7 +47,7 @@ def test_everything_and_nothing(name: str, layout) -> None:
     for fields, want in ((EVERYTHING, layout.length), (NOTHING, layout.length - len(visual(layout)))):
         pruner = build(name, **fields.get(name, {"retention": 1.0 if fields is EVERYTHING else 0.0}))
         stage = pruner.stages(DEPTH)[-1]
-        signals = signals_for(layout, stage)
+        signals = random_signals(layout, stage)
         kept = pruner.cut(signals, layout, stage)
         if name == "dycoke" and fields is NOTHING:
             # The first of every four frames stays, and frames of unlike grids.
@@ -67,7 +67,7 @@ def test_counts_are_exact(name: str, retention: float, count: int) -> None:
     layout = layout_of([("text", 3), ("video", [(2, 5)] * 10, 1), ("text", 4)])
     pruner = build(name, retention=retention)
     (stage,) = pruner.stages(DEPTH)
-    kept = pruner.keep(signals_for(layout, stage), layout, stage)
+    kept = pruner.keep(random_signals(layout, stage), layout, stage)
     assert len(kept) == count + 3 + 1 + 4
 
 
@@ -148,7 +148,7 @@ def test_recipes_take_what_acts_on_the_target(name: str) -> None:
 
 @given(count=st.integers(0, 40), more=st.integers(0, 200))
 def test_spread_is_distinct_and_even(count: int, more: int) -> None:
-    places = spread(count, count + more).tolist()
+    places = evenly_spaced(count, count + more).tolist()
     assert len(set(places)) == count and places == sorted(places)
     assert all(0 <= p < count + more for p in places)
     steps = {b - a for a, b in pairwise(places)}

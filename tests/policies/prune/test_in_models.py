@@ -18,7 +18,7 @@ from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import IMAGE
 from mmaccel.core.prefill.attention import NOTE, Note
-from mmaccel.core.prefill.prune import PrefillPass, Probe, TokenPruner, candidates, quota, thin
+from mmaccel.core.prefill.prune import PrefillPass, Probe, TokenPruner, candidate_columns, quota, thin
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, SequenceMeter
 from mmaccel.models.install import Hooks
@@ -234,17 +234,21 @@ def test_it_chooses_among_what_the_read_layers_hold(
         left = [cache.state.kept[cache.state.part_of(layer)] for layer in range(6)]
     read = [*stage.hidden, *(n for group in stage.attention for n in group)]
     held = left[max(read)]
-    assert held is not None and candidates(thin(layout, held)).numel() < candidates(layout).numel()
+    assert (
+        held is not None and candidate_columns(thin(layout, held)).numel() < candidate_columns(layout).numel()
+    )
     (columns,) = told
     assert torch.isin(columns, held).all()
-    count = candidates(layout.take(columns)).numel()
-    assert count == min(quota(0.2, candidates(layout).numel()), candidates(layout.take(held)).numel())
+    count = candidate_columns(layout.take(columns)).numel()
+    assert count == min(
+        quota(0.2, candidate_columns(layout).numel()), candidate_columns(layout.take(held)).numel()
+    )
     if name == "uv":
         signals = {}
         whole = [torch.cat(states[index]) for index in stage.hidden]
         own = [torch.arange(layout.length) if left[index] is None else left[index] for index in stage.hidden]
         signals["hidden"] = torch.stack([s[torch.isin(o, held)] for s, o in zip(whole, own, strict=True)])
-        kept = pruner.keep(signals, thin(layout, held), stage, candidates(layout).numel())
+        kept = pruner.keep(signals, thin(layout, held), stage, candidate_columns(layout).numel())
         assert held[kept].tolist() == columns.tolist()
     else:
         assert torch.allclose(listener.attention.sum(-1), torch.ones(()), atol=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.contract.prefill import signals_for
+from mmaccel.contract.prefill import random_signals
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import Stage, thin
 from mmaccel.models.signals import received_attention
@@ -83,7 +83,7 @@ def test_attention_takes_a_share_of_the_mass_then_spreads(
     pruner = AttentionPrune(retention=retention, mass=mass)
     (stage,) = pruner.stages(4)
     assert stage.attention == ((0, 1, 2, 3),)
-    signals = signals_for(layout, stage, asked=5)
+    signals = random_signals(layout, stage, asked=5)
     score = {c: float(signals["attention"][0, :, c].mean()) for c in visual(layout)}
     quota, total = down(retention, len(score)), sum(score.values())
     taken: list[int] = []
@@ -104,7 +104,7 @@ def test_attention_by_variation_is_the_gain_from_first_to_last_layer(layout: Tok
     pruner = AttentionPrune(retention=0.4, mass=1.0, variation=True)
     (stage,) = pruner.stages(6)
     assert stage.attention == ((0,), (5,))
-    a = (signals := signals_for(layout, stage, asked=3))["attention"]
+    a = (signals := random_signals(layout, stage, asked=3))["attention"]
     score = {c: float(a[1, :, c].mean() - a[0, :, c].mean()) for c in visual(layout)}
     assert pruner.keep(signals, layout, stage).tolist() == whole(layout, top(score, down(0.4, len(score))))
 
@@ -138,7 +138,7 @@ def test_fastv_ranks_by_the_last_word_in_the_layer_before(layout: TokenLayout) -
     pruner = FastV(retention=0.4, layer=3)
     (stage,) = pruner.stages(8)
     assert (stage.layer, stage.attention, stage.hidden) == (3, ((2,),), ())
-    signals = signals_for(layout, stage, asked=4)
+    signals = random_signals(layout, stage, asked=4)
     score = {c: float(signals["attention"][0, 3, c]) for c in visual(layout)}
     assert pruner.keep(signals, layout, stage).tolist() == whole(layout, top(score, down(0.4, len(score))))
 
@@ -156,7 +156,7 @@ def test_pyramid_drop_halves_the_prompt_s_count_at_every_stage(layout: TokenLayo
     assert [(s.layer, s.attention) for s in stages] == [(8, ((8,),)), (16, ((16,),)), (24, ((24,),))]
     m, left, names = len(visual(layout)), layout, list(range(layout.length))
     for rank, stage in enumerate(stages, 1):
-        signals = signals_for(left, stage, seed=rank, asked=3)
+        signals = random_signals(left, stage, seed=rank, asked=3)
         score = {c: float(signals["attention"][0, -1, c]) for c in visual(left)}
         want = whole(left, top(score, m // 2**rank))
         kept = pruner.keep(signals, left, stage, m)
@@ -215,7 +215,7 @@ def test_sparsevlm_raters_scores_and_recycling(recycle: float) -> None:
     pruner = SparseVLM(retention=(0.5,), layers=(2,), recycle=recycle)
     (stage,) = pruner.stages(8)
     assert (stage.layer, stage.hidden, stage.attention) == (3, (0, 3), ((2,),))
-    signals = signals_for(layout, stage, asked=7)
+    signals = random_signals(layout, stage, asked=7)
     columns, merged = sparse_by_hand(signals, layout, 48, recycle)
     kept = pruner.cut(signals, layout, stage, 96)
     assert kept.columns.tolist() == columns and pruner.keep(signals, layout, stage, 96).tolist() == columns
@@ -234,7 +234,7 @@ def test_sparsevlm_raters_scores_and_recycling(recycle: float) -> None:
 def test_sparsevlm_on_any_layout(layout: TokenLayout) -> None:
     pruner = SparseVLM(retention=(0.4,), layers=(1,))
     (stage,) = pruner.stages(8)
-    signals = signals_for(layout, stage, asked=len(looking(layout)))
+    signals = random_signals(layout, stage, asked=len(looking(layout)))
     columns, _ = sparse_by_hand(signals, layout, down(0.4, len(visual(layout))), 0.3)
     assert pruner.keep(signals, layout, stage).tolist() == columns
 
@@ -243,7 +243,7 @@ def test_sparsevlm_cuts_where_its_paper_does() -> None:
     stages = SparseVLM().stages(32)
     assert [s.layer for s in stages] == [3, 7, 16]
     layout = layout_of([("video", [(24, 24)]), ("text", 1)])
-    signals = signals_for(layout, stages[0])
+    signals = random_signals(layout, stages[0])
     counts = []
     for stage in stages:
         kept = SparseVLM(recycle=0.0).keep(signals, layout, stage, 576)
@@ -255,7 +255,7 @@ def test_sparsevlm_cuts_where_its_paper_does() -> None:
 def test_dycoke_thins_what_repeats(layout: TokenLayout, drop: float) -> None:
     pruner = DyCoke(drop=drop)
     (stage,) = pruner.stages(8)
-    signals = signals_for(layout, stage)
+    signals = random_signals(layout, stage)
     states, frames = signals["hidden"][0], frames_of(layout)
     segment = [int(layout.segment[0, f[0]]) for f in frames]
     kept: list[int] = []
@@ -290,7 +290,7 @@ def test_dycoke_looks_again_when_attention_turns() -> None:
 def test_visionzip_dominant_and_contextual(layout: TokenLayout, retention: float, contextual: float) -> None:
     pruner = VisionZip(retention=retention, contextual=contextual)
     (stage,) = pruner.stages(8)
-    signals = signals_for(layout, stage)
+    signals = random_signals(layout, stage)
     states, score, key = signals["hidden"][0], signals["vision_attention"], signals["vision_key"]
     kept: list[int] = []
     want = states.clone()
@@ -319,7 +319,7 @@ def test_visionzip_counts_as_its_paper_does() -> None:
     layout = layout_of([("video", [(14, 14)] * 2, 1), ("text", 2)])
     pruner = VisionZip()
     (stage,) = pruner.stages(8)
-    signals = signals_for(layout, stage)
+    signals = random_signals(layout, stage)
     kept = pruner.cut(signals, layout, stage)
     assert len(kept.columns) == 2 * 64 + 1 + 2
     assert kept.states is not None
@@ -331,7 +331,7 @@ def test_visionzip_carries_what_rounding_takes() -> None:
     layout = layout_of([("video", [(4, 4)] * 10, 1), ("text", 2)])
     pruner = VisionZip(retention=0.1, carry=True)
     (stage,) = pruner.stages(8)
-    kept = pruner.keep(signals_for(layout, stage), layout, stage)
+    kept = pruner.keep(random_signals(layout, stage), layout, stage)
     each = [len(set(frame) & set(kept.tolist())) for frame in frames_of(layout)]
     assert sum(each) == 16 == sum(pruner.counts(10, 16)) and each == pruner.counts(10, 16)
     assert set(each) == {1, 2} and VisionZip(retention=0.1).counts(10, 16) == [1] * 10
@@ -344,7 +344,7 @@ def test_visionzip_takes_all_frames_at_once() -> None:
     counts = []
     for many in (4, 400):
         layout = layout_of([("video", [(4, 4)] * many, 1), ("text", 2)])
-        signals = signals_for(layout, stage)
+        signals = random_signals(layout, stage)
         with Ops() as ops:
             pruner.cut(signals, layout, stage)
         query, key = torch.randn(2, many, 2, 16, 8)

@@ -12,7 +12,7 @@ import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.attention import NOTE, Note
-from mmaccel.core.prefill.prune import PrefillPass, Probe, candidates
+from mmaccel.core.prefill.prune import PrefillPass, Probe, candidate_columns
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.policies.prune import by_hand
@@ -263,7 +263,7 @@ def test_visionzip_reads_the_vision_tower(family: str, model: Any, plain: Any, k
         else:  # 2 x 3 tokens of four patches each, side by side in the order of windows of 2 x 2 tokens
             told.append(frame.unflatten(0, (-1, 4)).mean(1)[[0, 1, 4, 2, 3, 5]])
     signals = torch.zeros(layout.length, told[0].shape[1])
-    signals[candidates(layout)] = torch.cat(told)
+    signals[candidate_columns(layout)] = torch.cat(told)
     (stage,) = pruner.stages(6)
 
     def cut(told: dict[str, Any]) -> tuple[Tensor, Tensor]:

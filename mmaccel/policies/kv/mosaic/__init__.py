@@ -21,7 +21,7 @@ from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import at_least, limited, register
-from mmaccel.policies.kv._archived import ArchivedPolicy, FormerField, Prefetch, renamed
+from mmaccel.policies.kv._archived import ArchivedPolicy, FormerField, Prefetch, replace_field
 from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, SearchResult, SearchTables
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable
@@ -112,7 +112,7 @@ class ClusterIndex(Index):
             room = max(level.used, int(cluster.max()) + 1)
             for name in ("key", "value", "time"):
                 setattr(self, name, grow_buffer(getattr(self, name), 1, room, fill=0, share=SPARE))
-            members = level.contents(layer, cluster)
+            members = level.members_of(layer, cluster)
             row, column = (members >= 0).nonzero(as_tuple=True)
             owned = self._sent(layer[row]), self._sent(members[row, column])
             self._owner = grow_buffer(self._owner, 1, level.owner.shape[1], fill=0, share=SPARE)
@@ -135,7 +135,7 @@ class ClusterIndex(Index):
             return
         room = max(level.used, int(cluster.max()) + 1)
         self.visual_key = grow_buffer(self.visual_key, 1, room, fill=0, share=SPARE)
-        units = level.contents(torch.zeros_like(cluster), cluster)
+        units = level.members_of(torch.zeros_like(cluster), cluster)
         at, members = self._sent(cluster), [some[some >= 0] for some in units]
         keys = [kept.key[some].to(kept.work).sum(0) / max(1, len(some)) for some in members]
         self.visual_key[:, at] = self._sent(torch.stack(keys, 1), self.key)
@@ -381,11 +381,11 @@ class Mosaic(ArchivedPolicy):
             if type(on) is bool:
                 del given["prefetch"]
             told = "predictor, or a prefetch of true or false,"
-            renamed("mosaic", given, told, "off" if on is False else PREDICTORS[predictor], "prefetch")
+            replace_field("mosaic", given, told, "off" if on is False else PREDICTORS[predictor], "prefetch")
         if "batch_layers" in given:
             if type(together := given.pop("batch_layers")) is not bool:
                 raise RecipeError(
                     f"mosaic: batch_layers is {shown(together)}; leave it out and set encode_by."
                 )
-            renamed("mosaic", given, "batch_layers", "pass" if together else "frame", "encode_by")
+            replace_field("mosaic", given, "batch_layers", "pass" if together else "frame", "encode_by")
         return super().upgrade(given)

@@ -211,13 +211,13 @@ class ClusterTable:
         fewer = ((size > 0) & (size < before)).nonzero()
         for begin in range(0, len(fewer), TOGETHER):
             at = fewer[begin : begin + TOGETHER].unbind(1)
-            inside = self.contents(*at)
+            inside = self.members_of(*at)
             self.centroid[at], self.variance[at], _ = summary(points(at[0], inside), inside >= 0)
         self.dirty = (size > 0) | (before > 0)
         self.checkpoint()
         self._count_ids()
 
-    def contents(self, layer: Tensor, cluster: Tensor) -> Tensor:
+    def members_of(self, layer: Tensor, cluster: Tensor) -> Tensor:
         """Return the members [b, m] of clusters (layer [b], cluster [b]), as wide as the largest; -1: none."""
         size = self.size[layer, cluster]
         return self.members[layer, cluster, : int(size.max()) if size.numel() else 0]
@@ -262,7 +262,7 @@ class ClusterTable:
                     getattr(self, name)[layer, cluster] = row
             self.dirty[layer, cluster] = True
         for layer, cluster, _ in self._journal:
-            self._own(layer, cluster, self.contents(layer, cluster))
+            self._own(layer, cluster, self.members_of(layer, cluster))
         self.checkpoint()
         self._count_ids()
 
@@ -341,7 +341,7 @@ class ClusterTable:
             self.members = torch.cat([self.members, more], 2)
 
 
-class Matching:
+class NearestCluster:
     """Finds the nearest cluster for points `x` [n, d], one after another, by the cosine with the centroids of one level of
     one layer.
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable, Matching, insert, merge, one_thread
-from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, UnitMeans, kmeans, refine
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, NearestCluster, insert, merge, one_thread
+from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, UnitMeans, kmeans, split_exceeding
 
 FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
 MOST = 1 << 53  # saved counters are below this
@@ -115,9 +115,9 @@ class Hierarchy:
             wanted["centre_key"] = (layers, width + 1), means.work
         found = checkpoint_io.read_tensors(folder / "clusters.safetensors", wanted, torch.device("cpu"))
         count = found["semantic.size"].shape[1] if levels else 0
-        self.buffer = [checkpoint_io.numbers(ids, "clusters.json: buffer", count) for ids in facts["buffer"]]
-        checkpoint_io.numbers(list(facts["counters"].values()), "clusters.json: counters", MOST)
-        absent = checkpoint_io.numbers(facts["absent"], "clusters.json: absent", units)
+        self.buffer = [checkpoint_io.check_ints(x, "clusters.json: buffer", count) for x in facts["buffer"]]
+        checkpoint_io.check_ints(list(facts["counters"].values()), "clusters.json: counters", MOST)
+        absent = checkpoint_io.check_ints(facts["absent"], "clusters.json: absent", units)
         means.append(found["look"], found["key"], found["value"])
         self.units, self.counters = units, Counter(facts["counters"])
         for name, level in levels.items():
@@ -166,7 +166,7 @@ class Hierarchy:
         every = torch.arange(self.layers)
         for begin in range(self.units, have, TOGETHER)[:most]:
             units = torch.arange(begin, min(begin + TOGETHER, have))
-            matching = Matching(self.visual, self.means.look_points(ZERO, units))
+            matching = NearestCluster(self.visual, self.means.look_points(ZERO, units))
             keys = self.means.key_points(every, units.expand(self.layers, -1)).unbind(1)
             for row, unit in enumerate(units.tolist()):
                 cluster = self._place_look(unit, row, matching)
@@ -193,7 +193,7 @@ class Hierarchy:
         self._refine_visual(self.visual.size[0].nonzero()[:, 0])
         everything = torch.arange(self.layers)
         for one in self.visual.size[0].nonzero()[:, 0].tolist():
-            inside = self.visual.contents(ZERO, torch.tensor([one]))[0].sort().values
+            inside = self.visual.members_of(ZERO, torch.tensor([one]))[0].sort().values
             k = max(1, round(inside.numel() / rules.semantic))
             x = means.key_points(everything, inside.expand(self.layers, -1))
             labels = kmeans(x, k)
@@ -210,11 +210,11 @@ class Hierarchy:
         rules, least = self.rules, torch.full((level.layers,), FLOOR, dtype=level.variance.dtype)
         bounds = Bounds(least, least, rules.alpha, rules.smallest, level.owner.shape[1])
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
-        refine(level, bounds, points, layer, cluster, rules.unmix)
+        split_exceeding(level, bounds, points, layer, cluster, rules.unmix)
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
         level.set("limit", layer, cluster, 0.0)
 
-    def _place_look(self, unit: int, row: int, matching: Matching) -> int:
+    def _place_look(self, unit: int, row: int, matching: NearestCluster) -> int:
         """The visual cluster of `unit`, the `row`-th of those being matched."""
         rules, level = self.rules, self.visual
         u, best = matching.x[row : row + 1], matching.nearest(row)
@@ -228,7 +228,7 @@ class Hierarchy:
         else:
             cluster = torch.tensor([best])
             level.add(ZERO, cluster, unit, *insert(centroid, level.variance[0, near], n, u))
-        new = self._refine_visual(cluster) if bounds.first_exceeded(level, int(cluster)) else []
+        new = self._refine_visual(cluster) if bounds.exceeded_in_first_layer(level, int(cluster)) else []
         matching.renew([int(cluster), *new])
         return int(level.owner[0, unit]) if new else int(cluster)
 
@@ -241,7 +241,7 @@ class Hierarchy:
                 made.append(other)
 
         points, layer = self.means.look_points, torch.zeros_like(cluster)
-        refine(self.visual, self.bounds[0], points, layer, cluster, self.rules.gain, split)
+        split_exceeding(self.visual, self.bounds[0], points, layer, cluster, self.rules.gain, split)
         self.counters["visual_splits"] += len(made)
         return made
 
@@ -253,7 +253,7 @@ class Hierarchy:
             return
         level, cluster = self.semantic, children[layer, at]
         apart: tuple[Tensor, Tensor] | None = None
-        members = level.contents(layer, cluster)
+        members = level.members_of(layer, cluster)
         gone = (self.visual.owner[0, members.clamp_min(0)] == new) & (members >= 0)
         whole = gone.sum(1) == level.size[layer, cluster]
         torn = gone.any(1) & ~whole
@@ -299,7 +299,7 @@ class Hierarchy:
             level.add(layer, near, unit, c, s2)
             self._flush(layer[home >= 0])
             return
-        members = level.contents(layer, near)
+        members = level.members_of(layer, near)
         here = members >= resident
         if cached is not None:
             here |= cached[layer[:, None], members.clamp_min(0)]
@@ -384,7 +384,7 @@ class Hierarchy:
             at = torch.tensor([layer]), torch.tensor([home])
             for one in [mini for mini in self.buffer[layer] if int(level.home[layer, mini]) == home]:
                 other = at[0], torch.tensor([one])
-                both = torch.cat([level.contents(*at), level.contents(*other)], 1)
+                both = torch.cat([level.members_of(*at), level.members_of(*other)], 1)
                 rows = level.centroid, level.variance, level.size
                 joined = merge(*(row[pair] for pair in (at, other) for row in rows))
                 size = level.size[at] + level.size[other]
@@ -397,4 +397,4 @@ class Hierarchy:
 
     def _refine(self, layer: Tensor, cluster: Tensor) -> int:
         points, bounds = self.means.key_points, self.bounds[1]
-        return refine(self.semantic, bounds, points, layer, cluster, self.rules.gain)
+        return split_exceeding(self.semantic, bounds, points, layer, cluster, self.rules.gain)

@@ -105,7 +105,7 @@ class Bounds:
             1 - torch.exp((1 - n) / self.alpha)
         )
 
-    def first_exceeded(self, level: ClusterTable, cluster: int) -> bool:
+    def exceeded_in_first_layer(self, level: ClusterTable, cluster: int) -> bool:
         """Return whether one cluster at layer 0 must be split: `exceeded`, faster, without tensors."""
         n, s2, limit = (float(row[0, cluster]) for row in (level.size, level.variance, level.limit))
         most = max(float(self._thresholds[0, min(int(n), self._thresholds.shape[1] - 1)]), limit)
@@ -118,7 +118,7 @@ class Bounds:
         return (s2 > often * most) | (n > self.largest)
 
 
-def refine(
+def split_exceeding(
     level: ClusterTable,
     bounds: Bounds,
     vectors: Callable[[Tensor, Tensor], Tensor],
@@ -141,7 +141,7 @@ def refine(
         layer, cluster, n, s2 = layer[too], cluster[too], n[too], s2[too]
         if not layer.numel():
             break
-        members = level.contents(layer, cluster)
+        members = level.members_of(layer, cluster)
         present = members >= 0
         x = vectors(layer, members)
         label = bisect(x, present) if depth < DEEPEST else halve(present)

@@ -1,6 +1,6 @@
 """Host-memory store of a stream's keys and values, and copies between host and device."""
 
 from mmaccel.policies.kv.store.host import HostStore, Spill
-from mmaccel.policies.kv.store.slabs import Shape
+from mmaccel.policies.kv.store.slabs import UnitShape
 
-__all__ = ["HostStore", "Shape", "Spill"]
+__all__ = ["HostStore", "Spill", "UnitShape"]

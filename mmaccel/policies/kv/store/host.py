@@ -17,7 +17,7 @@ from mmaccel.core.errors import RecipeError, StoreError
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.registry import one_of
 from mmaccel.policies.kv.store import saved
-from mmaccel.policies.kv.store.slabs import Lanes, Mark, Shape, Slabs, SlotTable, in_units
+from mmaccel.policies.kv.store.slabs import LaneMark, Lanes, Slabs, SlotTable, UnitShape, in_units
 
 Spill = Literal["refuse", "disk", "drop_oldest"]
 """When the host may hold no more: refuse, write to files, or forget the oldest units."""
@@ -52,7 +52,7 @@ class HostStore:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: UnitShape,
         device: torch.device | str,
         *,
         cap: int | None = None,
@@ -80,13 +80,13 @@ class HostStore:
         """Units that were forgotten to make room; whoever tells of them empties it."""
         self.relieve: Callable[[], bool] = lambda: False
         """Asked where all stores together have taken what they may: whether another one has given a slab back."""
-        self.written: dict[tuple[int, int], saved.Piece] = {}
+        self.written: dict[tuple[int, int], saved.SavedFile] = {}
         """The files of the last save, by layer and number, as far as their units are as they were then."""
         # What a gather reads: its places, the slabs and these, what divides their addresses, and on the device, made and
         # read on the wire's lane alone, the bytes from the first slab to each.
         self._laid: tuple[Sequence[Tensor], list[Tensor], int, list[Tensor]] | None = None
         self._counts = dict.fromkeys((*COUNTED, "seconds_in", "seconds_out"), 0.0)
-        self._timed: list[tuple[str, Mark, Mark]] = []
+        self._timed: list[tuple[str, LaneMark, LaneMark]] = []
 
     # Units in and out.
 
@@ -167,14 +167,14 @@ class HostStore:
             self.lanes.wire.run(work)
             disk = sum(slot >= self.slot_count for slot in slots)
             ended = self._end("seconds_in", began, fetches=1, copies_in=len(entries), disk_in=disk)
-        self.crossed(len(slots))
+        self.count_copied(len(slots))
         self.lanes.compute.wait(ended)
         return target[0], target[1]
 
-    def gather(self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = ()) -> tuple[Mark, Mark]:
+    def gather(self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = ()) -> tuple[LaneMark, LaneMark]:
         """Copy units (frames) from host memory to `out` [2, G, n * P, D] or [2, G, n, P, D], by one launch. `slot` [n]:
         where each unit is, on the device, made on the compute lane; -1 gives zeros. Returns the marks before and after the
-        copy; report the units copied to `crossed`.
+        copy; report the units copied to `count_copied`.
 
         places  tensors [m, 2, G, P, D] on the device that may be read too: their slots come after the host's, each place
                 beginning where a slab would; the same sequence holds the same tensors
@@ -196,7 +196,7 @@ class HostStore:
         self.lanes.wire.run(lambda: gather_units(out, slabs, base[0], slot, grain))
         return made, self._end("seconds_in", began, fetches=1, copies_in=1, gathers=1)
 
-    def crossed(self, units: int) -> None:
+    def count_copied(self, units: int) -> None:
         """Record that `gather` copied `units` units (frames) of one layer from the host."""
         self._counts["bytes_in"] += units * self.shape.nbytes
 
@@ -258,7 +258,7 @@ class HostStore:
             table.slot[layer, row] = slot = heapq.heappop(table.free)
             slabs.entries([slot])[0].copy_(kept)
         table.stale = True
-        slabs.give_back()
+        slabs.free_last_slab()
         self._laid, self._dropped = None, self._dropped + count
         self.lost += old[:count]
         return old[:count]
@@ -308,7 +308,7 @@ class HostStore:
     def save(self, folder: Path) -> None:
         """Write all units (frames) to `folder`; raises `StoreError` if that fails."""
         self.settle()
-        saved.write(self, folder)
+        saved.write_store(self, folder)
 
     def load(self, folder: Path, end: int = MOST) -> None:
         """Replace the contents by the units (frames) below `end` saved in `folder`; these are not counted. Raises
@@ -317,7 +317,7 @@ class HostStore:
         self._settle_times(0)
         before = dict(self._counts), self._dropped
         try:
-            saved.read(self, folder, end)
+            saved.read_store(self, folder, end)
         finally:
             self._settle_times(0)
             self._counts, self._dropped = before
@@ -356,7 +356,7 @@ class HostStore:
                 self._laid = None
                 continue
             drops = self.spill == "drop_oldest"
-            if drops and self.slabs.crowded and self.relieve():
+            if drops and self.slabs.is_process_full and self.relieve():
                 continue
             needed, held = units * self.shape.layers, self.units()
             left = (unit for unit in held if unit not in keep and not self.pinned(unit))
@@ -372,7 +372,7 @@ class HostStore:
             self._dropped += 1
         return gone
 
-    def _begin(self, *reads: Tensor) -> tuple[Mark, Mark]:
+    def _begin(self, *reads: Tensor) -> tuple[LaneMark, LaneMark]:
         """The wire works behind all that computes by now, and reads tensors made there; the marks where both are."""
         wire, made = self.lanes.wire, self.lanes.compute.mark(timed=True)
         wire.wait(made)
@@ -380,7 +380,7 @@ class HostStore:
             wire.uses(tensor)
         return made, wire.mark(timed=True)
 
-    def _end(self, kind: str, began: Mark, **counts: float) -> Mark:
+    def _end(self, kind: str, began: LaneMark, **counts: float) -> LaneMark:
         """What the wire was given since `began` is timed, and added to the counts; the mark after it."""
         ended = self.lanes.wire.mark(timed=True)
         self._timed.append((kind, began, ended))

@@ -28,7 +28,7 @@ FILE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedFile:
     """A file that was written: the `units` (frames) of a layer in it, their checksum, and its size."""
 
     units: list[int]
@@ -37,9 +37,9 @@ class Piece:
     size: int
 
 
-def write(store: Any, folder: Path) -> None:
+def write_store(store: Any, folder: Path) -> None:
     """Write all units (frames) of `store`, whose transfers have ended; raises `StoreError` if that fails."""
-    most, written = max(1, FILE_BYTES // store.shape.nbytes), dict[tuple[int, int], Piece]()
+    most, written = max(1, FILE_BYTES // store.shape.nbytes), dict[tuple[int, int], SavedFile]()
     told = list[dict[str, Any]]()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def write(store: Any, folder: Path) -> None:
                 if piece is None:
                     kept = torch.cat([store.entry(layer, unit) for unit in units])
                     checkpoint_io.write_tensors(path, {"units": kept})
-                    piece = Piece(units, path, _checksum(kept), path.stat().st_size)
+                    piece = SavedFile(units, path, _checksum(kept), path.stat().st_size)
                 written[layer, number] = piece
                 told.append({"file": path.name, "layer": layer, "units": units, "crc": piece.crc})
         index = {"version": VERSIONS[-1], "shape": store.shape.facts(), "pieces": told}
@@ -62,17 +62,17 @@ def write(store: Any, folder: Path) -> None:
     store.written = written
 
 
-def _again(last: Piece | None, units: list[int], path: Path) -> Piece | None:
+def _again(last: SavedFile | None, units: list[int], path: Path) -> SavedFile | None:
     """The file of the last save under another name, if it holds just these units and can have one."""
     if last is not None and last.units == units:
         with suppress(OSError):
             if last.path.stat().st_size == last.size:
                 os.link(last.path, path)
-                return Piece(units, path, last.crc, last.size)
+                return SavedFile(units, path, last.crc, last.size)
     return None
 
 
-def read(store: Any, folder: Path, end: int) -> None:
+def read_store(store: Any, folder: Path, end: int) -> None:
     """Read the units (frames) below `end` saved in `folder` into the empty `store`; raises `StoreError`."""
     try:
         index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")
@@ -88,8 +88,8 @@ def read(store: Any, folder: Path, end: int) -> None:
             )
         for piece in index["pieces"]:
             layer, units, path = piece["layer"], piece["units"], folder / piece["file"]
-            checkpoint_io.numbers([layer], f"{INDEX}: layer", store.shape.layers, StoreError)
-            checkpoint_io.numbers(units, f"{INDEX}: units", end, StoreError)
+            checkpoint_io.check_ints([layer], f"{INDEX}: layer", store.shape.layers, StoreError)
+            checkpoint_io.check_ints(units, f"{INDEX}: units", end, StoreError)
             if path.name != piece["file"]:
                 raise ValueError(f"{shown(piece['file'])} is not a file of a store")
             wanted = {"units": ((len(units), *store.shape.unit), store.shape.dtype)}
@@ -113,7 +113,7 @@ def _checksum(kept: Tensor) -> int:
     return zlib.crc32(raw)
 
 
-def occupy(path: Path, nbytes: int) -> None:
+def allocate_file(path: Path, nbytes: int) -> None:
     """Create a file of `nbytes` bytes whose disk space is allocated: writing to a memory map of a sparse file could fail."""
     with path.open("xb") as file:
         if hasattr(os, "posix_fallocate"):

@@ -39,7 +39,7 @@ _CUDA: Any = torch.cuda
 
 
 @dataclass(frozen=True)
-class Shape:
+class UnitShape:
     """The shape of a stored unit (frame): layers, kv heads G, tokens P, head size D, and the data type."""
 
     layers: int
@@ -85,7 +85,7 @@ class Slabs:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: UnitShape,
         pinned: bool,
         slab_bytes: int | None,
         cap: int | None,
@@ -136,7 +136,7 @@ class Slabs:
             self.slabs.append(self._file())
         return self._disk
 
-    def give_back(self) -> None:
+    def free_last_slab(self) -> None:
         """Free the last slab, which must be one in memory."""
         self.slabs.pop()
         self.in_memory -= 1
@@ -179,14 +179,14 @@ class Slabs:
         if slots is not None:
             need = f" and a pass needs at least {slots * self._shape.nbytes}"
             mend = "watch fewer frames at a time, spill to disk (spill='disk')"
-        if self.crowded:
+        if self.is_process_full:
             return f"all stores together may take {self._together} bytes{need}; raise process_bytes, {mend}"
         if self._at_cap():
             return f"its cap of {self._cap} bytes is reached{need}; raise cap (a policy's host_bytes), {mend}"
         return f"the host has {host_available()} bytes left{need}; {mend}, or free memory"
 
     @property
-    def crowded(self) -> bool:
+    def is_process_full(self) -> bool:
         """Whether another slab would exceed the limit for all stores of the process."""
         if self._together is None:
             return False
@@ -199,7 +199,7 @@ class Slabs:
 
     def _room(self) -> bool:
         spare = host_available() - self.slab_bytes >= SPARE * host_total()
-        return spare and not self._at_cap() and not self.crowded
+        return spare and not self._at_cap() and not self.is_process_full
 
     def _memory(self) -> Tensor | None:
         try:
@@ -234,7 +234,7 @@ class Slabs:
         path = self.folder / f"slab-{os.getpid()}-{id(self):x}-{len(self.files):05d}.bin"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            saved.occupy(path, self.slab_bytes)
+            saved.allocate_file(path, self.slab_bytes)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise StoreError(
@@ -328,7 +328,7 @@ def in_units(tensor: Tensor, tokens: int) -> Tensor:
     return tensor.view(*tensor.shape[:-2], -1, tokens, tensor.shape[-1])
 
 
-class Mark:
+class LaneMark:
     """A point in the work of a lane (a CUDA stream, or the host) that can be waited for and timed.
 
     On CUDA it is an event of `stream`, with a time if `timed`. On the host, where work is done at once, it is the time.
@@ -346,7 +346,7 @@ class Mark:
         if self.event is not None:
             self.event.synchronize()
 
-    def seconds(self, later: Mark) -> float:
+    def seconds(self, later: LaneMark) -> float:
         """Return the seconds from this mark to a later one, both done and timed."""
         return later.at - self.at if self.event is None else self.event.elapsed_time(later.event) / 1000.0
 
@@ -366,11 +366,11 @@ class Lane:
             with torch.cuda.stream(self.stream):
                 work()
 
-    def mark(self, timed: bool = False) -> Mark:
+    def mark(self, timed: bool = False) -> LaneMark:
         """Return a mark after all work issued so far."""
-        return Mark(self.stream, timed)
+        return LaneMark(self.stream, timed)
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: LaneMark) -> None:
         """Make later work of this lane wait for `mark`."""
         if self.stream is not None:
             self.stream.wait_event(mark.event)

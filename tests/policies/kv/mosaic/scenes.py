@@ -102,7 +102,7 @@ def audit(tree: Hierarchy, tolerance: float = 1e-9) -> None:
         assert (level.owner[:, count:] < 0).all(), "a unit that is not there has a cluster"
         assert (level.size.sum(1) == count).all()
         layer, one = (level.size > 0).nonzero(as_tuple=True)
-        n, members = level.size[layer, one], level.contents(layer, one)
+        n, members = level.size[layer, one], level.members_of(layer, one)
         present = torch.arange(members.shape[1]) < n[:, None]
         assert torch.equal(present, members >= 0)
         assert (level.members[layer, one, members.shape[1] :] == -1).all()

@@ -184,7 +184,9 @@ def test_the_first_stage_may_go_by_looks(tree: Hierarchy) -> None:
         index.by(look)
         found, end, budget = index.search(1, query(seed), 3, tree.units), tree.units, 3
         means = {
-            v: tree.means.look[tree.visual.contents(torch.tensor([0]), torch.tensor([v]))[0]].mean(0).float()
+            v: tree.means.look[tree.visual.members_of(torch.tensor([0]), torch.tensor([v]))[0]]
+            .mean(0)
+            .float()
             for v in tree.visual.size[0].nonzero()[:, 0].tolist()
         }
         order = sorted(means, key=lambda v: -float(torch.cosine_similarity(means[v], look, 0)))

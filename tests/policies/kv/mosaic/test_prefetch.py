@@ -19,7 +19,7 @@ from mmaccel.core.decoding import replay
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv.store import HostStore, host
-from mmaccel.policies.kv.store.slabs import Mark
+from mmaccel.policies.kv.store.slabs import LaneMark
 from tests.core.test_replay import Repeated
 from tests.policies.kv.mosaic.driven import Driven
 from tests.policies.kv.store.units import LAYERS, TOKENS, SimLane, SimLanes, contents, fill, open_store
@@ -121,7 +121,7 @@ class Deaf:
     def __init__(self, lane: SimLane) -> None:
         self.run, self.mark, self.uses = lane.run, lane.mark, lane.uses
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: LaneMark) -> None:
         return
 
 

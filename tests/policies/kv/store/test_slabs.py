@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import StoreError
 from mmaccel.policies.kv import _archived
-from mmaccel.policies.kv.store import HostStore, Shape, host, slabs
+from mmaccel.policies.kv.store import HostStore, UnitShape, host, slabs
 
 from .units import LAYERS, UNIT_BYTES, SimLanes, check, contents, fill, open_store
 
@@ -59,7 +59,7 @@ def test_a_slab_is_pinned_before_a_token_waits_long(monkeypatch: pytest.MonkeyPa
 
     def per(host: int, unit: int = 196, **fields: Any) -> tuple[int, int]:
         monkeypatch.setattr("mmaccel.policies.kv.store.slabs.host_total", lambda: host)
-        store = HostStore(Shape(2, 4, unit, 128, torch.bfloat16), "cpu", **fields)
+        store = HostStore(UnitShape(2, 4, unit, 128, torch.bfloat16), "cpu", **fields)
         return store.slabs.slab_bytes >> 20, store.slabs.per
 
     assert per(256 << 30) == (16, 41) and per(2**62) == (256, 668)
@@ -206,7 +206,7 @@ def test_others_open_and_close_while_all_are_listed(
     try:
         thread.start()
         for _ in range(400):
-            assert not own.store.slabs.crowded and not _archived.SharedArchive._relieved(own)
+            assert not own.store.slabs.is_process_full and not _archived.SharedArchive._relieved(own)
     finally:
         sys.setswitchinterval(interval)
         over.set()

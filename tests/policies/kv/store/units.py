@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv.store import HostStore, Shape
-from mmaccel.policies.kv.store.slabs import Lane, Lanes, Mark
+from mmaccel.policies.kv.store import HostStore, UnitShape
+from mmaccel.policies.kv.store.slabs import Lane, LaneMark, Lanes
 
 LAYERS, GROUPS, TOKENS, SIZE = 3, 2, 5, 4
 UNIT_BYTES = 2 * GROUPS * TOKENS * SIZE * 4
@@ -24,7 +24,7 @@ def open_store(slots: int = 16, **fields: Any) -> HostStore:
     """A store whose slabs hold `slots` units of a layer."""
     shape = dict(layers=LAYERS, groups=GROUPS, tokens=TOKENS, size=SIZE, dtype=torch.float32)
     shape |= {name: fields.pop(name) for name in list(fields) if name in shape}
-    return HostStore(Shape(**shape), **{"device": "cpu", "slab_bytes": slots * UNIT_BYTES, **fields})  # type: ignore[arg-type]
+    return HostStore(UnitShape(**shape), **{"device": "cpu", "slab_bytes": slots * UNIT_BYTES, **fields})  # type: ignore[arg-type]
 
 
 def contents(layer: int, units: list[int], salt: int = 0, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def fill(store: HostStore, units: list[int]) -> None:
         store.put(layer, units, *contents(layer, units))
 
 
-class SimMark(Mark):
+class SimMark(LaneMark):
     def __init__(self, sim: SimLanes) -> None:
         self.passed = False
         self.at = 0.0
@@ -64,7 +64,7 @@ class SimMark(Mark):
     def sync(self) -> None:
         self._sim.drain(until=lambda: self.passed)
 
-    def seconds(self, later: Mark) -> float:
+    def seconds(self, later: LaneMark) -> float:
         assert isinstance(later, SimMark) and self.passed and later.passed
         return later.at - self.at
 
@@ -79,7 +79,7 @@ class SimLane(Lane):
         self.queue.append(lambda: (work(), True)[1])
         self._sim.maybe()
 
-    def mark(self, timed: bool = False) -> Mark:
+    def mark(self, timed: bool = False) -> LaneMark:
         mark = SimMark(self._sim)
 
         def reach() -> bool:
@@ -89,7 +89,7 @@ class SimLane(Lane):
         self.queue.append(reach)
         return mark
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: LaneMark) -> None:
         assert isinstance(mark, SimMark)
         self.queue.append(lambda: mark.passed)
 

@@ -4,8 +4,8 @@
     python bench/recommend.py --device cpu --out rows.jsonl        # the tiny models, without a cap; CPU seconds
 
 Twelve settings, on a GPU fitted to nothing: a model's shape (random weights), minutes at half a frame a second, questions,
-and a preset, on a device capped at `--memory` GB. Each runs once with a short film, which compiles, then is measured: as
-the first of a process that has compiled, whose host memory is not pinned yet. A row has both figures, the device's rates,
+and a preset, on a device capped at `--memory` GB. Each runs once with two questions, which compiles, then is measured:
+as in a process that has compiled, whose host memory is not pinned yet. A row has both figures, the device's rates,
 `time_error` and `peak_error` (predicted over measured, less 1), and whether they are within 25% and 10%.
 Tokens that a step of the target gave are the run's own, which no cost model can know.
 """
@@ -162,22 +162,15 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
             memory / torch.cuda.get_device_properties(place).total_memory
         )
     frames = int(minutes * 60 * RATE / options.shrink)
-    live = preset == "stream"
-    asked = dict(questions=questions, answer=TOKENS)
-    work = costs.Work(frames=frames, live=live, memory=memory, host=int(1e12), **asked)
+    asked: dict[str, int] = dict(questions=questions, answer=TOKENS, memory=memory, host=int(1e12))
+    work = costs.Work(frames=frames, live=preset == "stream", **asked)
     film = noise(max(size), frames, torch.device("cpu"))[:, :, : size[0], : size[1]].contiguous()
     if cuda or not options.shrink > 8:
-        run(
-            model,
-            processor,
-            recipe,
-            film[: max(100, frames // 4)],
-            replace(work, questions=min(2, questions)),
-        )
+        run(model, processor, recipe, film, replace(work, questions=min(2, questions)))
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
-        torch._C._host_emptyCache()  # what the short film's session has pinned
+        torch._C._host_emptyCache()  # what the session before has pinned
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     clock = time.perf_counter if cuda else time.process_time
@@ -200,7 +193,7 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
         case="recommend", model=TINY[shape] if not cuda else shape, frames=frames, questions=questions, preset=preset,
         memory=memory, told=gave, seconds=seconds, predicted_s=cost.total_s, read_s=cost.read_s, question_s=cost.question_s,
         token_s=cost.token_s, peak_bytes=peak, predicted_bytes=cost.device_bytes, time_error=errors[0], peak_error=errors[1],
-        time_reached=abs(errors[0]) <= TIME, peak_reached=abs(errors[1]) <= PEAK, measured=parts, rates=str(asdict(device)),
+        time_reached=abs(errors[0]) <= TIME, peak_reached=abs(errors[1]) <= PEAK, measured=parts, rates=asdict(device),
     )  # fmt: skip
     print(
         f"{shape:20} {frames:5} frames, {questions:2} questions, {preset:20} {seconds:7.2f} s, predicted "

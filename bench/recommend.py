@@ -4,8 +4,9 @@
     python bench/recommend.py --device cpu --out rows.jsonl        # the tiny models, without a cap; CPU seconds
 
 Twelve settings, on a GPU fitted to nothing: a model's shape (random weights), minutes at half a frame a second, questions,
-and a preset, on a device capped at `--memory` GB. Each runs once with a short film, which compiles, then is measured. A row
-has both figures, `time_error` and `peak_error` (predicted over measured, less 1), and whether they are within 25% and 10%.
+and a preset, on a device capped at `--memory` GB. Each runs once with a short film, which compiles, then is measured: as
+the first of a process that has compiled, whose host memory is not pinned yet. A row has both figures, the device's rates,
+`time_error` and `peak_error` (predicted over measured, less 1), and whether they are within 25% and 10%.
 Tokens that a step of the target gave are the run's own, which no cost model can know.
 """
 
@@ -17,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,8 @@ def build(shape: str, device: str) -> tuple[Any, Any]:
 
 
 Parts = dict[str, float]
-"""Seconds measured of a session: `read_s`, and medians of its questions, `question_s` and `token_s`; of a call its first
-token's, the video read in them, as `read_s`."""
+"""Seconds measured of a session: `read_s`, medians of its questions, `question_s` and `token_s`, and of all of the first,
+`first_s`; of a call its first token's, the video read in them, as `read_s`, and making its inputs, `inputs_s`."""
 
 
 def run(
@@ -112,11 +113,17 @@ def run(
     clock = time.perf_counter if model.device.type == "cuda" else time.process_time
     session = work.live or work.questions > 1 or not recipe.kv.sequences
     if not session:
+        began = clock()
         inputs = processor.chat(QUESTION, videos=film, fps=RATE, device=model.device)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        made = clock() - began
         with mmaccel.accelerate(model, recipe) as fast, torch.no_grad():
+            began = clock()
             model.generate(**inputs, max_new_tokens=work.answer, do_sample=False)
-            report = fast.report()
-            parts, draft = {"read_s": report.ttft_s}, report.draft
+            taken, report = clock() - began, fast.report()
+            draft, token = report.draft, (taken - report.ttft_s) / work.answer
+            parts = {"inputs_s": made, "read_s": report.ttft_s, "token_s": token}
     else:
         with mmaccel.VideoSession(model, processor, recipe) as stream:
             began = clock()
@@ -130,7 +137,8 @@ def run(
                 assert len(answer.ids) == work.answer, answer
                 asked.append((answer.ttft_s, (clock() - began - answer.ttft_s) / work.answer))
             question, token = (statistics.median(some) for some in zip(*asked, strict=True))
-            parts = {"read_s": read, "question_s": question, "token_s": token}
+            first = asked[0][0] + work.answer * asked[0][1]
+            parts = {"read_s": read, "question_s": question, "token_s": token, "first_s": first}
             draft = stream.report().draft
     return (work.answer - 1) / draft["target_steps"] if draft["rounds"] else 1.0, parts
 
@@ -178,6 +186,7 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # what the short film's session has pinned
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     clock = time.perf_counter if cuda else time.process_time
@@ -198,7 +207,8 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
     errors = cost.total_s / seconds - 1, cost.device_bytes / peak - 1
     log.row(
         case="recommend", model=TINY[shape] if not cuda else shape, frames=frames, questions=questions, preset=preset,
-        memory=memory, told=gave, seconds=seconds, predicted_s=cost.total_s, read_s=cost.read_s, question_s=cost.question_s,
+        memory=memory, rates=str(asdict(device)), told=gave,
+        seconds=seconds, predicted_s=cost.total_s, read_s=cost.read_s, question_s=cost.question_s,
         token_s=cost.token_s, peak_bytes=peak, predicted_bytes=cost.device_bytes, time_error=errors[0], peak_error=errors[1],
         time_reached=abs(errors[0]) <= TIME, peak_reached=abs(errors[1]) <= PEAK, measured=parts,
     )  # fmt: skip
@@ -208,7 +218,8 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
         f"({errors[1]:+.0%})",
         flush=True,
     )
-    told = {name: f"{parts[name]:.4f}, {getattr(cost, name):.4f}" for name in parts}
+    of = {"inputs_s": 0.0, "first_s": cost.asked_s, **asdict(cost)}
+    told = {name: f"{parts[name]:.4f}, {of[name]:.4f}" for name in parts}
     print("   measured, predicted:", "; ".join(f"{name} {both}" for name, both in told.items()), flush=True)
 
 

@@ -25,7 +25,7 @@ from timing import Log, measure
 
 from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.decoding.batch import TRIED, WINDOWS, Batch, DraftLength
+from mmaccel.core.decoding.batch import LENGTHS, TRIED, Batch, DraftLength
 from mmaccel.core.decoding.draft import DraftState
 from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.report import Meter
@@ -90,7 +90,7 @@ class EachWindow(DraftLength):
 
     def __init__(self) -> None:
         super().__init__()
-        self._turns = cycle([one for window in WINDOWS for one in (window, 0) for _ in range(TRIED)])
+        self._turns = cycle([one for window in LENGTHS for one in (window, 0) for _ in range(TRIED)])
 
     def most(self, count: int, drafting: int) -> int:
         return next(self._turns)
@@ -103,11 +103,11 @@ class Watched(DraftLength):
         super().__init__()
         self.windows, self.kept, self.tried = Counter[int](), 0, 0
 
-    def took(self, count: int, window: int, seconds: float, judged: Sequence[tuple[int, int]]) -> None:
-        self.windows[window] += 1
+    def took(self, count: int, length: int, seconds: float, judged: Sequence[tuple[int, int]]) -> None:
+        self.windows[length] += 1
         self.kept += sum(kept for _, kept in judged)
         self.tried += sum(kept + (kept < proposed) for proposed, kept in judged)
-        super().took(count, window, seconds, judged)
+        super().took(count, length, seconds, judged)
 
 
 def verified_part(bench: Bench) -> Iterator[Step]:

@@ -166,7 +166,7 @@ def _count(who: str, state: KVState, want: int, when: str) -> None:
     )
 
 
-# Streams: places of rows, questions that leave no trace, the way back to a checkpoint.
+# Streams: positions of rows, questions that leave no trace, the way back to a checkpoint.
 
 
 class RotaryModel:
@@ -202,8 +202,8 @@ def check_stream(policy: StreamPolicy) -> None:
         f"{who}: needs is {sorted(policy.needs)}; give some of 'hidden', 'look' and 'proxy'.",
     )
     head, unit = torch.arange(HEAD)[None], HEAD + torch.arange(TOKENS)[None]
-    places = PositionIds(head, unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, 10**6)
-    stream = Stream(unit=TOKENS, head=HEAD, pace=1, places=places, dtype=torch.float64)
+    positions = PositionIds(head, unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, 10**6)
+    stream = Stream(unit=TOKENS, head=HEAD, pace=1, positions=positions, dtype=torch.float64)
     model: Any = RotaryModel()
     state = policy.open_stream(stream, GEOMETRY, model, CPU)
     if isinstance(state, FrameMemory):
@@ -226,7 +226,7 @@ def check_stream(policy: StreamPolicy) -> None:
     )
     trial.same(first, trial.ask(), "what came after a checkpoint leaves a trace; let restore take it back")
     mark = state.checkpoint()
-    if (taken := state.snapshot(replace(stream, places=copy.copy(places)), lambda: None)) is not None:
+    if (taken := state.snapshot(replace(stream, positions=copy.copy(positions)), lambda: None)) is not None:
         beside = _Trial(who, taken, policy.needs).ask(lambda: trial.watch(20))
         trial.same(
             first,

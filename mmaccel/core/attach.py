@@ -389,9 +389,9 @@ def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
     if recipe.sparse.dense:
         choice = select.Choice(select.choose(adapter.device), "a memory of streams decides what is seen")
         return replace(adapter.attention, recipe=recipe, backend=choice.backend, choice=choice)
-    choice, windows = choose_backend(recipe, adapter.view), adapter.attention.kernel
+    choice, sliding_kernel = choose_backend(recipe, adapter.view), adapter.attention.kernel
     kernel = select.get(choice.backend, adapter.device)
-    return AttentionConfig(recipe, choice.backend, kernel, choice=choice, windows=windows)
+    return AttentionConfig(recipe, choice.backend, kernel, choice=choice, sliding_kernel=sliding_kernel)
 
 
 def attached(model: nn.Module) -> Accelerated | None:

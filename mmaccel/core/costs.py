@@ -9,12 +9,14 @@ traffic    what norms, gates, RoPE and copies read and write, at the rate of a c
 launches   starting the operators of a layer: in parallel with the device's work on CUDA, before it on a CPU
 decode     weights and visible keys and values, read once a token
 wire       retrieved keys and values, copied from the host
+pinning    host memory, taken while units leave the device: a process pays it once, for the most that it keeps
 
 Letters: n rows of a pass, N columns that they see, L layers.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -185,9 +187,15 @@ class _Estimate:
         seconds = self._tower()
         for n, seen in self._passes():
             seconds += self._pass(n, seen)
-        if not self.work.live:  # units leave for the host when all have been read
-            seconds += self._bytes()[3] / self.device.wire * self.device.cuda
+        if not self.work.live:  # units leave for the host, and into clusters, when all have been read
+            seconds += self._leaving_s
         return seconds
+
+    @functools.cached_property
+    def _leaving_s(self) -> float:
+        """Seconds in which the host pins memory for units, copies going on meanwhile, and puts them into clusters."""
+        slower = max(1 / self.device.wire, 1 / self.device.pin) * self.device.cuda
+        return self._bytes()[3] * slower + self.kept.clusters * self.units * CLUSTER_S
 
     def _tower(self) -> float:
         """Patches through the vision tower: products, attention within a unit, and what else reads and writes them."""
@@ -211,7 +219,9 @@ class _Estimate:
         elements = n * (10 * s.hidden + 3 * s.inner + 4 * wide) + 4 * seen * narrow
         traffic = s.layers * elements * self.size / device.copy
         pairs = s.layers * self._pairs(n, seen)
-        starts = s.layers * EAGER * device.layer + self.kept.clusters * n / s.tokens * CLUSTER_S
+        starts = s.layers * EAGER * device.layer
+        if self.work.live:  # the host does meanwhile what an ingestion does at its end
+            starts += n / (self.units * s.tokens) * self._leaving_s
         return self._beside(products + traffic + pairs, starts) + self._copied_s(seen)
 
     def _pairs(self, n: int, seen: int) -> float:
@@ -248,7 +258,7 @@ class _Estimate:
         work = max(self._weights_s(), 2 * s.layer_weights * n / device.product(s.hidden))
         shown = self._shown * s.kv_bytes_per_token / device.copy
         work += shown + s.layers * device.attend.dense(n * self._shown * s.heads)
-        starts = s.layers * EAGER * device.layer * (SEARCHED if self.kept.recalled else ASKED)
+        starts = s.layers * self._launch_s * (SEARCHED if self.kept.recalled else ASKED)
         if not self.kept.recalled:
             return self._beside(work, starts) + TOKEN_S + self._copied_s(self._shown)
         brought = 0 if self.kept.host == 0 else min(self.kept.recalled // s.pace, self.units) * s.tokens
@@ -261,11 +271,16 @@ class _Estimate:
         s, device = self.sizes, self.device
         work = self._weights_s() + self._shown * s.kv_bytes_per_token / device.copy
         work += self._copied_s(self._shown)
-        starts = s.layers * EAGER * device.layer
+        starts = s.layers * self._launch_s
         if not device.cuda:
             return work + starts
         replayed = STEP_S if not self.session else ANSWER_S if self.kept.window is not None else 0.0
         return TOKEN_S + (work + s.layers * replayed if replayed else max(work, starts))
+
+    @property
+    def _launch_s(self) -> float:
+        """Seconds in which the host launches a layer for few rows: on CUDA all but its attention is captured."""
+        return self.device.few if self.device.cuda else EAGER * self.device.layer
 
     def _weights_s(self) -> float:
         """Reading the weights of the language model once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ STEP_LAYERS = 4, 12
 what a step takes beside its layers cancels out."""
 STEPS = 8
 """Steps timed together: on CUDA the first after a wait starts late."""
+PINNED = 1 << 26
+"""Bytes pinned at a time; no other part of the measurement asks for so many, which would leave them to be given again."""
 WARM_S = 0.3
 """Seconds of products before one is timed: a device is slower once it is warm."""
 
@@ -63,7 +66,8 @@ class Sizes:
 class Device:
     """Rates of a device, from which costs are predicted. They are: matrix-product FLOP/s by width, attention costs
     (`Costs`), bytes/s of copies on the device (read plus written) and from the host (`wire`), seconds to launch a decoder
-    layer's operators; bytes of memory."""
+    layer's operators (`few`: of a session that keeps all, captured but for attention); bytes of memory; bytes/s at which
+    host memory is pinned."""
 
     name: str
     products: dict[int, float]
@@ -71,7 +75,9 @@ class Device:
     copy: float
     wire: float
     layer: float
+    few: float
     memory: int
+    pin: float
 
     @property
     def cuda(self) -> bool:
@@ -93,7 +99,8 @@ class Device:
 def _hopper(name: str, copy: float, memory: int) -> Device:
     pairs = Costs(Line(2e-4, 9.1e-13), {"triton": Line(5e-4, 1.0e-12)}, Line(1e-3, 9e-9))
     return Device(
-        name=name, products={1280: 4.5e14, 3584: 6.4e14}, attend=pairs, copy=copy, wire=48e9, layer=4e-4, memory=memory
+        name=name, products={1280: 4.5e14, 3584: 6.4e14}, attend=pairs, copy=copy, wire=48e9, layer=4e-4, few=4e-4,
+        memory=memory, pin=1.2e9,
     )  # fmt: skip
 
 
@@ -103,24 +110,27 @@ DEVICES = {
 }
 """Known ones, from bench/results: products and pairs of prefill_h200 (128k tokens in 8.8 s, 6.1 of them attention),
 tower_h200 and sweep_h200 at heads of 128, the copy and the layer of steps_h200 and latency_7b_h200, the wire of
-transfer_h200. An H100 computes alike, and its memory has 3.35/4.8 of the rate."""
+transfer_h200, the pinning of lab/LOG.md (13.9 ms for 16 MiB). `few` is taken for a plain layer's. An H100 computes alike,
+and its memory has 3.35/4.8 of the rate."""
 
 
 def measured(
     device: torch.device,
     sizes: Sizes,
     step: Callable[[int], Any],
+    few: Callable[[int], Any],
     pattern: Any,
     store: Store[Device] | None = None,
     bench: Bench = bench,
 ) -> Device:
     """Return the rates of `device` for heads like the model's: from `store`, or measured in a few seconds and stored there.
-    `step` runs that many small decoder layers on one row; on CUDA, planning of `pattern` is timed too."""
+    `step` runs that many small decoder layers on one row, `few` in a session's captured step; on CUDA, this and planning of
+    `pattern` are timed too."""
     shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     store = Store("rates.json", Device.of) if store is None else store
     cuda = device.type == "cuda"
     backend = select.choose(device)
-    key = select.key_of(device, shape, (backend,), "rates by layers")
+    key = select.key_of(device, shape, (backend,), "rates by layers and pinning")
     found = store.get(key)
     if found is None:
         kernels = {backend: select.get(backend, device)}
@@ -135,8 +145,10 @@ def measured(
             attend=attend,
             copy=_copy(device, device, bench),
             wire=_copy(torch.device("cpu"), device, bench),
-            layer=_layer(step, device, bench),
+            layer=(layer := _layer(step, device, bench)),
+            few=_layer(few, device, bench) if cuda else layer,
             memory=_memory(device),
+            pin=_pin() if cuda else math.inf,
         )
         store.put(key, found)
     return found
@@ -175,6 +187,16 @@ def _copy(source: torch.device, device: torch.device, bench: Bench) -> float:
     there = torch.empty_like(here, device=device)
     sides = 2 if source == device else 1
     return sides * here.numel() / bench(lambda: there.copy_(here, non_blocking=True), device)
+
+
+def _pin() -> float:
+    """Bytes/s at which a host store's slabs are pinned; all are held, as the allocator would give one again."""
+    taken, held = [], []
+    for _ in range(5):
+        began = time.perf_counter()
+        held.append(torch.empty(PINNED, dtype=torch.uint8, pin_memory=True))
+        taken.append(time.perf_counter() - began)
+    return PINNED / statistics.median(taken)
 
 
 def _memory(device: torch.device) -> int:

@@ -121,13 +121,13 @@ class DeviceStep:
         self,
         given: Tensor,
         columns: Tensor,
-        places: Tensor,
+        positions: Tensor,
         sees: Tensor | None = None,
         carried: StepStates | None = None,
     ) -> Tensor:
         """Logits [B, n, V], or hidden states [B * n, E], of `given`, which are ids [B, n] or hidden states.
 
-        The rows are the columns `columns` [B, n] of the sequence and have the position of column `places` [B, n] of it;
+        The rows are the columns `columns` [B, n] of the sequence, and are rotated as its columns `positions` [B, n] are;
         `sees` [n] is that of `decode_attend`; `carried` what layers with a running state are given.
         """
         x = Rows(given if self.words is None else self.words(given).flatten(0, 1))
@@ -141,7 +141,7 @@ class DeviceStep:
             (key, value), now = next(attended)
             if now is not held:
                 held, lacks = now, now.lacks
-                own, at = (one - lacks if lacks else one for one in (columns, places))
+                own, at = (one - lacks if lacks else one for one in (columns, positions))
                 rope = held.rope.take_along_dim(at[None, ..., None], 2)
             x, query = layer(x, rope, own, key, value, sees, held.bias)
         if self.looks is not None:
@@ -277,8 +277,8 @@ class SequenceSteps:
             name = like.device, like.shape[2], lacks, anew, after
             if name not in known:
                 # Text after the prompt has the same position on every axis.
-                places = torch.arange(like.shape[2], device=home) + (0 if anew else lacks + delta)
-                axes = places.expand(3, -1) if family.mrope else places
+                positions = torch.arange(like.shape[2], device=home) + (0 if anew else lacks + delta)
+                axes = positions.expand(3, -1) if family.mrope else positions
                 rope = torch.stack([angle[0] for angle in family.angles(self.model, axes, like.dtype)])
                 bias = None
                 if after:

@@ -31,11 +31,11 @@ from mmaccel.models.prompt_layout import (
     Grid,
     Inputs,
     ProcessorStyle,
+    has_sliding_window,
     is_given,
     question_mask,
     rope_of,
     token_fields,
-    windowed,
 )
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
@@ -59,7 +59,7 @@ class Family(ModelFamily):
     gated_mlps              gated MLP classes: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``
     plain_rotary            rotary embeddings with angles ``position * inv_freq`` where `rope_type` is "default"
     rotate_function         name of the function by which attention modules apply RoPE
-    vision_rotate_function  the same in the vision tower that `windowed` returns
+    vision_rotate_function  the same in the vision tower that `window_attention` returns
     replaced_methods        methods of the multimodal model -> what runs instead, `ours(original, *args, **kwargs)`
     tiny                    model type -> configuration of a tiny test model (`tiny.py`)
     mixes                   whether one prompt may hold both images and videos
@@ -139,7 +139,7 @@ class Family(ModelFamily):
 
     def check(self, model: nn.Module, recipe: Any) -> None:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-        if windowed(config) and not self.sliding(model):
+        if has_sliding_window(config) and not self.sliding(model):
             raise ModelError(
                 f"sliding_window: layers of this model see its last {config.sliding_window} tokens alone, which family "
                 f"{self.name!r} does not compute; set sliding_window to None, or use the model without mmaccel."
@@ -209,7 +209,7 @@ class Family(ModelFamily):
         inside = (one for layer in self.layers(model) for one in layer.named_children())
         return [self.text(model).norm, *(one for name, one in inside if name == "mlp" or "norm" in name)]  # type: ignore[list-item]
 
-    def windowed(self, model: nn.Module) -> nn.Module | None:
+    def window_attention(self, model: nn.Module) -> nn.Module | None:
         """The vision tower if it uses window attention, computed window by window under `sdpa`; else None."""
         return None
 

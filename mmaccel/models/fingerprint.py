@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmaccel.models.install import PromptHook
 from mmaccel.models.modules import is_whole
-from mmaccel.models.prompt_layout import windowed
+from mmaccel.models.prompt_layout import has_sliding_window
 
 
 class ModuleFingerprint:
@@ -73,7 +73,7 @@ def can_fuse(layers: Iterable[Any], activation: str, family: Any) -> bool:
 
 
 def _slides(attention: Any) -> bool:
-    return getattr(attention, "sliding_window", None) is not None or windowed(attention.config)
+    return getattr(attention, "sliding_window", None) is not None or has_sliding_window(attention.config)
 
 
 def _loose(experts: Any) -> bool:

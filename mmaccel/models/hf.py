@@ -275,10 +275,10 @@ class Attachment(Attaching):
             known = Columns(text(start, valid), torch.zeros(batch, 1, dtype=torch.long, device=device))
         layout = new if known is None else known.layout.take(slice(0, start)).append(new)
         if cache is not None:
-            places = kwargs.get("position_ids")
+            positions = kwargs.get("position_ids")
             # After a video text goes on elsewhere than before.
-            moves = known is None or (places is not None and bool((new.modality != 0).any()))
-            delta = self._delta(places, layout) if known is None or moves else known.delta
+            moves = known is None or (positions is not None and bool((new.modality != 0).any()))
+            delta = self._delta(positions, layout) if known is None or moves else known.delta
             if isinstance(cache, KVCache):
                 cache.sequence = Columns(layout, delta)
             else:

@@ -61,7 +61,7 @@ METHODS = {IMAGE: "get_image_features", VIDEO: "get_video_features"}
 WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "position_ids", "window_index")
 """What a caller may have computed of all patches; with or without the modality in front."""
 
-WINDOWS = "mmaccel_flash_windows"
+WINDOW_ATTENTION = "mmaccel_flash_windows"
 """The name of `attention` among transformers' attention functions."""
 
 _FUSED: WeakSet[nn.Module] = WeakSet()
@@ -230,14 +230,14 @@ def batch_windows(hooks: Hooks, family: Any, model: nn.Module) -> None:
 
     A tower without windows, with an attention other than `sdpa`, or already set up so is left unchanged.
     """
-    tower: Any = family.windowed(model)
+    tower: Any = family.window_attention(model)
     if tower is None or getattr(tower.config, "_attn_implementation", None) != "sdpa":
         return
     from transformers import AttentionInterface
 
-    AttentionInterface.register(WINDOWS, attention)
+    AttentionInterface.register(WINDOW_ATTENTION, attention)
     # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
-    hooks.attention(tower.modules(), tower.config, WINDOWS)
+    hooks.attention(tower.modules(), tower.config, WINDOW_ATTENTION)
 
 
 def batches_of(ends: list[int], device: torch.device) -> tuple[Any, Tensor | None, Tensor | None]:
@@ -318,7 +318,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> 
 def fuse_tower(hooks: Hooks, family: Any, model: nn.Module) -> None:
     """Let the model's vision tower use fused kernels, where they exist; padded weight copies are freed with `hooks`. A tower
     without windows, or already set up so, is left unchanged."""
-    tower = family.windowed(model)
+    tower = family.window_attention(model)
     if tower is None or tower in _FUSED:
         return
     hooks.callback(_FUSED.discard, tower)

@@ -177,7 +177,7 @@ def positions_of(config: Any) -> int | None:
     return max(most, int(before * (rope.get("factor") or 1)))
 
 
-def windowed(config: Any) -> bool:
+def has_sliding_window(config: Any) -> bool:
     """Whether a text model of `config` has sliding-window layers."""
     kinds = getattr(config, "layer_types", None)
     return "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))

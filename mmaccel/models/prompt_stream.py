@@ -214,7 +214,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         return self._checked(made, rows[:, begin:end], count, third - second == slope)
 
     def _checked(self, made: PositionIds, rows: Tensor, count: int, even: bool = True) -> PositionIds:
-        """The places `made` of `count` units, whose own positions [A, n] are `rows`."""
+        """`made`, the positions of `count` units, once `rows` [A, n] are found to be equal to them."""
         if not even or not torch.equal(made.units(0, count).view(rows.shape), rows):
             raise ModelError(
                 f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
@@ -268,7 +268,7 @@ class PromptRunner(Runner):
             live = StreamRunner.begin(prompt, owner.recipe.kv, chunk, prompt.frames, None, quiet=True)  # type: ignore[arg-type]
             self._state, self._counted = live.state, live.counters
             state = live.state
-            self._positions = live.stream.places.limit
+            self._positions = live.stream.positions.limit
             self._open.callback(live.close)
             self._open.callback(owner.opened(state, self))
             try:

@@ -255,7 +255,7 @@ class Pruning:
 
 
 def _numbered(run: ForwardPass) -> Tensor:
-    """[n]: the places of the new columns of a thinned run, its columns numbered anew; a tree's by their depth."""
+    """[n]: the positions of the new columns of a thinned run, its columns numbered anew; a tree's by their depth."""
     rows, device = run.layout.length - run.start, run.layout.device
     if run.branches is None:
         return torch.arange(run.start, run.start + rows, device=device)

@@ -195,7 +195,7 @@ class Qwen25VL(Family):
     def patches(self, model: nn.Module, pixels: Tensor) -> int:
         return len(pixels)
 
-    def windowed(self, model: nn.Module) -> nn.Module | None:
+    def window_attention(self, model: nn.Module) -> nn.Module | None:
         return self.multimodal(model).visual  # type: ignore[return-value]
 
     def encoded(

@@ -6,7 +6,7 @@ Only the configuration is read: sizes are counted on a model on the meta device.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,23 @@ import torch
 from torch import nn
 
 from mmaccel.core import costs, rates
+from mmaccel.core.adapter import home_of
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
-from mmaccel.core.recipe import MAIN_PRESETS, Recipe
+from mmaccel.core.layout import PositionIds
+from mmaccel.core.memory.kv import Stream, StreamPass
+from mmaccel.core.recipe import MAIN_PRESETS, Recipe, stream_policy
 from mmaccel.core.registry import policy
 from mmaccel.models import loading, shapes, stock
 from mmaccel.models.prompt_layout import positions_of
+from mmaccel.models.stream import StreamPasses
 
 LOSSLESS = ("exact", "captions")
 """Presets that say what the plain model says."""
 SIZE = (252, 448)
 """Height and width of frames unless told otherwise: a film's at half the lines of a television picture's 504."""
+FEW = "llava-onevision-0.5b"
+"""The shape of which some layers are run as a session's captured steps run them."""
 MARGIN = 1.1
 """A lossless preset is taken where it takes no longer than so many times the shortest."""
 
@@ -112,7 +118,7 @@ def _patch_row(family: Any, model: Any, vision: tuple[int, int], depth: int, ite
     float32; the states of all layers, in releases of transformers that keep them to choose from."""
     width, wide = vision
     row = 4 * width + 2 * wide
-    if family.windowed(model) is not None:
+    if family.window_attention(model) is not None:
         row = max(row, (8 + 16 // itemsize) * width)
     features = inspect.signature(family.multimodal(model).get_video_features).parameters
     keeps = hasattr(model.config, "vision_feature_layer") and "output_hidden_states" in features
@@ -144,13 +150,41 @@ def device_of(name: str, sizes: rates.Sizes, **how: Any) -> rates.Device:
         )  # fmt: skip
         small[count] = Qwen2Model(config).to(place).eval()  # type: ignore[arg-type]
     ids = torch.zeros(1, 1, dtype=torch.long, device=place)
+    streams: dict[int, Callable[[], Any]] = {}
+
+    def few(layers: int) -> Any:
+        if layers not in streams:
+            streams[layers] = _few_rows(shapes.build(FEW, layers, 1, sizes.dtype, place))
+        return streams[layers]()
 
     def step(layers: int) -> Any:
         with torch.no_grad():
             return small[layers](ids)
 
     # Presets that plan each layer by its content do so by grids.
-    return rates.measured(place, sizes, step, policy("sparse", "grid"), **how)
+    return rates.measured(place, sizes, step, few, policy("sparse", "grid"), **how)
+
+
+def _few_rows(model: nn.Module) -> Callable[[], Any]:
+    """A step of one row of a session that keeps all, after a prompt of one token and a frame of one."""
+    family: Any = adapter_for(model)
+    passes, line = StreamPasses(model, family), torch.arange(2, device=home_of(model))[None]
+    positions = PositionIds.evenly(line[:, :1], line[:, 1:], 2, 1, 1 << 15)
+    told = Stream(unit=1, head=1, pace=1, positions=positions, dtype=passes.dtype)
+    state = stream_policy(Recipe()).open_stream(told, family.geometry(model), passes.view, passes.device)
+    word = passes.words(line[0, :1])
+
+    def step(kind: Any = "answer", **more: Any) -> Any:
+        length = state.length()
+        state.begin_pass(StreamPass(kind=kind, rows=1, **more))
+        passes.run(state, word, few=kind == "answer")
+        state.end_pass()
+        if kind == "answer":
+            state.truncate(length)
+
+    step("head")
+    step("units", count=1, times=[0.0])
+    return step
 
 
 def recommend(

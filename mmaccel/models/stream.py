@@ -112,7 +112,7 @@ class StreamPasses:
         return None if acts is None or acts.stage != "frames" or not acts.compact else acts
 
     def _kept(self, made: PositionIds) -> PositionIds:
-        """The places of what the recipe's pruner leaves of units at `made`."""
+        """The positions of what the recipe's pruner leaves of units at positions `made`."""
         if self.thins is None:
             return made
         tokens = made.tokens - (words := sum(self.text_around_unit))
@@ -159,14 +159,14 @@ class StreamPasses:
         cache = KVCache(state, depth, None if running is None else running.states)
         if running is not None:
             running.cache = cache
-        places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
+        positions = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         if self.family.mrope:
-            places = places.expand(3, 1, -1)
+            positions = positions.expand(3, 1, -1)
         forward = self.text if self._attachment is None else self._attachment.forward
         with self.busy(), self._hooked(state, hidden, input_hooks or {}), cache.at_work():
             out = forward(
                 inputs_embeds=embeds[None],
-                position_ids=places,
+                position_ids=positions,
                 # Of four axes: transformers makes none of its own.
                 attention_mask=embeds.new_ones(1, 1, 1, 1),
                 past_key_values=cache,

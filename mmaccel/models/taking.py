@@ -155,10 +155,10 @@ def most_frames(
             at = _prompt(
                 processor, torch.zeros(pace, 3, *size, dtype=torch.uint8), steps * pace / total * rate
             )
-            places = family.positions(model, at)
+            made = family.positions(model, at)
             # Rows and columns of the last step begin at its time, which is no sum of both.
-            begin = places[0, 0, 0] if places.ndim == 3 and processor.style is not None else places.max()
-            last = max(int(places.max()), int(begin + family.steps(model, at, steps)[-1]))
+            begin = made[0, 0, 0] if made.ndim == 3 and processor.style is not None else made.max()
+            last = max(int(made.max()), int(begin + family.steps(model, at, steps)[-1]))
             return max(last, first + apart * (steps - 1)) + RESERVE >= limit
 
         rooms[f"the model has {limit} positions"] = (

@@ -151,13 +151,13 @@ def test_each_writes_to_a_cache_of_its_own(size: int) -> None:
     columns = torch.tensor([[length - 2, length - 1] for length in lengths], device=DEVICE)
     turn, x = drawn(2, 3, 2, size), drawn(6, K, seed=1)
     weight = [drawn(h * size, K, seed=i) / 10 for i, h in enumerate((heads[0], heads[1], heads[1]))]
-    rows, places = project_rows.plain(x, weight, []).view(3, 2, -1), torch.arange(2).expand(3, -1)
+    rows, positions = project_rows.plain(x, weight, []).view(3, 2, -1), torch.arange(2).expand(3, -1)
     want, ours = (apart(lengths, heads[1], size, torch.float32) for _ in range(2))
-    said = rope_each.plain(rows, *turn, places.to(DEVICE), columns, want)
-    found = decode.rope_each(rows, *turn, places.to(DEVICE), columns, ours)
+    said = rope_each.plain(rows, *turn, positions.to(DEVICE), columns, want)
+    found = decode.rope_each(rows, *turn, positions.to(DEVICE), columns, ours)
     for b, pair in enumerate(want.pairs):
         alone = [torch.full_like(one, torch.nan) for one in pair]
-        own = rows[b : b + 1], turn[0, b : b + 1], turn[1, b : b + 1], places[b : b + 1].to(DEVICE)
+        own = rows[b : b + 1], turn[0, b : b + 1], turn[1, b : b + 1], positions[b : b + 1].to(DEVICE)
         torch.testing.assert_close(
             said[b : b + 1], rope_rows.plain(*own, columns[b : b + 1], *alone), rtol=0, atol=0
         )
@@ -347,9 +347,9 @@ def test_turn(size: int, dtype: torch.dtype) -> None:
     # The cache of one layer of several, as a view.
     whole = [drawn(B, G, 2, capacity, size, dtype=dtype, seed=i) for i in (3, 4)]
     mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
-    places = torch.tensor([[3, 4, 4], [0, 18, 19]], device=DEVICE)
-    got = decode.rope_rows(new, cos, sin, places, columns, *mine)
-    want = rope_rows.plain(new, cos, sin, places, columns, *theirs)
+    positions = torch.tensor([[3, 4, 4], [0, 18, 19]], device=DEVICE)
+    got = decode.rope_rows(new, cos, sin, positions, columns, *mine)
+    want = rope_rows.plain(new, cos, sin, positions, columns, *theirs)
     close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(got, want, **close)
     assert got.stride() == want.stride()
@@ -365,11 +365,11 @@ def test_tensors_that_are_views() -> None:
     weight, bias = drawn(32, 40).T, drawn(40, 2)[:, 0]
     told = (x, [weight], [bias], drawn(32, 2)[:, 0], 1e-6, residual)
     torch.testing.assert_close(decode.project_rows(*told), project_rows.plain(*told))
-    new, places = drawn(1, 2, 4 * 16), torch.tensor([[3, 4]], device=DEVICE)
+    new, positions = drawn(1, 2, 4 * 16), torch.tensor([[3, 4]], device=DEVICE)
     cos, sin = drawn(1, 16, 9).mT, drawn(1, 9, 32, seed=1)[..., ::2]
     mine, theirs = ([torch.zeros(1, 1, 9, 16, device=DEVICE) for _ in range(2)] for _ in range(2))
-    got = decode.rope_rows(new, cos, sin, places, places, *mine)
-    torch.testing.assert_close(got, rope_rows.plain(new, cos, sin, places, places, *theirs))
+    got = decode.rope_rows(new, cos, sin, positions, positions, *mine)
+    torch.testing.assert_close(got, rope_rows.plain(new, cos, sin, positions, positions, *theirs))
     torch.testing.assert_close(mine, theirs)
 
 

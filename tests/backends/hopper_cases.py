@@ -52,7 +52,7 @@ def made(most: int) -> tuple[Tensor, Tensor, list[Tensor], KeyLocations]:
 def check(key: Tensor, value: Tensor, k_row: list[Tensor], homes: KeyLocations) -> None:
     """Every key is where its home says."""
     assert homes.short is None
-    for row, home, place in zip(k_row, homes.home, homes.place, strict=True):
+    for row, home, place in zip(k_row, homes.home, homes.k_pos, strict=True):
         for b, x, n in torch.cartesian_prod(*(torch.arange(size) for size in home.shape)).tolist():
             told, shared = int(home[b, x, n]), row.shape[1] == 1
             rows = row[b % len(row), 0 if shared else x, n * BOX : n * BOX + BOX].long()
@@ -107,7 +107,7 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
         )
         for a, b in zip(told.home, found.home, strict=True):
             assert torch.equal(a.expand_as(b), b)
-        for a, b in zip(told.place, found.place, strict=True):
+        for a, b in zip(told.k_pos, found.k_pos, strict=True):
             assert torch.equal(a.expand_as(b), b)
         copied = int((found.home[0] < -1).sum()) + sum(int((home < -1).sum()) for home in found.home[1:])
         assert torch.equal(told.keys[:copied], found.keys[:copied])

@@ -100,15 +100,15 @@ def test_heads_that_lie_far_apart() -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("size", [128, 80])
 def test_angles(dtype: torch.dtype, size: int) -> None:
-    """Also of places far beyond where a cosine is easily found."""
+    """Also of positions far beyond where a cosine is easily found."""
     pace = 1.0 / 1e6 ** (torch.arange(0, size, 2) / size)
-    places = torch.cat([torch.arange(40), torch.tensor([99_999, 352_800, 8_467_200])])
-    wanted = (places[:, None].float() * pace).repeat(1, 2)
-    found = pointwise.angles(places.to(DEVICE), pace.to(DEVICE), 1.5, dtype)
+    positions = torch.cat([torch.arange(40), torch.tensor([99_999, 352_800, 8_467_200])])
+    wanted = (positions[:, None].float() * pace).repeat(1, 2)
+    found = pointwise.angles(positions.to(DEVICE), pace.to(DEVICE), 1.5, dtype)
     for one, turned in zip(found, (wanted.cos(), wanted.sin()), strict=True):
         assert one.shape == (43, size) and one.dtype == dtype
         close(one, (turned * 1.5).to(dtype), units=1)
-    assert pointwise.angles(places[:0].to(DEVICE), pace.to(DEVICE), 1.0, dtype)[0].shape == (0, size)
+    assert pointwise.angles(positions[:0].to(DEVICE), pace.to(DEVICE), 1.0, dtype)[0].shape == (0, size)
 
 
 def drawn(*size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -165,7 +165,7 @@ def test_the_real_one(
         pytest.skip(f"flash-attn {release} is not installed, or does not run on this device")
     monkeypatch.setattr(dense, "older_flash", lambda device: dense.FlashAttn(release, call, square=True))
     monkeypatch.setattr(dense, "FLASH_FROM", sys.maxsize)
-    for name in ("_sdpa", "_windowed"):
+    for name in ("_sdpa", "_sliding"):
         monkeypatch.setattr(dense, name, None)
     query, key, value = (t.cuda() for t in draw(700, start, size))
     out = dense.dense_attend(query, key, value, 0.1, start=start, window=window)

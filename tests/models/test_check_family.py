@@ -1,5 +1,5 @@
 """Every family keeps its promises on tiny models of transformers' own classes, and one that breaks them is found; so does
-Qwen2-VL in a session, whose places are evenly spaced."""
+Qwen2-VL in a session, whose positions are evenly spaced."""
 
 from __future__ import annotations
 

@@ -105,10 +105,10 @@ def test_frames_see_no_further_than_they_are_told_to(kv: str, name: str = "rando
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_film_longer_than_the_positions_keeps_its_places_within_them(
+def test_a_film_longer_than_the_positions_keeps_its_positions_within_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ways to the same view: a base is taken from places, or the film is seen `ingest_frames` at a time."""
+    """Two ways to the same view: a base is taken from positions, or the film is seen `ingest_frames` at a time."""
     from mmaccel.core.layout import PositionIds
 
     taken: list[int] = []
@@ -127,9 +127,11 @@ def test_a_film_longer_than_the_positions_keeps_its_places_within_them(
     with open_session(name, kv, chunk=64) as session:
         session.ingest(film(25).repeat(2, 1, 1, 1), fps=FPS)
         live = session._live
-        assert live is not None and live.stream.places.span(live.state.units()) > live.stream.places.limit
+        assert (
+            live is not None and live.stream.positions.span(live.state.units()) > live.stream.positions.limit
+        )
         assert 0 < session.counters()["ingest_seen"] < 1
-        assert max(taken) < live.stream.places.limit
+        assert max(taken) < live.stream.positions.limit
         session.ask(QUESTION, 2)
 
 

@@ -1,4 +1,4 @@
-"""The static step of a pruned target: layers that hold unlike numbers of columns, at their own places."""
+"""The static step of a pruned target: layers that hold unlike numbers of columns, at their own positions."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ import mmaccel
 from mmaccel.backends.select import Store
 from mmaccel.core import costs, rates
 from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.recipe import (
     FORMER,
@@ -31,13 +32,15 @@ from mmaccel.core.recipe import (
     presets,
     stream_policy,
 )
-from mmaccel.core.registry import registry
-from mmaccel.models.recommend import LOSSLESS, device_of, recommend, sizes_of
+from mmaccel.core.registry import policy, registry
+from mmaccel.models import step
+from mmaccel.models.recommend import LOSSLESS, _few_rows, device_of, recommend, sizes_of
 from mmaccel.models.shapes import SHAPES
 from mmaccel.policies.kv import Full
 from mmaccel_lab.world import World, render
 from tests.models.streams import QUESTION, film, pair
 from tests.products import product
+from tests.spies import heard
 
 DEVICE = rates.DEVICES["h100"]
 SIZES = sizes_of("llava-onevision-7b")
@@ -190,6 +193,45 @@ def test_on_a_gpu_a_layer_s_time_leaves_out_what_a_step_adds(device: str, wanted
 
     found = rates._layer(lambda layers: spent.append(3 + 0.5 * layers), torch.device(device), bench)
     assert found == pytest.approx(wanted)
+
+
+def test_a_layer_of_few_rows_is_timed_as_a_session_s_captured_step_runs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    ran: list[int] = []
+    layers = heard(monkeypatch, step.StreamSteps, "run", lambda steps, run, embeds, *_: len(embeds))
+    few = _few_rows(pair("random-ov")[0])
+    for _ in range(3):
+        few()
+        ran.append(len(layers))
+    assert ran == [1, 2, 3] and layers == [1, 1, 1]
+
+
+def test_on_a_gpu_captured_steps_and_pinning_are_what_a_session_takes() -> None:
+    one = work(frames=100, questions=3)
+    slow = replace(DEVICE, layer=100 * DEVICE.layer)
+    plain, other = (costs.cost(Recipe(), SIZES, one, device) for device in (DEVICE, slow))
+    assert other.token_s == plain.token_s and other.question_s == plain.question_s
+    held = costs.cost(Recipe(), SIZES, one, replace(DEVICE, few=2 * DEVICE.few))
+    assert held.token_s - plain.token_s == pytest.approx(SIZES.layers * DEVICE.few)
+    film = Recipe.load("film-many-questions")
+    cold, warm = (costs.cost(film, SIZES, work(), replace(DEVICE, pin=pin)) for pin in (1e9, math.inf))
+    assert cold.read_s - warm.read_s == pytest.approx(cold.host_bytes * (1e-9 - 1 / DEVICE.wire))
+
+
+def test_rows_of_a_pass_hold_their_share_of_a_line() -> None:
+    """What a grid lists for a part of the rows is estimated as what it lists for all of them is."""
+    grid, tokens, frames = policy("sparse", "grid"), 16, 800
+    place = torch.arange(frames * tokens)[None]
+    keys = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // tokens)
+    n = place.shape[1] // 8
+    queries = keys.take(place[0, -n:])
+    x = torch.randn(2, 1, 1, place.shape[1], 16, generator=torch.Generator().manual_seed(0))
+    plan = grid.plan(x[0, :, :, -n:], x[1], queries, keys)
+    assert plan is not None
+    listed = sum(float(s.lists.count.double().sum((0, 2)).mean()) for p in plan.parts for s in p.spans)
+    assert 0.7 < grid.expected_blocks(n, place.shape[1], (queries, keys)) / listed < 1.4
 
 
 def test_rates_are_measured_once_and_kept(tmp_path: Path) -> None:

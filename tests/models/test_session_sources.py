@@ -317,9 +317,9 @@ def test_a_pause_longer_than_the_model_reaches(kv: str, monkeypatch: pytest.Monk
             part = slice(begin, begin + 5)
             session.watch(torch.cat([film(25), film(1)])[part], times=moments[part])
         answer = session.ask(QUESTION, 3)
-        places = session._live.stream.places  # type: ignore[union-attr]
+        positions = session._live.stream.positions  # type: ignore[union-attr]
         assert len(answer.ids) == 3 and torch.isfinite(logits(session)).all()
-        assert int(places.own(0, 13).max()) < 400
+        assert int(positions.own(0, 13).max()) < 400
 
 
 def test_a_family_without_seconds_goes_by_numbers() -> None:

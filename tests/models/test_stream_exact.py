@@ -49,7 +49,7 @@ def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
 
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic"])
-def test_compact_places_are_the_true_ones_when_nothing_is_left_out(kv: str) -> None:
+def test_compact_positions_are_the_true_ones_when_nothing_is_left_out(kv: str) -> None:
     with open_session("random-qwen", {**WHOLE[kv], "positions": "compact"}, 13) as session:
         assert (logits(session) - plain("random-qwen", 13)).abs().max() <= TOLERANCE
 
@@ -118,7 +118,7 @@ def _outline(module: Any) -> Any:
     return {k: id(v) for k, v in module.__dict__.items() if not k.startswith("_")}, hooks
 
 
-def test_seconds_of_a_unit_move_the_places_as_in_the_plain_model() -> None:
+def test_seconds_of_a_unit_move_the_positions_as_in_the_plain_model() -> None:
     frames = film(12)
     found = []
     for fps in (0.75, 3.0):

@@ -122,7 +122,7 @@ def test_the_store_holds_what_is_left() -> None:
 
 
 def test_all_that_stays_is_as_it_was() -> None:
-    """LLaVA's places are numbers in a row already."""
+    """LLaVA's positions are numbers in a row already."""
     for kv in (TIGHT["rekv"], TIGHT["livevlm"]):
         bare, pruned = (
             answer("random-ov", {"kv": kv, **more}) for more in ({}, {"prune": VisionZip(retention=1.0)})
@@ -192,7 +192,7 @@ def test_what_gives_frames_unlike_numbers_is_refused() -> None:
     assert stream_policy(Recipe(kv="rekv", prune=PLAIN)).name == "rekv"
 
 
-def test_places_anew_are_numbers_in_a_row_on_every_axis() -> None:
+def test_positions_anew_are_numbers_in_a_row_on_every_axis() -> None:
     for axes in (1, 3):
         head = torch.arange(4).expand(axes, -1)
         unit = torch.arange(4, 10).expand(axes, -1).clone()

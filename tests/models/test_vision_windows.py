@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.models import modules
-from mmaccel.models.modules import WINDOWS, batches_of, in_parts
+from mmaccel.models.modules import WINDOW_ATTENTION, batches_of, in_parts
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
@@ -162,12 +162,12 @@ def test_an_accelerated_model_reads_images_and_videos_so_and_is_restored(calls: 
     apart = len(calls)
     del calls[:]
     with mmaccel.accelerate(model) as fast:
-        assert tower.config._attn_implementation == WINDOWS and tower.config is not before
+        assert tower.config._attn_implementation == WINDOW_ATTENTION and tower.config is not before
         torch.testing.assert_close(fast(**inputs).logits, want, rtol=0, atol=1e-5)
         assert len(calls) < apart / 3
         with mmaccel.models.modules.in_parts(mmaccel.core.attach.adapter_for(model), model):
             pass
-        assert tower.config._attn_implementation == WINDOWS
+        assert tower.config._attn_implementation == WINDOW_ATTENTION
     assert before._attn_implementation == "sdpa"
     assert all(m.config is before for m in tower.modules() if hasattr(m, "config"))
     assert torch.equal(model(**inputs).logits, want)
@@ -203,7 +203,7 @@ def test_the_model_s_config_does_not_name_it(tmp_path: Path) -> None:
         built = type(model)(copy.deepcopy(model.config))
         model.save_pretrained(tmp_path)
     assert built.config.vision_config._attn_implementation == "sdpa"
-    assert WINDOWS not in (tmp_path / "config.json").read_text()
+    assert WINDOW_ATTENTION not in (tmp_path / "config.json").read_text()
 
 
 def test_gradients_and_states_are_the_same() -> None:

@@ -21,7 +21,7 @@ import transformers
 
 import mmaccel
 from mmaccel.models.attention import ATTENTION
-from mmaccel.models.modules import WINDOWS
+from mmaccel.models.modules import WINDOW_ATTENTION
 
 RECIPES: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -139,7 +139,7 @@ def _looks_at_own_config(traceback: Any, checkout: Path) -> bool:
     for value in where[-1].frame.f_locals.values():
         with suppress(Exception):
             config = value if isinstance(value, transformers.PreTrainedConfig) else value.config
-            found |= config._attn_implementation in (ATTENTION, WINDOWS)
+            found |= config._attn_implementation in (ATTENTION, WINDOW_ATTENTION)
     return found
 
 

@@ -52,7 +52,7 @@ def render(table: dict[str, Tensor], height: int, width: int) -> Tensor:
     return frames
 
 
-class _Window:
+class _Region:
     """A rectangle of each chosen frame around a centre, read and written through index tensors.
 
     `dx`, `dy` [N, 1, w] and [N, h, 1]: distance of each pixel from the centre. The rectangle is as large as
@@ -80,34 +80,34 @@ def _cover(distance: Tensor, pixels: float) -> Tensor:
     return (0.5 - distance * pixels).clamp(0, 1)
 
 
-def _blend(frames: Tensor, window: _Window, layers: list[tuple[Tensor, Tensor | float]]) -> None:
-    image = frames[window.at].float()
+def _blend(frames: Tensor, region: _Region, layers: list[tuple[Tensor, Tensor | float]]) -> None:
+    image = frames[region.at].float()
     for cover, colour in layers:
         image += (colour - image) * cover[..., None]
-    frames[window.at] = image.add_(0.5).clamp_(0, 255).to(torch.uint8)
+    frames[region.at] = image.add_(0.5).clamp_(0, 255).to(torch.uint8)
 
 
 def _balls(frames: Tensor, table: dict[str, Tensor], x: Tensor, y: Tensor, pixels: float, step: int) -> None:
     colours = torch.tensor(BALL_COLOURS, dtype=torch.float32, device=frames.device)
     half = (BALL_LARGEST * 1.5, BALL_LARGEST * 1.5)
     index = torch.arange(frames.shape[0], device=frames.device)
-    # Windows are small, so many more frames than a full-size chunk fit at once.
+    # Regions are small, so many more frames than a full-size chunk fit at once.
     for start in range(0, index.numel(), step * 8):
         some = index[start : start + step * 8]
         for k in range(table["ball"].shape[1]):
             place, look = table["ball"][some, k], table["look"][some, k]
-            window = _Window(some, place, half, x, y)
+            region = _Region(some, place, half, x, y)
             radius = place[:, 2, None, None]
-            disc = (window.dx * window.dx + window.dy * window.dy).sqrt() - radius
+            disc = (region.dx * region.dx + region.dy * region.dy).sqrt() - radius
             # A bird is a wide open V whose wings taper towards the tips.
-            side = window.dx.abs()
-            wing = (window.dy + side * 0.5 - radius * 0.3).abs() - (radius * 1.4 - side) * 0.25
+            side = region.dx.abs()
+            wing = (region.dy + side * 0.5 - radius * 0.3).abs() - (radius * 1.4 - side) * 0.25
             bird = torch.maximum(wing, side - radius * 1.4)
             is_bird = look[:, None, None] >= len(BALL_COLOURS)
             cover = _cover(torch.where(is_bird, bird, disc), pixels)
             cover = torch.where(radius > 0, cover, torch.zeros_like(cover))
             ink = torch.where(is_bird[:, 0], 30.0, colours[look % len(BALL_COLOURS)])
-            _blend(frames, window, [(cover, ink[:, None, None])])
+            _blend(frames, region, [(cover, ink[:, None, None])])
 
 
 def _cards(frames: Tensor, table: dict[str, Tensor], x: Tensor, y: Tensor, pixels: float, step: int) -> None:
@@ -117,23 +117,23 @@ def _cards(frames: Tensor, table: dict[str, Tensor], x: Tensor, y: Tensor, pixel
     for start in range(0, index.numel(), step):
         some = index[start : start + step]
         place = table["place"][some]
-        window = _Window(some, place, half, x, y)
+        region = _Region(some, place, half, x, y)
         size = place[:, 2, None, None]
         corner = size * 0.14
-        over_x = window.dx.abs() - (size * CARD_WIDTH - corner)
-        over_y = window.dy.abs() - (size - corner)
+        over_x = region.dx.abs() - (size * CARD_WIDTH - corner)
+        over_y = region.dy.abs() - (size - corner)
         out_x, out_y = over_x.clamp(min=0), over_y.clamp(min=0)
         outside = (out_x * out_x + out_y * out_y).sqrt()
         card = outside + torch.maximum(over_x, over_y).clamp(max=0) - corner
         radius = size * SHAPE_SIZE
-        shape = _read_atlas(table["shape"][some], window.dx / radius, window.dy / radius) * radius
+        shape = _read_atlas(table["shape"][some], region.dx / radius, region.dy / radius) * radius
         ink = palette[table["colour"][some]][:, None, None]
         layers: list[tuple[Tensor, Tensor | float]] = [
             (_cover(card, pixels), BORDER),
             (_cover(card + size * 0.05, pixels), PAPER),
             (_cover(shape, pixels), ink),
         ]
-        _blend(frames, window, layers)
+        _blend(frames, region, layers)
 
 
 def _read_atlas(shape: Tensor, u: Tensor, v: Tensor) -> Tensor:

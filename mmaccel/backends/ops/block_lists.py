@@ -14,7 +14,7 @@ from mmaccel.backends.ops.block_attend import ABSENT, FULL, BlockLists, KeySpan,
 from mmaccel.backends.ops.operator import operator
 
 ENTRIES = 1 << 24  # most entries of lists looked at at a time, where they are counted
-BEYOND = 1 << 60  # more than any place: wide places exceed 32 bits
+BEYOND = 1 << 60  # more than any position: wide ones exceed 32 bits
 
 FIELDS = (
     *("batch", "heads", "size", "source", "to", "kind", "to_b", "to_h"),
@@ -46,33 +46,33 @@ def count_present(row: Tensor, block: int) -> Tensor:
 
 
 def _reach_shapes(
-    q_row: Tensor, k_row: Tensor, q_place: Tensor, k_place: Tensor, block_q: int, block_k: int
+    q_row: Tensor, k_row: Tensor, q_pos: Tensor, k_pos: Tensor, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
     row = q_row.new_empty(
-        *lead_sizes(q_row, k_row, q_place, k_place), q_row.shape[-1] // block_q, 5, dtype=torch.int64
+        *lead_sizes(q_row, k_row, q_pos, k_pos), q_row.shape[-1] // block_q, 5, dtype=torch.int64
     )
-    return row, k_row.new_empty(*lead_sizes(k_row, k_place), k_row.shape[-1] // block_k, dtype=torch.int8)
+    return row, k_row.new_empty(*lead_sizes(k_row, k_pos), k_row.shape[-1] // block_k, dtype=torch.int8)
 
 
 @operator("prefill.lists", fake=_reach_shapes)
 def reach(
     q_row: Tensor,
     k_row: Tensor,
-    q_place: Tensor,
-    k_place: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
     lo: int,
     hi: int,
     block_q: int,
     block_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """For each query block, the run of key blocks that may hold a pair with ``lo <= q_place - k_place < hi``.
+    """For each query block, the run of key blocks that may hold a pair with ``lo <= q_pos - k_pos < hi``.
 
-    q_row [b, h, P], k_row [b, h, N], and positions q_place [b, h, P], k_place [b, h, N]; b and h full or 1; positions of
+    q_row [b, h, P], k_row [b, h, N], and positions q_pos [b, h, P], k_pos [b, h, N]; b and h full or 1; positions of
     present keys (k_row >= 0) ascend. Returns row [b, h, P / block_q, 5] and kind [b, h, N / block_k] of a `BlockLists`
     without index.
     """
-    q_min, q_max, _ = block_bounds(q_row, q_place, block_q)
-    k_min, k_max, kind = block_bounds(k_row, k_place, block_k)
+    q_min, q_max, _ = block_bounds(q_row, q_pos, block_q)
+    k_min, k_max, kind = block_bounds(k_row, k_pos, block_k)
     # A block without a key lies where its neighbours do.
     k_max, k_min = k_max.cummax(-1).values, k_min.flip(-1).cummin(-1).values.flip(-1)
     b, h = lead_sizes(q_min, k_min)
@@ -197,14 +197,14 @@ def _in_runs(lists: BlockLists, value: Tensor, bound: Tensor) -> tuple[Tensor, T
     return first - start, torch.where(past > first, past - start, 0)
 
 
-def block_bounds(row: Tensor, place: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Minimum and maximum `place` (position) of the present rows in each block, [b, h, blocks] int64 (an empty range if
+def block_bounds(row: Tensor, pos: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Minimum and maximum position `pos` of the present rows in each block, [b, h, blocks] int64 (an empty range if
     there are none); and int8 FULL if all rows are present, else ABSENT."""
-    place = place.long()
-    has = (row >= 0) & torch.ones_like(place, dtype=torch.bool)
+    pos = pos.long()
+    has = (row >= 0) & torch.ones_like(pos, dtype=torch.bool)
     cut = (*has.shape[:-1], has.shape[-1] // block, block)
-    least = torch.where(has, place, BEYOND).view(cut).amin(-1)
-    most = torch.where(has, place, -BEYOND).view(cut).amax(-1)
+    least = torch.where(has, pos, BEYOND).view(cut).amin(-1)
+    most = torch.where(has, pos, -BEYOND).view(cut).amax(-1)
     return least, most, torch.where(has.view(cut).all(-1), FULL, ABSENT).to(torch.int8)
 
 

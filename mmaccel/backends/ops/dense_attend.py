@@ -134,7 +134,7 @@ def _unpadded(
             out: Tensor = result[0] if isinstance(result, tuple) else result
             return out.transpose(1, 2)
     if window is not None:
-        return _windowed(query, key, value, scale, start, sinks, window)
+        return _sliding(query, key, value, scale, start, sinks, window)
     if n == 1:
         # A single row has no mask, so the heads of a group can be rows: keys are then read once for all of them.
         rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
@@ -145,10 +145,10 @@ def _unpadded(
         from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo
 
         return _sdpa(query, key, value, scale, mask=causal_lower_right(n, end))
-    return _windowed(query, key, value, scale, start, 0, start + n)
+    return _sliding(query, key, value, scale, start, 0, start + n)
 
 
-def _windowed(
+def _sliding(
     query: Tensor, key: Tensor, value: Tensor, scale: float, start: int, sinks: int, window: int
 ) -> Tensor:
     n, end = query.shape[2], key.shape[2]

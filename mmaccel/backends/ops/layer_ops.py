@@ -69,11 +69,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
-@operator("pointwise", serves=lambda places, pace, scale, dtype: dtype in HALVES and runs_triton(places))
-def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """RoPE cosines and sines [n, D], times `scale`, of positions `places` [n] long and inverse frequencies `pace` [D / 2]
+@operator("pointwise", serves=lambda x, pace, scale, dtype: dtype in HALVES and runs_triton(x))
+def angles(positions: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """RoPE cosines and sines [n, D], times `scale`, of `positions` [n] long and inverse frequencies `pace` [D / 2]
     float32, as transformers' rotary embeddings compute them; one kernel."""
-    angle = (places[:, None].float() * pace).repeat(1, 2)
+    angle = (positions[:, None].float() * pace).repeat(1, 2)
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
 
@@ -126,19 +126,19 @@ def _turn_shape(rows: Tensor, key: Tensor) -> Tensor:
 
 @operator("decode", serves=runs_triton_in_float32, mutates=("key", "value"), fake=_turn_shape)
 def rope_rows(
-    rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
+    rows: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, columns: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """Apply RoPE to new queries and keys, and write keys and values to the cache; returns queries [B, H, n, D].
 
-    rows [B, n, (H + 2 G) * D]: queries, keys, values, head by head. cos and sin [B, S, D] by position. places, columns [B,
-    n] long: the position of each row and the cache slot it is written to. key and value [B, G, capacity, D], the last
-    dimension dense.
+    rows [B, n, (H + 2 G) * D]: queries, keys, values, head by head. cos and sin [B, S, D] by position. positions and
+    columns [B, n] long: the position of each row and the cache slot it is written to. key and value [B, G, capacity, D], the
+    last dimension dense.
     """
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]
     batch = torch.arange(B, device=rows.device)[:, None]
     heads = rows.view(B, n, width // D, D)
-    angles = [table[batch, places][:, :, None] for table in (cos, sin)]
+    angles = [table[batch, positions][:, :, None] for table in (cos, sin)]
     turned = heads[:, :, : width // D - G]
     half = D // 2
     turned = turned * angles[0] + torch.cat([-turned[..., half:], turned[..., :half]], -1) * angles[1]
@@ -231,9 +231,9 @@ def enter_rows(
     `project_rows`. turn [2, B, n, D]: cosines and sines. columns, key, value: see `rope_rows`.
     """
     rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
-    places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
+    positions = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
     # Where the products are PyTorch's, what turns is a kernel still: one for a dozen.
-    return rope_rows.direct(rows, turn[0], turn[1], places, columns, key, value)
+    return rope_rows.direct(rows, turn[0], turn[1], positions, columns, key, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,14 +266,14 @@ def attend_each(query: Tensor, caches: Caches, columns: Tensor, scale: float) ->
 
 @operator("decode", serves=runs_triton_in_float32)
 def rope_each(
-    rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, caches: Caches
+    rows: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, columns: Tensor, caches: Caches
 ) -> Tensor:
     """`rope_rows` where each sequence has its own cache: apply RoPE to rows [B, n, (H + 2 G) * D], write keys and values to
     slots `columns` [B, n]; returns queries [B, H, n, D]."""
     found = []
     for b, (key, value) in enumerate(caches.pairs):
-        row, c, s, place, column = (one[b : b + 1] for one in (rows, cos, sin, places, columns))
-        found.append(rope_rows.plain(row, c, s, place, column, key, value))
+        row, c, s, position, column = (one[b : b + 1] for one in (rows, cos, sin, positions, columns))
+        found.append(rope_rows.plain(row, c, s, position, column, key, value))
     return torch.cat(found)
 
 
@@ -292,5 +292,5 @@ def enter_each(
     """`enter_rows` where each sequence has its own cache: project rows x [B * n, K] to q, k and v, apply RoPE by `turn` [2,
     B, n, D], write k and v to slots `columns` [B, n]; returns queries [B, H, n, D]."""
     rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
-    places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
-    return rope_each.direct(rows, turn[0], turn[1], places, columns, caches)
+    positions = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
+    return rope_each.direct(rows, turn[0], turn[1], positions, columns, caches)

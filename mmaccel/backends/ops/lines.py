@@ -139,7 +139,7 @@ def split_line_keys(
     [B, H, S].
 
     left [B, H, N] int32: rows of the keys that are no column, -1 for columns; kind [B, H, N / block] int8: FULL if no key of
-    a block is missing, else ABSENT. kept [B, H, N] bool: the diagonals. k_row, k_place [B, H, whole blocks, at least one]
+    a block is missing, else ABSENT. kept [B, H, N] bool: the diagonals. k_row, k_pos [B, H, whole blocks, at least one]
     int32: rows and positions of the columns, padded with -1 and 0.
     """
     (B, H, K), N = columns.shape, row.shape[1]
@@ -155,8 +155,8 @@ def split_line_keys(
     there, more = columns < width, (0, max(K + -K % block, block) - K)
     own = row[:, None].expand(B, H, N).gather(2, columns.clamp(max=N - 1))
     k_row = pad(torch.where(there, own, -1), more, value=-1)
-    k_place = pad(torch.where(there, columns, 0), more).to(torch.int32)
-    return left, kind, marked(diagonals).contiguous(), k_row, k_place
+    k_pos = pad(torch.where(there, columns, 0), more).to(torch.int32)
+    return left, kind, marked(diagonals).contiguous(), k_row, k_pos
 
 
 def _run_shapes(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor]:

@@ -473,7 +473,7 @@ def enter_kernel(
 
 @triton.jit(do_not_specialize=["n", "count"])
 def rope_kernel(
-    rows, cos, sin, places, columns, table, query, key, value, n, count, key_lines, value_lines,
+    rows, cos, sin, positions, columns, table, query, key, value, n, count, key_lines, value_lines,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     EACH: tl.constexpr,
 ):  # fmt: skip
@@ -488,7 +488,7 @@ def rope_kernel(
     if head < HEADS + GROUPS:
         half = D // 2
         other = tl.load(source + tl.where(d < half, d + half, d - half), mask=wide, other=0.0).to(tl.float32)
-        angle = (b * count + tl.load(places + b * n + i)) * D + d
+        angle = (b * count + tl.load(positions + b * n + i)) * D + d
         turned = x.to(tl.float32) * tl.load(cos + angle, mask=wide, other=0.0).to(tl.float32)
         turned += tl.where(d < half, -other, other) * tl.load(sin + angle, mask=wide, other=0.0).to(
             tl.float32
@@ -536,7 +536,7 @@ def enter_each(x, weight, bias, gain, squares, eps, turn, columns, caches):
     return enter_rows(x, weight, bias, gain, squares, eps, turn, columns, home, home, each=caches)
 
 
-def rope_rows(rows, cos, sin, places, columns, key, value, *, each=None):
+def rope_rows(rows, cos, sin, positions, columns, key, value, *, each=None):
     """Launch `ops.layer_ops.rope_rows` (RoPE, write cache): one kernel, a program for each head of each row. `each`: the
     `Caches` of `rope_each`."""
     B, n, width = rows.shape
@@ -545,14 +545,14 @@ def rope_rows(rows, cos, sin, places, columns, key, value, *, each=None):
     query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
     table, aligned = (columns, 0) if each is None else (each.table, each.aligned)
     rope_kernel[(heads + 2 * G, n, B)](
-        rows.contiguous(), cos.contiguous(), sin.contiguous(), places.contiguous(),
+        rows.contiguous(), cos.contiguous(), sin.contiguous(), positions.contiguous(),
         columns.contiguous(), table, query, key, value, n, cos.shape[1], lines(key), lines(value),
         HEADS=heads, GROUPS=G, D=D, BLOCK_D=triton.next_power_of_2(D), EACH=aligned, num_warps=1,
     )  # fmt: skip
     return query.transpose(1, 2)
 
 
-def rope_each(rows, cos, sin, places, columns, caches):
+def rope_each(rows, cos, sin, positions, columns, caches):
     """Launch `ops.layer_ops.rope_each`: `rope_rows` with a cache for each sequence, found by `caches.table`."""
     home = caches.home
-    return rope_rows(rows, cos, sin, places, columns, home, home, each=caches)
+    return rope_rows(rows, cos, sin, positions, columns, home, home, each=caches)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from mmaccel.backends.triton.launch_args import lines
 
-PLACES = 16  # places whose angles a program makes
+ROWS = 16  # positions whose angles a program makes
 WORDS = 4096  # elements that a program of `silu_times_kernel` looks at
 
 
@@ -70,12 +70,12 @@ def rotate_kernel(
 
 @triton.jit(do_not_specialize=["n", "scale"])
 def angles_kernel(
-    PLACE, PACE, COS, SIN, n, scale, HALF: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr
+    POSITION, PACE, COS, SIN, n, scale, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """RoPE cosines and sines of PLACES positions."""
-    s, d = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.arange(0, BLOCK)
-    place = tl.load(PLACE + s, mask=s < n, other=0).to(tl.float32)
-    angle = place[:, None] * tl.load(PACE + d, mask=d < HALF, other=0.0)[None, :]
+    """RoPE cosines and sines of ROWS positions."""
+    s, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    position = tl.load(POSITION + s, mask=s < n, other=0).to(tl.float32)
+    angle = position[:, None] * tl.load(PACE + d, mask=d < HALF, other=0.0)[None, :]
     at = s.to(tl.int64)[:, None] * (2 * HALF) + d[None, :]
     inside = (s < n)[:, None] & (d < HALF)[None, :]
     kind = COS.dtype.element_ty
@@ -123,13 +123,13 @@ def rotate_(x, cos, sin):
         )  # fmt: skip
 
 
-def angles(places, pace, scale, dtype):
-    """Launch `ops.layer_ops.angles`: RoPE cosines and sines [n, D] of positions [n], `PLACES` rows a program."""
-    n, half = len(places), len(pace)
-    out = torch.empty(2, n, 2 * half, dtype=dtype, device=places.device)
+def angles(positions, pace, scale, dtype):
+    """Launch `ops.layer_ops.angles`: RoPE cosines and sines [n, D] of positions [n], `ROWS` of them a program."""
+    n, half = len(positions), len(pace)
+    out = torch.empty(2, n, 2 * half, dtype=dtype, device=positions.device)
     if n:
-        angles_kernel[(triton.cdiv(n, PLACES),)](
-            places.contiguous(), pace, out[0], out[1], n, scale,
-            HALF=half, PLACES=PLACES, BLOCK=triton.next_power_of_2(half), num_warps=4,
+        angles_kernel[(triton.cdiv(n, ROWS),)](
+            positions.contiguous(), pace, out[0], out[1], n, scale,
+            HALF=half, ROWS=ROWS, BLOCK=triton.next_power_of_2(half), num_warps=4,
         )  # fmt: skip
     return out[0], out[1]

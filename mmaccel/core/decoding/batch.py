@@ -28,12 +28,12 @@ Wanted = tuple[Speculation, Runner, Tensor, Any]
 
 KEPT = 4
 """Models whose steps are shared, at most."""
-WINDOWS = (0, 1, 3, 7, 15)
+LENGTHS = (0, 1, 3, 7, 15)
 """Tokens drafted a round; with the token before them as many rows as steps are captured for."""
 TRIED, TIMED = 3, 9
-"""Rounds after which a window is known, and how many are kept."""
+"""Rounds after which a draft length is known, and how many are kept."""
 AGAIN = 512
-"""Rounds of as many sequences after which other windows are tried anew: memories grow, and loads change."""
+"""Rounds of as many sequences after which other lengths are tried anew: memories grow, and loads change."""
 FORGET = 0.99
 """What of the share of kept tokens a round leaves to the next."""
 
@@ -129,8 +129,8 @@ class Batch:
         # The others wait while a draft reads its prompt: one a round.
         reads = [one for one in free if one.unread] if most else []
         self._warm = not reads
-        windows = {**dict.fromkeys(live), **dict.fromkeys(free, most), **dict.fromkeys(reads[1:], 0)}
-        offers = self._offers({one: one.offer(windows[one]) for one in live})
+        lengths = {**dict.fromkeys(live), **dict.fromkeys(free, most), **dict.fromkeys(reads[1:], 0)}
+        offers = self._offers({one: one.offer(lengths[one]) for one in live})
         wanted, taken = list[Wanted](), 0
         for one, offered in offers.items():
             with self._careful(one):
@@ -287,11 +287,11 @@ class BatchSlot:
 
 
 class DraftLength:
-    """Chooses the draft length (window) with the most tokens per second, per number of sequences in a batch (rounded up to a
+    """Chooses the draft length with the most tokens per second, per number of sequences in a batch (rounded up to a
     power of two).
 
-    A window's rate is the tokens its rounds are expected to commit, by the acceptance rate so far, over their median
-    seconds. Windows are tried in ascending order from 0 while the rate rises; so where many sequences make verification cost
+    A length's rate is the tokens its rounds are expected to commit, by the acceptance rate so far, over their median
+    seconds. Lengths are tried in ascending order from 0 while the rate rises; so where many sequences make verification cost
     more than it gains, nothing is drafted.
     """
 
@@ -305,40 +305,40 @@ class DraftLength:
         """Return the draft length for a round of `count` sequences, `drafting` of which have a draft; 0: no drafting."""
         size, best, chosen = _size(count), 0.0, 0
         keep = self._kept / self._judged
-        for window in WINDOWS:
-            seconds = self._seconds[size, window]
+        for length in LENGTHS:
+            seconds = self._seconds[size, length]
             if len(seconds) < TRIED:
-                return window
-            said = count - drafting + drafting * sum(keep**n for n in range(window + 1))
+                return length
+            said = count - drafting + drafting * sum(keep**n for n in range(length + 1))
             worth = said / median_low(seconds)
             if worth <= best:
                 break
-            best, chosen = worth, window
-            if window and self._longest.get((size, window), 0) < window:
+            best, chosen = worth, length
+            if length and self._longest.get((size, length), 0) < length:
                 break  # the draft proposes no more
         return chosen
 
-    def took(self, count: int, window: int, seconds: float, judged: Iterable[tuple[int, int]]) -> None:
+    def took(self, count: int, length: int, seconds: float, judged: Iterable[tuple[int, int]]) -> None:
         """Record that a round of `count` sequences took `seconds`, without one-off work such as graph capture; `judged`:
         (proposed, accepted) tokens of each that drafted."""
         size = _size(count)
-        self._seconds[size, window].append(seconds)
+        self._seconds[size, length].append(seconds)
         self._rounds[size] += 1
         if self._rounds[size] % AGAIN == 0:
-            for other in WINDOWS:
-                if other != window:
+            for other in LENGTHS:
+                if other != length:
                     self._seconds[size, other].clear()
         self._judged, self._kept = self._judged * FORGET, self._kept * FORGET
         for proposed, kept in judged:
-            self._longest[size, window] = max(proposed, self._longest.get((size, window), 0))
+            self._longest[size, length] = max(proposed, self._longest.get((size, length), 0))
             self._judged += kept + (kept < proposed)
             self._kept += kept
 
     def times(self, count: int) -> dict[int, float]:
-        """Return the median milliseconds of a round of `count` sequences, for each window that was tried."""
+        """Return the median milliseconds of a round of `count` sequences, for each draft length that was tried."""
         size = _size(count)
-        tried = [window for window in WINDOWS if self._seconds.get((size, window))]
-        return {window: 1e3 * median_low(self._seconds[size, window]) for window in tried}
+        tried = [length for length in LENGTHS if self._seconds.get((size, length))]
+        return {length: 1e3 * median_low(self._seconds[size, length]) for length in tried}
 
 
 def _size(count: int) -> int:

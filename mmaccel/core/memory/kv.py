@@ -165,14 +165,14 @@ class Stream:
     words   numbers of tokens at the begin and at the end of each unit that are text, such as a time stamp
     head    tokens before the video
     pace    frames of a unit
-    places  rotary positions of head, units and text
+    positions  rotary positions of head, units and text
     dtype   of keys and values
     """
 
     unit: int
     head: int
     pace: int
-    places: PositionIds
+    positions: PositionIds
     dtype: torch.dtype
     words: tuple[int, int] = (0, 0)
 

@@ -47,7 +47,7 @@ class AttentionConfig:
     """The recipe's attention settings, shared by all layers.
 
     kernel  an operator of the schema of `ops.block_attend`; None: plans cannot be run
-    windows  the same for sliding windows of streams under a sparse recipe (else it is `kernel`); None: explicit masks
+    sliding_kernel  that for sliding windows of streams under a sparse recipe (else it is `kernel`); None: explicit masks
     sliding  layer -> window size of layers with sliding-window attention, which are dense
     """
 
@@ -56,7 +56,7 @@ class AttentionConfig:
     kernel: Callable[..., tuple[Tensor, Tensor]] | None
     meter: Meter = field(default_factory=Meter)
     choice: select.Choice | None = None
-    windows: Callable[..., tuple[Tensor, Tensor]] | None = None
+    sliding_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
     sliding: Mapping[int, int] = field(default_factory=dict)
     _warned: bool = False
     _compiled: dict[int, Compiled] = field(default_factory=dict)
@@ -195,26 +195,26 @@ class ForwardPass(PrefillPass):
         if column is None:
             return self.queries, self.layout
 
-        def places() -> tuple[TokenLayout, TokenLayout]:
+        def ranked() -> tuple[TokenLayout, TokenLayout]:
             keys = self.layout.take(column.to(self.layout.device))
             keys = replace(keys, position=(keys.valid.long().cumsum(1) - 1).clamp(min=0))
             return keys.take(slice(keys.length - self.layout.length + self.start, None)), keys
 
-        return self._once("shown", column, places)
+        return self._once("shown", column, ranked)
 
-    def _in_places(self, view: KVView) -> bool:
-        """Whether the window of `view` is one of places among the columns that it shows: these are the first `sinks` and the
-        last ones. Padding takes up columns, and no places. Reads the device once for all layers that are shown the same."""
+    def _counts_ranks(self, view: KVView) -> bool:
+        """Whether the window of `view` counts ranks among the columns that it shows: those are the first `sinks` and
+        the last ones. Padding is in columns, and has no rank. Reads the device once for layers that are shown the same."""
         column, sinks = view.column, view.sinks
         if view.window is None or self.layout.padded or column is None:
             return view.window is None or not self.layout.padded
 
         def ends() -> bool:
-            place = torch.arange(len(column), device=column.device)
+            rank = torch.arange(len(column), device=column.device)
             gone = self.layout.length - len(column)
-            return bool((column == torch.where(place < sinks, place, place + gone)).all())
+            return bool((column == torch.where(rank < sinks, rank, rank + gone)).all())
 
-        return self._once("in places", column, ends)
+        return self._once("by rank", column, ends)
 
     def _once(self, name: str, column: Tensor, make: Callable[[], T]) -> T:
         """What `make` gives for the tensor `column`; made anew only where the layer before had another."""
@@ -318,7 +318,7 @@ class ForwardPass(PrefillPass):
             columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)
             return decode_attend(query, key, value, columns, scale, None, view.bias)
         config, window = self.config, view.window
-        kernel = config.kernel if config.recipe.sparse.dense else config.windows
+        kernel = config.kernel if config.recipe.sparse.dense else config.sliding_kernel
         many = self.stream and len(query) == 1 and rows >= MIN_ROWS and view.column is None
         if many and kernel is not None and window is not None and window < keys:
             plan = window_plan(rows, keys, view.sinks, window, heads, query.device)
@@ -344,7 +344,7 @@ class ForwardPass(PrefillPass):
         if view.bias is not None:
             (self.meter or self.config.meter).note(BIASED.format(recipe.sparse.name))
             return None
-        if not self._in_places(view) or not self.pays(layer, query, key.shape[2], view):
+        if not self._counts_ranks(view) or not self.pays(layer, query, key.shape[2], view):
             return None
         # Estimates weigh scores by the size of a head.
         even = scale * query.shape[3] ** 0.5

@@ -81,7 +81,7 @@ def asked(
         if gives_way and (gives_way[0] or not reading):
             adapter.turns.yield_lock(inside=reading)
 
-    asking, waiting, places = adapter.question(question), state.waiting(), stream.places
+    asking, waiting, positions = adapter.question(question), state.waiting(), stream.positions
     inside = None if between is None else _units_between(info, *between)
     if between is not None and info.times[-1] > between[1]:
         waiting, info = None, replace(info, pending=None)
@@ -94,12 +94,12 @@ def asked(
         # Those of the units that the memory has not taken in yet.
         times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
         times += [] if info.pending is None else [info.times[-info.pending.shape[0]]]
-        places.told(state.units(), times)
-    own_stream = replace(stream, places=copy.copy(places))
+        positions.told(state.units(), times)
+    own_stream = replace(stream, positions=copy.copy(positions))
     taken = state.snapshot(own_stream, lambda: pause(False)) if beside else None
     if taken is not None:
         gives_way.append(taken.parts)
-        state, stream, places = taken, own_stream, own_stream.places
+        state, stream, positions = taken, own_stream, own_stream.positions
         info = replace(info, spans=list(info.spans), times=list(info.times))
         if live.running is not None and (running := adapter.new_running_states()) is not None:
             running.back(live.running.mark())
@@ -116,21 +116,21 @@ def asked(
         kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh, layout=planned
     )
     if asking.after is not None and taken is not None:
-        marks = torch.arange(info.marks.shape[0], device=asking.after.device).expand(places.axes, -1)
-        places.follows = torch.cat([marks, asking.after + marks.shape[1]], 1)
+        marks = torch.arange(info.marks.shape[0], device=asking.after.device).expand(positions.axes, -1)
+        positions.follows = torch.cat([marks, asking.after + marks.shape[1]], 1)
     elif asking.after is not None and beside:
         raise ModelError(
             f"question: kv {live.kv.name!r} has no snapshot, which images need here; ask in words."
         )
     units, own = state.shown_units(stream_pass)
-    last, positions = places.ends(units, pending, rows, own)
-    if not places.admits(units, pending, rows, own):
+    last, used = positions.ends(units, pending, rows, own)
+    if not positions.admits(units, pending, rows, own):
         raise ModelError(
-            f"question: the stream and the question take {positions} of the model's {places.limit} positions "
+            f"question: the stream and the question take {used} of the model's {positions.limit} positions "
             "(max_position_embeddings) and leave none for an answer; ask in fewer words, or choose a kv that "
             "keeps less."
         )
-    left = places.limit - 1 - last
+    left = positions.limit - 1 - last
     stream_pass = replace(stream_pass, room=min(room, left))  # none for what no position is left for
     deadline.check()
     seen_as, evidence, shows = state, state.evidence, list(range(len(info.spans)))

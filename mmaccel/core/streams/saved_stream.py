@@ -118,13 +118,13 @@ def read_stream(
             raise damaged(told.parent, f"{name} in {told.name} cannot be")
     live = StreamRunner(adapter, kv, chunk, _read_info(data, facts, adapter))
     try:
-        if (tokens := live.stream.places.tokens) != facts["unit"]:
+        if (tokens := live.stream.positions.tokens) != facts["unit"]:
             raise ModelError(
                 f"{told.parent} has {facts['unit']} tokens of each frame and this session {tokens}; open it with the prune "
                 "that it was saved with."
             )
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
-            live.stream.places.told(0, live.info.shown(0))
+            live.stream.positions.told(0, live.info.shown(0))
         load_stream(live.state, data / MEMORY)
         if live.running is not None and not isinstance(live.state, FrameMemory):
             live.running.put(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))

@@ -126,9 +126,9 @@ class StreamRunner:
         self.around = MemoryWrapper() if pruner is None else AttentionRecording(pruner, depth)
         self._warned, self._full, self.ingests, self.pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
-        places, head = adapter.position_ids(info.size, fps), adapter.head().numel()
+        ids, head = adapter.position_ids(info.size, fps), adapter.head().numel()
         words, pace, dtype = adapter.text_around_unit, adapter.pace, adapter.dtype
-        self.stream = Stream(unit=info.unit, words=words, head=head, pace=pace, places=places, dtype=dtype)
+        self.stream = Stream(unit=info.unit, words=words, head=head, pace=pace, positions=ids, dtype=dtype)
         one = len(set(adapter.layer_devices)) == 1
         opened = kv.open_stream if one else partial(split_stream, kv, adapter.layer_devices)
         self.waits: deque[float] = deque(maxlen=1024)
@@ -220,13 +220,13 @@ class StreamRunner:
 
     def _tell_of_the_end(self) -> None:
         """Warn, once, when the stream leaves no position for a question."""
-        places = self.stream.places
+        positions = self.stream.positions
         units, own = self.state.shown_units(StreamPass(kind="question", rows=1))
-        if self._full or places.admits(units, 0, 1, own):
+        if self._full or positions.admits(units, 0, 1, own):
             return
         self._full = True
         warn(
-            f"the stream takes {places.ends(units, 0, 1, own)[1]} of the model's {places.limit} positions "
+            f"the stream takes {positions.ends(units, 0, 1, own)[1]} of the model's {positions.limit} positions "
             f"(max_position_embeddings): kv {self.kv.name!r} cannot answer questions from now on; open a session with a kv "
             "that shows fewer frames."
         )
@@ -264,7 +264,7 @@ class StreamRunner:
         """Run units with `features` [n, P, E], whose first frames have the `numbers`, into the memory `state`."""
         total, done, info, adapter = features.shape[0], 0, self.info, self.adapter
         if info.timed and state is self.state:
-            self.stream.places.told(state.units(), info.shown(state.units()))
+            self.stream.positions.told(state.units(), info.shown(state.units()))
         while done < total:
             first = state.units()
             count = state.fit(first, total - done)

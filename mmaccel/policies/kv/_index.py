@@ -367,18 +367,18 @@ class Index(ABC):
         """Read what `save` wrote for a stream of `units` units (frames); raises `ModelError` if it does not fit."""
 
 
-def unit_positions(places: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
+def unit_positions(positions: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
     """Return positions [k * P] or [3, k * P] of the tokens of the units (frames) `entries` [k], ascending, out of `count`:
     their own in the stream, or consecutive ones if `compact`."""
     if compact:
-        return places.units(0, len(entries))
+        return positions.units(0, len(entries))
     if len(entries) == count:
-        return places.own(0, count)
-    return places.chosen(entries, count - 1, own=True)
+        return positions.own(0, count)
+    return positions.chosen(entries, count - 1, own=True)
 
 
 def summary_positions(
-    places: PositionIds, time: Tensor, entries: Tensor, count: int, compact: bool, middle: int
+    positions: PositionIds, time: Tensor, entries: Tensor, count: int, compact: bool, middle: int
 ) -> Tensor:
     """Return positions [k] or [3, k] of summary tokens: those of token `middle` of the unit (frame) at the mean unit number
     `time` [k]; if `compact`, of the retrieved unit (`entries`) next in time."""
@@ -387,11 +387,11 @@ def summary_positions(
     else:
         numbers = time.round().long()
     # What is no cluster may have any time. (Not below `count`: that is another at the next question.)
-    numbers = numbers.clamp(0, places.known(count, not compact) - 1)
-    return places.chosen(numbers, count - 1, middle, not compact)
+    numbers = numbers.clamp(0, positions.known(count, not compact) - 1)
+    return positions.chosen(numbers, count - 1, middle, not compact)
 
 
-def compact_places(units: Tensor, base: int, first: int, even: bool) -> Tensor:
+def compact_slots(units: Tensor, base: int, first: int, even: bool) -> Tensor:
     """Return time slots [n], counted from the offset `base`, for units (frames) `units` [n], ascending, all below `first`.
     Units before the base get slots close behind it, so that their order remains visible. All stay before the window."""
     rank = torch.arange(len(units), device=units.device)

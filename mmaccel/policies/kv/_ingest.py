@@ -26,7 +26,7 @@ RUN = 16
 """Units that leave together when an ingestion has ended, where a store may have to make room for them."""
 
 MOST = 1 << 16
-"""Units between two bases at most, where their places pass no limit."""
+"""Units between two bases at most, where their positions pass no limit."""
 
 TOGETHER = 64  # units of all layers that are copied at a time beside what they are copied of
 
@@ -40,24 +40,24 @@ class Bases:
     within the window. `reach` is the number of units at true positions; `spare` units before the window get positions too.
     """
 
-    def __init__(self, places: PositionIds, window: int, spare: int = 0) -> None:
+    def __init__(self, positions: PositionIds, window: int, spare: int = 0) -> None:
         low, high = 0, 1
-        while high < MOST and places.span(high) < places.limit:
+        while high < MOST and positions.span(high) < positions.limit:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if places.span(middle) < places.limit else (low, middle)
-        self._places, self.window, self.reach = places, window + spare, low
-        # Spare units take no place that a window of up to half the limit has without them.
+            low, high = (middle, high) if positions.span(middle) < positions.limit else (low, middle)
+        self._positions, self.window, self.reach = positions, window + spare, low
+        # Spare units take no position that a window of up to half the limit has without them.
         self.every = max(low - self.window, window - spare, 1)
 
     def of(self, unit: int) -> int:
         """Return the offset that is subtracted from positions in the pass of unit (frame) `unit`."""
-        return int(self._places.at(max(0, unit - self.window)) // self.every * self.every)
+        return int(self._positions.at(max(0, unit - self.window)) // self.every * self.every)
 
     def same(self, unit: int, count: int) -> int:
         """Return how many of `count` units (frames) from `unit` on have the same offset as it has."""
-        if self._places.even:
+        if self._positions.even:
             return min(count, self.of(unit) + self.every + self.window - unit)
         base = self.of(unit)
         return next((some for some in range(1, count) if self.of(unit + some) != base), count)
@@ -172,7 +172,7 @@ class IngestState(PassState):
         ingest: int | None,
     ) -> None:
         super().__init__(stream, geometry, model, device)
-        self.window, self.ingest, self.bases = window, ingest, Bases(stream.places, window)
+        self.window, self.ingest, self.bases = window, ingest, Bases(stream.positions, window)
         self._heads: list[Ring | None] = [None] * geometry.layers
         self._rings: list[Ring | None] = [None] * geometry.layers
         self._first = self._base = 0
@@ -219,20 +219,20 @@ class IngestState(PassState):
         return self.bases.window - self.window
 
     def _admits(self, first: int, end: int) -> bool:
-        """Whether units ``first .. end`` find places within the model's limit, less a base if need be."""
-        places, reach = self.stream.places, self.bases.reach
-        last = places.slots(end)
-        return last <= reach or last - int(places.at(first)) + self._spare <= reach
+        """Whether units ``first .. end`` find positions within the model's limit, less a base if need be."""
+        positions, reach = self.stream.positions, self.bases.reach
+        last = positions.slots(end)
+        return last <= reach or last - int(positions.at(first)) + self._spare <= reach
 
     def _make_way(self, held: Ingested, stream_pass: StreamPass) -> None:
         """Units that a pass of an ingestion cannot see any more leave."""
-        end, places = stream_pass.first + stream_pass.count, self.stream.places
+        end, positions = stream_pass.first + stream_pass.count, self.stream.positions
         some = range(max(self._first, end - held.most), self._count)
         first = next((unit for unit in some if self._admits(unit, end)), self._count)
         self._leave(held, first - self._first)
         held.drop(first - self._first)
-        far = places.slots(end) > self.bases.reach
-        self._first, self._base = first, max(0, int(places.at(first)) - self._spare) if far else 0
+        far = positions.slots(end) > self.bases.reach
+        self._first, self._base = first, max(0, int(positions.at(first)) - self._spare) if far else 0
 
     def _leave(self, held: Ingested, count: int) -> None:
         for begin in range(0, count, self.together):
@@ -247,9 +247,9 @@ class IngestState(PassState):
         assert held is not None
         between = self._retrieved(layer, query)
         key, value = held.append(layer, key, value)
-        places, count = self.stream.places, (key.shape[2] - head) // self.stream.unit
+        made, count = self.stream.positions, (key.shape[2] - head) // self.stream.unit
         cos, sin = self.rope.at(
-            "ingested", lambda: torch.cat([places.head(), places.own(self._first, count, self._base)], -1)
+            "ingested", lambda: torch.cat([made.head(), made.own(self._first, count, self._base)], -1)
         )
         query = self.rope.apply(query, (cos[:, :, -rows:], sin[:, :, -rows:]))
         key = self.rope.apply(key, (cos, sin))
@@ -286,11 +286,11 @@ class IngestState(PassState):
     def _turn_rings(self) -> None:
         if self._count == self._first:
             return
-        places = self.stream.places
-        # Units before the base are those that no query of a new unit sees; they are turned at the base's own place.
+        positions = self.stream.positions
+        # Units before the base are those that no query of a new unit sees; they are turned at the base's own position.
         numbers = (torch.arange(self._first, self._count) - self._base).clamp(min=0)
-        own = None if places.even else places.own(self._first, len(numbers), self._base)
-        angles = self.rope.angles(places.chosen(numbers, int(numbers[-1])) if own is None else own)
+        own = None if positions.even else positions.own(self._first, len(numbers), self._base)
+        angles = self.rope.angles(positions.chosen(numbers, int(numbers[-1])) if own is None else own)
         for layer, ring in enumerate(self._rings):
             if ring is not None:
                 self._rings[layer] = ring._replace(turned=self.rope.apply(ring.key, angles))

@@ -19,7 +19,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.memory.kv import Stream, StreamPass
-from mmaccel.policies.kv._index import Index, SearchResult, compact_places, summary_positions, unit_positions
+from mmaccel.policies.kv._index import Index, SearchResult, compact_slots, summary_positions, unit_positions
 from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv._window import Angles, Look, Pair, QuestionView, words_of
@@ -49,7 +49,7 @@ class ArchivedMemory(StreamMemory):
         self, policy: Any, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
         super().__init__(stream, geometry, model, device, **policy.sizes(stream))
-        self.policy, self.budget = policy, stream.units(policy.frames)
+        self.set_query_fields(policy)
         self.encode_budget, self.prefetch = stream.units(policy.encode_frames), policy.prefetch
         self.reps = ALL if policy.reps is None else policy.reps
         own = policy.index, stream, geometry, device, self.window, policy.reps != 0
@@ -59,7 +59,7 @@ class ArchivedMemory(StreamMemory):
         self.prediction = QueryPrediction(geometry.layers, geometry.hidden, device)
         self.replays = Replays(device)
         # What passes retrieve stands before the window, wherever the stream is.
-        self.bases = Bases(stream.places, self.window, self.encode_budget)
+        self.bases = Bases(stream.positions, self.window, self.encode_budget)
         self._model, self.recalls_alike = model, False
         # Summary tokens of each layer; what the device was told last, and where.
         self._left: list[int] = []
@@ -73,7 +73,6 @@ class ArchivedMemory(StreamMemory):
     def set_query_fields(self, policy: Any) -> None:
         super().set_query_fields(policy)
         self.policy, self.budget = policy, self.stream.units(policy.frames)
-        self.idle()
 
     def clusters(self) -> dict[str, Tensor]:
         return self.index.owners()
@@ -110,11 +109,11 @@ class ArchivedMemory(StreamMemory):
         mean = self._folded(query[0].mean(1, keepdim=True, dtype=torch.float32))
         units = self.index.search(layer, mean, self.encode_budget, self._first).entries
         self._encoded.append(units)
-        rows, places, base = self.prefetcher.recall(layer, units), self.stream.places, self._base
+        rows, positions, base = self.prefetcher.recall(layer, units), self.stream.positions, self._base
         # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
-        slots = places.slots(self._first)
-        where = places.chosen(
-            compact_places(units, base, slots, places.even) if base else units, slots, own=not base
+        slots = positions.slots(self._first)
+        where = positions.chosen(
+            compact_slots(units, base, slots, positions.even) if base else units, slots, own=not base
         )
         self.rope.apply_(rows[:1], self.rope.angles(where))
         return [(rows[:1], rows[1:])]
@@ -152,7 +151,7 @@ class ArchivedMemory(StreamMemory):
         if self._first:
             self.prefetcher.begin(self._first)
         fetched = self.prefetcher.mark() if self._first else None
-        self.replays.under((self.index.mark(), self.stream.places.mark(self._count), fetched))
+        self.replays.under((self.index.mark(), self.stream.positions.mark(self._count), fetched))
         layers = range(self.geometry.layers) if self.reps else ()
         self._left = [self.index.count(layer, self.budget, self.reps) for layer in layers]
         numbers, sent = self._numbers, [self._count, *self._left]
@@ -271,23 +270,23 @@ class ArchivedMemory(StreamMemory):
     ) -> tuple[Angles, Tensor | None]:
         """Summary tokens into the first columns of `out` [2, G, m + k * P, D]; the angles of these and of `entries`, and a
         bias [h + m] of the scores of the head and the summary tokens, if any. Units need not have been brought."""
-        places, compact, count = self.stream.places, self.compact, self._count
+        positions, compact, count = self.stream.positions, self.compact, self._count
         if not reps and (len(entries) == count or compact):
             # What all layers share is made once.
             return self.rope.at(
-                ("ranks", len(entries)), lambda: unit_positions(places, entries, count, compact)
+                ("ranks", len(entries)), lambda: unit_positions(positions, entries, count, compact)
             ), None
-        size = 2, 1, 1, out.shape[2], self.rope.size(places.head())
+        size = 2, 1, 1, out.shape[2], self.rope.size(positions.head())
         room = self.replays.room("angles", size, self.stream.dtype)  # of all layers, which turn one by one
         left = self._numbers[2 + layer, None] if name is not None and self.replays.works else None
 
         def stand() -> tuple[Tensor, ...]:
-            parts, bias = [unit_positions(places, entries, count, compact)], list[Tensor]()
+            parts, bias = [unit_positions(positions, entries, count, compact)], list[Tensor]()
             if reps:
                 times, added = self.index.summarise(layer, found, out[:, :, :reps], self.stream.head, left)
                 bias.append(added)
                 middle = self.stream.unit // 2
-                parts.insert(0, summary_positions(places, times, entries, count, compact, middle))
+                parts.insert(0, summary_positions(positions, times, entries, count, compact, middle))
             torch.stack(self.rope.angles(torch.cat(parts, -1)), out=room)
             return tuple(bias)
 

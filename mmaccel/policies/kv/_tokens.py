@@ -112,12 +112,12 @@ class TokenMemory(StreamMemory):
         self._scores.clear()
 
     def _closed(self, stream_pass: StreamPass) -> bool:
-        places, every = self.stream.places, self.bases.every
+        positions, every = self.stream.positions, self.bases.every
         if stream_pass.kind == "units":
-            return self._always or places.slots(stream_pass.first + stream_pass.count) > every
-        fits = places.slots(self._count) <= every
+            return self._always or positions.slots(stream_pass.first + stream_pass.count) > every
+        fits = positions.slots(self._count) <= every
         return self._always or not (
-            fits and places.admits(self._count, stream_pass.pending, stream_pass.rows, own=True)
+            fits and positions.admits(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )
 
     def _most(self) -> int:
@@ -196,21 +196,20 @@ class TokenMemory(StreamMemory):
 
         Compact: as if there were no others, token r of them stands in unit r // P; its place in the frame stays its own.
         """
-        places, count = self.stream.places, column.shape[0]
+        positions, count = self.stream.positions, column.shape[0]
 
         def ranks() -> Tensor:
-            return places.cells(torch.arange(count), count // self.stream.unit)
+            return positions.cells(torch.arange(count), count // self.stream.unit)
 
         def own() -> Tensor:
-            return places.cells(column, self._count + self.clip, own=True)
+            return positions.cells(column, self._count + self.clip, own=True)
 
-        if self.compact and places.moved == places.axes:
+        if self.compact and positions.moved == positions.axes:
             return self.rope.at(("ranks", count), ranks)
         if not self._facts["pruned"]:
             return self.rope.at(("all", count), own)
         # Every layer has tokens of its own: theirs are not worth keeping for the others.
-        positions = torch.cat([ranks()[:1], own()[1:]]) if self.compact else own()
-        return self.rope.angles(positions)
+        return self.rope.angles(torch.cat([ranks()[:1], own()[1:]]) if self.compact else own())
 
     # The stream as a whole.
 

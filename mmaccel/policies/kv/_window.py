@@ -161,11 +161,11 @@ class PassState(StreamState):
     def _after(self, units: int, extra: int, stream_pass: StreamPass, own: bool) -> Tensor:
         """[n] or [3, n]: where the rows of a question or an answer stand, behind `units` units and `extra` of its columns.
         Those of a tree stand at their depth. `own`: units are at their own times."""
-        places, branches, rows = self.stream.places, stream_pass.branches, stream_pass.rows
+        positions, branches, rows = self.stream.positions, stream_pass.branches, stream_pass.rows
         if branches is None:
-            return places.after(units, self._pending, extra, rows, own)
+            return positions.after(units, self._pending, extra, rows, own)
         start = extra - (branches.sees.shape[1] - rows)
-        line = places.after(units, self._pending, start, int(branches.depth.max()) + 1, own)
+        line = positions.after(units, self._pending, start, int(branches.depth.max()) + 1, own)
         return line[..., branches.depth.to(line.device)]
 
     def begin_pass(self, stream_pass: StreamPass) -> None:

@@ -107,11 +107,11 @@ class StreamMemory(IngestState):
         self._kept = taken._kept
 
     def _closed(self, stream_pass: StreamPass) -> bool:
-        """Whether units are closed up for this pass, as the fields say or because their own places leave it no positions."""
-        places = self.stream.places
-        fits = places.slots(self._count) < self.bases.reach
+        """Whether units are closed up for this pass, as the fields say or because their own positions leave it none."""
+        positions = self.stream.positions
+        fits = positions.slots(self._count) < self.bases.reach
         return self._always or not (
-            fits and places.admits(self._count, stream_pass.pending, stream_pass.rows, own=True)
+            fits and positions.admits(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )
 
     def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
@@ -126,7 +126,7 @@ class StreamMemory(IngestState):
     def view(self, layer: int, query: Tensor) -> KVView:
         stream_pass, key, value = self._appended(layer)
         if stream_pass.kind == "head":
-            angles = self.rope.at("head", self.stream.places.head)
+            angles = self.rope.at("head", self.stream.positions.head)
             self._fresh[layer] = self.rope.apply(key, angles)
             return KVView(self._fresh[layer], value, query=self.rope.apply(query, angles))
         show = self._encode if stream_pass.kind == "units" else self._answer
@@ -165,8 +165,8 @@ class StreamMemory(IngestState):
         """What new units see: the head, what is retrieved for them, and the window, their own columns in it."""
         if self._ingested is not None:
             return self._show(layer, query, key, value)
-        places, ring = self.stream.places, self._rings[layer]
-        angles = self.rope.at("units", lambda: places.own(stream_pass.first, stream_pass.count, self._base))
+        own, ring = self.stream.positions.own, self._rings[layer]
+        angles = self.rope.at("units", lambda: own(stream_pass.first, stream_pass.count, self._base))
         turned = self._fresh[layer] = self.rope.apply(key, angles)
         sinks = [self._head(layer), *self._retrieved(layer, query)]
         parts = [*sinks, *([(ring.turned, ring.value)] if ring else []), (turned, value)]
@@ -235,14 +235,14 @@ class StreamMemory(IngestState):
             self._bring(layer, numbers, begin, raw)
         else:
             self._near(layer, begin, raw)
-        places = self.stream.places
+        positions = self.stream.positions
         if self.compact or numbers is None or count == self._count:
             first = 0 if self.compact or count == self._count else begin
-            stand = places.units if self.compact else places.own
+            stand = positions.units if self.compact else positions.own
             angles = self.rope.at(("units of a question", first, count), lambda: stand(first, count))
         else:
-            local = torch.arange(begin, self._count, device=numbers.device)
-            angles = self.rope.angles(places.chosen(torch.cat([numbers, local]), self._count - 1, own=True))
+            numbers = torch.cat([numbers, torch.arange(begin, self._count, device=numbers.device)])
+            angles = self.rope.angles(positions.chosen(numbers, self._count - 1, own=True))
         self.rope.apply_(raw[:1], angles)
         asked.seen = count
         return asked
@@ -387,7 +387,7 @@ class StreamMemory(IngestState):
         }
         found = checkpoint_io.read_tensors(folder / "window.safetensors", wanted, self.device)
         self.rope.forget()
-        head = self.rope.at("head", stream.places.head)
+        head = self.rope.at("head", stream.positions.head)
         for name, rings in (("head", self._heads), ("window", self._rings)):
             for layer in range(geometry.layers if name in columns else 0):
                 key, value = (found[f"{name}.{layer}.{side}"] for side in ("key", "value"))

@@ -230,19 +230,19 @@ class WholeStream(PassState):
     @torch.no_grad()
     def view(self, layer: int, query: Tensor) -> KVView:
         _, key, value = self._appended(layer)
-        angles = self.rope.at("pass", self._places)
+        angles = self.rope.at("pass", self._positions)
         key, value = self._show(layer, self.rope.apply(key, angles), value)
         del self._new[layer]
         query = self.rope.apply(query, angles)
         return KVView(key, value, query=query, layout=self._layout(key.shape[2]))
 
-    def _places(self) -> Tensor:
-        stream_pass, places = self._stream_pass, self.stream.places
+    def _positions(self) -> Tensor:
+        stream_pass, positions = self._stream_pass, self.stream.positions
         assert stream_pass is not None
         if stream_pass.kind == "head":
-            return places.head()
+            return positions.head()
         if stream_pass.kind == "units":
-            return places.own(stream_pass.first, stream_pass.count)
+            return positions.own(stream_pass.first, stream_pass.count)
         return self._after(self._count, self._extra, stream_pass, own=True)
 
     def end_pass(self) -> None:

@@ -70,10 +70,10 @@ class _Frames(FrameMemory):
     def __init__(
         self, policy: NoCache, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
-        self.budget = max(1, policy.frames // stream.pace)
         self.most = max(2, policy.kept // stream.pace)
         self._parts = stream, geometry, model, device
         self.stream = stream
+        self.set_query_fields(policy)
         self._held: dict[int, Tensor] = {}
         self._count, self._stride = 0, 1
 

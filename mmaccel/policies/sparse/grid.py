@@ -138,12 +138,15 @@ class Grid(IntraPattern):
         if self.stride == "frame" and region is not None:
             frames = Frames.of(region, self.min_stride, self.max_stride)
             line = min(line, frames.most_keys) if frames.whole else line
-        # A block of queries that begins in one class and ends in the next lists all of the one, and lines begin anywhere.
+        # Of the rows, the last of the keys, a class has its share. A block of queries that begins in one class and ends in
+        # others lists the lines of all, and lines begin anywhere.
+        own = min(rows, -(-line * rows // max(keys, 1)))
         blocks, each = whole_blocks(rows, block), share * line / block + 2
-        dense = whole_blocks(min(line, rows), block) * (share * keys / block + 1)
+        slash = max(1.0, block / max(own, 1)) * self.slash
+        dense = whole_blocks(own, block) * (share * keys / block + 1)
         near = min(self.window, keys) / block + bool(self.window) + min(self.sink, keys) / block
         near = min(near, share * keys / block + 1)
-        return blocks * each * (self.slash + self.vertical) + self.horizontal * dense + blocks * near
+        return blocks * each * (slash + self.vertical) + self.horizontal * dense + blocks * near
 
     def _classes(self, region: Region) -> Classes:
         sample = region.last(self.last_q, self.estimate == "group")

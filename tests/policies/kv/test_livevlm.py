@@ -25,7 +25,7 @@ from .token_streams import (
     TOKENS,
     draw,
     opened,
-    places,
+    position_ids,
     raw,
     run,
     same,
@@ -84,7 +84,7 @@ def history(frames: int, recent: int, units: int, policy: LiveVLM, layer: int) -
         old = [c for c in columns if c < (end - recent) * TOKENS]
         if end % CLIP or len(old) <= frames * TOKENS:
             continue
-        made = places()
+        made = position_ids()
         key = torch.cat([raw(layer, c // TOKENS)[1][:, :, c % TOKENS : c % TOKENS + 1] for c in columns], 2)
         key = turned(key, HEAD + torch.tensor(columns))
         head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head())
@@ -133,8 +133,8 @@ def test_how_the_stream_is_cut_changes_nothing(step: int, axes: int) -> None:
         assert torch.equal(ours.key, theirs.key)
 
 
-def test_a_pass_sees_the_head_and_all_that_is_held_at_true_places() -> None:
-    state, made = opened(SMALL), places()
+def test_a_pass_sees_the_head_and_all_that_is_held_at_true_positions() -> None:
+    state, made = opened(SMALL), position_ids()
     for number, views in enumerate(watch(state, 20)):
         first, last = 8 * number, min(8 * number + 8, 20)
         for layer, view in enumerate(views):
@@ -156,9 +156,9 @@ def asked(state: TokenMemory, rows: int = 5) -> tuple[list[Tensor], list[Tensor]
 
 @pytest.mark.parametrize(("axes", "limit"), [(1, 10**6), (1, 250), (3, 10**6), (3, 100)])
 def test_a_question_sees_the_best_pages_and_the_recent_frames(axes: int, limit: int) -> None:
-    """At their own places; past the model's limit as if nothing lay between the tokens that are held."""
+    """At their own positions; past the model's limit as if nothing lay between the tokens that are held."""
     policy = LiveVLM(frames=6, recent=2, recall=0.5, page=5)
-    state, made = watched(opened(policy, axes=axes, limit=limit), CLIP + 20), places(axes, limit)
+    state, made = watched(opened(policy, axes=axes, limit=limit), CLIP + 20), position_ids(axes, limit)
     with state.question_scope():
         keys, queries = asked(state)
         counted = state.counters()
@@ -220,7 +220,7 @@ def test_a_budget_larger_than_the_stream_keeps_and_shows_all() -> None:
     keys, _ = asked(state)
     for layer in range(LAYERS):
         key = torch.cat([raw(layer, unit)[1] for unit in range(70)], 2)
-        torch.testing.assert_close(keys[layer][:, :, HEAD:-5], turned(key, places().units(0, 70)))
+        torch.testing.assert_close(keys[layer][:, :, HEAD:-5], turned(key, position_ids().units(0, 70)))
     assert state.counters()["pruned"] == 0
 
 

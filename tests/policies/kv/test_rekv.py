@@ -1,4 +1,4 @@
-"""ReKV: it recalls what its authors' formula says; places of an endless stream, bounded and the same however it is cut."""
+"""ReKV: it recalls what its authors' formula says; positions of an endless stream, bounded, however it is cut."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ HEAD = 5
 
 
 def line(unit: int, limit: int) -> PositionIds:
-    """1-D places of units of so many tokens after a head of `HEAD`."""
+    """1-D positions of units of so many tokens after a head of `HEAD`."""
     first = torch.arange(HEAD, HEAD + unit)[None]
     return PositionIds(
         torch.arange(HEAD)[None], first, lambda n: torch.arange(n) * unit, HEAD + unit, unit, limit
@@ -143,20 +143,20 @@ def line(unit: int, limit: int) -> PositionIds:
 
 
 def grid(limit: int, pace: float = 1.5) -> PositionIds:
-    """M-RoPE places of units of 2 x 2 tokens, `pace` positions apart, rounded down."""
+    """M-RoPE positions of units of 2 x 2 tokens, `pace` positions apart, rounded down."""
     cells = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]]) + HEAD
     head = torch.arange(HEAD).expand(3, -1)
     return PositionIds(head, cells, lambda n: (torch.arange(n) * pace).long(), HEAD + 2, 0, limit)
 
 
-def test_places_are_those_of_a_prompt() -> None:
-    places = line(4, 1000)
-    assert places.head().tolist() == list(range(HEAD)) and places.axes == 1
-    assert places.units(0, 3).tolist() == list(range(HEAD, HEAD + 12))
-    assert places.units(300, 2).tolist() == list(range(HEAD + 1200, HEAD + 1208))
-    assert torch.equal(places.chosen(torch.tensor([2, 200]), 200)[4:], places.units(200, 1))
-    assert places.tail(3, 2, 2).tolist() == [HEAD + 12 + 2, HEAD + 12 + 3]
-    assert places.span(3) == HEAD + 12
+def test_positions_are_those_of_a_prompt() -> None:
+    positions = line(4, 1000)
+    assert positions.head().tolist() == list(range(HEAD)) and positions.axes == 1
+    assert positions.units(0, 3).tolist() == list(range(HEAD, HEAD + 12))
+    assert positions.units(300, 2).tolist() == list(range(HEAD + 1200, HEAD + 1208))
+    assert torch.equal(positions.chosen(torch.tensor([2, 200]), 200)[4:], positions.units(200, 1))
+    assert positions.tail(3, 2, 2).tolist() == [HEAD + 12 + 2, HEAD + 12 + 3]
+    assert positions.span(3) == HEAD + 12
     three = grid(1000)
     assert three.units(0, 3)[0].tolist() == [5] * 4 + [6] * 4 + [8] * 4
     for unit in (2, 2, 0):
@@ -173,12 +173,12 @@ def test_places_are_those_of_a_prompt() -> None:
     three=st.booleans(),
     data=st.data(),
 )
-def test_bases_keep_places_under_the_limit_and_windows_whole(
+def test_bases_keep_positions_under_the_limit_and_windows_whole(
     unit: int, limit: int, window: int, spare: int, three: bool, data: st.DataObject
 ) -> None:
-    places = grid(limit) if three else line(unit, limit)
-    bases = Bases(places, window, spare)
-    fits = max(n for n in range(1, 500) if n == 1 or places.span(n) < limit)
+    positions = grid(limit) if three else line(unit, limit)
+    bases = Bases(positions, window, spare)
+    fits = max(n for n in range(1, 500) if n == 1 or positions.span(n) < limit)
     least = max(2 * window, window + spare)
     units = range(0, 1500, 31)
     for one in units:
@@ -188,9 +188,9 @@ def test_bases_keep_places_under_the_limit_and_windows_whole(
         )
         assert one - base < bases.window + bases.every
         if one < fits:
-            assert base == 0 or fits <= least, "true places as long as they fit"
+            assert base == 0 or fits <= least, "true positions as long as they fit"
         if fits > least:
-            assert places.span(one - base + 1) <= limit
+            assert positions.span(one - base + 1) <= limit
         count = data.draw(st.integers(1, 40))
         same = bases.same(one, count)
         assert 1 <= same <= count and {bases.of(one + i) for i in range(same)} == {base}
@@ -198,11 +198,11 @@ def test_bases_keep_places_under_the_limit_and_windows_whole(
 
 
 def test_spare_units_push_no_window_of_half_the_limit_past_it() -> None:
-    places = line(196, 32768)
+    positions = line(196, 32768)
     for window in range(1, 84):
-        bases = Bases(places, window, 8)
+        bases = Bases(positions, window, 8)
         furthest = max(one - bases.of(one) for one in range(1000))
-        assert places.span(furthest + 1) <= 32768
+        assert positions.span(furthest + 1) <= 32768
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
@@ -240,27 +240,29 @@ def _check_turned(state: Any) -> None:
     if not state.units():
         return
     base = state.bases.of(state.units() - 1)
-    places = state.stream.places.units(state._first - base, state.units() - state._first)
+    positions = state.stream.positions.units(state._first - base, state.units() - state._first)
     for ring in state._rings:
-        want = state.rope.apply(ring.key, state.rope.angles(places))
+        want = state.rope.apply(ring.key, state.rope.angles(positions))
         assert torch.allclose(ring.turned, want, atol=1e-5)
 
 
 def _spy(state: Any, used: list[int]) -> None:
-    places = state.stream.places
+    positions = state.stream.positions
     for method in ("units", "chosen"):
-        inner = getattr(places, method)
+        inner = getattr(positions, method)
 
         def spied(*args: Any, inner: Any = inner) -> Tensor:
             out: Tensor = inner(*args)
             used.append(int(out.max()))
             return out
 
-        setattr(places, method, spied)
+        setattr(positions, method, spied)
 
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic"])
-def test_true_places_are_closed_up_when_they_pass_the_limit(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_true_positions_are_closed_up_when_they_pass_the_limit(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = pair("random-ov")
     monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", 40 + 16 * 20)
     said: dict[str, list[Tensor]] = {"original": [], "compact": []}

@@ -19,7 +19,7 @@ from .token_streams import (
     TOKENS,
     draw,
     opened,
-    places,
+    position_ids,
     raw,
     run,
     same,
@@ -48,7 +48,7 @@ def history(policy: StreamMem, units: int, layer: int) -> list[Token]:
         budget = policy.frames * TOKENS
         if end % CLIP or len(held) <= budget:
             continue
-        made = places()
+        made = position_ids()
         query, key, _ = words(layer, 2, end)
         tail = made.tail(end, 0, 2)
         head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head())
@@ -111,7 +111,10 @@ def test_a_proxy_leaves_no_trace_of_its_own() -> None:
 
 @pytest.mark.parametrize(("axes", "limit"), [(1, 10**6), (1, 100), (3, 40)])
 def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
-    state, made = watched(opened(SMALL, axes=axes, limit=limit), 19, CLIP, proxy=True), places(axes, limit)
+    state, made = (
+        watched(opened(SMALL, axes=axes, limit=limit), 19, CLIP, proxy=True),
+        position_ids(axes, limit),
+    )
     views = run(state, StreamPass(kind="question", rows=4), lambda layer: words(layer, 4, 1))
     long = made.span(19) >= limit
     assert long == (limit < 1000)

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 WHEEL = RotaryModel()
 
 
-def places(axes: int = 1, limit: int = 10**6) -> PositionIds:
+def position_ids(axes: int = 1, limit: int = 10**6) -> PositionIds:
     """As LLaVA's (one axis: one column after the other), or as Qwen's (a unit stands at one time, its tokens at cells)."""
     if axes == 1:
         return PositionIds(
@@ -43,7 +43,9 @@ def raw(layer: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def opened(policy: StreamPolicy, axes: int = 1, limit: int = 10**6, pace: int = 1) -> TokenMemory:
-    stream = Stream(unit=TOKENS, head=HEAD, pace=pace, places=places(axes, limit), dtype=torch.float64)
+    stream = Stream(
+        unit=TOKENS, head=HEAD, pace=pace, positions=position_ids(axes, limit), dtype=torch.float64
+    )
     state = policy.open_stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
     assert isinstance(state, TokenMemory)
 

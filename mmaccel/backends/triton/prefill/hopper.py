@@ -38,12 +38,12 @@ together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 FIELDS = (
     *("list", "list_b", "list_h", "index", "unsure", "unsure_b", "unsure_h", "form"),
-    *("q_place", "q_place_b", "q_place_h", "k_place", "k_place_b", "k_place_h"),
+    *("q_pos", "q_pos_b", "q_pos_h", "k_pos", "k_pos_b", "k_pos_h"),
     *("lo", "hi", "home", "home_b", "home_h", "home_g"),
 )
 """What the table says of a span: addresses, strides of the sequence and the head (or the group), and the range. An index of
-0 is none: entry e is block e. unsure: how many are not FULL before each of what `form` says, and after the last. The place
-of an absent key is beyond every range."""
+0 is none: entry e is block e. unsure: how many are not FULL before each of what `form` says, and after the last. An absent
+key's position is beyond every range."""
 
 BLOCKS, WHOLE = (gl.constexpr(form) for form in range(2))
 """What is counted as unsure: blocks in their order, or all blocks at once."""
@@ -434,16 +434,14 @@ def consume(
             begun += count
             if steps > 0:
                 index = fact(span, 3)
-                places = fact(span, 8).to(gl.pointer_type(gl.int32)) + b * fact(span, 9) + h * fact(span, 10)
+                pos = fact(span, 8).to(gl.pointer_type(gl.int32)) + b * fact(span, 9) + h * fact(span, 10)
                 lo = fact(span, 14).to(gl.int32)
                 width = (fact(span, 15).to(gl.int32) - lo).to(gl.uint32)
                 # Counted from the lower end of the range, what is outside is above its width on either side; rows before
                 # all keys stand right before the first, from where the place of an absent key is still told from one in
                 # the range.
-                q_place = gl.maximum(gl.load(places + at_place) - lo, -1)
-                places = (
-                    fact(span, 11).to(gl.pointer_type(gl.int32)) + b * fact(span, 12) + h * fact(span, 13)
-                )
+                q_pos = gl.maximum(gl.load(pos + at_place) - lo, -1)
+                pos = fact(span, 11).to(gl.pointer_type(gl.int32)) + b * fact(span, 12) + h * fact(span, 13)
                 from_step, to_step = _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER)
                 for turn_of in range(2):
                     # Steps that are tested and then steps that are not, twice: the head of a run, and its tail.
@@ -455,11 +453,11 @@ def consume(
                         e = low + j * PER
                         second = n // BLOCK_K
                         key = gl.where(second > 0, right, left) * BLOCK_K + n % BLOCK_K
-                        k_place = gl.load(places + key, mask=e + second < high, other=FAR)
-                        # Blocks are looked up a step ahead: their places wait for them.
+                        k_pos = gl.load(pos + key, mask=e + second < high, other=FAR)
+                        # Blocks are looked up a step ahead: their positions wait for them.
                         left, right = pair_of(index, begin, e + PER, high, shift, PER)
                         score, acc = _products(q, rings, barriers, weights, nothing, acc, step, STAGES)
-                        gap = (gl.expand_dims(q_place, 1) - gl.expand_dims(k_place, 0)).to(gl.uint32)
+                        gap = (gl.expand_dims(q_pos, 1) - gl.expand_dims(k_pos, 0)).to(gl.uint32)
                         score = gl.where(gap < width, score, float("-inf"))
                         weights, acc, peak, total = _softmax(
                             score, acc, peak, total, scale, barriers, step, q_buf.dtype, o_layout, STAGES

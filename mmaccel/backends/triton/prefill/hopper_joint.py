@@ -39,11 +39,11 @@ def _entry(index, begin, e, shift, left):
 
 @gluon.jit
 def _bring_all(asked, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
-    """Keys, values and places of the blocks that any group lists, and whose they are."""
+    """Keys, values and positions of the blocks that any group lists, and whose they are."""
     keys, values, notes, barriers, table, n_spans, place, window, M = asked
     k_own, k_copies, k_boxes = keys
     v_own, v_copies, v_boxes = values
-    words, key_places = notes
+    words, key_positions = notes
     full, free = barriers
     b, h, g, m, at_own, column = place
     first, last = window
@@ -73,13 +73,13 @@ def _bring_all(asked, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.con
         e, way = gl.where(ascends, high - 1, low), gl.where(ascends, -1, 1)
         homes = fact(span, 16).to(gl.pointer_type(gl.int32))
         homes += b * fact(span, 17) + h * fact(span, 18) + g * fact(span, 19)
-        places = fact(span, 11).to(gl.pointer_type(gl.int32)) + b * fact(span, 12) + h * fact(span, 13)
+        positions = fact(span, 11).to(gl.pointer_type(gl.int32)) + b * fact(span, 12) + h * fact(span, 13)
         unsure = fact(span, 4).to(gl.pointer_type(gl.int32)) + b * fact(span, 5) + h * fact(span, 6)
         block = _entry(index, begin, e, shift, left)
         best = gl.max(block, 0)
         while best >= 0:
             home = gl.load(homes + best)
-            key_place = gl.load(places + best * 64 + n)
+            key_position = gl.load(positions + best * 64 + n)
             counted = (best + 0 * e).to(gl.int64)
             here = gl.load(unsure + counted, mask=left > 0, other=0)
             past = gl.load(unsure + counted + 1, mask=left > 0, other=0)
@@ -92,7 +92,7 @@ def _bring_all(asked, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.con
             word = gl.sum(gl.where(mine, bit, 0) + gl.where(test, bit << TESTED, 0), 0) + (s << SPAN)
             stage = step % STAGES
             mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-            key_places.index(stage).store(key_place)
+            key_positions.index(stage).store(key_position)
             words.index(stage).store(gl.full([1], 0, gl.int32, line) + word)
             together()
             mbarrier.expect(full.index(stage), BYTES)
@@ -136,7 +136,7 @@ def _compute(
     """The running softmax of 64 rows over the blocks of their list."""
     q_buf, rings, notes, barriers, table, place, piece, scale, stores = asked
     k_ring, v_ring = rings
-    words, key_places = notes
+    words, key_positions = notes
     full, free = barriers
     slot, split = piece
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -153,7 +153,7 @@ def _compute(
     none = gl.convert_layout(nothing.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     weights = none
     q = q_buf.index(which)
-    q_place, width = gl.full([64], 0, gl.int32, line), gl.full([], 0, gl.uint32)
+    q_pos, width = gl.full([64], 0, gl.int32, line), gl.full([], 0, gl.uint32)
     held, before = gl.to_tensor(-1), gl.to_tensor(-1)
     word, step = _own(words, full, free, gl.to_tensor(0), FAR, which, STAGES)
     while word >= 0:
@@ -171,11 +171,11 @@ def _compute(
             at = fact(span, 8).to(gl.pointer_type(gl.int32)) + b * fact(span, 9) + h * fact(span, 10)
             # Counted from the lower end of the range, what is outside is above its width on either side; rows before all
             # keys stand right before the first, from where the place of an absent key is still told from one in the range.
-            q_place = gl.maximum(gl.load(at + rows[2]) - lo, -1)
+            q_pos = gl.maximum(gl.load(at + rows[2]) - lo, -1)
         score = warpgroup_mma_wait(1, deps=(score,))
         if (word >> (which + TESTED)) & 1:
-            k_place = key_places.index(stage).load(gl.SliceLayout(0, s_layout))
-            gap = (gl.expand_dims(q_place, 1) - gl.expand_dims(k_place, 0)).to(gl.uint32)
+            k_pos = key_positions.index(stage).load(gl.SliceLayout(0, s_layout))
+            gap = (gl.expand_dims(q_pos, 1) - gl.expand_dims(k_pos, 0)).to(gl.uint32)
             score = gl.where(gap < width, score, float("-inf"))
         top = gl.maximum(peak, gl.max(score, 1) * scale)
         floor = gl.where(top == float("-inf"), 0.0, top)
@@ -245,7 +245,7 @@ def joint_kernel(
     k_boxes = k_ring._reinterpret(dtype, [STAGES * D // 64, 64, 64], flat)
     v_boxes = v_ring._reinterpret(dtype, [STAGES * D // 64, 64, 64], flat)
     side: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    key_places = gl.allocate_shared_memory(gl.int32, [STAGES, 64], side)
+    key_positions = gl.allocate_shared_memory(gl.int32, [STAGES, 64], side)
     words = gl.allocate_shared_memory(gl.int32, [STAGES, 1], side)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -267,7 +267,7 @@ def joint_kernel(
         slot = (gl.load(SLOT + row).to(gl.int64) + piece) * ROWS
         split = (pieces > 1).to(gl.int32)
     stores = (OUT, LSE, PART_OUT, PART_LSE, out_b, out_h, out_s, lse_b, lse_h)
-    notes, barriers = (words, key_places), (full, free)
+    notes, barriers = (words, key_positions), (full, free)
     asked = (q_buf, (k_ring, v_ring), notes, barriers, table, place, (slot, split), scale, stores)
     bring = (
         (k_own, k_copies, k_boxes), (v_own, v_copies, v_boxes), notes, barriers, table, n_spans,

@@ -102,13 +102,13 @@ class KeyLocations:
 
     home    for each span [b, x, blocks of 64] int32, x the groups if all heads share its keys, else the heads (1 if it is in
             the tensor's order): the row in the tensor, or -2 - slot in the pool of copies, or -1 for none
-    place   positions of its keys, FAR for absent ones
+    k_pos   positions of its keys, FAR for absent ones
     keys, values    the pool of copies [slots, 64, D]
     short   scalar int32, number of blocks without a slot; None if the pool has a slot for every block
     """
 
     home: Sequence[Tensor]
-    place: Sequence[Tensor]
+    k_pos: Sequence[Tensor]
     keys: Tensor
     values: Tensor
     short: Tensor | None
@@ -138,11 +138,11 @@ class KeyLocations:
             for s, there in zip(spans, natural, strict=True):
                 begin = torch.arange(0, s.k_row.shape[2], BOX, dtype=torch.int32, device=device)
                 homes.append(begin[None, None] if there else next(found))
-            places = [torch.where(s.k_row >= 0, s.k_pos, FAR) for s in spans]
-            return home, homes, places, upto
+            k_pos = [torch.where(s.k_row >= 0, s.k_pos, FAR) for s in spans]
+            return home, homes, k_pos, upto
 
         plan = [t for s in spans for t in (s.k_row, s.k_pos)]
-        home, homes, places, upto = derived(plan, ("homes", key.shape, heads, *natural), tables)
+        home, homes, k_pos, upto = derived(plan, ("homes", key.shape, heads, *natural), tables)
         slot_bytes = 2 * BOX * D * key.element_size()
         keys, values = _pool(min(len(upto), most // slot_bytes), key)
         capacity = len(keys)
@@ -153,7 +153,7 @@ class KeyLocations:
                 GROUP=heads // G, SHARED=r.shape[1] == 1, BOX=BOX, D=D, num_warps=8,
             )  # fmt: skip
         short = (upto[-1] - capacity).clamp(min=0) if capacity < len(upto) else None
-        return cls(homes, places, keys, values, short)
+        return cls(homes, k_pos, keys, values, short)
 
 
 def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:
@@ -193,7 +193,7 @@ def as_matrix(t: Tensor) -> View | None:
     return None
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, places: torch.dtype) -> bool:
+def supports(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, pos: torch.dtype) -> bool:
     """Whether the Hopper kernel supports query tiles of `rows` rows of these tensors, on their device."""
     D = key.shape[3]
     return (
@@ -203,7 +203,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int,
         and D in (64, 128)
         and value.shape[3] == D
         and query.stride(3) == 1
-        and places == torch.int32
+        and pos == torch.int32
         and _there(query.device)
     )
 
@@ -245,7 +245,7 @@ def launch(
 
     query, key, value = tensors
     homes = KeyLocations.of(key, value, spans, query.shape[1])
-    found = (table_row(*one, each=joint > 0) for one in zip(spans, homes.place, homes.home, strict=True))
+    found = (table_row(*one, each=joint > 0) for one in zip(spans, homes.k_pos, homes.home, strict=True))
     table = [span[name] for span in found for name in hopper.FIELDS]
     numbers = [x.data_ptr() if isinstance(x, Tensor) else x for x in table]
     plan = [t for s in spans for t in (s.lists.row, s.q_pos)]
@@ -292,7 +292,7 @@ def table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False)
     counts = counts[..., -1:] if whole else counts
     found: dict[str, Any] = dict(index=index if len(index) else 0, form=int(whole))
     found |= dict(lo=span.lo, hi=span.hi, home=home)
-    named = dict(list=row, unsure=counts, q_place=span.q_pos, k_place=k_pos)
+    named = dict(list=row, unsure=counts, q_pos=span.q_pos, k_pos=k_pos)
     for name, t in named.items():
         found |= {name: t, f"{name}_b": lead(t)[0], f"{name}_h": lead(t)[1]}
     # The homes of an order that all heads share are those of each group; others are of each head.
@@ -345,7 +345,7 @@ def joint_attend(
     list_rows, longest = B * H * tiles, sum(span.k_row.shape[-1] // BOX for span in spans)
     work = None
     if longest > (LEAST_CHUNK if chunk is None else chunk):
-        # A piece of a tile is a window of each of its lists: the longest one tells how many there are.
+        # A piece of a tile is a range of each of its lists: the longest one tells how many there are.
         count = reduce(add, (span.lists.count for span in spans))
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
         work = Work.of([count], B, H, tiles, 1, longest, places_on(query.device), chunk)

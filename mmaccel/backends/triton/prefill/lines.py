@@ -174,7 +174,7 @@ def strongest(columns, diagonals, last, vertical, slash):
     ]
 )
 def mark_kernel(
-    row, columns, diagonals, owned, kept, k_row, k_place, N, H, K, S, P, width, row_b, column_b, column_h,
+    row, columns, diagonals, owned, kept, k_row, k_pos, N, H, K, S, P, width, row_b, column_b, column_h,
     diagonal_b, diagonal_h,
     MARKED: tl.constexpr,
 ):  # fmt: skip
@@ -187,7 +187,7 @@ def mark_kernel(
     there = column < width
     tl.store(owned + head * N + column, tl.full([MARKED], 1, tl.uint8), mask=there)
     tl.store(k_row + head * P + i, tl.load(row + b * row_b + column, mask=there, other=-1), mask=i < P)
-    tl.store(k_place + head * P + i, tl.where(there, column, 0).to(tl.int32), mask=i < P)
+    tl.store(k_pos + head * P + i, tl.where(there, column, 0).to(tl.int32), mask=i < P)
     diagonal = tl.load(diagonals + b * diagonal_b + h * diagonal_h + i, mask=i < S, other=N)
     tl.store(kept + head * N + diagonal, tl.full([MARKED], 1, tl.uint8), mask=diagonal < width)
 
@@ -305,17 +305,17 @@ def split_line_keys(row, columns, diagonals, width, block):
     P = max(K + -K % block, block)
     columns, diagonals = (t if t.stride(2) == 1 else t.contiguous() for t in (columns, diagonals))
     owned, kept = torch.zeros(2, B, H, N, dtype=torch.uint8, device=row.device).unbind()
-    left, k_row, k_place = (row.new_empty(B, H, n) for n in (N, P, P))
+    left, k_row, k_pos = (row.new_empty(B, H, n) for n in (N, P, P))
     kind = torch.empty(B, H, N // block, dtype=torch.int8, device=row.device)
     blocks = max(1, 2048 // block)
     mark_kernel[(triton.cdiv(max(P, S), MARKED), B * H)](
-        row, columns, diagonals, owned, kept, k_row, k_place, N, H, K, S, P, width,
+        row, columns, diagonals, owned, kept, k_row, k_pos, N, H, K, S, P, width,
         row.stride(0), *columns.stride()[:2], *diagonals.stride()[:2], MARKED=MARKED,
     )  # fmt: skip
     without_kernel[(triton.cdiv(N // block, blocks), B * H)](
         row, owned, left, kind, N, H, row.stride(0), BLOCK=block, ROWS=blocks
     )
-    return left, kind, kept.view(torch.bool), k_row, k_place
+    return left, kind, kept.view(torch.bool), k_row, k_pos
 
 
 def slash_runs(kept, queries, block):
@@ -350,7 +350,7 @@ def _not_after(place, low, high, bound, steps):
 
 @triton.jit(do_not_specialize=["P", "N", "V", "E", "C", "H", "room", "steps"])
 def turned_kernel(
-    q_row, q_at, q_class, q_begin, k_row, k_place, k_begin, stride, line, shift, dense, out_row, slash_at,
+    q_row, q_at, q_class, q_begin, k_row, k_pos, k_begin, stride, line, shift, dense, out_row, slash_at,
     line_at, line_row, line_place, dense_row, dense_at, P, N, V, E, C, H, room, steps,
     VERTICAL: tl.constexpr, HORIZONTAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -377,7 +377,7 @@ def turned_kernel(
     led = here
     if VERTICAL:
         led = here & (pair != mine)
-    rank = _not_after(k_place + b * N, begin, tl.where(led, end, begin), at, steps) - begin - 1
+    rank = _not_after(k_pos + b * N, begin, tl.where(led, end, begin), at, steps) - begin - 1
     if HORIZONTAL:
         row = tl.where(own == tl.load(dense + head).to(tl.int32), -1, row)
     there = row >= 0
@@ -391,7 +391,7 @@ def turned_kernel(
         tl.store(line_row + head * V + i, row, mask=i < V)
         tl.store(line_place + head * V + i, tl.where(some, i, 0).to(wide), mask=i < V)
         low, high = tl.where(here, begin, 0), tl.where(here, end, 0)
-        rank = _not_after(k_place + b * N, low, high, at, steps) - begin - 1
+        rank = _not_after(k_pos + b * N, low, high, at, steps) - begin - 1
         tl.store(line_at + head * P + i, tl.where(there, rank, -1).to(wide), mask=i < P)
 
     if HORIZONTAL:

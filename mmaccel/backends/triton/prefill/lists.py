@@ -22,14 +22,14 @@ from mmaccel.backends.triton.launch_args import lead
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
 
-BEYOND = tl.constexpr(1 << 60)  # beyond every place, and every block
+BEYOND = tl.constexpr(1 << 60)  # beyond every position, and every block
 WIDTH = tl.constexpr(14)  # numbers of a piece
 TILE = 4096  # elements of a piece that a program moves
 TOKENS = 1024  # tokens that a program looks at together
 STEP = 1024  # blocks, or entries of a list, that a program looks at together
 SEARCHED = 128  # blocks of queries that a program finds the runs of, one a thread
 
-STRIDES = ("row_b", "row_h", "place_b", "place_h")
+STRIDES = ("row_b", "row_h", "pos_b", "pos_h")
 
 
 @triton.jit
@@ -44,21 +44,21 @@ def _less(x, y):
 
 @triton.jit
 def _edges(
-    row, place, row_b, row_h, place_b, place_h, LEAST, MOST, lead, H, blocks,
+    row, pos, row_b, row_h, pos_b, pos_h, LEAST, MOST, lead, H, blocks,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store the least and the greatest place in TILE blocks of one head; how many tokens of each are there, and where in
+    """Store the least and the greatest position in TILE blocks of one head; how many tokens of each are there, and where in
     LEAST it is. Places of 32 bits are compared as such: 64 take twice the exchanges."""
     b, h = (lead // H).to(tl.int64), (lead % H).to(tl.int64)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = block < blocks
     here = tl.load(row + b * row_b + h * row_h + at, mask=inside[:, None], other=-1) >= 0
-    place = tl.load(place + b * place_b + h * place_h + at, mask=inside[:, None], other=0)
-    far = BEYOND if place.dtype == tl.int64 else 2147483647
+    pos = tl.load(pos + b * pos_b + h * pos_h + at, mask=inside[:, None], other=0)
+    far = BEYOND if pos.dtype == tl.int64 else 2147483647
     count = tl.sum(here.to(tl.int32), 1)
-    least = tl.min(tl.where(here, place, far), 1).to(tl.int64)
-    most = tl.max(tl.where(here, place, -far), 1).to(tl.int64)
+    least = tl.min(tl.where(here, pos, far), 1).to(tl.int64)
+    most = tl.max(tl.where(here, pos, -far), 1).to(tl.int64)
     to = lead.to(tl.int64) * blocks + block
     tl.store(LEAST + to, tl.where(count > 0, least, BEYOND), mask=inside)
     tl.store(MOST + to, tl.where(count > 0, most, -BEYOND), mask=inside)
@@ -70,8 +70,8 @@ def _edges(
     + ["leads", "Q_MOST", "K_MOST"]
 )
 def edges_kernel(
-    q_row, q_place, q_row_b, q_row_h, q_place_b, q_place_h, Q_LEAST, Q_MOST, q_blocks, q_H, k_row, k_place,
-    k_row_b, k_row_h, k_place_b, k_place_h, K_LEAST, K_MOST, KIND, k_blocks, k_H, leads,
+    q_row, q_pos, q_row_b, q_row_h, q_pos_b, q_pos_h, Q_LEAST, Q_MOST, q_blocks, q_H, k_row, k_pos,
+    k_row_b, k_row_h, k_pos_b, k_pos_h, K_LEAST, K_MOST, KIND, k_blocks, k_H, leads,
     BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Minimum and maximum position in blocks of queries or keys, and the kind of key blocks; `leads`: heads of queries."""
@@ -79,12 +79,12 @@ def edges_kernel(
     if lead < leads:
         if tl.program_id(0) * TILE_Q < q_blocks:
             _edges(
-                q_row, q_place, q_row_b, q_row_h, q_place_b, q_place_h,
+                q_row, q_pos, q_row_b, q_row_h, q_pos_b, q_pos_h,
                 Q_LEAST, Q_MOST, lead, q_H, q_blocks, BLOCK_Q, TILE_Q,
             )  # fmt: skip
     elif tl.program_id(0) * TILE_K < k_blocks:
         count, to, inside = _edges(
-            k_row, k_place, k_row_b, k_row_h, k_place_b, k_place_h,
+            k_row, k_pos, k_row_b, k_row_h, k_pos_b, k_pos_h,
             K_LEAST, K_MOST, lead - leads, k_H, k_blocks, BLOCK_K, TILE_K,
         )  # fmt: skip
         tl.store(KIND + to, tl.where(count == BLOCK_K, FULL, ABSENT).to(tl.int8), mask=inside)
@@ -139,16 +139,16 @@ def reach_kernel(
     inside = block < M
     queries = ((lead // H) * q_b + (lead % H) * q_h).to(tl.int64) * M + block
     keys = ((lead // H) * k_b + (lead % H) * k_h).to(tl.int64) * blocks
-    first_place = tl.load(Q_LEAST + queries, mask=inside, other=BEYOND)
-    last_place = tl.load(Q_MOST + queries, mask=inside, other=-BEYOND)
+    first_pos = tl.load(Q_LEAST + queries, mask=inside, other=BEYOND)
+    last_pos = tl.load(Q_MOST + queries, mask=inside, other=-BEYOND)
     none = tl.zeros([TILE], tl.int32)
     first, count, head, tail = none, none, none, none
     first_end, count_end, head_end, tail_end = none + blocks, none + blocks, none + blocks, none + blocks
     for _ in range(steps):
-        first, first_end = halved(K_MOST + keys, first_place - hi, first, first_end)
-        count, count_end = halved(K_LEAST + keys, last_place - lo, count, count_end)
-        head, head_end = halved(K_LEAST + keys, last_place - hi, head, head_end)
-        tail, tail_end = halved(K_MOST + keys, first_place - lo, tail, tail_end)
+        first, first_end = halved(K_MOST + keys, first_pos - hi, first, first_end)
+        count, count_end = halved(K_LEAST + keys, last_pos - lo, count, count_end)
+        head, head_end = halved(K_LEAST + keys, last_pos - hi, head, head_end)
+        tail, tail_end = halved(K_MOST + keys, first_pos - lo, tail, tail_end)
     count = tl.maximum(count - first, 0)
     to = (lead.to(tl.int64) * M + block) * 5
     tl.store(OUT + to, tl.minimum(first, blocks - 1).to(tl.int64), mask=inside)
@@ -203,14 +203,14 @@ def area_kernel(
     tl.atomic_add(OUT + lead, queries * tl.sum(keys, 0))
 
 
-def reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k):
+def reach(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k):
     """Launch `ops.block_lists.reach`: the run of key blocks that each query block reaches; three kernels."""
-    q_row, k_row, q_place, k_place = (
-        t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_place, k_place)
+    q_row, k_row, q_pos, k_pos = (
+        t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_pos, k_pos)
     )
     m, n = q_row.shape[-1] // block_q, k_row.shape[-1] // block_k
-    of_queries, of_keys = lead_sizes(q_row, q_place), lead_sizes(k_row, k_place)
-    b, h = lead_sizes(q_row, q_place, k_row, k_place)
+    of_queries, of_keys = lead_sizes(q_row, q_pos), lead_sizes(k_row, k_pos)
+    b, h = lead_sizes(q_row, q_pos, k_row, k_pos)
     row = q_row.new_empty(b, h, m, 5, dtype=torch.int64)
     q_least, q_most = q_row.new_empty(2, *of_queries, m, dtype=torch.int64)
     k_least, k_most = q_row.new_empty(2, *of_keys, n, dtype=torch.int64)
@@ -218,8 +218,8 @@ def reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k):
     tile_q, tile_k = (max(1, TOKENS // block) for block in (block_q, block_k))
     leads = math.prod(of_queries)
     edges_kernel[(max(triton.cdiv(m, tile_q), triton.cdiv(n, tile_k)), leads + math.prod(of_keys))](
-        q_row, q_place, *lead(q_row), *lead(q_place), q_least, q_most, m, of_queries[1], k_row, k_place,
-        *lead(k_row), *lead(k_place), k_least, k_most, kind, n, of_keys[1], leads,
+        q_row, q_pos, *lead(q_row), *lead(q_pos), q_least, q_most, m, of_queries[1], k_row, k_pos,
+        *lead(k_row), *lead(k_pos), k_least, k_most, kind, n, of_keys[1], leads,
         BLOCK_Q=block_q, TILE_Q=tile_q, BLOCK_K=block_k, TILE_K=tile_k,
     )  # fmt: skip
     settle_kernel[(math.prod(of_keys),)](k_least, k_most, n, STEP=STEP)

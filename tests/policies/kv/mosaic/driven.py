@@ -15,7 +15,7 @@ from mmaccel.core.memory.kv import KVView, Stream, StreamPass
 from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
 from tests.policies.kv.mosaic.scenes import runs
-from tests.policies.kv.token_streams import CPU, places
+from tests.policies.kv.token_streams import CPU, position_ids
 
 HIDDEN = 10
 GEOMETRY = replace(contract.GEOMETRY, hidden=HIDDEN)
@@ -50,7 +50,7 @@ class Driven:
         self.scenes, self.dtype = list(runs(90) if scenes is None else scenes), dtype
         own = {name: fields.pop(name) for name in list(fields) if name in Clusters.__dataclass_fields__}
         self.policy = Mosaic(**{**SMALL, "index": Clusters(**{**CLUSTERS, **own}), **fields})
-        stream = Stream(unit=TOKENS, head=HEAD, pace=1, places=places(axes, limit), dtype=dtype)
+        stream = Stream(unit=TOKENS, head=HEAD, pace=1, positions=position_ids(axes, limit), dtype=dtype)
         state = self.policy.open_stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
         assert isinstance(state, ArchivedMemory)
         self.state = state

@@ -200,7 +200,7 @@ def test_a_damaged_file_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fields", [{}, {"index": "frames"}])
 @pytest.mark.parametrize("limit", [10**6, 150])
 def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, fields: dict[str, Any]) -> None:
-    """In their order, at their own places, or, where these pass the model's limit, one after the other before the window."""
+    """In order, at their own positions, or, where these pass the model's limit, one after the other before the window."""
     driven = watched(60, 4, encode_frames=3, axes=axes, limit=limit, **fields)
     state, seen = driven.state, list[Any]()
     first, base = state._first, state.bases.of(60)
@@ -227,7 +227,7 @@ def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, field
         for at, unit in enumerate(units):
             columns = slice(HEAD + at * TOKENS, HEAD + (at + 1) * TOKENS)
             _, key, value = driven.unit(layer, unit)
-            angles = WHEEL.angles(state.stream.places.units(numbers[unit], 1), driven.dtype)
+            angles = WHEEL.angles(state.stream.positions.units(numbers[unit], 1), driven.dtype)
             assert torch.equal(view.key[:, :, columns], WHEEL.apply_rope(key, angles))
             assert torch.equal(view.value[:, :, columns], value)
 
@@ -259,7 +259,7 @@ def test_the_oldest_may_be_forgotten() -> None:
 def test_an_endless_stream_may_pass_the_model_s_limit() -> None:
     """As it was stored, when passes see the window alone: it is all under the limit then."""
     closed = watched(60, positions="compact", encode_frames=0)
-    # Compact places do not depend on how far the stream has gone, and true ones are closed up where they pass the limit.
+    # Compact positions do not depend on how far the stream has gone, and true ones are closed up where they pass the limit.
     for positions in ("compact", "original"):
         driven = watched(60, limit=150, positions=positions, encode_frames=0)
         assert torch.equal(driven.ask(2), closed.ask(2))

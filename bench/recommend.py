@@ -103,7 +103,7 @@ def build(shape: str, device: str) -> tuple[Any, Any]:
 
 Parts = dict[str, float]
 """Seconds measured of a session: `read_s`, medians of its questions, `question_s` and `token_s`, and of all of the first,
-`first_s`; of a call its first token's, the video read in them, as `read_s`, and making its inputs, `inputs_s`."""
+`first_s`; of a call its first token's, the video read in them, as `read_s`."""
 
 
 def run(
@@ -113,17 +113,13 @@ def run(
     clock = time.perf_counter if model.device.type == "cuda" else time.process_time
     session = work.live or work.questions > 1 or not recipe.kv.sequences
     if not session:
-        began = clock()
         inputs = processor.chat(QUESTION, videos=film, fps=RATE, device=model.device)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        made = clock() - began
         with mmaccel.accelerate(model, recipe) as fast, torch.no_grad():
             began = clock()
             model.generate(**inputs, max_new_tokens=work.answer, do_sample=False)
             taken, report = clock() - began, fast.report()
             draft, token = report.draft, (taken - report.ttft_s) / work.answer
-            parts = {"inputs_s": made, "read_s": report.ttft_s, "token_s": token}
+            parts = {"read_s": report.ttft_s, "token_s": token}
     else:
         with mmaccel.VideoSession(model, processor, recipe) as stream:
             began = clock()
@@ -166,14 +162,9 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
             memory / torch.cuda.get_device_properties(place).total_memory
         )
     frames = int(minutes * 60 * RATE / options.shrink)
-    work = costs.Work(
-        frames=frames,
-        questions=questions,
-        answer=TOKENS,
-        live=preset == "stream",
-        memory=memory,
-        host=int(1e12),
-    )
+    live = preset == "stream"
+    asked = dict(questions=questions, answer=TOKENS)
+    work = costs.Work(frames=frames, live=live, memory=memory, host=int(1e12), **asked)
     film = noise(max(size), frames, torch.device("cpu"))[:, :, : size[0], : size[1]].contiguous()
     if cuda or not options.shrink > 8:
         run(
@@ -207,10 +198,9 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
     errors = cost.total_s / seconds - 1, cost.device_bytes / peak - 1
     log.row(
         case="recommend", model=TINY[shape] if not cuda else shape, frames=frames, questions=questions, preset=preset,
-        memory=memory, rates=str(asdict(device)), told=gave,
-        seconds=seconds, predicted_s=cost.total_s, read_s=cost.read_s, question_s=cost.question_s,
+        memory=memory, told=gave, seconds=seconds, predicted_s=cost.total_s, read_s=cost.read_s, question_s=cost.question_s,
         token_s=cost.token_s, peak_bytes=peak, predicted_bytes=cost.device_bytes, time_error=errors[0], peak_error=errors[1],
-        time_reached=abs(errors[0]) <= TIME, peak_reached=abs(errors[1]) <= PEAK, measured=parts,
+        time_reached=abs(errors[0]) <= TIME, peak_reached=abs(errors[1]) <= PEAK, measured=parts, rates=str(asdict(device)),
     )  # fmt: skip
     print(
         f"{shape:20} {frames:5} frames, {questions:2} questions, {preset:20} {seconds:7.2f} s, predicted "
@@ -218,7 +208,7 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
         f"({errors[1]:+.0%})",
         flush=True,
     )
-    of = {"inputs_s": 0.0, "first_s": cost.asked_s, **asdict(cost)}
+    of = {"first_s": cost.asked_s, **asdict(cost)}
     told = {name: f"{parts[name]:.4f}, {of[name]:.4f}" for name in parts}
     print("   measured, predicted:", "; ".join(f"{name} {both}" for name, both in told.items()), flush=True)
 

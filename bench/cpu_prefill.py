@@ -32,7 +32,7 @@ from replayed import question
 from timing import Log, compare
 
 import mmaccel
-from mmaccel.cli.answer import ask, prompt
+from mmaccel.cli.answer import ask, prompt_inputs
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shapes
@@ -52,7 +52,7 @@ def embedded(model: nn.Module, processor: Any, tokens: int, film: Film) -> dict[
     """Keyword arguments of the multimodal model's language part for a prompt of about `tokens` tokens, and its layout."""
     frames = (tokens - 64) // tokens_per_frame(processor)
     case = next(cases(frames, 1, 7, ["needle"]))
-    inputs = prompt(processor, case.content(film.watch(case.world)), model)
+    inputs = prompt_inputs(processor, case.content(film.watch(case.world)), model)
     return dict(inputs)
 
 
@@ -146,7 +146,7 @@ def answers(name: str, options: argparse.Namespace, log: Log, film: Film) -> Non
         left = [r for r in options.recipes if (name, r, *where) not in done]
         if not left:
             continue
-        inputs = prompt(processor, case.content(film.watch(case.world)), model)
+        inputs = prompt_inputs(processor, case.content(film.watch(case.world)), model)
         plain = ask(model, processor, inputs, dense, max_new_tokens=8)
         for recipe in left:
             said = ask(model, processor, inputs, recipe_of(recipe), max_new_tokens=8)

@@ -80,7 +80,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "brings": [(Prefetcher, one) for one in ("recall", "settle")],
     "slabs": [(Slabs, "grow")],
     "puts": [(HostStore, "put_layers")],
-    "captures": [(replay, "captured")],
+    "captures": [(replay, "capture_graph")],
 }
 """What a gap is made of: functions by the name under which their time is counted."""
 

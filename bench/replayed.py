@@ -31,7 +31,7 @@ from mmaccel.core.decoding.draft import DraftState, Prompt
 from mmaccel.core.decoding.generate import Speculation, decode_in_turn
 from mmaccel.core.decoding.worker import READY, SocketEnd, Worker
 from mmaccel.models import decode as decoding
-from mmaccel.models import drafting, runner, shapes
+from mmaccel.models import prompt_stream, runner, shapes
 from mmaccel.models import step as steps
 from mmaccel.models.attention import cache_of
 from mmaccel.models.decode import ROWS
@@ -205,7 +205,7 @@ def replaying(target: nn.Module, keep: float, seed: int) -> Iterator[None]:
     everywhere = patch.object(steps, "DEVICES", ("cuda", "cpu"))
     with (
         patch.object(runner, "open_runner", opened),
-        patch.object(drafting, "open_runner", opened),
+        patch.object(prompt_stream, "open_runner", opened),
         everywhere,
     ):
         yield

@@ -112,7 +112,7 @@ def lines(files: Iterable[Path]) -> int:
 
 
 # What is called with the name of a module of kernels.
-NAMING = ("operator", "Operator", "imported")
+NAMING = ("operator", "Operator", "import_on_first_call")
 
 
 @functools.cache

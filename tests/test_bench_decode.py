@@ -122,7 +122,7 @@ def test_the_pipeline_holds_no_more_than_drafting_in_turns(name: str) -> None:
     model, draft = load_model(name, dtype=torch.float32), load_model(f"{name}-draft", dtype=torch.float32)
     (case,) = caption_cases(16, 1, seed=40)
     with Film() as film:
-        inputs = answer.prompt(load_processor(name), case.content(film.watch(case.world)), model)
+        inputs = answer.prompt_inputs(load_processor(name), case.content(film.watch(case.world)), model)
     weights = sum(p.nbytes for one in (model, draft) for p in one.parameters())
     most = {}
     for kind, more in (("sequential", {}), ("parallel", {"process": False})):

@@ -18,7 +18,7 @@ import torch
 
 import mmaccel
 from mmaccel import load_model, load_processor
-from mmaccel.cli.answer import ask, prompt
+from mmaccel.cli.answer import ask, prompt_inputs
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shipped as tiny
 from mmaccel_lab.cli import main
@@ -93,7 +93,7 @@ def test_an_answer_rests_on_the_video(name: str, shipped: Shipped, loaded: Loade
         said = ask(
             model,
             processor,
-            prompt(processor, first.content(film.watch(first.world)), model),
+            prompt_inputs(processor, first.content(film.watch(first.world)), model),
             max_new_tokens=8,
         )
         assert first.right(said.text)
@@ -101,7 +101,7 @@ def test_an_answer_rests_on_the_video(name: str, shipped: Shipped, loaded: Loade
         for case in others:
             if len(counts) >= 2:
                 break
-            inputs = prompt(processor, case.content(film.watch(case.world)), model)
+            inputs = prompt_inputs(processor, case.content(film.watch(case.world)), model)
             counts.add(ask(model, processor, inputs, max_new_tokens=8).text)
     assert len(counts) >= 2
 
@@ -113,7 +113,7 @@ def test_a_draft_writes_the_target_s_own_caption(name: str, shipped: Shipped, lo
     folder = str(tiny.model_folder(shipped(f"{name}-draft")))
     (case,) = caption_cases(48, 1, SEED)
     with Film() as film:
-        inputs = prompt(processor, case.content(film.watch(case.world)), model)
+        inputs = prompt_inputs(processor, case.content(film.watch(case.world)), model)
     plain = ask(model, processor, inputs, max_new_tokens=120)
     recipe = Recipe.load(draft={"name": "sequential", "model": folder})
     drafted = ask(model, processor, inputs, recipe, max_new_tokens=120)
@@ -148,7 +148,7 @@ def test_natural_spelling_is_understood(shipped: Shipped, loaded: Loaded) -> Non
     with Film() as film:
         video = film.watch(case.world)
     content = [{"type": "video", "video": video}, {"type": "text", "text": natural}]
-    assert case.right(ask(model, processor, prompt(processor, content, model), max_new_tokens=8).text)
+    assert case.right(ask(model, processor, prompt_inputs(processor, content, model), max_new_tokens=8).text)
 
 
 def test_the_demonstration_passes(shipped: Shipped, capsys: pytest.CaptureFixture[str]) -> None:

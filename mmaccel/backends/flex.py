@@ -22,7 +22,7 @@ from mmaccel.backends.ops.block_attend import (
     define,
     in_query_order,
     lse_dtype,
-    takes_call,
+    unpacks_call,
     with_own_keys,
 )
 
@@ -36,18 +36,20 @@ def usable(device: torch.device) -> str | None:
     return None
 
 
-@takes_call
+@unpacks_call
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend.define` by FlexAttention; compiled on CUDA, eager on CPU (no lse when compiled)."""
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     (B, H), q_row = query.shape[:2], part.q_row
-    mask, _ = block_mask(part, block_q, block_k, (B, H))
+    mask, _ = make_block_mask(part, block_q, block_k, (B, H))
     key, value, rows_of = with_own_keys(key, value, part.spans)
-    k_rows = side_by_side(rows_of, B, H)
+    k_rows = concat_broadcast(rows_of, B, H)
     score = None
     if any(s.bias is not None for s in part.spans):
         none = torch.zeros((), device=query.device)
-        bias = side_by_side([none.expand_as(s.k_row) if s.bias is None else s.bias for s in part.spans], B, H)
+        bias = concat_broadcast(
+            [none.expand_as(s.k_row) if s.bias is None else s.bias for s in part.spans], B, H
+        )
         own = bias.shape[1] > 1
 
         def score(x: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -88,17 +90,19 @@ def gather(x: Tensor, row: Tensor, heads: int = 0) -> Tensor:
     return x.reshape(B * X * S, D).index_select(0, address.reshape(-1)).view(B, count, -1, D)
 
 
-def side_by_side(tensors: list[Tensor], batch: int, heads: int) -> Tensor:
+def concat_broadcast(tensors: list[Tensor], batch: int, heads: int) -> Tensor:
     """Concatenate tensors [b, h, n] of all spans to [B, 1 or H, n]."""
     h = heads if any(t.shape[1] > 1 for t in tensors) else 1
     return torch.cat([t.expand(batch, h, -1) for t in tensors], -1)
 
 
-def block_mask(part: Part, block_q: int, block_k: int, lead: tuple[int, int]) -> tuple[BlockMask, Tensor]:
+def make_block_mask(
+    part: Part, block_q: int, block_k: int, lead: tuple[int, int]
+) -> tuple[BlockMask, Tensor]:
     """The BlockMask of a part for `lead` = (batch, heads), and the rows of its concatenated keys [B, 1 or H, keys]."""
     (B, H), spans, q_row = lead, part.spans, part.q_row
     device = q_row.device
-    k_rows = side_by_side([s.k_row for s in spans], B, H)
+    k_rows = concat_broadcast([s.k_row for s in spans], B, H)
     table = torch.cat([s.lists.table().expand(B, H, -1, -1) for s in spans], -1)
     lengths = torch.tensor([s.k_row.shape[-1] for s in spans], device=device)
     owner = torch.repeat_interleave(torch.arange(len(spans), device=device), lengths)

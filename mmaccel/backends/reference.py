@@ -23,7 +23,7 @@ from mmaccel.backends.ops.block_attend import (
     define,
     in_query_order,
     lse_dtype,
-    takes_call,
+    unpacks_call,
     with_own_keys,
 )
 
@@ -111,7 +111,7 @@ class _Lists:
         return self.block[where].masked_fill(~inside, -1), self.span[where], self.kind[where]
 
 
-@takes_call
+@unpacks_call
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend.define` in plain PyTorch. Reads list lengths on the host."""
     query, key, value, part, block_q, block_k, scale, rows, _ = call

@@ -41,7 +41,9 @@ class Answer:
     finish_reason: FinishReason = "stop"
 
 
-def prompt(processor: Any, content: Sequence[Mapping[str, Any]], model: nn.Module) -> dict[str, Tensor]:
+def prompt_inputs(
+    processor: Any, content: Sequence[Mapping[str, Any]], model: nn.Module
+) -> dict[str, Tensor]:
     """Model inputs of one user turn (content pieces of type "video", "image", "text"), on the model's device."""
     first = next(model.parameters())
     shown = load_processor(processor, like=model)

@@ -15,7 +15,7 @@ from torch import nn
 from typer import Argument, Option
 
 from mmaccel.cli import choices
-from mmaccel.cli.answer import Answer, prompt
+from mmaccel.cli.answer import Answer, prompt_inputs
 from mmaccel.cli.answer import ask as answer
 from mmaccel.cli.choices import MAX_FRAMES, Device, Draft, Dtype, Fps, Frames, Json, Longest, Model, Timeout
 from mmaccel.cli.console import bars, column_groups, many, number, out, print_json, size, why_cut_off
@@ -23,7 +23,7 @@ from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import RecipeError, VideoError, check_question
-from mmaccel.core.prefill.prune import candidate_columns, quota
+from mmaccel.core.prefill.prune import candidate_columns, count_of_share
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import format_head_counts, format_share
 from mmaccel.core.report_page import drafted, memory_text
@@ -126,9 +126,11 @@ def answer_under_each(
     """
     text = {"type": "text", "text": question}
     if len(recipes) > 1:
-        few = prompt(processor, [{"type": "video", "video": video.cut(0, min(8, len(video)))}, text], model)
+        few = prompt_inputs(
+            processor, [{"type": "video", "video": video.cut(0, min(8, len(video)))}, text], model
+        )
         answer(model, processor, few, max_new_tokens=2)
-    inputs = prompt(processor, [{"type": "video", "video": video}, text], model)
+    inputs = prompt_inputs(processor, [{"type": "video", "video": video}, text], model)
     found = {}
     for name, recipe in recipes.items():
         with (
@@ -246,7 +248,7 @@ def count_video_tokens(answer: Answer, whole: int) -> dict[str, int]:
     pruner = draft.get("prune")
     if pruner is not None and draft.get("prune_when") != "measured":
         # Every pruner of drafts leaves its quota; what is measured says in the draft's notes which share it was.
-        told["in the draft"] = quota(pruner["retention"], whole)
+        told["in the draft"] = count_of_share(pruner["retention"], whole)
     return told
 
 

@@ -46,7 +46,7 @@ def caption(
         how = {"fps": fps, "frames": frames, "timeout": timeout}
         loaded, seen = choices.model_and_video(load, chosen, video, processor, progress, **how)
     text = {"type": "text", "text": request or CAPTION_REQUEST}
-    inputs = answer.prompt(processor, [{"type": "video", "video": seen}, text], loaded)
+    inputs = answer.prompt_inputs(processor, [{"type": "video", "video": seen}, text], loaded)
     show = (lambda piece: None) if as_json else partial(print, end="", flush=True)
     streamer = TextStreamer(processor.decode, (), show, Deadline())
     with bars() as progress:

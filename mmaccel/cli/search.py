@@ -16,7 +16,7 @@ from typer import Argument, Exit, Option
 
 from mmaccel.backends import select
 from mmaccel.cli import choices
-from mmaccel.cli.answer import prompt
+from mmaccel.cli.answer import prompt_inputs
 from mmaccel.cli.choices import Device, Dtype, Fps, Json
 from mmaccel.cli.console import bar_callback, bars, many, print_json, say, size
 from mmaccel.cli.program import INTERRUPTED
@@ -151,7 +151,7 @@ def sample_prompt(
         for n, one in enumerate(asked):
             content += [{"type": "video", "video": seen[n]}] if n < len(seen) else []
             content += [{"type": "text", "text": one}] if one else []
-        inputs = prompt(processor, content, model)
+        inputs = prompt_inputs(processor, content, model)
         tokens = inputs["input_ids"].shape[1]
         if tokens <= most:
             told = {"videos": [Path(path).name for path in videos], "text": [one for one in asked if one]}

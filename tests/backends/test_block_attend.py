@@ -128,7 +128,7 @@ def test_compiled_flex_walks_the_lists(name: str) -> None:
     plan, scene = pattern_plan(name, 0)
     query, key, value = scene.tensors(torch.float32)
     part = plan.parts[0]
-    mask, rows = flex.block_mask(part, plan.block_q, plan.block_k, (plan.batch, plan.heads))
+    mask, rows = flex.make_block_mask(part, plan.block_q, plan.block_k, (plan.batch, plan.heads))
     heads = plan.heads
     out = torch.compile(flex_attention)(
         flex.gather(query, part.q_row.expand(plan.batch, -1, -1)),

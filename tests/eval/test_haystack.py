@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmaccel import load_model, load_processor
-from mmaccel.cli.answer import ask, prompt
+from mmaccel.cli.answer import ask, prompt_inputs
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.recipe import Recipe
@@ -195,7 +195,7 @@ def asked(random_folder: Callable[[str], Path]) -> tuple[Any, Any, Any]:
     model, processor = load_model(folder, dtype=torch.float32), load_processor(folder)
     (_, case), *_ = haystack_cases(16, 1, 1, 3)
     with Film() as film:
-        return model, processor, prompt(processor, case.content(film.watch(case.world)), model)
+        return model, processor, prompt_inputs(processor, case.content(film.watch(case.world)), model)
 
 
 @pytest.mark.parametrize("name", PRUNERS)

@@ -311,7 +311,7 @@ def test_captured_they_give_the_plain_tokens(kind: str, draft: str, monkeypatch:
     inputs = {name: x.cuda() for name, x in prompt(kind, PIECES).items()}
     told = {"max_new_tokens": 40, "do_sample": False}
     want = model.generate(**inputs, **told)
-    graphs = heard(monkeypatch, replay, "captured", lambda *_: 1)
+    graphs = heard(monkeypatch, replay, "capture_graph", lambda *_: 1)
     drafts = {"echo": Echo(), "model": Sequential(model=peer, window=3)}
     with mmaccel.accelerate(model, **({} if draft == "off" else {"draft": drafts[draft]})) as fast:
         assert torch.equal(fast.generate(**inputs, **told), want)

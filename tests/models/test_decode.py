@@ -309,7 +309,7 @@ def test_what_does_not_fit_is_told(family):
 def test_captured_steps_give_the_plain_tokens(family, strategy, monkeypatch):
     """fp32: the same tokens, and steps were captured on the way."""
     name, model = family
-    graphs = heard(monkeypatch, replay, "captured", lambda *_: 1)
+    graphs = heard(monkeypatch, replay, "capture_graph", lambda *_: 1)
     model = model.cuda()
     inputs = {k: v.cuda() for k, v in prompt(name, PROMPTS["video"]).items()}
     want = model.generate(**inputs, max_new_tokens=40, do_sample=False)

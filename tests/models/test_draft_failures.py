@@ -252,7 +252,7 @@ def spoken(request, shipped):
     (case,) = caption_cases(24, 1, 7)
     with Film() as film:
         video = film.watch(case.world)
-    inputs = answer.prompt(processor, case.content(video), model)
+    inputs = answer.prompt_inputs(processor, case.content(video), model)
     return model, inputs, model.generate(**inputs, max_new_tokens=SAID, do_sample=False)
 
 

@@ -48,7 +48,7 @@ def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
 
 def test_a_frame_goes_through_the_tower_by_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """As close to float64 as the modules are, whoever had the frame before; captured once."""
-    captures = heard(monkeypatch, replay, "captured", lambda *_: 1)
+    captures = heard(monkeypatch, replay, "capture_graph", lambda *_: 1)
     model, session = on_gpu("random-ov", torch.bfloat16, KV["full"])
     exact, processor = copy.deepcopy(model).double(), pair("random-ov")[1]
     with session, mmaccel.VideoSession(model, processor, None, kv=KV["rekv"]) as other:
@@ -184,7 +184,7 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
     # In float64, for a choice between nearly equal scores turns on rounding.
     _, plain = on_gpu(name, torch.float64, kv)
     _, replayed = on_gpu(name, torch.float64, kv)
-    made = heard(monkeypatch, replay, "captured", lambda *_: 1)
+    made = heard(monkeypatch, replay, "capture_graph", lambda *_: 1)
     with plain, replayed:
         for part in film(25).repeat(8, 1, 1, 1).split(20):
             found = []

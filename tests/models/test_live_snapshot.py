@@ -277,7 +277,7 @@ def test_on_a_gpu(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return session
 
     tokens = heard(monkeypatch, Meter, "token", lambda self, n=1: n)
-    late = heard(monkeypatch, replay, "captured", lambda *given: sum(tokens))
+    late = heard(monkeypatch, replay, "capture_graph", lambda *given: sum(tokens))
     with opened_there() as quiet:
         alone = quiet.ask(QUESTION, LONG_TOKENS)
         assert late and not any(late), late

@@ -298,8 +298,8 @@ def test_a_session_and_the_helpers_take_stock_itself(shipped: Any, name: str) ->
     )
     theirs = T.AutoProcessor.from_pretrained(stock.resolve(name))
     content = asked_of_film(12)
-    inputs = answer.prompt(theirs, content, model)
-    same(inputs, answer.prompt(own, content, model))
+    inputs = answer.prompt_inputs(theirs, content, model)
+    same(inputs, answer.prompt_inputs(own, content, model))
     said = answer.ask(model, theirs, inputs, max_new_tokens=4)
     assert said.text == answer.ask(model, own, inputs, max_new_tokens=4).text != ""
     told = []

@@ -214,7 +214,7 @@ class _Run:
 
     def _levelled(self, case: Case, film: Film, told: Any) -> dict[str, Recipe]:
         """The rivals at the share that the yardstick computes on the first prompt of a length."""
-        from mmaccel.cli.answer import prompt
+        from mmaccel.cli.answer import prompt_inputs
         from mmaccel_lab.eval.encoded import Encoded
 
         length, methods = case.world.frames, self.methods
@@ -222,7 +222,7 @@ class _Run:
         if todo:
             seen, inputs = (
                 Encoded(),
-                prompt(self.processor, case.content(film.watch(case.world)), self.loaded),
+                prompt_inputs(self.processor, case.content(film.watch(case.world)), self.loaded),
             )
             wanted = methods.wanted(self.loaded, self.processor, inputs, seen)
             for done, name in enumerate(todo):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.cli.answer import prompt
+from mmaccel.cli.answer import prompt_inputs
 from mmaccel.core.attach import accelerate
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe
@@ -36,7 +36,7 @@ def forced(
         {"role": "user", "content": list(content)},
         {"role": "assistant", "content": said},
     ]
-    inputs = prompt(processor, turn, model)
+    inputs = prompt_inputs(processor, turn, model)
     ids = inputs["input_ids"][0]
     # The same turn with nothing to see has the same tokens after the question.
     bare = [dict(piece) for piece in content if piece["type"] == "text"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mmaccel.cli.answer import Answer, ask, prompt
+from mmaccel.cli.answer import Answer, ask, prompt_inputs
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.eval.cases import Case, Film
 from mmaccel_lab.eval.encoded import Encoded
@@ -45,7 +45,7 @@ def judge(
     `seen`: recipes share what the vision tower makes of a case, and none is charged for it (times mean nothing then).
     """
     for case in asked:
-        inputs = prompt(processor, case.content(film.watch(case.world)), model)
+        inputs = prompt_inputs(processor, case.content(film.watch(case.world)), model)
         answers = {}
         for name, recipe in recipes.items():
             with contextlib.nullcontext() if seen is None else seen.shared(model, recipe):

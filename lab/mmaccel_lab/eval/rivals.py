@@ -21,7 +21,7 @@ from mmaccel.core.prefill.prune import (
     TokenPruner,
     candidate_columns,
     columns_by_frame_size,
-    quota,
+    count_of_share,
 )
 from mmaccel.core.report import Report
 from mmaccel.policies.prune import VisionZip
@@ -200,7 +200,9 @@ def left(pruner: TokenPruner, layout: TokenLayout, depth: int) -> float | None:
         kept = sum(sum(pruner.counts(*same.shape)) for same in columns_by_frame_size(layout))
         counts = {stage.layer: kept for stage in pruner.stages(depth)}
     elif isinstance(pruner, ScorePruner):
-        counts = {stage.layer: min(quota(stage.share, total), total) for stage in pruner.stages(depth)}
+        counts = {
+            stage.layer: min(count_of_share(stage.share, total), total) for stage in pruner.stages(depth)
+        }
     else:
         return None
     held, area = total, 0.0

@@ -8,7 +8,7 @@ import torch
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import define
-from mmaccel.backends.ops.operator import imported
+from mmaccel.backends.ops.operator import import_on_first_call
 
 
 def usable(device: torch.device) -> str | None:
@@ -27,6 +27,6 @@ def installed() -> bool:
         return False
 
 
-op = define("block_attend_flash", imported("mmaccel.backends.flash.attend", "block_attend"))
-op.prepare = imported("mmaccel.backends.flash.attend", "prepare")
+op = define("block_attend_flash", import_on_first_call("mmaccel.backends.flash.attend", "block_attend"))
+op.prepare = import_on_first_call("mmaccel.backends.flash.attend", "prepare")
 op.extra = False  # no bias, no keys of a span's own, no window: see `select.serving_extra`

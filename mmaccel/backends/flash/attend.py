@@ -38,7 +38,7 @@ from mmaccel.backends.ops.block_attend import (
     empty_output,
     in_query_order,
     remember,
-    takes_call,
+    unpacks_call,
 )
 from mmaccel.core.errors import RecipeError
 
@@ -135,7 +135,7 @@ def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, 
     return remember(part.memo, ("flash", n, H, group, rows), made)
 
 
-@takes_call
+@unpacks_call
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend.define` by flash-attn 4. No host synchronization; all sizes come from shapes.
 

@@ -358,7 +358,7 @@ class Call(NamedTuple):
     prepared: Sequence[Tensor] | None = None
 
 
-def takes_call(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def unpacks_call(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Decorator that turns ``kernel(call)`` into a function of the arguments of `block_attend`. It sets the current CUDA
     device to that of the tensors, since layers of a model may be on different devices."""
 

@@ -169,7 +169,7 @@ def resources(device: torch.device) -> Resources:
     )
 
 
-def constant(make: Callable[P, R]) -> Callable[P, R]:
+def cached_constant(make: Callable[P, R]) -> Callable[P, R]:
     """Decorator that caches the last 256 results of a function of hashable arguments, and lets torch.compile treat them as
     constants.
 
@@ -187,7 +187,7 @@ def constant(make: Callable[P, R]) -> Callable[P, R]:
     return known
 
 
-@constant
+@cached_constant
 def usable(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on `device`, or None if they can; does not import Triton."""
     return why_not("triton", device) or (None if find_spec("triton") else "it needs triton")
@@ -211,7 +211,7 @@ def is_traced() -> bool:
     )
 
 
-def imported(module: str, name: str) -> Callable[..., Any]:
+def import_on_first_call(module: str, name: str) -> Callable[..., Any]:
     """Return the function `name` of `module`, which is imported only when the function is first called."""
     return lambda *args, **named: getattr(import_module(module), name)(*args, **named)
 
@@ -258,7 +258,7 @@ class Operator(Generic[P, R]):
         that of the first argument, since layers of a model may be on several."""
         if not (self._kernel and self._serves(*args)):
             return self.plain(*args, **named)
-        launch = imported(f"mmaccel.backends.triton.{self._kernel}", self.plain.__name__)
+        launch = import_on_first_call(f"mmaccel.backends.triton.{self._kernel}", self.plain.__name__)
         first: Any = args[0]
         with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):  # type: ignore[no-untyped-call]
             result: R = launch(*args, **named)

@@ -40,7 +40,7 @@ def _beats(other, there, score, at):
 
 
 @triton.jit(do_not_specialize=["C"])
-def scored_kernel(
+def cluster_scores_kernel(
     KEY, QUERY, OUT, C, key_r, key_c,
     D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def _product(key, query, COSINE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["C", "n"])
-def worded_kernel(
+def word_scores_kernel(
     KEY, QUERY, OUT, C, n, key_r, key_c,
     D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def worded_kernel(
 
 
 @triton.jit(do_not_specialize=["C", "n"])
-def singled_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
+def standardize_scores_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
     """Second kernel of `scored_by_words`: standardizes each word's scores over all clusters of a layer, and reduces over
     words."""
     row = tl.program_id(0).to(tl.int64)
@@ -101,7 +101,7 @@ def singled_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["V", "limit", "fewest"])
-def outside_kernel(SCORE, SIZE, OUT, V, limit, fewest, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
+def beyond_budget_kernel(SCORE, SIZE, OUT, V, limit, fewest, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
     """Kernel of `beyond_budget`, for BLOCK visual clusters of a layer: whether better-scored ones fill the budget
     already."""
     row = tl.program_id(1).to(tl.int64) * V
@@ -158,7 +158,7 @@ def _candidate(SCORE, SIZE, PARENT, WITHOUT, at, C, V, STAGED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["C", "N", "budget", "ahead", "key_row", "key_at", "late", "parts"])
-def selected_kernel(
+def select_entries_kernel(
     BEFORE, SIZE, OWNER, WITHIN, FIRST, FLAT, KEYS, QUERY, UNITS, SCORE, KEEP, OUT, AHEAD, C, N, budget,
     ahead, key_row, key_at, late, parts,
     D: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
@@ -244,7 +244,7 @@ def _line(BEFORE, OWNER, WITHIN, entry, C, N):
 
 
 @triton.jit(do_not_specialize=["C", "count", "head", "tokens"])
-def stand_ins_kernel(
+def summary_tokens_kernel(
     SCORE, PICKED, SIZE, KEY, VALUE, TIME, OUT, TIMES, ADDED, LEFT, C, count, head, tokens, row_c, out_s,
     out_g, out_m,
     D: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, HIDES: tl.constexpr, BLOCK: tl.constexpr,
@@ -302,7 +302,7 @@ def _total(X, row_n, d, D, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n"])
-def folded_kernel(
+def mean_query_kernel(
     X, COUNT, OUT, n, row_h, row_n, D,
     HEADS: tl.constexpr, TOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -319,7 +319,7 @@ def folded_kernel(
 
 
 @triton.jit(do_not_specialize=["n"])
-def moved_kernel(
+def predict_hidden_kernel(
     X, COUNT, KNOWN, BEFORE, SEEN, OUT, n, row_n, E,
     SHOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -340,7 +340,7 @@ def moved_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "last"])
-def foretold_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexpr):
+def assign_prefetch_slots_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexpr):
     """Kernel of `host_slots`, for some entries. Only the table's last slot, which is scratch, is shared by programs."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(ENTRY + at, mask=at < n, other=-1)
@@ -385,7 +385,7 @@ def score(key, query, cosine):
     R, C, D = key.shape
     out = torch.empty(R, C, device=key.device)
     if C:
-        scored_kernel[(triton.cdiv(C, CLUSTERS), R)](
+        cluster_scores_kernel[(triton.cdiv(C, CLUSTERS), R)](
             key, query.contiguous(), out, C, key.stride(0), key.stride(1),
             D=D, COSINE=cosine, BLOCK=CLUSTERS, DIM=triton.next_power_of_2(D), num_warps=4,
         )  # fmt: skip
@@ -398,12 +398,14 @@ def scored_by_words(key, words, size, cosine):
     out = torch.empty(R, C, device=key.device)
     if C:
         score = torch.empty(R, n, C, device=key.device)
-        worded_kernel[(triton.cdiv(C, CLUSTERS), R)](
+        word_scores_kernel[(triton.cdiv(C, CLUSTERS), R)](
             key, words.rows.contiguous(), score, C, n, key.stride(0), key.stride(1),
             D=D, COSINE=cosine, BLOCK=CLUSTERS, DIM=triton.next_power_of_2(D), num_warps=4,
         )  # fmt: skip
         block = triton.next_power_of_2(C)
-        singled_kernel[(R,)](score, size.contiguous(), words.number, out, C, n, BLOCK=block, num_warps=8)
+        standardize_scores_kernel[(R,)](
+            score, size.contiguous(), words.number, out, C, n, BLOCK=block, num_warps=8
+        )
     return out
 
 
@@ -412,7 +414,7 @@ def beyond_budget(score, size, limit, fewest):
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:
-        outside_kernel[(triton.cdiv(V, CLUSTERS), R)](
+        beyond_budget_kernel[(triton.cdiv(V, CLUSTERS), R)](
             score, size, out, V, limit, fewest, BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4
         )
     return out
@@ -443,7 +445,7 @@ def select(before, lists, budget, ahead, own, late):
     tables = [
         t.contiguous() for t in (before, lists.size, lists.owner, lists.within, lists.first, lists.flat)
     ]
-    selected_kernel[(R,)](
+    select_entries_kernel[(R,)](
         *tables, own.keys, own.query.contiguous(), out if late is None else late.units, score, keep, out,
         out if coming is None else coming, C, lists.owner.shape[1], budget, ahead,
         own.keys.stride(0), own.layer * own.keys.stride(1), more, 1 if late is None else late.parts,
@@ -458,7 +460,7 @@ def summary_tokens(score, picked, size, rows, time, out, head, left, tokens):
     (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
     times = torch.empty(count, dtype=time.dtype, device=time.device)
     added = torch.empty(head + count, device=score.device)
-    stand_ins_kernel[(triton.cdiv(C, CLUSTERS),)](
+    summary_tokens_kernel[(triton.cdiv(C, CLUSTERS),)](
         score, picked, size, key, value, time, out, times, added, added if left is None else left,
         C, count, head, tokens, key.stride(0), *out.stride()[:3],
         D=D, WIDE=key.shape[1], DIM=triton.next_power_of_2(key.shape[1]), HIDES=left is not None,
@@ -471,7 +473,7 @@ def mean_query(rows, count, groups):
     """Launch `ops.clusters.mean_query`: mean query [G * D] over the words of rows [H, n, D], summed over a group's heads."""
     H, n, D = rows.shape
     out = torch.empty(groups * D, device=rows.device)
-    folded_kernel[(groups, triton.cdiv(D, COLUMNS))](
+    mean_query_kernel[(groups, triton.cdiv(D, COLUMNS))](
         rows, out if count is None else count, out, n, rows.stride(0), rows.stride(1), D,
         HEADS=H // groups, TOLD=count is not None, ROWS=WORDS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
@@ -482,7 +484,7 @@ def moved(words, count, known, before, seen):
     """Launch `ops.clusters.moved`: predicted hidden states, `words` [n, E] plus `known` [E]; updates `before` and `seen`."""
     n, E = words.shape
     out = torch.empty(n, E, dtype=words.dtype, device=words.device)
-    moved_kernel[(triton.cdiv(E, COLUMNS),)](
+    predict_hidden_kernel[(triton.cdiv(E, COLUMNS),)](
         words, count, known, before, before if seen is None else seen, out, n, words.stride(0), E,
         SHOWN=seen is not None, ROWS=WORDS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
@@ -493,7 +495,7 @@ def host_slots(table, entries, slots, begin):
     """Launch `ops.clusters.host_slots`: host slots [n] of `entries`, -1 for none; updates `table`."""
     out = torch.empty_like(entries)
     if len(entries):
-        foretold_kernel[(triton.cdiv(len(entries), FORETOLD),)](
+        assign_prefetch_slots_kernel[(triton.cdiv(len(entries), FORETOLD),)](
             table, entries, slots, begin, out, len(entries), len(table) - 1, BLOCK=FORETOLD, num_warps=4
         )
     return out

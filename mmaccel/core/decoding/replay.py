@@ -180,7 +180,7 @@ class Compiled:
 
     It pays for given tensor sizes once the eager calls of these sizes have cost as much extra time as compiling takes. So
     the total is at most twice that of the better choice, whatever calls come, and nothing is spent on sizes that do not
-    recur. Sizes that are compiled again, say for a number the host has read from a layout, must lose as much again. A
+    recur. Sizes that inductor must compile again must first cost as much extra time again. A
     function that cannot be compiled stays eager, and one warning says why.
     """
 

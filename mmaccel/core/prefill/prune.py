@@ -90,7 +90,7 @@ class Stage:
 
     def count(self, at: Tensor, total: int | None) -> int:
         """Return how many of the candidate tokens `at` [m] this stage keeps; `total` is their number before all stages."""
-        return min(quota(self.share, at.numel() if total is None else total), at.numel())
+        return min(count_of_share(self.share, at.numel() if total is None else total), at.numel())
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,7 +282,7 @@ def checked_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -
     return columns
 
 
-def quota(share: float, count: int) -> int:
+def count_of_share(share: float, count: int) -> int:
     """Return `share` of `count` tokens, rounded down, exactly: 0.29 of 100 is 29 despite binary rounding."""
     return int(share * count + 1e-9)
 

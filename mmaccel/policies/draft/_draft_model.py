@@ -195,9 +195,11 @@ class Conversation:
     def is_continued_by(self, ids: Tensor, past: TokenLayout) -> bool:
         """Return whether the prompt `ids` [S], of which the target holds `past`, continues this conversation; forget prompts
         that were announced, never read, and since rolled back."""
-        while self._told and not follows(self._told[-1][0], ids, past):
+        while self._told and not continues_tokens(self._told[-1][0], ids, past):
             self._told.pop()
-        return bool(self._told) or (self._prompt > 0 and follows(self._ids[: self._prompt], ids, past))
+        return bool(self._told) or (
+            self._prompt > 0 and continues_tokens(self._ids[: self._prompt], ids, past)
+        )
 
     def read(self, keep: Tensor | None = None, compact: bool = False) -> Tensor:
         """Run the announced prompts; return logits [1, V] after the last one. See `Runner.prefill` for the rest."""
@@ -269,7 +271,7 @@ def check_text(who: str, past: TokenLayout) -> None:
         )
 
 
-def follows(known: Tensor, ids: Tensor, past: TokenLayout) -> bool:
+def continues_tokens(known: Tensor, ids: Tensor, past: TokenLayout) -> bool:
     """Return whether prompt `ids` [S], of which the target holds `past`, continues `known` [n], with no image or video in
     between that `known` lacks."""
     n = known.numel()

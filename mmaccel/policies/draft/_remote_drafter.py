@@ -38,7 +38,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft._draft_decoder import SUPPORT, DraftDecoder, DraftedTokens, TokenDistribution
-from mmaccel.policies.draft._draft_model import follows
+from mmaccel.policies.draft._draft_model import continues_tokens
 from mmaccel.policies.draft._remote_stream import (
     BEGIN,
     CALL,
@@ -171,7 +171,7 @@ class RemoteDrafter(ProcessClient):
     def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
         """Return whether the draft can continue with prompt `ids` from `left` of the previous turn; see `Local`."""
         fits = isinstance(left, RemoteTurn) and left.worker is self._worker
-        if not fits or not follows(left.known, ids, past):
+        if not fits or not continues_tokens(left.known, ids, past):
             return False
         left.over.detach()
         self._after = left.number

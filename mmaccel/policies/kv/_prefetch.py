@@ -121,7 +121,7 @@ class Prefetcher:
         table[:, -1].fill_(-1)
 
     def mark(self) -> Hashable:
-        """Return addresses and shapes of what `codes`, `predict_codes`, `keep` use; while equal, a graph can be replayed."""
+        """Return addresses and shapes of what `codes`, `predict_codes`, `keep` use; while equal, CUDA graphs can replay."""
         read = self._known, self._tables, self._cached, self._old
         return self._gap, tuple((one.data_ptr(), one.shape) for one in read)
 
@@ -137,8 +137,8 @@ class Prefetcher:
         return self._tables[layer][self._rows(entries)]
 
     def predict_codes(self, layer: int, entries: Tensor) -> Tensor:
-        """Return codes [n], for `prefetch`, of those of `entries` [n] (-1: none) that are only on the host; -1 for others.
-        From now on `codes` returns for these the places to which `prefetch` copies them."""
+        """Return the codes [n] that `prefetch` copies: of `entries` [n] (-1: none), those only on the host; -1 for others.
+        Afterwards `codes` says of these that they are where `prefetch` copies them."""
         return clusters.host_slots(self._tables[layer], self._rows(entries), self._known[:1], self._known[1:])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:

@@ -16,8 +16,8 @@ from mmaccel.core.prefill.prune import (
     Stage,
     TokenPruner,
     best,
+    count_of_share,
     frame_columns,
-    quota,
     staying_columns,
 )
 from mmaccel.core.registry import SHARE, Limit, between, limited, register
@@ -76,14 +76,14 @@ class DyCoke(TokenPruner):
                 continue
             if all(torch.equal(cell[0, frame], cell[0, before]) for cell in (layout.row, layout.column)):
                 likeness = cosine_similarity(states[frame], states[before], dim=-1)
-                kept[i] = frame[best(-likeness, quota(1 - self.drop, len(frame)))]
+                kept[i] = frame[best(-likeness, count_of_share(1 - self.drop, len(frame)))]
         return staying_columns(layout, *kept)
 
     def on_stream(self) -> DyCoke:
         return replace(self, compact=self.drop > 0)
 
     def left(self, tokens: int) -> int:
-        return tokens + (self.group - 1) * quota(1 - self.drop, tokens)
+        return tokens + (self.group - 1) * count_of_share(1 - self.drop, tokens)
 
     @property
     def scoring_layer(self) -> int | None:
@@ -92,4 +92,4 @@ class DyCoke(TokenPruner):
     def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
         if before is not None and float(cosine_similarity(attention, before, dim=0)) >= self.refresh:
             return None
-        return columns[best(attention, quota(1 - self.forget, columns.numel()))]
+        return columns[best(attention, count_of_share(1 - self.forget, columns.numel()))]

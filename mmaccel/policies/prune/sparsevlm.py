@@ -18,9 +18,9 @@ from mmaccel.core.prefill.prune import (
     best,
     candidate_columns,
     complement,
+    count_of_share,
     observers,
     question_text_columns,
-    quota,
     staying_columns,
 )
 from mmaccel.core.registry import SHARE, at_least, limited, register
@@ -111,7 +111,7 @@ class SparseVLM(TokenPruner):
         score = self._score(signals, layout, at)
         top = best(score, count)
         rest = complement(top, at.numel())
-        pool = rest[best(score[rest], quota(self.recycle, rest.numel()))]
+        pool = rest[best(score[rest], count_of_share(self.recycle, rest.numel()))]
         if not pool.numel():
             return Kept(staying_columns(layout, at[top]))
         states = signals["hidden"][-1]

@@ -17,8 +17,8 @@ from mmaccel.core.prefill.prune import (
     Stage,
     TokenPruner,
     columns_by_frame_size,
+    count_of_share,
     evenly_spaced,
-    quota,
     staying_columns,
 )
 from mmaccel.core.registry import SHARE, limited, register
@@ -60,7 +60,7 @@ class VisionZip(TokenPruner):
         return None if self.carry else replace(self, compact=True)
 
     def left(self, tokens: int) -> int:
-        return quota(self.retention, tokens)
+        return count_of_share(self.retention, tokens)
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
         return (Stage(0, hidden=(0,), share=self.retention),)
@@ -68,8 +68,10 @@ class VisionZip(TokenPruner):
     def counts(self, number: int, size: int) -> list[int]:
         """Return how many tokens each of `number` frames with `size` tokens keeps."""
         if not self.carry:
-            return [quota(self.retention, size)] * number
-        return [b - a for a, b in pairwise(quota(self.retention, n * size) for n in range(number + 1))]
+            return [count_of_share(self.retention, size)] * number
+        return [
+            b - a for a, b in pairwise(count_of_share(self.retention, n * size) for n in range(number + 1))
+        ]
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         return self.cut(signals, layout, stage, total).columns

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mmaccel import Recipe, check_policy
 from mmaccel.contract.prefill import DEPTH, check_stages, random_signals
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.prefill.prune import TokenPruner, best, checked_stages, evenly_spaced, quota
+from mmaccel.core.prefill.prune import TokenPruner, best, checked_stages, count_of_share, evenly_spaced
 from mmaccel.core.recipe import policy
 from mmaccel.core.registry import registry
 from tests.policies.prune.layouts import frames_of, layout_of, layouts, visual
@@ -162,4 +162,4 @@ def test_ties_go_to_the_first() -> None:
 
 @given(numerator=st.integers(0, 100), count=st.integers(0, 5000))
 def test_quota_rounds_down_decimals(numerator: int, count: int) -> None:
-    assert quota(numerator / 100, count) == numerator * count // 100
+    assert count_of_share(numerator / 100, count) == numerator * count // 100

@@ -18,7 +18,14 @@ from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import IMAGE
 from mmaccel.core.prefill.attention import NOTE, Note
-from mmaccel.core.prefill.prune import PrefillPass, Probe, TokenPruner, candidate_columns, quota, thin
+from mmaccel.core.prefill.prune import (
+    PrefillPass,
+    Probe,
+    TokenPruner,
+    candidate_columns,
+    count_of_share,
+    thin,
+)
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, SequenceMeter
 from mmaccel.models.install import Hooks
@@ -241,7 +248,7 @@ def test_it_chooses_among_what_the_read_layers_hold(
     assert torch.isin(columns, held).all()
     count = candidate_columns(layout.take(columns)).numel()
     assert count == min(
-        quota(0.2, candidate_columns(layout).numel()), candidate_columns(layout.take(held)).numel()
+        count_of_share(0.2, candidate_columns(layout).numel()), candidate_columns(layout.take(held)).numel()
     )
     if name == "uv":
         signals = {}

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.block_attend import BlockLists, Call, KeySpan, empty_output, takes_call
+from mmaccel.backends.ops.block_attend import BlockLists, Call, KeySpan, empty_output, unpacks_call
 from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.backends.triton.prefill.kernel import (
@@ -46,7 +46,7 @@ def config_for(
     return keys, 8 if rows > 64 else 4, stages
 
 
-@takes_call
+@unpacks_call
 def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend.define` by Triton. No host synchronization; all sizes come from shapes.
 

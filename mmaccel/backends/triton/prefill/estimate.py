@@ -181,12 +181,12 @@ def lines_kernel(
     tl.store(diagonals + out, diagonal / MEMBERS, mask=line < n)
 
 
-def strides(t):
+def tensor_strides(t):
     """Strides of all four dimensions of t [B, H, n, D] as kernel arguments."""
     return (*lines(t), t.stride(3))
 
 
-def shape_of(query, key, row):
+def kernel_constants(query, key, row):
     """Compile-time (constexpr) arguments of the kernels in this file; `row` is None if keys are adjacent."""
     L, D = query.shape[2:]
     wide = query.dtype == torch.float32
@@ -206,7 +206,7 @@ def row_totals(query, key, row, at, width):
     """Launch `ops.lines.row_totals`: each query's log-sum-exp [B, H, L], over up to `SPLITS` pieces of the keys, which a
     second kernel merges."""
     B, H, L, D = query.shape
-    shape, at = shape_of(query, key, row), at.contiguous()
+    shape, at = kernel_constants(query, key, row), at.contiguous()
     piece = max(LEAST_PIECE, -(-width // SPLITS))
     piece += -piece % shape["BLOCK_N"]
     splits = max(1, -(-width // piece))
@@ -217,7 +217,7 @@ def row_totals(query, key, row, at, width):
     here = operators.resources(query.device)
     stages = here.stages(3, shape["BLOCK_N"] * row_bytes, shape["BLOCK_L"] * row_bytes)
     totals_kernel[(B * H, splits)](
-        query, key, at if row is None else row, at, part, strides(query), strides(key),
+        query, key, at if row is None else row, at, part, tensor_strides(query), tensor_strides(key),
         width, piece, H, L, scale, **shape, num_stages=stages,
     )  # fmt: skip
     merge_kernel[(triton.cdiv(B * H * L, 64),)](part, out, B * H * L, splits, BLOCK=64, SPLITS=SPLITS)
@@ -228,7 +228,7 @@ def line_sums(query, key, row, at, total, width, pooled):
     """Launch `ops.lines.line_sums`: attention weight of columns and diagonals, [B, h, n] each; a program sums `LINES` of
     both."""
     B, H, L, D = query.shape
-    shape, at = shape_of(query, key, row), at.contiguous()
+    shape, at = kernel_constants(query, key, row), at.contiguous()
     if total is None:
         total = row_totals(query, key, row, at, width)
     shape["BLOCK_N"] = LINES
@@ -236,14 +236,14 @@ def line_sums(query, key, row, at, total, width, pooled):
     columns = query.new_empty(B, H // members, width, dtype=torch.float32)
     diagonals = torch.empty_like(columns)
     lines_kernel[(B * H // members, triton.cdiv(width, shape["BLOCK_N"]))](
-        query, key, at if row is None else row, at, total, columns, diagonals, strides(query), strides(key),
+        query, key, at if row is None else row, at, total, columns, diagonals, tensor_strides(query), tensor_strides(key),
         width, H, L, D**-0.5 * math.log2(math.e), MEMBERS=members, **shape, num_stages=1,
     )  # fmt: skip
     return columns, diagonals
 
 
 @triton.jit
-def load_told(query, total, b, h, strides, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_query_totals(query, total, b, h, strides, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load the queries [BLOCK_D, BLOCK_L] of one head and their log-sum-exps; these are inf for absent queries, so that
     their weights are 0."""
     q = tl.trans(load_queries(query, b, h, strides, L, D, BLOCK_L, BLOCK_D))
@@ -273,7 +273,7 @@ def classes_kernel(
     last = tl.max(place_of, 0)
     least = tl.min(tl.where(r < L, place_of, last), 0)
     begin, end = tl.load(start + b * (C + 1) + mine), tl.load(start + b * (C + 1) + mine + 1)
-    q, lse = load_told(query, total, b, one * MEMBERS, query_strides, H, L, D, BLOCK_L, BLOCK_D)
+    q, lse = load_query_totals(query, total, b, one * MEMBERS, query_strides, H, L, D, BLOCK_L, BLOCK_D)
     before = tl.zeros([COUNTED], tl.int32)
     for first in range(begin, end, COUNTED):
         member = first + tl.arange(0, COUNTED)
@@ -310,7 +310,9 @@ def classes_kernel(
                 weight = tl.zeros([BLOCK_N, BLOCK_L], tl.float32)
                 for other in range(MEMBERS):
                     h = one * MEMBERS + other
-                    qs, level = load_told(query, total, b, h, query_strides, H, L, D, BLOCK_L, BLOCK_D)
+                    qs, level = load_query_totals(
+                        query, total, b, h, query_strides, H, L, D, BLOCK_L, BLOCK_D
+                    )
                     weight += tl.math.exp2(tl.dot(k, qs, input_precision=PRECISION) * scale - level[None, :])
                 weight = weight / MEMBERS
             if not TESTED:
@@ -402,7 +404,7 @@ def class_phases(query, key, row, at, total, width, pooled, pairing, score, rows
     order, start, own, members, stride = pairing
     B, H, L, D = query.shape
     C = start.shape[1] - 1
-    shape, at = shape_of(query, key, row), at.contiguous()
+    shape, at = kernel_constants(query, key, row), at.contiguous()
     if total is None:
         total = row_totals(query, key, row, at, width)
     members_of = shape["GROUP"] if pooled else 1
@@ -415,7 +417,7 @@ def class_phases(query, key, row, at, total, width, pooled, pairing, score, rows
     line, shift = (query.new_empty(B, heads, 1, dtype=torch.int64) for _ in range(2))
     classes_kernel[(B * heads, C)](
         query, key, at if row is None else row, at, total, order, start, given, spread, lines,
-        strides(query), strides(key), order.shape[1], C, H, L, D**-0.5 * math.log2(math.e),
+        tensor_strides(query), tensor_strides(key), order.shape[1], C, H, L, D**-0.5 * math.log2(math.e),
         SCORE=score, ROWS=rows, MEMBERS=members_of, **shape, num_stages=stages,
     )  # fmt: skip
     phases_kernel[(B * heads,)](

@@ -339,7 +339,8 @@ class StreamState(KVState):
         `evidence` counts these alone."""
 
     def note_listed_rows(self, layer: int, rows: int) -> None:
-        """Record, during a question, that its first `rows` rows were sparse at `layer`; `evidence` uses the others."""
+        """Record that the first `rows` rows of the question under way attended sparsely at `layer`, by the blocks that a pattern
+        listed. `evidence`, which needs whole rows of attention, uses the rows after them."""
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
         """Use from now on the `query_time_fields` of `policy`: fields that matter only to questions."""

@@ -367,7 +367,7 @@ class Lane:
                 work()
 
     def mark(self, timed: bool = False) -> LaneMark:
-        """Return a mark after all work issued so far."""
+        """Record and return a `LaneMark`, which is reached when all copies issued on this lane so far have ended."""
         return LaneMark(self.stream, timed)
 
     def wait(self, mark: LaneMark) -> None:

@@ -339,8 +339,7 @@ class StreamState(KVState):
         `evidence` counts these alone."""
 
     def note_listed_rows(self, layer: int, rows: int) -> None:
-        """Record that the first `rows` rows of the question under way attended sparsely at `layer`, by the blocks that a pattern
-        listed. `evidence`, which needs whole rows of attention, uses the rows after them."""
+        """Record that the first `rows` rows of a question attended sparsely at `layer`; `evidence` uses those after them."""
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
         """Use from now on the `query_time_fields` of `policy`: fields that matter only to questions."""

@@ -171,11 +171,11 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def question(shape: str, tokens: int, device: str) -> dict[str, Tensor]:
-    """A prompt for a shape: a video of about `tokens` tokens, 196 a frame (of Qwen: a step of two), some text around it."""
-    conf = shapes.config(shape)
+def question(shape: Any, tokens: int, device: str) -> dict[str, Tensor]:
+    """A prompt for a shape or config: a video of about `tokens` tokens, 196 a frame (of Qwen: a step of two), and some text."""
+    conf = shapes.config(shape) if isinstance(shape, str) else shape
     steps = max(1, tokens // 196)
-    vision, qwen = conf.vision_config, shapes.SHAPES[shape].family == "qwen2_5_vl"
+    vision, qwen = conf.vision_config, conf.model_type == "qwen2_5_vl"
     count, mark = (steps * 196, conf.video_token_id) if qwen else (steps * 196 + 1, conf.video_token_index)
     video = torch.full((1, count), mark)
     text = torch.full((1, LATER), START)

@@ -200,6 +200,15 @@ def test_a_target_that_is_as_slow_keeps_its_draft(monkeypatch: pytest.MonkeyPatc
         assert session.ask(QUESTION, TOKENS).counters["drafted"] > 0
 
 
+def test_a_draft_is_not_charged_for_what_the_device_did_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's pass may still run on the device when the draft's begins."""
+    monkeypatch.setattr(stream_runner, "SLOW_S", 1.0)
+    monkeypatch.setattr(LocalDraftStream, "wait", lambda self: time.sleep(0.4))
+    with opened(agreeing()) as session, warnings.catch_warnings(action="error", category=MmaccelWarning):
+        session.watch(film(18), fps=FPS)
+        assert session.ask(QUESTION, TOKENS).counters["drafted"] > 0
+
+
 def test_watching_ends_at_its_timeout_with_a_slow_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     slowed(monkeypatch, 0.2)
     with opened(agreeing()) as session:

@@ -90,6 +90,10 @@ class DraftStream(ABC):
     def load(self, folder: Path) -> None:
         """Read what `save` wrote into a newly opened draft stream; raises `ModelError` if it does not fit."""
 
+    def wait(self) -> None:
+        """Wait for what the device still has to do for others, so that `take` is timed alone. Nothing to do where the draft
+        computes elsewhere."""
+
     def idle(self) -> None:
         """Tell the draft's stream that no more frames come for now."""
 

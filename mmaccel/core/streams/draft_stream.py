@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmaccel.core.attach import StreamAdapter
@@ -47,6 +48,10 @@ class LocalDraftStream(DraftStream):
         live = self._live
         live.take(frames, list(times), lambda done: None, Deadline())
         live.state.let_go(live.shown, live.pinned)
+
+    def wait(self) -> None:
+        if self._adapter.device.type == "cuda":
+            torch.cuda.synchronize(self._adapter.device)
 
     def idle(self) -> None:
         if self._live is not None:

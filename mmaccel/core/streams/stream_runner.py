@@ -35,7 +35,6 @@ ROWS = {"cuda": 1 << 16}
 """Tokens of a pass of an ingestion where the recipe has no `chunk`; elsewhere half as many. A plan for twice the rows takes
 little longer."""
 
-
 SLOW, SLOW_S = 2.0, 20.0
 """How many times what all else takes, and how many seconds, a draft's stream may hold up one that is watched."""
 
@@ -76,6 +75,7 @@ class GuardedDraftStream:
         with self.dropping() as stream:
             if stream is None or not len(frames):
                 return
+            stream.wait()  # for the target's pass, which the draft does not hold up
             began = monotonic()
             stream.take(frames, times, fps, timed)
             now = monotonic()

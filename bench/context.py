@@ -25,7 +25,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +89,17 @@ def whole(model: Any, inputs: dict[str, Any], new: int = 1) -> Callable[[], None
 def calls(
     options: argparse.Namespace, model: Any, fast: mmaccel.Accelerated
 ) -> Iterator[tuple[str, int, Callable[[], None]]]:
-    """What is timed, by name, with its tokens; the first is a shorter one, for what is made once."""
+    """What is timed, by name, with its tokens."""
     device = next(model.parameters()).device
-    ask = partial(question, model.config, device=device)
-    for name, tokens in (("", options.tokens // 16), ("prefill", options.tokens)):
-        if options.way == "pixels":
-            inputs = ask(tokens)
-            inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.video_token_id).int() * 2
-            yield name, tokens, whole(model, inputs)
-        else:
-            yield name, tokens, Prompt(model, max(512, tokens)).call(fast)
+    if options.way == "pixels":
+        inputs = question(model.config, options.tokens, device)
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.video_token_id).int() * 2
+        yield "prefill", inputs["input_ids"].shape[1], whole(model, inputs)
+    else:
+        yield "prefill", options.tokens, Prompt(model, options.tokens).call(fast)
     if options.way == "heads":
         ids = torch.full((1, max(512, COLUMNS // options.shrink)), 7, device=device)
-        for name, new in (("", 4), ("first token", 1), ("decode", DECODED + 1)):
+        for name, new in (("first token", 1), ("decode", DECODED + 1)):
             yield name, ids.shape[1], whole(model, {"input_ids": ids}, new)
 
 
@@ -123,21 +120,18 @@ def timed(
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(device)
             taken = []
-            for _ in range(options.repeats if name else 1):
+            for _ in range(options.repeats + 1):
                 if told["way"] == "together":
                     dist.barrier()
                 taken.append(seconds(call, device))
+            before, *taken = taken * (1 if options.repeats else 2)
             peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
             if name == "decode":
                 taken = [(x - found[-1]["median_s"]) / DECODED for x in taken]
-            if name:
-                row = {
-                    **told,
-                    "tokens": tokens,
-                    "step": name,
-                    **Times(tuple(taken * (2 if len(taken) < 2 else 1))).row(),
-                }
-                found.append({**row, "repeats": len(taken), "kept": fast.report().kept, "peak_bytes": peak})
+            times = Times(tuple(taken)).row() if len(taken) > 1 else {"median_s": taken[0], "repeats": 1}
+            times["before_s"] = before  # of the first run, which compiles and takes the memory
+            kept = fast.report().kept
+            found.append({**told, "tokens": tokens, "step": name, **times, "kept": kept, "peak_bytes": peak})
     return found
 
 

@@ -21,10 +21,12 @@ import torch
 from happened import log_happened, noise
 from scenes import QUESTION, SHAPE, Scenes
 from timing import Log
-from transfer import CopiesEach
+from torch import Tensor
 from watching import HELD, Sizes, wait
 
 import mmaccel
+from mmaccel.policies.kv.store import HostStore
+from mmaccel.policies.kv.store.slabs import in_units
 
 WIRE = ("copies_in", "bytes_in", "seconds_in", "gathers")
 FETCH = ("needed", "covered", "missing", "guessed", "in_time", "slack_s", "waited_s", "waited_missing_s")
@@ -41,6 +43,28 @@ RIVALS: dict[str, dict[str, Any]] = {
     "full": {},
     "offload": {},
 }
+
+
+class CopiesEach(HostStore):
+    """A store that brings keys and values of every unit by a copy of their own, as ReKV moves them."""
+
+    indexed = False  # type: ignore[assignment]
+
+    def fetch(self, layer: int, units: Sequence[int], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out = self.buffer(len(units)) if out is None else out
+        wire = self.lanes.wire
+
+        def work() -> None:
+            for at, unit in enumerate(units):
+                for side, rows in enumerate(self.entry(layer, unit)[0]):
+                    in_units(out, self.shape.tokens)[side, :, at].copy_(rows, non_blocking=True)
+
+        wire.wait(self.lanes.compute.mark())
+        began = wire.mark(timed=True)
+        wire.run(work)
+        self.lanes.compute.wait(self._end("seconds_in", began, fetches=1, copies_in=2 * len(units)))
+        self.count_copied(len(units))
+        return out[0], out[1]
 
 
 @contextmanager

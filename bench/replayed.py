@@ -172,7 +172,7 @@ def wait(device: torch.device) -> None:
 
 
 def question(shape: Any, tokens: int, device: str) -> dict[str, Tensor]:
-    """A prompt for a shape or config: a video of about `tokens` tokens, 196 a frame (of Qwen: a step of two), and some text."""
+    """A prompt for a shape or config: text around a video of about `tokens` tokens, 196 a frame (of Qwen: a step of two)."""
     conf = shapes.config(shape) if isinstance(shape, str) else shape
     steps = max(1, tokens // 196)
     vision, qwen = conf.vision_config, conf.model_type == "qwen2_5_vl"

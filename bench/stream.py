@@ -42,14 +42,13 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from asking import asked, budgets_step, grown, lengths_step, rivals_step, spread, whole_step
+from asking import CopiesEach, asked, budgets_step, grown, lengths_step, rivals_step, spread, whole_step
 from drafted import drafted_step
 from happened import log_happened
 from ingest import capped_step, ingest_step
 from scenes import QUESTION, SHAPE, Scenes
 from steps import Step, parser_of, run_steps
 from timing import Log
-from transfer import CopiesEach
 from watching import HELD, LOCAL, Sizes, day_step, encode_step, splits_step, streams_step
 
 import mmaccel

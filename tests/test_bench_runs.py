@@ -101,22 +101,6 @@ def test_families_beside_the_scaled_first_shape(tmp_path: Path) -> None:
     assert all(row["captured"] for row in rows if row.get("case") == "decode")
 
 
-def test_every_way_of_transfer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = "--frames 64 --retrieve 32 --window 4 --layers 2 --tokens 4 --size 8 --slab-mib 1 --work 16 --repeats 2"
-    rows = run("transfer", tmp_path / "rows.jsonl", *few.split())
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
-    asked = {(row["way"], row["run"]): row for row in rows if row["case"] == "question"}
-    for at in (1, 4, 16):
-        ways = {way: row for (way, run), row in asked.items() if run == at}
-        assert set(ways) == {"pieces", "gather", "index"}
-        assert ways["pieces"]["copies"] == 2 * 32 * 2
-        assert ways["gather"]["copies"] == ways["index"]["copies"] == 2
-        assert all(row["gb_s"] > 0 and row["bytes"] == 2 * 32 * 2 * 4 * 4 * 8 * 2 for row in ways.values())
-    overlap = {row["way"]: row for row in rows if row["case"] == "overlap"}
-    assert set(overlap) == {"ahead", "waiting", "computing"}
-    assert overlap["ahead"]["early"] == 1, "on a CPU a transfer has ended when it is issued"
-
-
 def prefill(out: Path, *only: str) -> list[Row]:
     few = "--shrink 2048 --quick --dtype float32 --heads 4 2 --size 16"
     return run("prefill", out, *few.split(), "--only", *only)

@@ -304,6 +304,7 @@ def rows_alone() -> None:
     pointwise.silu_times_(x, blank(S, E))
     cos, sin = pointwise.angles(zeros(S), blank(64, dtype=torch.float32), 1.0, BF16)
     pointwise.rotate_(heads, cos[None], sin[None])
+    pointwise.merge_parts(blank(2, S, 28, 128), blank(2, S, 28, dtype=torch.float32))
 
 
 WAYS: dict[str, Callable[[], None]] = {

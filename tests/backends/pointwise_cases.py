@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops import layer_ops
 from mmaccel.backends.ops.delta import delta_rows
 from mmaccel.backends.ops.experts import expert_rows
 from mmaccel.backends.triton import delta, experts, pointwise
@@ -47,6 +48,22 @@ def test_gate(dtype: torch.dtype) -> None:
     close(found, torch.nn.functional.silu(gate) * up, units=2)
     with pytest.raises(ValueError, match="contiguous"):
         pointwise.silu_times_(found[:, :7], up[:, :7].to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 80])
+def test_parts_of_attention(dtype: torch.dtype, size: int) -> None:
+    """Parts without a key weigh nothing, and a row without any is 0, whatever stands in it."""
+    rng = torch.Generator().manual_seed(5)
+    out = torch.randn(3, 50, 2, 7, size, generator=rng).to(dtype)
+    lse = 4 * torch.randn(3, 50, 2, 7, generator=rng)
+    lse[1, ::2], lse[:, 3] = -torch.inf, -torch.inf
+    wide, weight = out.double(), lse.double().softmax(0).nan_to_num(0.0)[..., None]
+    want = (wide * weight).sum(0).to(dtype)
+    found = pointwise.merge_parts(out.to(DEVICE), lse.to(DEVICE))
+    close(found, want, units=2)
+    close(layer_ops.merge_parts(out, lse), want, units=2)
+    assert not found[3].any()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

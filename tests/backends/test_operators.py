@@ -57,6 +57,7 @@ def of_prompts() -> Iterator[Call]:
     yield "rms_norm", layer_ops.rms_norm, (x, torch.randn(8), 1e-5)
     yield "silu_times_", layer_ops.silu_times_, (x.clone(), x)
     yield "rotate_", layer_ops.rotate_, (torch.randn(2, 4, 3, 8), x, x)
+    yield "merge_parts", layer_ops.merge_parts, (torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3))
     row = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
     heads, none = row.expand(1, 3, 64).contiguous(), torch.empty(0, dtype=torch.int32)
     yield "reach", reach, (row, heads, row, row, 0, 20, 16, 16)

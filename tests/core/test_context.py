@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmaccel.backends import reference, select
+from mmaccel.backends.ops.layer_ops import merge_parts
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
-from mmaccel.core.prefill.context import Context, _joined, plan_share
+from mmaccel.core.prefill.context import Context, plan_share
 from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
 from mmaccel.core.recipe import Recipe
@@ -81,7 +82,7 @@ def test_shares_are_equal_and_give_the_plan_s_attention(name: str, cut: tuple[in
     # Of lists that all heads share one block more is one more of each.
     assert max(map(blocks, shares)) - min(map(blocks, shares)) <= max(SCENE.heads, 0.05 * blocks(shares[0]))
     found = [attend_plan(one, query, key, value, 0.25, reference.op) for one in shares]
-    merged = _joined(*(torch.stack(tensors) for tensors in zip(*found, strict=True)))
+    merged = merge_parts(*(torch.stack(tensors) for tensors in zip(*found, strict=True)))
     exact, allowed = budget(query, key, value, plan.to_mask(), 0.25)
     assert float((merged - exact).abs().max()) <= allowed
 
@@ -107,7 +108,7 @@ def test_every_kernel_computes_a_share_and_no_more(name: str, backend: str) -> N
     plan = plan_of(name, 0, scene).to(device)
     shares = [plan_share(plan, rank, 2) for rank in range(2)]
     found = [attend_plan(one, query, key, value, 0.125, select.get(backend, device)) for one in shares]
-    merged = _joined(*(torch.stack(tensors) for tensors in zip(*found, strict=True)))
+    merged = merge_parts(*(torch.stack(tensors) for tensors in zip(*found, strict=True)))
     exact, allowed = budget(query, key, value, plan.to_mask(), 0.125)
     assert float((merged - exact).abs().max()) <= 2 * allowed  # each of two shares is rounded once
 

@@ -25,6 +25,9 @@ WINDOW = 64
 MOST = 64
 """Rows beyond which products are a matter of computing."""
 
+MERGED = 1 << 26
+"""Elements that `merge_parts` merges at a time in PyTorch."""
+
 
 def fusible(x: Tensor, *rest: object) -> bool:
     """Whether these operators run as one kernel on `x`; else as the plain PyTorch code of the modules."""
@@ -75,6 +78,21 @@ def angles(positions: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) ->
     float32, as transformers' rotary embeddings compute them; one kernel."""
     angle = (positions[:, None].float() * pace).repeat(1, 2)
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
+
+
+@operator("pointwise", serves=fusible, fake=lambda out, lse: torch.empty_like(out[0]))
+def merge_parts(out: Tensor, lse: Tensor) -> Tensor:
+    """Merge attention over R disjoint sets of keys exactly, by log-sum-exp: out [R, n, ..., D] and lse [R, n, ...] of each,
+    both contiguous. Returns [n, ..., D] in the dtype of `out`; 0 where no set has a key."""
+    found = torch.empty_like(out[0])
+    # In full precision all rows would take twice what they take.
+    few = max(1, MERGED // max(1, out[:, :1].numel()))
+    for begin in range(0, out.shape[1], few):
+        some = slice(begin, begin + few)
+        total = lse[:, some].logsumexp(0)
+        weight = (lse[:, some] - total.masked_fill(total == -torch.inf, 0.0)).exp()
+        found[some] = (out[:, some].to(lse.dtype) * weight[..., None]).sum(0)
+    return found
 
 
 def _attend_shape(query: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Triton kernels of RMSNorm, SiLU gate and RoPE, and the functions that launch them, with the arguments of `ops.layer_ops`.
+"""Triton kernels of RMSNorm, SiLU gate, RoPE and merged attention, and the functions that launch them, with the arguments of
+`ops.layer_ops`.
 
 Each row is read once and written once.
 """
@@ -13,6 +14,7 @@ import triton.language as tl
 
 from mmaccel.backends.triton.launch_args import lines
 
+MERGED = 32  # rows that a program of `merge_parts_kernel` merges
 ROWS = 16  # positions whose angles a program makes
 WORDS = 4096  # elements that a program of `silu_times_kernel` looks at
 
@@ -86,6 +88,30 @@ def angles_kernel(
     tl.store(SIN + at + HALF, sin, mask=inside)
 
 
+@triton.jit(do_not_specialize=["count"])
+def merge_parts_kernel(
+    OUT, LSE, MERGED, count, PARTS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Merge ROWS rows of PARTS partial results of attention by their log-sum-exps."""
+    row, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    inside, wide = row < count, (d < D)[None, :]
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        peak = tl.maximum(peak, tl.load(LSE + part * count + row, mask=inside, other=float("-inf")))
+    level = tl.where(peak == float("-inf"), 0.0, peak)
+    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        at = part * count + row
+        weight = tl.exp(tl.load(LSE + at, mask=inside, other=float("-inf")) - level)
+        held = inside[:, None] & wide
+        some = tl.load(OUT + at[:, None] * D + d[None, :], mask=held, other=0.0)
+        acc += weight[:, None] * some.to(tl.float32)
+        total += weight
+    merged = acc / tl.where(total > 0, total, 1.0)[:, None]
+    to = MERGED + row[:, None] * D + d[None, :]
+    tl.store(to, merged.to(MERGED.dtype.element_ty), mask=inside[:, None] & wide)
+
+
 def rms_norm(x, weight, eps):
     """Launch `ops.layer_ops.rms_norm`: RMSNorm of x with `weight`, one program a row."""
     x = x.contiguous()
@@ -133,3 +159,14 @@ def angles(positions, pace, scale, dtype):
             HALF=half, ROWS=ROWS, BLOCK=triton.next_power_of_2(half), num_warps=4,
         )  # fmt: skip
     return out[0], out[1]
+
+
+def merge_parts(out, lse):
+    """Launch `ops.layer_ops.merge_parts`: attention from `len(out)` partial results, `MERGED` rows a program."""
+    out, lse, D = out.contiguous(), lse.contiguous(), out.shape[-1]
+    merged, count = torch.empty_like(out[0]), lse[0].numel()
+    if count:
+        merge_parts_kernel[(triton.cdiv(count, MERGED),)](
+            out, lse, merged, count, PARTS=len(out), D=D, ROWS=MERGED, BLOCK=triton.next_power_of_2(D)
+        )
+    return merged

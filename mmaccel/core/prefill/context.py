@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmaccel.backends.ops.block_attend import BlockLists, lse_dtype, remember
+from mmaccel.backends.ops.layer_ops import merge_parts
 from mmaccel.backends.select import Choice
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.memory.kv import KVState, KVView
 from mmaccel.core.memory.relay import relay
 from mmaccel.core.prefill.attention import MIN_ROWS, PASS, ForwardPass
 from mmaccel.core.prefill.plan import AttentionPlan, head_runs, numbered
-from mmaccel.core.prefill.sparse import MERGED, attend_plan, window_plan
+from mmaccel.core.prefill.sparse import attend_plan, window_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 
@@ -76,15 +77,19 @@ class Context:
         ends = [rows * rank // self.size for rank in range(self.size + 1)]
         return tuple(end - begin for begin, end in pairwise(ends))
 
-    def each(self, x: Tensor, dim: int, sizes: Sizes) -> list[Tensor]:
-        """Gather `x` from every process (all-gather), by rank; `sizes` are their lengths along `dim`, all other dimensions
-        are equal."""
+    def gathered(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
+        """Gather `x` from every process (all-gather): all of them along `dim`, in order of rank. `sizes` are their lengths
+        along `dim`, all other dimensions are equal. The result is `dim` first in memory."""
         most = max(sizes)
-        shape = *x.shape[:dim], most - x.shape[dim], *x.shape[dim + 1 :]
-        padded = torch.cat([x, x.new_empty(shape)], dim).contiguous()
-        whole = padded.new_empty(self.size * len(padded), *padded.shape[1:])
-        gather(whole, padded, group=self.group)
-        return [one.narrow(dim, 0, count) for one, count in zip(whole.chunk(self.size), sizes, strict=True)]
+        rows = x.movedim(dim, 0)
+        if len(rows) < most:
+            rows = torch.cat([rows, rows.new_empty(most - len(rows), *rows.shape[1:])])
+        whole = x.new_empty(self.size * most, *rows.shape[1:])
+        gather(whole, rows.contiguous(), group=self.group)
+        if min(sizes) < most:
+            parts = zip(torch.split(whole, most), sizes, strict=True)
+            whole = torch.cat([one[:count] for one, count in parts])
+        return whole.movedim(0, dim)
 
     def merged(self, out: Tensor, lse: Tensor, sizes: Sizes) -> Tensor:
         """Return the attention [B, H, own rows, D] of this process's rows, merged from the partial results of all processes,
@@ -95,12 +100,9 @@ class Context:
             rows = x.movedim(2, 0).contiguous()
             held = rows.new_empty(self.size * own, *rows.shape[1:])
             dist.all_to_all_single(held, rows, [own] * self.size, list(sizes), group=self.group)
-            return held.view(self.size, own, *rows.shape[1:]).movedim(1, 3)
+            return held.view(self.size, own, *rows.shape[1:])
 
-        outs, sums = swapped(out), swapped(lse)
-        few = max(1, MERGED // max(1, outs[:, :, 0].numel()))
-        pairs = zip(torch.split(outs, few, 2), torch.split(sums, few, 2), strict=True)
-        return torch.cat([_joined(*pair).to(out.dtype) for pair in pairs], 1)
+        return merge_parts(swapped(out), swapped(lse)).movedim(0, 2)
 
     def state(self, memory: KVState) -> SharedState:
         """Return a `SharedState` around `memory`, which holds this process's columns of a sequence."""
@@ -134,9 +136,9 @@ class Context:
             begin = sum(sizes[: self.rank])
             mine = of_columns(kwargs, slice(begin, begin + sizes[self.rank]), given.start)
             out = forward(**{PASS: shared}, **mine)
-            out.last_hidden_state = torch.cat(self.each(out.last_hidden_state, 1, sizes), 1)
+            out.last_hidden_state = self.gathered(out.last_hidden_state, 1, sizes)
             if out.get("hidden_states") is not None:
-                out.hidden_states = tuple(torch.cat(self.each(x, 1, sizes), 1) for x in out.hidden_states)
+                out.hidden_states = tuple(self.gathered(x, 1, sizes) for x in out.hidden_states)
             return out
 
         return run
@@ -170,14 +172,17 @@ class SharedState(KVState):
         held = self.memory.view(layer, query)
         sizes = tuple(sum(counts) for counts in zip(*self.pieces, strict=True))
 
-        def gathered(x: Tensor) -> Tensor:
-            parts = [
-                torch.split(one, [piece[r] for piece in self.pieces], 2)
-                for r, one in enumerate(self.context.each(x, 2, sizes))
-            ]
-            return torch.cat([part[n] for n in range(len(self.pieces)) for part in parts], 2)
+        def whole(x: Tensor) -> Tensor:
+            found = self.context.gathered(x, 2, sizes)
+            if len(self.pieces) == 1:
+                return found.contiguous()
+            counts = [piece[rank] for rank in range(len(sizes)) for piece in self.pieces]
+            parts = torch.split(found, counts, 2)
+            return torch.cat(
+                [part for n in range(len(self.pieces)) for part in parts[n :: len(self.pieces)]], 2
+            )
 
-        return KVView(gathered(held.key), gathered(held.value))
+        return KVView(whole(held.key), whole(held.value))
 
     def length(self) -> int:
         return sum(map(sum, self.pieces))
@@ -218,7 +223,7 @@ class SharedPass(ForwardPass):
             return self._few(context, query.to(view.value.dtype), view, state.coming[context.rank], scale)
         view = state.whole(layer, query)
         key, value = view.key.to(view.value.dtype), view.value
-        query = torch.cat(context.each(query.to(value.dtype), 2, self.sizes), 2)
+        query = context.gathered(query.to(value.dtype), 2, self.sizes)
         plan = self._plan(layer, view, query, key, value, scale)
         self._count(layer, plan, view, query, None)
         return context.merged(*self._part(context, plan, query, key, value, scale), self.sizes)
@@ -270,15 +275,8 @@ class SharedPass(ForwardPass):
         weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
         one = (1,) * context.size
         out = (weights.to(value.dtype) @ value).reshape(query.shape)
-        outs, sums = (context.each(x[None], 0, one) for x in (out, lse.view(query.shape[:3])))
-        return _joined(torch.cat(outs), torch.cat(sums)).to(query.dtype)
-
-
-def _joined(out: Tensor, lse: Tensor) -> Tensor:
-    """[...]: the attention over the keys of all processes, from that over each one's, out [R, ..., D] with lse [R, ...]."""
-    total = lse.logsumexp(0)
-    weight = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp()
-    return (out.to(lse.dtype) * weight[..., None]).sum(0)
+        outs, sums = (context.gathered(x[None], 0, one) for x in (out, lse.view(query.shape[:3])))
+        return merge_parts(outs, sums).to(query.dtype)
 
 
 def _attended(

@@ -6,7 +6,7 @@ Importing this file does not import transformers; imports inside methods avoid c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +39,8 @@ from mmaccel.models.prompt_layout import (
 )
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
-Features = Callable[..., Any]
-"""Of a part of the pixels, and of arguments that are others for it, its visual features."""
+Features = Callable[[Sequence[tuple[Tensor, Inputs]]], Iterable[Any]]
+"""Of parts of the pixels, each with the arguments that are others for it, the visual features."""
 
 
 class Family(ModelFamily):
@@ -350,8 +350,8 @@ class Family(ModelFamily):
         """Visual features of `pixels`, images (IMAGE) or videos (VIDEO), in the model's own output format.
 
         given     the call's other arguments
-        features  runs the tower on some of the pixels, at most `most` patches unless one item has more; takes as keywords
-                  those of `given` that differ for these pixels
+        features  runs the tower on parts of the pixels, at most `most` patches each unless one item has more, with those of
+                  `given` that differ for each part; gives what the tower makes of each, in order
         """
         raise self._lacks("how its visual inputs are cut")
 

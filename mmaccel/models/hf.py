@@ -87,7 +87,7 @@ class Attachment(Attaching):
         for one in self.states.values():
             hooks.before(one, record_input)
         # Inside a pruner that listens to the tower: it hears of all frames at once.
-        batch_tower(hooks, family, model)
+        batch_tower(hooks, family, model, context=self.owner.context)
         if recipe.prune is not None and recipe.kv.sequences:
             self.pruning = Pruning(hooks, model, family, recipe.prune, self.depth)
             self._pruned: Any = torch.compiler.disable(self.pruning.forward)

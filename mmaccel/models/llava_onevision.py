@@ -280,26 +280,28 @@ class LlavaOnevision(Family):
         self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
         if pixels.ndim != 5:  # all tiles of all images in a row: their own method knows whose each is
-            return features(pixels)
+            return next(iter(features([(pixels, {})])))
         count, each = pixels.shape[:2]
         frames = max(1, most // self.patches(model, pixels[0, :1]))
         several, inside = max(1, frames // each), min(frames, each)
         if kind == IMAGE:
             parts = _images(given, count, several)
-            return [one for part in parts for one in features(pixels[part.pop("at")], **part)]
+            made = features([(pixels[part.pop("at")], part) for part in parts])
+            return [one for images in made for one in images]
         unit = math.ceil(_side(model) / 2) ** 2
         whole: Tensor | None = None
-        for first in range(0, count, several):
-            for begin in range(0, each, inside):
-                part = pixels[first : first + several, begin : begin + inside]
-                rows = features(part)
-                # Behind each part stands the mark of a video, in releases that put it there.
-                length = part.shape[1] * unit
-                if whole is None:
-                    whole = rows.new_empty(count, each * unit + rows.shape[1] - length, rows.shape[2])
-                some = whole[first : first + several]
-                some[:, begin * unit : begin * unit + length] = rows[:, :length]
-                some[:, each * unit :] = rows[:, length:]
+        cuts = [(first, begin) for first in range(0, count, several) for begin in range(0, each, inside)]
+        frames_of = [pixels[first : first + several, begin : begin + inside] for first, begin in cuts]
+        for (first, begin), part, rows in zip(
+            cuts, frames_of, features([(part, {}) for part in frames_of]), strict=True
+        ):
+            # Behind each part stands the mark of a video, in releases that put it there.
+            length = part.shape[1] * unit
+            if whole is None:
+                whole = rows.new_empty(count, each * unit + rows.shape[1] - length, rows.shape[2])
+            some = whole[first : first + several]
+            some[:, begin * unit : begin * unit + length] = rows[:, :length]
+            some[:, each * unit :] = rows[:, length:]
         return whole
 
     def rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:

@@ -174,16 +174,17 @@ def in_parts(family: Any, model: nn.Module, fewer: bool = True) -> AbstractConte
     return shared_hooks(family.multimodal(model), f"in_parts {fewer}", install)
 
 
-def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True) -> None:
+def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True, context: Any = None) -> None:
     """Let the model's vision tower encode at most `PATCHES` patches a call, batch attention windows of equal length and, if
-    `fewer`, use fused kernels. A tower already set up so is left unchanged."""
+    `fewer`, use fused kernels. A tower already set up so is left unchanged. `context`: the `Context` whose processes share
+    the calls."""
     multimodal = family.multimodal(model)
     # Here, not where it is written: what compiles is imported by that, when a model is there.
     joined = torch.compiler.disable(_joined, recursive=False)
     for kind, name in METHODS.items():
         encode = getattr(multimodal, name, None)
         if encode is not None and not getattr(encode, "by_parts", False):
-            ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined)
+            ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined, context)
             ours.by_parts = True  # type: ignore[attr-defined]
     for name, method in family.replaced_methods.items():
         if name not in vars(multimodal):
@@ -194,12 +195,14 @@ def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True)
 
 
 def _encode(
-    family: Any, model: nn.Module, kind: int, joined: Any, whole: Any, *args: Any, **kwargs: Any
+    family: Any, model: nn.Module, kind: int, joined: Any, context: Any, whole: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """What the tower's method gives: in parts where there are many patches and nothing but their features is asked for."""
     given, name = by_name(whole, args, kwargs), next(iter(inspect.signature(whole).parameters))
     pixels = given.get(name)
-    if not isinstance(pixels, Tensor) or family.patches(model, pixels) <= PATCHES:
+    count = family.patches(model, pixels) if isinstance(pixels, Tensor) else 0
+    most = PATCHES if context is None else context.most_each(count, PATCHES)
+    if count <= most:
         return whole(*args, **kwargs)
     bare = {key.removeprefix("image_").removeprefix("video_") for key, x in given.items() if x is not None}
     states = given.get("output_hidden_states") or given.get("output_attentions")
@@ -207,21 +210,22 @@ def _encode(
     trained = torch.is_grad_enabled() and any(p.requires_grad for one in outside for p in one.parameters())
     if states or trained or given.get("return_dict") is False or not bare.isdisjoint(WHOLE):
         return whole(*args, **kwargs)
-    return joined(family, model, kind, whole, name, given)
+    run_each = map if context is None else context.run_each
+    return joined(family, model, kind, whole, name, given, most, run_each)
 
 
 def _joined(
-    family: Any, model: nn.Module, kind: int, whole: Callable[..., Any], pixels: str, given: Mapping[str, Any]
+    family: Any, model: Any, kind: int, whole: Any, pixels: str, given: Any, most: int, run_each: Any
 ) -> Any:
     """What `whole` gives of all that is `given`, from what it gives of parts of the argument `pixels`."""
     made: list[Any] = []
 
-    def features(part: Tensor, **changed: Any) -> Any:
-        made[:] = [whole(**{**given, pixels: part, **changed, "return_dict": True})]
+    def encode(part: tuple[Tensor, Mapping[str, Any]]) -> Any:
+        made[:] = [whole(**{**given, pixels: part[0], **part[1], "return_dict": True})]
         return deepstack.join_levels(made[0])
 
     others = {name: x for name, x in given.items() if name != pixels}
-    joined = family.encoded(model, kind, given[pixels], others, PATCHES, features)
+    joined = family.encoded(model, kind, given[pixels], others, most, functools.partial(run_each, encode))
     return type(made[0])(**deepstack.split_levels(joined, made[0]))
 
 

@@ -204,17 +204,20 @@ class Qwen25VL(Family):
         name = _GRIDS[kind]
         grids: list[list[int]] = given[name].tolist()
         merged = int(model.config.vision_config.spatial_merge_size) ** 2  # type: ignore[union-attr, arg-type]
+        cut = list(_parts(grids, most))
+        rows_of = pixels.split([sum(map(math.prod, part)) for part in cut])
+        parts = [
+            (rows, {name: given[name].new_tensor(part)}) for rows, part in zip(rows_of, cut, strict=True)
+        ]
         whole: Tensor | None = None
-        begin = at = 0
-        for part in _parts(grids, most):
-            end = begin + sum(map(math.prod, part))
-            for rows in features(pixels[begin:end], **{name: given[name].new_tensor(part)}):
+        at = 0
+        for made in features(parts):
+            for rows in made:
                 # Put where they belong as they come: nothing is held twice.
                 if whole is None:
                     whole = rows.new_empty(len(pixels) // merged, *rows.shape[1:])
                 whole[at : at + len(rows)] = rows
                 at += len(rows)
-            begin = end
         assert whole is not None
         return whole.split([math.prod(grid) // merged for grid in grids])
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import mmaccel
@@ -24,6 +25,7 @@ from mmaccel.core.errors import MmaccelError, MmaccelWarning, RecipeError
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.registry import BASES, registry
 from mmaccel.models import shards
+from tests.models.test_vision_parts import calls as tower_calls
 from tests.models.tiny_random import BUILD, EVERY, PROMPTS, batch, prompt
 
 RANKS = 2
@@ -101,6 +103,18 @@ def asked(model: Any, inputs: dict[str, Any], **recipe: Any) -> dict[str, Any]:
     )
 
 
+TOWERS = ("llava", "qwen", "qwen3_vl")
+FILM = [("text", 5), ("video", 44), ("text", 3), ("image",), ("text", 9)]
+
+
+def patches_seen(family: str, mesh: Any = None) -> tuple[list[int], Tensor]:
+    """Patches of each call of the vision tower in a prefill, and the prompt's logits."""
+    model, inputs = model_of(family), prompt(family, FILM)
+    with mmaccel.accelerate(model, context_mesh=mesh), torch.no_grad(), tower_calls(model) as seen:
+        logits = model(**inputs).logits
+    return seen, logits
+
+
 def shared() -> dict[str, Any]:
     """In one of two processes."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -113,6 +127,8 @@ def shared() -> dict[str, Any]:
     found["twice"] = asked(model_of("llava"), twice, sparse=A_SHAPE, context_mesh=mesh)
     deep = model_of("qwen3_vl")
     found["deep"] = asked(deep, prompt("qwen3_vl", PROMPTS["long"]), sparse=A_SHAPE, context_mesh=mesh)
+    for family in TOWERS:
+        found["patches", family] = patches_seen(family, mesh)
     model, long = model_of("qwen"), prompt("qwen", PROMPTS["long"])
 
     def told(name: str, run: Any) -> None:
@@ -283,6 +299,18 @@ def test_two_processes_give_what_one_gives(family: str, ranks: list[dict[str, An
         agree(asked(model, inputs, **RECIPES[name]), [rank[family, name] for rank in ranks], allowed)
     sparse = "grid" if family == "qwen" else "a_shape"
     assert ranks[0][family, sparse]["kept"] < 0.95
+
+
+@pytest.mark.parametrize("family", TOWERS)
+def test_the_frames_of_a_film_are_shared_too(family: str, ranks: list[dict[str, Any]]) -> None:
+    """A film's patches are encoded once, by all processes in even shares; a single image is encoded by each."""
+    whole, logits = patches_seen(family)
+    seen = [sum(rank["patches", family][0]) for rank in ranks]
+    image = min(whole)
+    assert sum(seen) == sum(whole) + image and max(seen) < 0.6 * sum(whole), (seen, whole)
+    allowed = budget(model_of(family), prompt(family, FILM))[0]
+    for rank in ranks:
+        assert (rank["patches", family][1] - logits).abs().max() <= allowed
 
 
 def test_a_batch_and_a_model_with_deepstack(ranks: list[dict[str, Any]]) -> None:

@@ -10,11 +10,11 @@ Letters as in `attention.py`; R processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ from mmaccel.core.registry import registry
 
 # Its name from torch 2.13 on, which warns of the former one.
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+T = TypeVar("T")
 
 Sizes = tuple[int, ...]
 """Of each process, how many rows or columns it holds."""
@@ -65,6 +67,7 @@ class Context:
                     f"without pruner and draft serves; leave {kind} out."
                 )
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self._runs = False  # its share of `run_each`
 
     def agreed(self, choice: Choice) -> Choice:
         """Return the backend `choice` of the first process in every process, as all have to plan alike."""
@@ -90,6 +93,42 @@ class Context:
             parts = zip(torch.split(whole, most), sizes, strict=True)
             whole = torch.cat([one[:count] for one, count in parts])
         return whole.movedim(0, dim)
+
+    def most_each(self, count: int, most: int) -> int:
+        """Return how many of `count` patches a call of the vision tower takes, at most `most`, so that each process has
+        some. A few are not split, and no call within one that a process makes for its share."""
+        if self._runs or count < MIN_ROWS * self.size:
+            return count
+        return min(most, -(-count // self.size))
+
+    def run_each(
+        self, run: Callable[[T], Tensor | Sequence[Tensor]], items: Sequence[T]
+    ) -> Iterator[Tensor | Sequence[Tensor]]:
+        """Run `run` on an even share of `items` in each process, and yield the results [..., E] of all items in order,
+        gathered from all processes. Where there are fewer items than processes, each runs them all."""
+        if len(items) < self.size:
+            yield from map(run, items)
+            return
+        sizes = self.sizes(len(items))
+        begin = sum(sizes[: self.rank])
+        self._runs = True
+        try:
+            found = [run(one) for one in items[begin : begin + sizes[self.rank]]]
+        finally:
+            self._runs = False
+        mine = [[x] if isinstance(x, Tensor) else list(x) for x in found]
+        shapes: list[list[list[torch.Size]]] = [[] for _ in sizes]
+        dist.all_gather_object(shapes, [[x.shape for x in some] for some in mine], group=self.group)
+        rows = tuple(sum(shape[:-1].numel() for some in each for shape in some) for each in shapes)
+        whole = self.gathered(torch.cat([x.flatten(0, -2) for some in mine for x in some]), 0, rows)
+        single, begin = isinstance(found[0], Tensor), 0
+        for some in (some for each in shapes for some in each):
+            made = []
+            for shape in some:
+                end = begin + shape[:-1].numel()
+                made.append(whole[begin:end].view(shape))
+                begin = end
+            yield made[0] if single else made
 
     def merged(self, out: Tensor, lse: Tensor, sizes: Sizes) -> Tensor:
         """Return the attention [B, H, own rows, D] of this process's rows, merged from the partial results of all processes,

@@ -193,13 +193,14 @@ def timed(run: Run, device: torch.device, repeats: int, warmup: int) -> Times:
 
 def dense_ways(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str, Run]]:
     """Dense causal attention by each kernel there may be."""
-    scale = query.shape[-1] ** -0.5
+    scale, group = query.shape[-1] ** -0.5, query.shape[1] // key.shape[1]
 
-    def sdpa(kind: SDPBackend) -> Run:
+    def sdpa(kind: SDPBackend, grouped: bool = True) -> Run:
         def run() -> Tensor:
+            k, v = (x if grouped else x.repeat_interleave(group, 1) for x in (key, value))
             with sdpa_kernel(kind):
                 return F.scaled_dot_product_attention(
-                    query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+                    query, k, v, is_causal=True, scale=scale, enable_gqa=grouped and group > 1
                 )
 
         return run
@@ -208,7 +209,8 @@ def dense_ways(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str,
     if query.is_cuda:
         yield "dense_cudnn", sdpa(SDPBackend.CUDNN_ATTENTION)
         if query.shape[2] <= EFFICIENT:
-            yield "dense_efficient", sdpa(SDPBackend.EFFICIENT_ATTENTION)
+            # It knows no groups; of heads beyond 256 it is the only kernel that PyTorch has.
+            yield "dense_efficient", sdpa(SDPBackend.EFFICIENT_ATTENTION, grouped=False)
         turned = [t.transpose(1, 2).contiguous() for t in (query, key, value)]
         with suppress(ImportError):
             from flash_attn.cute import flash_attn_func

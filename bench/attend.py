@@ -43,7 +43,6 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.policies.sparse import VerticalSlash
 
 FRAME = 196
-
 EFFICIENT = 1 << 15
 """Tokens up to which the memory-efficient kernel is timed beside the others; it is the slowest of them by far."""
 

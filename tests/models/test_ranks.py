@@ -79,8 +79,7 @@ WRONG = {
 
 
 def model_of(family: str) -> Any:
-    model = EVERY[family]()
-    return model
+    return EVERY[family]()
 
 
 def asked(model: Any, inputs: dict[str, Any], **recipe: Any) -> dict[str, Any]:
@@ -111,24 +110,24 @@ def patches_seen(family: str, mesh: Any = None) -> tuple[list[int], Tensor]:
     """Patches of each call of the vision tower in a prefill, and the prompt's logits."""
     model, inputs = model_of(family), prompt(family, FILM)
     with mmaccel.accelerate(model, context_mesh=mesh), torch.no_grad(), tower_calls(model) as seen:
-        logits = model(**inputs).logits
-    return seen, logits
+        return seen, model(**inputs).logits
+
+
+def twice() -> dict[str, Tensor]:
+    return {name: x.repeat(2, *[1] * (x.ndim - 1)) for name, x in prompt("llava", PROMPTS["long"]).items()}
 
 
 def shared() -> dict[str, Any]:
     """In one of two processes."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found: dict[str, Any] = {"refused": {}}
-    for family in sorted(BUILD):
+    for family, names in WAYS.items():
         model, inputs = model_of(family), prompt(family, PROMPTS["long"])
-        for name in WAYS[family]:
-            found[family, name] = asked(model, inputs, **RECIPES[name], context_mesh=mesh)
-    twice = {name: x.repeat(2, *[1] * (x.ndim - 1)) for name, x in prompt("llava", PROMPTS["long"]).items()}
-    found["twice"] = asked(model_of("llava"), twice, sparse=A_SHAPE, context_mesh=mesh)
-    deep = model_of("qwen3_vl")
-    found["deep"] = asked(deep, prompt("qwen3_vl", PROMPTS["long"]), sparse=A_SHAPE, context_mesh=mesh)
-    for family in TOWERS:
-        found["patches", family] = patches_seen(family, mesh)
+        found |= {(family, name): asked(model, inputs, **RECIPES[name], context_mesh=mesh) for name in names}
+    found["twice"] = asked(model_of("llava"), twice(), sparse=A_SHAPE, context_mesh=mesh)
+    deep = model_of("qwen3_vl"), prompt("qwen3_vl", PROMPTS["long"])
+    found["deep"] = asked(*deep, sparse=A_SHAPE, context_mesh=mesh)
+    found |= {("patches", family): patches_seen(family, mesh) for family in TOWERS}
     model, long = model_of("qwen"), prompt("qwen", PROMPTS["long"])
 
     def told(name: str, run: Any) -> None:
@@ -276,8 +275,8 @@ def agree(one: dict[str, Any], ranks: list[dict[str, Any]], allowed: list[float]
         assert all(x <= most for x, most in zip(off, allowed, strict=True)), (off, allowed)
         assert rank["kept"] == one["kept"]
     # Each holds its half, and the last one the columns of passes of few rows.
-    held = [rank["held"] for rank in ranks]
-    assert sum(held) == one["held"] and max(held) < one["held"] / RANKS + MIN_ROWS
+    held, whole = [rank["held"] for rank in ranks], one["held"]
+    assert sum(held) == whole and max(held) < whole / RANKS + MIN_ROWS
 
 
 def budget(model: Any, inputs: dict[str, Any]) -> list[float]:
@@ -297,28 +296,22 @@ def test_two_processes_give_what_one_gives(family: str, ranks: list[dict[str, An
     allowed = budget(model, inputs)
     for name in WAYS[family]:
         agree(asked(model, inputs, **RECIPES[name]), [rank[family, name] for rank in ranks], allowed)
-    sparse = "grid" if family == "qwen" else "a_shape"
-    assert ranks[0][family, sparse]["kept"] < 0.95
+    assert ranks[0][family, "grid" if family == "qwen" else "a_shape"]["kept"] < 0.95
 
 
 @pytest.mark.parametrize("family", TOWERS)
 def test_the_frames_of_a_film_are_shared_too(family: str, ranks: list[dict[str, Any]]) -> None:
     """A film's patches are encoded once, by all processes in even shares; a single image is encoded by each."""
     whole, logits = patches_seen(family)
-    seen = [sum(rank["patches", family][0]) for rank in ranks]
-    image = min(whole)
-    assert sum(seen) == sum(whole) + image and max(seen) < 0.6 * sum(whole), (seen, whole)
+    seen, found = zip(*(rank["patches", family] for rank in ranks), strict=True)
+    assert sum(map(sum, seen)) == sum(whole) + min(whole) and max(map(sum, seen)) < 0.6 * sum(whole)
     allowed = budget(model_of(family), prompt(family, FILM))[0]
-    for rank in ranks:
-        assert (rank["patches", family][1] - logits).abs().max() <= allowed
+    assert max(float((x - logits).abs().max()) for x in found) <= allowed
 
 
 def test_a_batch_and_a_model_with_deepstack(ranks: list[dict[str, Any]]) -> None:
-    twice = {name: x.repeat(2, *[1] * (x.ndim - 1)) for name, x in prompt("llava", PROMPTS["long"]).items()}
-    for name, model, inputs in (
-        ("twice", model_of("llava"), twice),
-        ("deep", model_of("qwen3_vl"), prompt("qwen3_vl", PROMPTS["long"])),
-    ):
+    deep = model_of("qwen3_vl"), prompt("qwen3_vl", PROMPTS["long"])
+    for name, model, inputs in (("twice", model_of("llava"), twice()), ("deep", *deep)):
         one = asked(model, inputs, sparse=A_SHAPE)
         agree(one, [rank[name] for rank in ranks], budget(model, inputs))
 

@@ -4,6 +4,7 @@ ingest  frames a second of the language model, from features of planted scenes t
         under the window, ingested under `grid` and `vertical_slash` heads by a table, and ingested dense over everything;
         with the floor by the work and the bytes of each. At the longer film dense attention is timed on one layer at three
         depths, and the rest scaled from the shorter film's row (`scaled`)
+spread  the film by the table, its model's layers spread over all devices, beside the same on one (Figure 14)
 capped  `generate` on a prompt of two million tokens (tiny-ov) and of 1.4 million (the shape) on a device capped at 40 GiB
 
 Rows that are in the file are not measured again. Random weights know no scenes: diagonals are given, at multiples of a
@@ -37,6 +38,8 @@ SIDE = 14
 MARKS = {1800: 2.0, 7200: 1.5}
 """Sparse ingestion over encoding under the window, by frames; over dense at the longer film `OVER_DENSE`."""
 OVER_DENSE = 3.0
+SPREAD = 1.8
+"""One film on two devices over one."""
 CAP = 40 << 30
 PROMPTS = {"tiny-ov": 2 << 20, SHAPE: 1_411_200}
 
@@ -99,22 +102,22 @@ def recipe_of(way: str, sizes: Sizes, model: nn.Module, frames: int) -> dict[str
 def take_in(session: mmaccel.VideoSession, way: str, frames: int, name: str) -> tuple[float, float]:
     """Seconds in which a film of `frames` frames is taken in, and how many of these come after its last pass, when an
     ingestion's units leave for the host. Tells how far it is in tenths."""
-    device, tenths, passed = session._stream_adapter.device, 0, 0.0
+    devices, tenths, passed = {*session._stream_adapter.layer_devices}, 0, 0.0
 
     def tell(done: int, total: int | None) -> None:
         nonlocal tenths, passed
         if done == frames:
-            wait(device)
+            wait(*devices)
             passed = time.perf_counter()
         if 10 * done // frames > tenths:
             tenths = 10 * done // frames
             print(f"  {name}: {done} frames, {time.perf_counter() - began:.1f} s", flush=True)
 
     film = torch.zeros(frames, 3, SIDE, SIDE, dtype=torch.uint8)
-    wait(device)
+    wait(*devices)
     began = time.perf_counter()
     (session.watch if way == "window" else session.ingest)(film, fps=0.5, progress=tell)
-    wait(device)
+    wait(*devices)
     ended = time.perf_counter()
     return ended - began, ended - passed
 
@@ -159,8 +162,10 @@ def pairs_of(way: str, session: mmaccel.VideoSession, frames: int, sizes: Sizes)
     return shape.layers * shape.heads * (tokens * most - (most * most) / 2)
 
 
-def film_row(way: str, frames: int, sizes: Sizes, log: Log, floors: Floors) -> dict[str, Any]:
-    told = {"case": "ingest", "way": way, "frames": frames}
+def film_row(
+    way: str, frames: int, sizes: Sizes, log: Log, floors: Floors, devices: int = 1
+) -> dict[str, Any]:
+    told = {"case": "ingest", "way": way, "frames": frames, **({"devices": devices} if devices > 1 else {})}
     if (known := before(log, **told)) is not None:
         return known
     model, processor = HELD.model(sizes)
@@ -261,6 +266,24 @@ def ingest_step(name: str) -> Callable[[argparse.Namespace, Log], None]:
         )
 
     return run
+
+
+def spread_step(options: argparse.Namespace, log: Log) -> None:
+    """One film by one device, and by all of them, each with a share of the layers."""
+    sizes = Sizes(options)
+    count = torch.cuda.device_count() if sizes.device.type == "cuda" else 2
+    if count < 2:
+        raise RuntimeError("ingest:spread needs two devices or more.")
+    HELD.drop("rekv", "mosaic")
+    floors = Floors(HELD.model(sizes)[0], sizes.device)
+    one = film_row("sparse", sizes.frames, sizes, log, floors)
+    HELD.drop("model")
+    HELD.spread(sizes, [f"cuda:{n}" if sizes.device.type == "cuda" else "cpu" for n in range(count)])
+    several = film_row("sparse", sizes.frames, sizes, log, floors, count)
+    HELD.drop("model")
+    gain = several["frames_s"] / one["frames_s"]
+    log.row(case="ingest spread", devices=count, frames=sizes.frames, gain=gain, mark=SPREAD)
+    print(f"ingest on {count} devices: {gain:.2f} x one (mark {SPREAD} on two)", flush=True)
 
 
 # A device with little room.

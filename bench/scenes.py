@@ -11,7 +11,7 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,12 +38,17 @@ VISIT, FRAME, TOKEN = 0.4, 0.4, 1.0
 QUESTION = "what was shown , and when ?"
 
 
-def build(device: str, small: bool, shape: str = SHAPE) -> tuple[nn.Module, Any]:
-    """A model of `shape`, and a processor of its family with the tiny models' words; `small`: the tiny model itself."""
+def build(
+    device: str, small: bool, shape: str = SHAPE, devices: Sequence[str] | None = None
+) -> tuple[nn.Module, Any]:
+    """A model of `shape`, and a processor of its family with the tiny models' words; `small`: the tiny model itself.
+    `devices`: those over which its layers are spread."""
     if small:
-        model = mmaccel.load_model("tiny-ov", dtype=torch.float32).to(device)
+        model = mmaccel.load_model(
+            "tiny-ov", dtype=torch.float32, device=None if devices else device, devices=devices
+        )
         return model, mmaccel.load_processor("tiny-ov")
-    model = shapes.build(shape, device=device)
+    model = shapes.build(shape, device=device, devices=devices)
     stock = mmaccel.load_processor("tiny-ov")
     settings = {**stock.video.to_dict(), "size": {"height": SIDE, "width": SIDE}}
     processor = Processor(

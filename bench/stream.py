@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from asking import CopiesEach, asked, budgets_step, grown, lengths_step, rivals_step, spread, whole_step
 from drafted import drafted_step
 from happened import log_happened
-from ingest import capped_step, ingest_step
+from ingest import capped_step, ingest_step, spread_step
 from scenes import QUESTION, SHAPE, Scenes
 from steps import Step, parser_of, run_steps
 from timing import Log
@@ -229,6 +229,7 @@ def steps() -> list[Step]:
         ("ingest:short", 260.0, ingest_step("frames")),
         ("ingest:long", 420.0, ingest_step("late")),
         ("drafted", 200.0, drafted_step),
+        ("ingest:spread", 120.0, spread_step),
         ("capped:tiny", 150.0, capped_step("tiny-ov")),
         ("capped:7b", 330.0, capped_step(SHAPE)),
     ]

@@ -61,6 +61,10 @@ class Held:
             self._made["model"] = build(str(sizes.device), sizes.small)
         return self._made["model"]  # type: ignore[no-any-return]
 
+    def spread(self, sizes: Sizes, devices: list[str]) -> None:
+        """Make the model anew, its layers on several devices."""
+        self._made["model"] = build(devices[0], sizes.small, devices=devices)
+
     def session(self, sizes: Sizes, name: str) -> tuple[mmaccel.VideoSession, Scenes]:
         """A session with the planted stream in the memory `name`."""
         if name not in self._made:
@@ -90,9 +94,10 @@ class Held:
 HELD = Held()
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def wait(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def rate(session: mmaccel.VideoSession, frames: torch.Tensor, repeats: int, device: torch.device) -> Times:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 
 from mmaccel.core.registry import DEFAULTS, KINDS, registry
 from tests.house import FILES, PACKAGE
@@ -169,3 +170,37 @@ def test_hooks_are_installed_in_one_place() -> None:
     named = {name: text for name, text in texts.items() if "__dict__" in text or "register_forward" in text}
     found = {name for name, text in named.items() if reaches(ast.parse(text))}
     assert found == {*REACHES, "models/install.py"}
+
+
+# Names in docstrings that code has not whole: of Python, transformers, Ray and a paper, and counters made of parts.
+THEIRS = re.compile(
+    r"break|SimpleNamespace|transformers\..*|\w+ForConditionalGeneration|is_flash_attention_requested|ray_mmaccel_\.*|n_local"
+    r"|avg_\w+|host_\w+_in"
+)
+
+
+def stale(sources: Mapping[str, str]) -> list[str]:
+    """The names between backticks in docstrings that no code of `sources` (name -> text) has: renamed or gone."""
+    code, told = set[str](), list[tuple[str, str]]()
+    for name, source in sources.items():
+        tree = ast.parse(source)
+        docs = {id(one.value): one.value for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+        for node in ast.walk(tree):
+            value = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
+            if isinstance(value, str) and id(node) in docs:
+                told += [(name, one) for one in re.findall(r"(?<!`)`([A-Za-z_][\w.]*)(?:\(\))?`(?!`)", value)]
+            elif isinstance(value, str):
+                code |= set(re.findall(r"\w+", value))
+            for field in ("id", "attr", "arg", "name", "module"):
+                code |= set(re.findall(r"\w+", str(getattr(node, field, ""))))
+    code |= {part for name in sources for part in re.findall(r"\w+", name)}
+    return [
+        f"{name}: {one}"
+        for name, one in told
+        if not {one.split(".")[-1]} & code and not THEIRS.fullmatch(one)
+    ]
+
+
+def test_docstrings_name_what_there_is() -> None:
+    assert stale({str(path): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}) == []
+    assert stale({"a.py": 'def new():\n    """As `old` and `new` do, and `other.new()`."""'}) == ["a.py: old"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -192,7 +193,7 @@ class Store(Generic[Kept]):
         try:
             found: Kept = self._of(self._all()[key])
             return found
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             return None
 
     def put(self, key: str, costs: Kept) -> None:
@@ -217,8 +218,10 @@ class Store(Generic[Kept]):
 
 
 def key_of(device: torch.device, shape: Shape, backends: tuple[str, ...], label: str) -> str:
-    """Cache key that names all that measured costs depend on: device, shape, versions."""
+    """Cache key that names all that measured costs depend on: device (of a processor also its threads), shape, versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if device.type == "cpu":
+        name += f" {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     sizes = f"{shape.heads} heads, {shape.groups} groups, size {shape.size}, {str(shape.dtype).removeprefix('torch.')}"
     versions = " ".join(f"{package} {version(package)}" for package in PACKAGES)
     return " | ".join((name, sizes, versions, "+".join(backends), label))

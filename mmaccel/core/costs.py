@@ -194,6 +194,8 @@ class _Estimate:
     @functools.cached_property
     def _leaving_s(self) -> float:
         """Seconds in which the host pins memory for units, copies going on meanwhile, and puts them into clusters."""
+        if self.kept.deferred:
+            return 0.0  # frames are on the host as they come, and in memory of any kind
         slower = max(1 / self.device.wire, 1 / self.device.pin) * self.device.cuda
         return self._bytes()[3] * slower + self.kept.clusters * self.units * CLUSTER_S
 

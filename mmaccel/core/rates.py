@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,8 +92,9 @@ class Device:
     @classmethod
     def of(cls, found: dict[str, Any]) -> Device:
         """Recreate a `Device` from its `dataclasses.asdict` form."""
-        products = {int(width): rate for width, rate in found["products"].items()}
-        return cls(**{**found, "products": products, "attend": Costs.of(found["attend"])})
+        products = {int(width): float(rate) for width, rate in found["products"].items()}
+        rates = {name: float(found[name]) for name in ("copy", "wire", "layer", "few", "pin")}
+        return cls(**{**found, **rates, "products": products, "attend": Costs.of(found["attend"])})
 
 
 def _hopper(name: str, copy: float, memory: int) -> Device:
@@ -151,7 +152,8 @@ def measured(
             pin=_pin() if cuda else wire,
         )
         store.put(key, found)
-    return found
+    # What memory there is may have changed since: a container has another limit.
+    return replace(found, memory=_memory(device))
 
 
 def _product(width: int, device: torch.device, dtype: torch.dtype, bench: Bench) -> float:

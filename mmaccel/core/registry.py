@@ -33,7 +33,7 @@ RENAMED = {
 }
 RENAMED |= {"admits_sparse": "allows_sparse"}
 RENAMED |= {"toll": "max_blocks", "bound": "max_blocks_total"}
-RENAMED |= {"expected": "expected_blocks", "guess": "estimate_blocks"}
+RENAMED |= {"expected": "expected_blocks", "guess": "estimate_blocks", "plan_of": "plan_heads"}
 RENAMED |= {"stream": "open_stream", "shown": "shown_units", "glance": "scoring_layer"}
 RENAMED |= {"turn": "question_scope", "enter": "begin_pass", "leave": "end_pass", "seat": "write_slot"}
 """Members of policies and memories, as earlier versions called them: former name -> name."""

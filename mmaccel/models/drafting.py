@@ -34,9 +34,9 @@ def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False
     """Run the model's own `generate` up to its decoding loop, and our loop in its place; no beam search. `lasts`: the caller
     keeps the cache, so another turn may follow.
 
-    Sequences of a batch (or several of one prompt) are prepared one by one without padding and decoded in `lockstep`, each
-    as if alone, with its own cache and random numbers; no `past_key_values` is returned. After an answer's end follows the
-    padding token, or 0 if the model has none.
+    Sequences of a batch (or several of one prompt) are prepared one by one without padding and decoded by `decode_in_turn`,
+    each as if alone, with its own cache and random numbers; no `past_key_values` is returned. After an answer's end follows
+    the padding token, or 0 if the model has none.
     """
     _read_stop_strings(attachment, kwargs)
     begun: list[_Sequence] = []

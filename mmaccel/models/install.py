@@ -113,7 +113,7 @@ def _unregister(hook: Callable[..., Any], hooks: dict[int, Any], with_kwargs: di
 @contextmanager
 def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None]) -> Iterator[None]:
     """Context that shares hooks among threads: the first thread to enter calls `install`, the last to leave undoes it."""
-    with _lock:
+    with hooks_lock:
         known = _shared.setdefault(module, {})
         if name not in known:
             with Hooks() as hooks:
@@ -123,7 +123,7 @@ def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None])
     try:
         yield
     finally:
-        with _lock:
+        with hooks_lock:
             known[name][1] -= 1
             if not known[name][1]:
                 known.pop(name)[0].close()
@@ -135,7 +135,7 @@ def stacks() -> dict[int, FrameType]:
     Garbage collection is off meanwhile: before Python 3.12.4 a collection inside `sys._current_frames` can deadlock (CPython
     issue 106883).
     """
-    with _lock:
+    with hooks_lock:
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -302,13 +302,13 @@ class Gate:
 
 _shared: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
 _gates: WeakKeyDictionary[nn.Module, Gate] = WeakKeyDictionary()
-_lock = threading.RLock()
-"""Of the two dictionaries. Reentrant: a garbage collection under it may run a finalizer that removes other hooks."""
+hooks_lock = threading.RLock()
+"""Of both. Reentrant: a garbage collection under it may run a finalizer that removes hooks (`recurrent.unhook`)."""
 
 
 def _forked() -> None:
-    global _lock
-    _lock = threading.RLock()
+    global hooks_lock
+    hooks_lock = threading.RLock()
     for gate in list(_gates.values()):
         gate.forked()
 
@@ -319,7 +319,7 @@ if hasattr(os, "register_at_fork"):
 
 def gate_of(text: nn.Module) -> Gate:
     """The gate of a text model, which several multimodal models may share."""
-    with _lock:
+    with hooks_lock:
         return _gates.setdefault(text, Gate())
 
 

@@ -1,5 +1,4 @@
-"""Makes a model's own modules cheaper while a recipe is attached or a stream runs: in chunks, windows batched, kernels
-fused.
+"""Makes a model's own modules cheaper under a recipe or in a stream: in chunks, windows batched, kernels fused.
 
 Chunks: modules that act on each token alone run on 32,768 tokens at a time, which bounds their temporary memory. At a
 million tokens the MLP of a 7B model holds 38 GB for each of three products; in chunks 1.2 GB, at full matrix throughput. The
@@ -19,17 +18,16 @@ an H200 all but 10 are steps that one kernel computes together. The MLPs of Qwen
 most published sizes. Its rows in 16 bits start at multiples of 8 bytes, but Hopper's tensor cores load rows that start at
 multiples of 16, so cuBLAS falls back to kernels of the previous generation. Padding with zeros to 3,424 gives the same
 products. The padded copies are made when the tower first runs and freed with the hooks; the model's own weights are never
-changed, so that saving, moving and training work as before.
-
-Below, `family` is the model's `Family`, and `whole` a method before it was wrapped.
+changed, so that saving, moving and training work as before. Below, `family` is the model's `Family`, and `whole` a method
+before it was wrapped.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from types import FunctionType
 from typing import Any
@@ -168,10 +166,13 @@ def _wants_gradients(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def in_parts(family: Any, model: nn.Module, fewer: bool = True) -> AbstractContextManager[None]:
-    """Context in which the model's vision tower runs as `batch_tower` sets it up."""
-    install = functools.partial(batch_tower, family=family, model=model, fewer=fewer)
-    return shared_hooks(family.multimodal(model), f"in_parts {fewer}", install)
+@contextmanager
+def in_parts(family: Any, model: nn.Module, fewer: bool = True) -> Iterator[None]:
+    """Context in which the model's vision tower runs as `batch_tower` sets it up, also when others leave theirs before."""
+    inner, given = family.multimodal(model), {"family": family, "model": model}
+    fused = shared_hooks(inner, "fused", functools.partial(fuse_tower, **given)) if fewer else nullcontext()
+    with shared_hooks(inner, "in_parts", functools.partial(batch_tower, fewer=False, **given)), fused:
+        yield
 
 
 def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True, context: Any = None) -> None:

@@ -10,9 +10,11 @@ copy of the state. Any other use of the layer, such as the model's forward, firs
 
 from __future__ import annotations
 
+from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from weakref import finalize, ref
 
@@ -24,6 +26,7 @@ from mmaccel.backends.ops.delta import delta_rows
 from mmaccel.backends.ops.layer_ops import WINDOW
 from mmaccel.core.errors import ModelError
 from mmaccel.core.streams.parts import RunningStates
+from mmaccel.models import install
 from mmaccel.models.install import Hooks, shared_hooks
 
 NAMES = "running conv", "running state"
@@ -267,8 +270,11 @@ def delta_weights(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     return *own, module.norm.variance_epsilon
 
 
-def record_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a Gated DeltaNet module: records its input in its `Recurrent` state."""
+def record_input(
+    module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Forward pre-hook of a Gated DeltaNet module: records its input in its `Recurrent` state. Without `kwargs` torch calls
+    a hook that was removed while the module's hooks ran."""
     cache = kwargs.get("cache_params")
     layer = None if cache is None else cache.layers[module.layer_idx]
     if isinstance(layer, Recurrent):
@@ -290,8 +296,20 @@ def rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
         cache.layers[number] = state
     heard = ExitStack()
     heard.enter_context(shared_hooks(model, "noted", lambda hooks: hook_inputs(hooks, states.values())))
-    finalize(cache, heard.close).atexit = False
+    finalize(cache, unhook, heard.close).atexit = False
     return cache
+
+
+def unhook(close: Callable[[], None]) -> None:
+    """Close shared hooks in a finalizer. It waits for nobody, as a collection may run it in an import that the thread which
+    changes hooks waits for: then a thread of its own closes them."""
+    if not (lock := install.hooks_lock).acquire(blocking=False):
+        start_new_thread(close, ())
+        return
+    try:
+        close()
+    finally:
+        lock.release()
 
 
 class StreamStates(RunningStates):

@@ -17,9 +17,11 @@ from mmaccel.backends.triton.prefill import lines as kernels
 from mmaccel.backends.triton.prefill.estimate import line_sums, row_totals
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.prefill.sparse import SparsePattern
+from mmaccel.core.registry import policy
 from mmaccel.policies.sparse import Grid
 from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout, Score
 from mmaccel.policies.sparse.orders import LayerInputs
+from mmaccel.policies.sparse.per_head import LayerHeads
 from mmaccel.policies.sparse.stride import Classes, Frames, Search, _heaviest, frame_phases
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import small
@@ -44,7 +46,8 @@ def sample(at: Tensor, dtype: torch.dtype, *, gathered: bool, pooled: bool, give
     key = torch.randn(2, N + 9, GROUPS, 24, generator=rng).to(dtype).transpose(1, 2)
     row = torch.stack([torch.randperm(N + 9, generator=rng)[:N] for _ in range(2)]) if gathered else None
     seen = torch.arange(N) <= at[:, -1:]
-    total = torch.randn(2, HEADS, at.shape[1], generator=rng).add(6) if given else None
+    # Of some heads of a layer: a view.
+    total = torch.randn(2, HEADS + 2, at.shape[1], generator=rng)[:, 1:-1].add_(6) if given else None
     return LastQueries(query, key, SampleLayout(at, at, row, seen, False, 99), total, pooled)
 
 
@@ -147,6 +150,19 @@ def test_plans(name: str, start: int) -> None:
     want, _ = scene.planned(PATTERNS[name], torch.float32)
     with launched():
         got, _ = scene.planned(PATTERNS[name], torch.float32, DEVICE)
+    assert torch.equal(got.count_mask().cpu(), want.count_mask())
+
+
+@pytest.mark.parametrize("name", ["grid, sum, group, queries", "vertical_slash"])
+def test_heads_apart_in_a_batch(name: str) -> None:
+    """Within a boundary the totals of each run of heads are some of those of all heads, in every sequence of a batch."""
+    own = policy("sparse", {"name": "boundary_2d", "default": replace(PATTERNS[name], block=16), "block": 16})
+    assert isinstance(own, SparsePattern)
+    heads = LayerHeads(block=16, named=dict.fromkeys((0, 3, 4), own), heads=6)
+    scene = replace(SCENE, heads=6)
+    want, _ = scene.planned(heads, torch.float32)
+    with launched():
+        got, _ = scene.planned(heads, torch.float32, DEVICE)
     assert torch.equal(got.count_mask().cpu(), want.count_mask())
 
 

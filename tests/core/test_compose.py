@@ -54,6 +54,7 @@ def test_a_memory_must_roll_back_as_far_as_a_draft_asks(margin: int, fits: bool)
     [
         (SparsePattern, "bound", "max_blocks_total"),
         (SparsePattern, "expected", "expected_blocks"),
+        (SparsePattern, "plan_of", "plan_heads"),
         (SparsePattern, "placed", "with_base_dir"),
         (StreamState, "enter", "begin_pass"),
         (StreamState, "turn", "question_scope"),

@@ -234,6 +234,16 @@ def test_rows_of_a_pass_hold_their_share_of_a_line() -> None:
     assert 0.7 < grid.expected_blocks(n, place.shape[1], (queries, keys)) / listed < 1.4
 
 
+def test_slashes_of_few_rows_list_no_block_of_keys_twice() -> None:
+    """A block of queries that holds rows of many classes was taken to list the lines of each, more than there are keys."""
+    grid, tokens, frames = policy("sparse", {"name": "grid", "horizontal": False, "vertical": False}), 196, 20
+    place = torch.arange(frames * tokens)[None]
+    keys = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // tokens)
+    for n in (64, 128, 256):
+        expected = grid.expected_blocks(n, len(place[0]), (keys.take(place[0, -n:]), keys))
+        assert expected <= n // 64 * -(-len(place[0]) // 64)
+
+
 def test_rates_are_measured_once_and_kept(tmp_path: Path) -> None:
     sizes = sizes_of(pair("random-ov")[0], (42, 70), processor=pair("random-ov")[1])
     store = Store(tmp_path / "rates.json", rates.Device.of)

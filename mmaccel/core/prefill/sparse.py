@@ -74,7 +74,11 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         """One that says anew what its plan is has not said how some heads of a layer are planned: its parent's way of that
         would pass it by."""
         super().__init_subclass__()
-        if "plan" in vars(cls) and "plan_heads" not in vars(cls):
+        heads, plan = (
+            next(i for i, one in enumerate(cls.__mro__) if name in vars(one))
+            for name in ("plan_heads", "plan")
+        )
+        if plan < heads:  # by itself or by a class beside its parent
             cls.plan_heads = SparsePattern.plan_heads  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:

@@ -139,8 +139,8 @@ def _likeliest(q: Tensor) -> TokenDistribution:
 
 
 class LocalDrafter:
-    """A draft model in this process, with the interface of `Remote`. On a CPU it runs when its window is collected; on CUDA
-    in a CUDA stream of its own."""
+    """A draft model in this process, with the interface of `RemoteDrafter`. On a CPU it runs when its window is collected,
+    on CUDA in a CUDA stream of its own."""
 
     def __init__(self, peer: ModelView, vocab: int, device: torch.device) -> None:
         self._writer = DraftDecoder(peer.runner(), peer.device, vocab)

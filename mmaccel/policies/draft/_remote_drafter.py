@@ -169,7 +169,7 @@ class RemoteDrafter(ProcessClient):
         return tuple(odds) if whole else None
 
     def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
-        """Return whether the draft can continue with prompt `ids` from `left` of the previous turn; see `Local`."""
+        """Return whether the draft can continue with prompt `ids` from `left` of the previous turn; see `LocalDrafter`."""
         fits = isinstance(left, RemoteTurn) and left.worker is self._worker
         if not fits or not continues_tokens(left.known, ids, past):
             return False

@@ -139,14 +139,14 @@ class Grid(IntraPattern):
             frames = Frames.of(region, self.min_stride, self.max_stride)
             line = min(line, frames.most_keys) if frames.whole else line
         # Of the rows, the last of the keys, a class has its share. A block of queries that begins in one class and ends in
-        # others lists the lines of all, and lines begin anywhere.
+        # others lists the lines of all, of the keys in their order no block twice, and lines begin anywhere.
         own = min(rows, -(-line * rows // max(keys, 1)))
         blocks, each = whole_blocks(rows, block), share * line / block + 2
-        slash = max(1.0, block / max(own, 1)) * self.slash
+        lines = min(each * max(1.0, block / max(own, 1)), whole_blocks(keys, block)) * self.slash
         dense = whole_blocks(own, block) * (share * keys / block + 1)
         near = min(self.window, keys) / block + bool(self.window) + min(self.sink, keys) / block
         near = min(near, share * keys / block + 1)
-        return blocks * each * (slash + self.vertical) + self.horizontal * dense + blocks * near
+        return blocks * (lines + each * self.vertical) + self.horizontal * dense + blocks * near
 
     def _classes(self, region: Region) -> Classes:
         sample = region.last(self.last_q, self.estimate == "group")

@@ -107,15 +107,19 @@ def test_heads_apart_are_planned_at_once_as_run_by_run(
         assert alone is not None and torch.equal(mask[:, list(run.heads)], alone.to_mask())
 
 
-def test_a_pattern_that_plans_its_own_way_does_so_among_others() -> None:
-    """It is made of one that is planned for some heads at once; what it says of a plan is not passed by."""
+class Nearest:
+    def plan(
+        self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        return NEAREST.plan(query, key, q_layout, k_layout)
 
-    class Half(VerticalSlash):
-        def plan(
-            self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
-        ) -> AttentionPlan | None:
-            return NEAREST.plan(query, key, q_layout, k_layout)
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_pattern_that_plans_its_own_way_does_so_among_others(mixed: bool) -> None:
+    """It is made of one that is planned for some heads at once; what it, or a class beside that one, says of a plan is not
+    passed by."""
+    bases, own = ((Nearest, VerticalSlash), {}) if mixed else ((VerticalSlash,), {"plan": Nearest.plan})
+    Half: Any = type("Half", bases, own)
     layout = TokenLayout.text(1, 96)
     query, key = torch.randn(1, 4, 96, 8), torch.randn(1, 2, 96, 8)
     half = Half(block=16, vertical=9, slash=4, last_q=16)

@@ -229,8 +229,8 @@ def line_sums(query, key, row, at, total, width, pooled):
     both."""
     B, H, L, D = query.shape
     shape, at = kernel_constants(query, key, row), at.contiguous()
-    if total is None:
-        total = row_totals(query, key, row, at, width)
+    # Those of some heads of a batch may be a view.
+    total = row_totals(query, key, row, at, width) if total is None else total.contiguous()
     shape["BLOCK_N"] = LINES
     members = shape["GROUP"] if pooled else 1
     columns = query.new_empty(B, H // members, width, dtype=torch.float32)
@@ -405,8 +405,8 @@ def class_phases(query, key, row, at, total, width, pooled, pairing, score, rows
     B, H, L, D = query.shape
     C = start.shape[1] - 1
     shape, at = kernel_constants(query, key, row), at.contiguous()
-    if total is None:
-        total = row_totals(query, key, row, at, width)
+    # Those of some heads of a batch may be a view.
+    total = row_totals(query, key, row, at, width) if total is None else total.contiguous()
     members_of = shape["GROUP"] if pooled else 1
     shape["BLOCK_N"], shape["num_warps"] = KEYS, 4 if shape["BLOCK_L"] <= 64 else 8
     stages = STAGES if query.element_size() < 4 and D <= 128 else 2

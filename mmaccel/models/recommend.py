@@ -136,12 +136,18 @@ def device_of(name: str, sizes: rates.Sizes, **how: Any) -> rates.Device:
         # Their pairs are of heads of 128.
         known = rates.DEVICES[name]
         return replace(known, attend=known.attend.scaled(sizes.head_dim / 128))
-    from transformers import Qwen2Config, Qwen2Model
-
     try:
         place = loading.check_device(name, "--device")
     except ModelError as error:
         raise ModelError(f"{error} Devices known by name are {', '.join(rates.DEVICES)}.") from error
+    # Weights are drawn, and those of a shape by a seed: the caller's random numbers stay as they are.
+    with torch.random.fork_rng([place] if place.type == "cuda" else []):
+        return _measured(place, sizes, **how)
+
+
+def _measured(place: torch.device, sizes: rates.Sizes, **how: Any) -> rates.Device:
+    from transformers import Qwen2Config, Qwen2Model
+
     small: dict[int, Any] = {}
     for count in rates.STEP_LAYERS:
         config = Qwen2Config(

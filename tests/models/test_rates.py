@@ -13,7 +13,7 @@ import torch
 from mmaccel.backends.select import Store
 from mmaccel.core import costs, rates
 from mmaccel.core.recipe import Recipe
-from mmaccel.models.recommend import sizes_of
+from mmaccel.models.recommend import device_of, sizes_of
 
 SIZES = sizes_of("llava-onevision-7b")
 GB = 10**9
@@ -63,3 +63,16 @@ def test_frames_that_wait_on_the_host_for_a_question_are_not_pinned() -> None:
         for n in (64, 60_000)
     )
     assert many.host_bytes > 100 * few.host_bytes and many.question_s == few.question_s
+
+
+def test_what_is_measured_leaves_random_numbers_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a session are timed on a shape whose weights are drawn by a seed."""
+
+    def measured(place: Any, sizes: Any, step: Any, few: Any, *_: Any) -> Any:
+        few(1)
+        return torch.rand(1)
+
+    monkeypatch.setattr(rates, "measured", measured)
+    before = torch.random.get_rng_state()
+    device_of("cpu", SIZES)
+    assert torch.equal(torch.random.get_rng_state(), before)

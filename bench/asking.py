@@ -95,7 +95,7 @@ def asked(
     if hasattr(state, "prefetcher") and not told.get("warm"):
         state.prefetcher.cut(0)
     with changed(state, told), scenes.asking(*kinds):
-        state.idle()
+        state.finish_intake()
         before = state.counters()
         wait(device)
         began = time.perf_counter()

@@ -59,7 +59,7 @@ LARGEST = 8
 WAITS = "waits"
 PARTS: dict[str, list[tuple[Any, str]]] = {
     WAITS: [(FairLock, "_aside"), (FairLock, "_acquire")],
-    "clip": [(StreamRunner, "take")],
+    "clip": [(StreamRunner, "take_frames")],
     "pixels": [(HFStreamAdapter, "features")],
     "tower": [(StreamPasses, "encoded")],
     "layers": [(StreamRunner, "run_units")],
@@ -69,8 +69,8 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "parts": [(SharedArchive, "_part")],
     "begins": [(SharedArchive, "begin_pass")],
     "ends": [(StreamMemory, "end_pass")],
-    "idle": [(SharedArchive, "idle")],
-    "marks": [(StreamRunner, "mark"), (SharedArchive, "let_go")],
+    "finish_intake": [(SharedArchive, "finish_intake")],
+    "marks": [(StreamRunner, "checkpoint"), (SharedArchive, "forget_old_units")],
     "clusters": [
         (ClusterIndex, "digest"),
         (ClusterIndex, "digest_some"),

@@ -127,7 +127,7 @@ def after(
         own = one.module
         conv = own.conv1d.weight.new_zeros(count, own.conv_dim, own.conv_kernel_size)
         sizes = count, own.num_v_heads, own.head_k_dim, own.head_v_dim
-        one.back((columns, (conv, conv.new_zeros(sizes, dtype=torch.float32))))
+        one.restore((columns, (conv, conv.new_zeros(sizes, dtype=torch.float32))))
     if rows is None:
         rows = ROWS if decoding.can_capture(model, family, cache, also=("cpu",)) else ()
     return Counting(model, family, cache, rows, **choices)

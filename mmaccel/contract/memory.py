@@ -20,15 +20,7 @@ from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import PositionIds, TokenLayout
 from mmaccel.core.memory.frames import FrameMemory
-from mmaccel.core.memory.kv import (
-    KVPolicy,
-    KVState,
-    KVView,
-    Stream,
-    StreamPass,
-    StreamPolicy,
-    StreamState,
-)
+from mmaccel.core.memory.kv import KVPolicy, KVState, KVView, Stream, StreamPass, StreamPolicy, StreamState
 
 LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD = 3, 4, 2, 8, 6, 3
 GEOMETRY = Geometry(layers=LAYERS, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=32, vocab=9)
@@ -255,7 +247,7 @@ class _Trial:
                 for i, h in enumerate((HEADS, GROUPS, GROUPS))
             )
             if "hidden" in self.needs:
-                state.ahead(layer, query.transpose(1, 2).flatten(2))
+                state.take_hidden(layer, query.transpose(1, 2).flatten(2))
             state.append(layer, key, value.clone())
             view = state.view(layer, query)
             promise(
@@ -278,7 +270,7 @@ class _Trial:
         """Run `count` units (frames) as a session does, eight at a time."""
         end = self.state.units() + count
         while (first := self.state.units()) < end:
-            n = self.state.fit(first, min(8, end - first))
+            n = self.state.units_that_fit(first, min(8, end - first))
             look = draw(("look", first), n, 32).float() if "look" in self.needs else None
             times = tuple(float(t) for t in range(first, first + n))
             self.run(StreamPass(kind="units", rows=n * TOKENS, first=first, count=n, times=times, look=look))
@@ -289,7 +281,7 @@ class _Trial:
                 units == first + n,
                 f"{self.who}: units is {units} after {first + n} came; count those taken in.",
             )
-        self.state.idle()
+        self.state.finish_intake()
 
     def ask(self, meanwhile: Callable[[], None] = lambda: None) -> list[KVView]:
         """Run a question and, after `meanwhile`, a token of its answer; return copies of all views."""

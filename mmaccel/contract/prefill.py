@@ -230,7 +230,7 @@ def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
         signals = random_signals(left, stage, seed)
         for name in signals.keys() - pruner.needs:
             del signals[name]
-        kept = pruner.cut(signals, left, stage, total)
+        kept = pruner.prune(signals, left, stage, total)
         columns = checked_columns(pruner, kept.columns, left)
         promise(
             torch.equal(columns, pruner.keep(signals, left, stage, total)),
@@ -244,7 +244,7 @@ def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
         left = thin(left, columns)
     at = pruner.candidates(left)
     if pruner.scoring_layer is not None and at.numel():
-        shown = pruner.recall(torch.rand(at.numel()).softmax(0), at, None)
+        shown = pruner.recalled_columns(torch.rand(at.numel()).softmax(0), at, None)
         promise(
             shown is None or (bool(torch.isin(shown, at).all()) and bool((shown[1:] > shown[:-1]).all())),
             f"{who}: recall gives columns that are none of `columns`, or do not ascend; choose out of these.",

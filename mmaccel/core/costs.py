@@ -234,7 +234,7 @@ class _Estimate:
         dense = costs.dense(s.heads * causal)
         if pattern.dense or self.work.live or n < MIN_ROWS:
             return dense
-        at, place = pattern.at(0), torch.arange(seen)[None]
+        at, place = pattern.for_layer(0), torch.arange(seen)[None]
         keys = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // s.tokens)
         queries = keys.take(place[0, seen - n :])
         listed = min(at.expected_blocks(n, seen, (queries, keys)) * at.block**2, causal + n * at.block)

@@ -104,10 +104,7 @@ def _hopper(name: str, copy: float, memory: int) -> Device:
     )  # fmt: skip
 
 
-DEVICES = {
-    "h200": _hopper("h200", 4.3e12, 150109880320),
-    "h100": _hopper("h100", 3.0e12, 85017493504),
-}
+DEVICES = {"h200": _hopper("h200", 4.3e12, 150109880320), "h100": _hopper("h100", 3.0e12, 85017493504)}
 """Known ones, from bench/results: products and pairs of prefill_h200 (128k tokens in 8.8 s, 6.1 of them attention),
 tower_h200 and sweep_h200 at heads of 128, the copy and the layer of steps_h200 and latency_7b_h200, the wire of
 transfer_h200, the pinning of lab/LOG.md (13.9 ms for 16 MiB). `few` is taken for a plain layer's. An H100 computes alike,

@@ -231,14 +231,14 @@ class SequenceSteps:
                 if part.looks is not None:
                     assert isinstance(state, PrunedKVState)
                     self._look(state, part, part.looks, held, count)
-        state.wrote(count)
+        state.note_written(count)
         return out[:, :count].clone()
 
     def lay(self, state: KVState, delta: int, room: int) -> list[DeviceStep]:
         """Build the decode steps, device by device, over KV buffers with room for `room` more tokens. Graphs that were
         captured over buffers since replaced are dropped."""
         buffers = state.buffers(room)
-        laid = delta, [state.lacks(layer) for layer in range(len(buffers))]
+        laid = delta, [state.count_dropped(layer) for layer in range(len(buffers))]
         same = self.parts and all(a[0] is b[0] for a, b in zip(buffers, self._buffers, strict=True))
         if same and laid == self._laid:
             return self.parts
@@ -272,7 +272,7 @@ class SequenceSteps:
         """How each layer holds the sequence: one for all layers that hold it alike on one device."""
         family, known, layers = self.family, dict[Any, CachedTokens](), list[CachedTokens]()
         for layer, (like, _) in enumerate(buffers):
-            lacks, after = state.lacks(layer), scoring is not None and layer > scoring
+            lacks, after = state.count_dropped(layer), scoring is not None and layer > scoring
             anew = isinstance(state, PrunedKVState) and state.renumbers(layer)
             name = like.device, like.shape[2], lacks, anew, after
             if name not in known:

@@ -151,11 +151,7 @@ class _Sequence:
     _listener: SignalProbe | None = None
 
     def __init__(
-        self,
-        attachment: Attachment,
-        kwargs: dict[str, Any],
-        generator: torch.Generator | None,
-        lasts: bool,
+        self, attachment: Attachment, kwargs: dict[str, Any], generator: torch.Generator | None, lasts: bool
     ) -> None:
         """Read the prompt, and commit its first token."""
         self._attachment, self._generator, self._lasts = attachment, generator, lasts
@@ -256,13 +252,13 @@ class _Sequence:
             return tuple(scores)
 
         def keep(columns: Tensor) -> None:
-            with careful.dropping() as state:
+            with careful.drop_on_error() as state:
                 if state is not None:
                     state.keep(columns)
 
         pruner = probe = listener = None
         try:
-            with careful.dropping():
+            with careful.drop_on_error():
                 if draft.active:
                     state = careful.state = draft.open(owner.view)
                     state.begin(prompt)

@@ -384,7 +384,7 @@ class Attachment(Attaching):
         if deadline is None:
             return None
         deadline.check()
-        return deadline.left()
+        return deadline.seconds_left()
 
 
 @functools.cache

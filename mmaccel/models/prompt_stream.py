@@ -273,12 +273,13 @@ class PromptRunner(Runner):
             self._open.callback(owner.opened(state, self))
             try:
                 ingest = owner.recipe.kv.ingests  # type: ignore[attr-defined]
-                live.take(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
+                live.take_frames(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
                 deadline.check()
-                state.idle()
+                state.finish_intake()
                 turn = asked(live, "", self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
-                if isinstance(live.around, AttentionRecording) and (heard := live.around.heard()) is not None:
+                around = live.around if isinstance(live.around, AttentionRecording) else None
+                if around is not None and (heard := around.recorded_attention()) is not None:
                     for probe in probes:
                         if isinstance(probe, SignalProbe) and (probe.heard or probe.hidden):
                             probe.told(prompt.paid(heard))

@@ -21,15 +21,7 @@ from mmaccel.core.errors import ModelError, RecipeError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import PASS, ForwardPass
-from mmaccel.core.prefill.prune import (
-    Kept,
-    Signals,
-    Stage,
-    TokenPruner,
-    checked_columns,
-    observers,
-    thin,
-)
+from mmaccel.core.prefill.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.prefill.recalled import tell_idle
 from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.prompt_layout import of_columns
@@ -230,7 +222,7 @@ class Pruning:
         """Ask the pruner, and write down what it keeps; None when that is everything, as it was."""
         layout, part, kept = work.layout, work.state.part_of(stage.layer), None
         if work.total:
-            kept = self.pruner.cut(signals, layout, stage, work.total)
+            kept = self.pruner.prune(signals, layout, stage, work.total)
             checked_columns(self.pruner, kept.columns, layout)
         if kept is None or (kept.columns.numel() == layout.length and kept.states is None):
             work.state.keep_columns(part, None, layout)
@@ -264,7 +256,7 @@ def _numbered(run: ForwardPass) -> Tensor:
 
 def kept_tokens(pruner: TokenPruner, tokens: int) -> int:
     """How many of a frame's `tokens` `pruner` keeps on a stream; raises `RecipeError` if none."""
-    left = pruner.left(tokens)
+    left = pruner.kept_token_count(tokens)
     if not left:
         raise RecipeError(
             f"prune {pruner.name!r} keeps none of the {tokens} tokens of a frame, and a stream needs some of each; give it "
@@ -285,7 +277,7 @@ def prune_frames(
     signals = Signals(hidden=rows[None, :, : shape.hidden])
     if vision is not None:
         signals.update(vision.take(layout))
-    kept = pruner.cut(signals, layout, pruner.stages(shape.layers)[0])
+    kept = pruner.prune(signals, layout, pruner.stages(shape.layers)[0])
     columns = checked_columns(pruner, kept.columns, layout)
     counts = torch.bincount(columns[columns < inside] // each, minlength=inside // each)
     if bool((counts != left).any()):

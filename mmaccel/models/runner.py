@@ -182,7 +182,7 @@ class HFRunner(Runner):
     def record_step(self, count: int) -> None:
         """Record that a step of `count` rows wrote to this runner's KV memory without a call of `step`."""
         self._last = count
-        self.memory().wrote(count)
+        self.memory().note_written(count)
 
     def memory(self) -> KVState:
         """The KV memory that CUDA-graph steps write to: the cache's own, or a new one that takes over a `DynamicCache`."""

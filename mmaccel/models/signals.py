@@ -138,7 +138,7 @@ class SignalProbe(Probe):
                 self.hidden[layer].append(hidden[0].detach())
                 self._tell_when_ready()
 
-    def attending(
+    def read_attention_inputs(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
         if not self.done and layer in self.heard:

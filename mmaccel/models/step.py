@@ -195,11 +195,7 @@ class StreamSteps:
         return out, errors
 
     def _run(
-        self,
-        passes: Passes,
-        embeds: Tensor,
-        errors: dict[int, Exception],
-        carried: StepStates | None = None,
+        self, passes: Passes, embeds: Tensor, errors: dict[int, Exception], carried: StepStates | None = None
     ) -> tuple[Tensor, dict[int, Exception]]:
         shape, n, dtype, x = self._shape, len(embeds), embeds.dtype, self._entered(embeds)
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
@@ -222,7 +218,7 @@ class StreamSteps:
                     state = run.state
                     assert isinstance(state, StreamState)
                     if hidden:
-                        state.ahead(number, x[None, rows])
+                        state.take_hidden(number, x[None, rows])
                     columns = qkv[number][None, rows].unflatten(2, (-1, size)).transpose(1, 2)
                     query, key, value, *_ = columns.split([heads, groups, groups, *[heads] * first.gated], 1)
                     state.append(number, key, value)

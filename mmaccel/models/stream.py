@@ -59,7 +59,7 @@ class StreamPasses:
         self.attention = plain if recipe.sparse.dense else attachment.owner.attention
         self.text: Any = family.text(model)
         self._gate, self.turns = gate_of(self.text), fair_lock_of(self.text)
-        self._between = functools.partial(self.turns.between, self.device)
+        self._between = functools.partial(self.turns.yield_between_layers, self.device)
         if self.device.type in step.DEVICES:
             self.ready: Any = functools.partial(step.warm_up, self)
 
@@ -232,7 +232,7 @@ class StreamPasses:
                 for module in self.family.states(self.model).values():
                     hooks.before(module, recurrent.record_input)
             for number, layer in enumerate(layers if hidden else ()):
-                hooks.before(layer, functools.partial(entering, functools.partial(state.ahead, number)))
+                hooks.before(layer, functools.partial(entering, functools.partial(state.take_hidden, number)))
             for number, ear in input_hooks.items():
                 if number < len(layers):
                     hooks.before(layers[number], functools.partial(entering, ear))

@@ -87,7 +87,7 @@ def visit_layers(
         return
 
     class Visit(Probe):
-        def attending(
+        def read_attention_inputs(
             self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
         ) -> None:
             if layers is None or layer in layers:

@@ -245,7 +245,7 @@ class Engine:
         try:
             stored = isinstance(kv := kept.recipe.kv, StreamPolicy) and kv.ingests
             call = kept.session.ingest if stored else kept.session.watch
-            if await call(video, timeout=deadline.left()) < len(video):
+            if await call(video, timeout=deadline.seconds_left()) < len(video):
                 raise Ended("timeout")
             await run_in_thread(partial(kept.pictures.add, 0, video.frames))
             await kept.count()
@@ -257,7 +257,7 @@ class Engine:
     async def _answered(self, kept: StreamEntry, asked: ActiveRequest, question: str) -> Completion:
         wanted, cutter, text = asked.request.mmaccel, StopTextFilter(asked.request.stop_texts), ""
         async with kept.asking:  # a session reports on its last answer alone
-            left = max(0.01, asked.deadline.left() or 0.0)
+            left = max(0.01, asked.deadline.seconds_left() or 0.0)
             reply = kept.session.ask(
                 question, asked.most, timeout=left, evidence=wanted.evidence, **asked.request.form
             )
@@ -289,14 +289,10 @@ class Engine:
         deadline.check()
         rows = inputs["input_ids"].shape[1]
         ends = end_tokens(self.model, self.processor.tokenizer)
-        how = {"max_new_tokens": asked.most, "max_time": deadline.left(), **request.options()}
+        how = {"max_new_tokens": asked.most, "max_time": deadline.seconds_left(), **request.options()}
         for schema in request.form.values():
             how["logits_processor"] = [by_schema(self.model, self.processor.tokenizer, schema, ends, rows)]
-        with (
-            ExitStack() as drawing,
-            self._copy_of(asked.recipe, deadline) as fast,
-            torch.no_grad(),
-        ):
+        with ExitStack() as drawing, self._copy_of(asked.recipe, deadline) as fast, torch.no_grad():
 
             def joined() -> None:
                 drawing.close()
@@ -311,7 +307,7 @@ class Engine:
                 seat.generator = torch.Generator(place.device).manual_seed(seed)
             fast.generate(**inputs, streamer=speech, stopping_criteria=[speech.ended], **how)
             report = fast.report().to_dict()
-        over = deadline.over()
+        over = deadline.end_reason()
         speech.end()
         if speech.cutter.stopped or (speech.ids and speech.ids[-1] in ends):
             reason = "stop"

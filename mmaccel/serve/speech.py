@@ -82,5 +82,5 @@ class TextStreamer:
 
     def ended(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Whether each sequence has ended, bool [B]: at a stop text or the deadline."""
-        over = self.cutter.stopped or self._deadline.over() is not None
+        over = self.cutter.stopped or self._deadline.end_reason() is not None
         return torch.full((ids.shape[0],), over, dtype=torch.bool, device=ids.device)

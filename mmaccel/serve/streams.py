@@ -235,7 +235,7 @@ class Streams:
             deadline.check()
             before, start = stream.kept.point(), time.monotonic() - stream.session.session.waited_s
             with self.engine.out_of_memory():
-                taken: int = await call(timeout=max(0.01, deadline.left() or 0.0))
+                taken: int = await call(timeout=max(0.01, deadline.seconds_left() or 0.0))
             seconds = time.monotonic() - stream.session.session.waited_s - start
             await run_in_thread(partial(stream.kept.pictures.add, before[0], frames[:taken]))
             await stream.kept.count()

@@ -52,7 +52,7 @@ def plan_of(name: str, start: int, scene: Scene = SCENE) -> AttentionPlan:
     if name == "dense":
         return window_plan(query.shape[2] - start, key.shape[2], 0, key.shape[2], scene.heads, query.device)
     layout = scene.layout()
-    pattern = policy("sparse", {"name": name, "block": 16, **PATTERNS[name]}, "").at(0)
+    pattern = policy("sparse", {"name": name, "block": 16, **PATTERNS[name]}, "").for_layer(0)
     plan = pattern.plan_layer(query[:, :, start:], key, value, layout.take(slice(start, None)), layout)
     assert plan is not None
     return plan

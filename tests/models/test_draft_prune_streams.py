@@ -77,8 +77,8 @@ def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> QuestionAtten
         around = session._live.around
         assert isinstance(around, AttentionRecording)
         with asked_of(session._live, QUESTION, 4):
-            heard = around.heard()
-        assert heard is not None and around.heard() is None
+            heard = around.recorded_attention()
+        assert heard is not None and around.recorded_attention() is None
         return heard
 
 
@@ -132,7 +132,7 @@ def test_states_go_back_with_a_clip_and_are_saved(kv: str, tmp_path: Path) -> No
 
     def scores(session: mmaccel.VideoSession) -> torch.Tensor:
         with asked_of(session._live, QUESTION, 4):
-            return session._live.around.heard().paid
+            return session._live.around.recorded_attention().paid
 
     with open_session("random-ov", TIGHT[kv], 10, draft=draft) as session:
         with pytest.raises(ModelError):

@@ -170,8 +170,8 @@ class Uneven(VisionZip):
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         return torch.arange(layout.length)
 
-    def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Any:
-        return super(VisionZip, self).cut(signals, layout, stage, total)
+    def prune(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Any:
+        return super(VisionZip, self).prune(signals, layout, stage, total)
 
 
 def test_what_gives_frames_unlike_numbers_is_refused() -> None:
@@ -227,7 +227,7 @@ class Both(FastV):
     def scoring_layer(self) -> int:
         return 1
 
-    def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
+    def recalled_columns(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
         LOOKS.append((attention, columns, before))
         if len(attention) and len(LOOKS) % 2 == 0:
             return None
@@ -244,7 +244,9 @@ def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.Mon
 
     def see(pruning: RecallPruning, layer: int, whole: KVView, left: KVView) -> None:
         if pruning._pass.kind == "answer":
-            views.append((layer, whole, left, pruning._stream.head + pruning.state.summaries(layer)))
+            views.append(
+                (layer, whole, left, pruning._stream.head + pruning.state.count_summary_columns(layer))
+            )
 
     watched(monkeypatch, see)
     LOOKS.clear()
@@ -320,7 +322,7 @@ def test_what_goes_is_gone(kind: str, name: str) -> None:
 
 def test_a_decoded_token_chooses_among_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """What DyCoke forgets, on a window: of the tokens that the window still shows, and at each step of those."""
-    asked = heard(monkeypatch, DyCoke, "recall", lambda self, *given: given)
+    asked = heard(monkeypatch, DyCoke, "recalled_columns", lambda self, *given: given)
     seen: list[tuple[int, Tensor, KVView]] = []
     inner = PrunedKVState.view
 

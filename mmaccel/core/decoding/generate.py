@@ -73,7 +73,7 @@ class GuardedDraft:
         self.left: Any = None
 
     @contextmanager
-    def dropping(self) -> Iterator[DraftState | None]:
+    def drop_on_error(self) -> Iterator[DraftState | None]:
         """Context that gives the draft's state (None if dropped); an error inside drops the draft and is not raised."""
         try:
             yield self.state
@@ -171,7 +171,7 @@ class Speculation:
             return None
         self.target.truncate(self._origin + self.ids.shape[1] - 1)  # what a step that broke off left is gone
         proposal = self._proposal
-        with self._draft.dropping() as draft:
+        with self._draft.drop_on_error() as draft:
             if draft is not None and not self._rests:
                 offered = yield from draft.drafting(most)
                 validate(offered)
@@ -212,7 +212,7 @@ class Speculation:
             self._emit(committed)
         if not self.ended:
             # Before anyone reads the tokens: a draft elsewhere goes on meanwhile.
-            with self._draft.dropping() as draft:
+            with self._draft.drop_on_error() as draft:
                 if draft is not None:
                     draft.observe(committed, kept)
         if first is None and self._emit is not None:
@@ -231,7 +231,7 @@ class Speculation:
             self.judged = proposal.ids.numel(), path.numel()
             self._meter.round(*self.judged)
             return committed, path.numel(), logits[taken.to(logits.device)]
-        with self._draft.dropping() as draft:
+        with self._draft.drop_on_error() as draft:
             if draft is not None and not self._rests:
                 tail = draft.tail()
                 validate(tail)
@@ -286,19 +286,19 @@ class Deadline:
         """Ask the running call to end at its next check of the deadline; may be called from any thread."""
         self._cancelled.set()
 
-    def over(self) -> Over | None:
+    def end_reason(self) -> Over | None:
         """Return why the call must end now, "timeout" or "cancelled"; None: it may continue."""
         if self._cancelled.is_set() or self._event.is_set():
             return "cancelled"
         return "timeout" if self._end is not None and monotonic() >= self._end else None
 
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Return the seconds left until the deadline; None without a timeout."""
         return None if self._end is None else max(0.0, self._end - monotonic())
 
     def check(self) -> None:
         """Raise `Ended` if the running call must end now, because of its timeout or a cancellation."""
-        if (reason := self.over()) is not None:
+        if (reason := self.end_reason()) is not None:
             raise Ended(reason)
 
 

@@ -135,13 +135,13 @@ class PrunedKVState(KVState):
             before, watched = None if before is None else before[seen], watched[seen]
             attention = attention[torch.searchsorted(column, watched)]
             self._before = torch.zeros(len(seen), device=seen.device).masked_scatter(seen, attention)
-        chosen = self.pruner.recall(attention, watched, before)
+        chosen = self.pruner.recalled_columns(attention, watched, before)
         if chosen is not None:
             rest = complement(self._watched, self.size(0, self.prompt))
             self._shown = torch.cat([rest, chosen]).sort().values
         return self._shown
 
-    def lacks(self, layer: int) -> int:
+    def count_dropped(self, layer: int) -> int:
         kept = self.kept[self._owner[layer]]
         return 0 if kept is None else self.prompt - kept.numel()
 
@@ -152,9 +152,9 @@ class PrunedKVState(KVState):
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
         return [pair for part in self._parts for pair in part.buffers(room)]
 
-    def wrote(self, count: int) -> None:
+    def note_written(self, count: int) -> None:
         for part in self._parts:
-            part.wrote(count)
+            part.note_written(count)
         self._seen, self._last = self._seen + count, count
 
     def accept(self, keep: int | Tensor) -> None:

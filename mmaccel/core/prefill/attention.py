@@ -66,7 +66,7 @@ class AttentionConfig:
     ) -> AttentionPlan | None:
         """Return the plan of a layer by its pattern (see `SparsePattern.plan_layer`). Where it pays, planning is compiled,
         from a prompt's second layer on: by then the facts that the host reads of the layouts are cached."""
-        pattern = self.recipe.sparse.at(layer)
+        pattern = self.recipe.sparse.for_layer(layer)
         plan = pattern.plan_layer
         if not pattern.compiles or not (query.is_cuda or COMPILE in os.environ):
             return plan(query, key, value, queries, keys)
@@ -171,7 +171,7 @@ class ForwardPass(PrefillPass):
         dense = B * H * (few * (2 * (n_key - n) + few + 1) / 2 + (n - few) * most_seen)
         if not choice.pays(0, dense, B * n_key):
             return False  # a short prompt: making the plan alone costs more
-        pattern = self.config.recipe.sparse.at(layer)
+        pattern = self.config.recipe.sparse.for_layer(layer)
         # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
         most = causal + n * pattern.block
         listed = min(pattern.max_blocks_total(n, n_key) * pattern.block**2, most)
@@ -186,7 +186,7 @@ class ForwardPass(PrefillPass):
         return choice.pays(B * H * min(expected, listed), dense, B * n_key)
 
     def _expected(self, layer: int, n: int, n_key: int, column: Tensor | None) -> float:
-        pattern = self.config.recipe.sparse.at(layer)
+        pattern = self.config.recipe.sparse.for_layer(layer)
         return pattern.expected_blocks(n, n_key, self._shown(column)) * pattern.block**2
 
     def _shown(self, column: Tensor | None) -> tuple[TokenLayout, TokenLayout]:
@@ -274,7 +274,7 @@ class ForwardPass(PrefillPass):
             # Under autocast queries and keys are turned in float32, and attention is in the type of the products.
             query, key = query.to(value.dtype), key.to(value.dtype)
         for probe in self.probes:
-            probe.attending(self, layer, query, key, value, scale)
+            probe.read_attention_inputs(self, layer, query, key, value, scale)
         if self.branches is not None:
             end = key.shape[2] if self.stream else self.layout.length
             return attend_branches(self.branches, view, query, key, value, scale, end)
@@ -392,7 +392,7 @@ class ForwardPass(PrefillPass):
             listed = listed + tails[:, None]
             if images is not None:
                 listed = listed + images.later(query, view.key).count_listed_pairs()
-            names = self.config.recipe.sparse.at(layer).per_head(heads)
+            names = self.config.recipe.sparse.for_layer(layer).per_head(heads)
             if plan.dense is not None:
                 listed[:, numbered(plan.dense.heads, listed.device)] = dense
                 names = tuple("dense" if h in plan.dense.heads else name for h, name in enumerate(names))

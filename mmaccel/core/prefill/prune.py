@@ -66,7 +66,7 @@ class Probe:
         Called only for the layers that the draft's pruner of the attached recipe reads.
         """
 
-    def attending(
+    def read_attention_inputs(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
         """Read the inputs of the attention of `layer`: query [B, H, n, D]; key, value [B, G, N, D]."""
@@ -149,7 +149,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
         in the prompt before any stage, to which retention refers; None: those of `layout`.
         """
 
-    def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
+    def prune(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
         """Return the columns that `keep` keeps, with new hidden states if dropped tokens are merged into kept ones."""
         return Kept(self.keep(signals, layout, stage, total))
 
@@ -157,13 +157,13 @@ class TokenPruner(Policy, ABC, kind="prune"):
         """Return the pruner to use on a stream, where a question sees cached keys and values but no hidden states; None:
         unsupported. A pruner of stage "layer" acts on what the question retrieves (`RecallPruning`), in layouts whose frames
         are the units shown, by rank, without cells. A `compact` one of stage "frames" acts on each `group` of frames before
-        it is stored as one unit of `left` tokens."""
+        it is stored as one unit of `kept_token_count` tokens."""
         return self if self.stage == "layer" and self.needs <= {"attention"} else None
 
-    def left(self, tokens: int) -> int:
+    def kept_token_count(self, tokens: int) -> int:
         """Return how many tokens this pruner keeps of a group of frames of `tokens` tokens each, on a video stream."""
         raise RecipeError(
-            f"prune {self.name!r} does not say how many tokens of a frame are left; write left."
+            f"prune {self.name!r} does not say how many tokens of a frame are kept; write kept_token_count."
         )
 
     @property
@@ -171,7 +171,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
         """The layer whose attention chooses the video tokens that a decoded token sees in later layers; None: all."""
         return None
 
-    def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
+    def recalled_columns(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
         """Return the cached visual columns that a decoded token sees: [n] long, ascending, out of `columns` [m].
 
         attention [m]: the token's attention to them at `scoring_layer`, averaged over heads. before [m]: the same at the

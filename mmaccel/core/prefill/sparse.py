@@ -126,7 +126,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         """The prompt length, in tokens, for which this pattern's budgets were chosen; None: any."""
         return None
 
-    def at(self, layer: int) -> SparsePattern:
+    def for_layer(self, layer: int) -> SparsePattern:
         """Return the pattern of one layer: itself, unless it differs between layers."""
         return self
 
@@ -255,7 +255,7 @@ def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
     if recipe.sparse.dense and recipe.backend == "auto":
         return select.Choice(select.choose(device), "the recipe is dense and lists no block")
     dtype = next(view.model.parameters()).dtype
-    pattern = recipe.sparse.at(0)
+    pattern = recipe.sparse.for_layer(0)
     label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
     shape = measure.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
     plan = planner(pattern, shape, device)

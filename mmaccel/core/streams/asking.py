@@ -81,7 +81,7 @@ def asked(
         if gives_way and (gives_way[0] or not reading):
             adapter.turns.yield_lock(inside=reading)
 
-    asking, waiting, positions = adapter.question(question), state.waiting(), stream.positions
+    asking, waiting, positions = adapter.question(question), state.waiting_features(), stream.positions
     inside = None if between is None else _units_between(info, *between)
     if between is not None and info.times[-1] > between[1]:
         waiting, info = None, replace(info, pending=None)
@@ -102,7 +102,7 @@ def asked(
         state, stream, positions = taken, own_stream, own_stream.positions
         info = replace(info, spans=list(info.spans), times=list(info.times))
         if live.running is not None and (running := adapter.new_running_states()) is not None:
-            running.back(live.running.mark())
+            running.restore(live.running.checkpoint())
 
     def check() -> None:
         pause(True)
@@ -135,7 +135,7 @@ def asked(
     deadline.check()
     seen_as, evidence, shows = state, state.evidence, list(range(len(info.spans)))
     if inside is not None:
-        state.between(*inside)
+        state.limit_to_units(*inside)
     if isinstance(state, FrameMemory):
         running = adapter.new_running_states()
         state, evidence = _picked(live, state, info, check, meter, running)
@@ -195,7 +195,7 @@ def _picked(
 ) -> tuple[StreamState, Callable[[], dict[int, UnitEvidence]]]:
     """A memory of the frames that a memory of frames picks, and what the answer is based on."""
     fresh, picked = state.fresh(), state.pick(getattr(live.around, "paid", {}))
-    live.around.cut(0)
+    live.around.forget_after(0)
     live.run_head(fresh, running=running)
     if live.kv.ingests:
         fresh.begin_ingest()
@@ -209,7 +209,7 @@ def _picked(
                 check()
         begins = [info.spans[number][0] for number, _ in some]
         live.run_units(fresh, torch.cat(runs), begins, meter=meter, check=check, running=running)
-    fresh.idle()
+    fresh.finish_intake()
     return fresh, lambda: {number: UnitEvidence(1.0, 1.0, None) for number, _ in picked}
 
 
@@ -338,7 +338,7 @@ class QuestionRunner(Runner):
         def stop(ids: Tensor) -> bool:
             """Whether the answer ends with the last of `ids` [1, S]; notes why."""
             nonlocal reason
-            count, over = ids.shape[1] - start, self.deadline.over()
+            count, over = ids.shape[1] - start, self.deadline.end_reason()
             if int(ids[0, -1]) in ends:
                 return True
             if count >= most:
@@ -366,13 +366,13 @@ class QuestionRunner(Runner):
             if put is not None:
                 text(whole=False)
 
-        meter = self.meter.sequence()
+        meter, around = self.meter.sequence(), self.around
         draft = GuardedDraft(meter)
         try:
-            with beside.dropping() as stream:
+            with beside.drop_on_error() as stream:
                 if stream is not None:
-                    heard = self.around.heard() if isinstance(self.around, AttentionRecording) else None
-                    stream.ask(self.question, most, *([] if heard is None else [heard]))
+                    heard = around.recorded_attention() if isinstance(around, AttentionRecording) else None
+                    stream.prepare_question(self.question, most, *([] if heard is None else [heard]))
             more: dict[str, Any] = {
                 "max_new_tokens": most,
                 "stream": beside.stream,
@@ -382,16 +382,16 @@ class QuestionRunner(Runner):
             if beside.failed:
                 meter.draft_failed(beside.failed)
             elif strategy.active:
-                with draft.dropping():
+                with draft.drop_on_error():
                     draft.state = strategy.open(adapter.view)
                     draft.state.begin(prompt)
             one = Speculation(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
             adapter.turns.decode(one, self.shares and not strategy.active)
         finally:
             draft.close()
-            with beside.dropping() as stream:
+            with beside.drop_on_error() as stream:
                 if stream is not None:
-                    stream.done()
+                    stream.end_question()
         if reason == "positions":
             warn(
                 "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); "

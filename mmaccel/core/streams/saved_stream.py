@@ -127,7 +127,7 @@ def read_stream(
             live.stream.positions.told(0, live.info.shown(0))
         load_stream(live.state, data / MEMORY)
         if live.running is not None and not isinstance(live.state, FrameMemory):
-            live.running.put(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))
+            live.running.load(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))
         if (units := live.state.units()) != facts["units"]:
             raise damaged(data, f"the memory holds {units} units of {facts['units']}")
         if (

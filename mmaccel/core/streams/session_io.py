@@ -74,7 +74,7 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
                 except OSError:
                     raise  # nor could the target's stream be written there
                 except Exception:
-                    with live.beside.dropping():
+                    with live.beside.drop_on_error():
                         raise
             written = write_stream(part, live)
         if live.beside.failed:
@@ -127,7 +127,7 @@ def load(
                     if left and _version_of(where) != before:
                         live.close()
                         continue
-                    with live.beside.dropping():
+                    with live.beside.drop_on_error():
                         raise
             return live
         except (MmaccelError, OSError) as error:

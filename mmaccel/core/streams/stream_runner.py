@@ -51,11 +51,11 @@ class GuardedDraftStream:
         self.failed = ""
         self._born, self._held_up_s = monotonic(), 0.0
         if watch is not None:
-            with self.dropping():
+            with self.drop_on_error():
                 self.stream = watch()
 
     @contextmanager
-    def dropping(self) -> Iterator[DraftStream | None]:
+    def drop_on_error(self) -> Iterator[DraftStream | None]:
         """Context that gives the draft's stream (or None); an error inside drops the draft and is not raised."""
         try:
             yield self.stream
@@ -70,14 +70,14 @@ class GuardedDraftStream:
                 with suppress(Exception):
                     stream.close()
 
-    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+    def take_frames(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
         """Give frames to the draft's stream, if there are any."""
-        with self.dropping() as stream:
+        with self.drop_on_error() as stream:
             if stream is None or not len(frames):
                 return
-            stream.wait()  # for the target's pass, which the draft does not hold up
+            stream.wait_for_others()  # for the target's pass, which the draft does not hold up
             began = monotonic()
-            stream.take(frames, times, fps, timed)
+            stream.take_frames(frames, times, fps, timed)
             now = monotonic()
             self._held_up_s += now - began
             others_s = now - self._born - self._held_up_s
@@ -87,26 +87,26 @@ class GuardedDraftStream:
                     "a cheaper kv, or leave the draft out"
                 )
 
-    def idle(self) -> None:
+    def finish_intake(self) -> None:
         """Tell the draft's stream that no more frames come for now."""
-        with self.dropping() as stream:
+        with self.drop_on_error() as stream:
             if stream is not None:
-                stream.idle()
+                stream.finish_intake()
 
-    def mark(self) -> Any:
-        """Return the present state of the draft's stream, for `back`; None without a draft."""
-        with self.dropping() as stream:
-            return None if stream is None else stream.mark()
+    def checkpoint(self) -> Any:
+        """Return the present state of the draft's stream, for `restore`; None without a draft."""
+        with self.drop_on_error() as stream:
+            return None if stream is None else stream.checkpoint()
 
-    def back(self, mark: Any) -> None:
-        """Restore the draft's stream to its state at `mark`."""
-        with self.dropping() as stream:
+    def restore(self, mark: Any) -> None:
+        """Restore the draft's stream to its state at `checkpoint`."""
+        with self.drop_on_error() as stream:
             if stream is not None:
-                stream.back(mark)
+                stream.restore(mark)
 
     def close(self) -> None:
         """Release what the draft's stream holds; a second call does nothing."""
-        with self.dropping() as stream:
+        with self.drop_on_error() as stream:
             self.stream = None
             if stream is not None:
                 stream.close()
@@ -169,7 +169,7 @@ class StreamRunner:
 
     # Frames come in.
 
-    def take(
+    def take_frames(
         self,
         frames: Tensor,
         moments: list[float],
@@ -179,7 +179,7 @@ class StreamRunner:
     ) -> int:
         """Take in frames [T, 3, H, W] shown at `moments` (seconds); `progress` gets the number read so far. Return the
         number taken in: if the deadline comes first, those of complete passes. `ingest`: they are of a stored video; call
-        the state's `idle` after it."""
+        the state's `finish_intake` after it."""
         step = self.bulk if ingest else self._step
         if ingest:
             self.state.begin_ingest()
@@ -253,7 +253,7 @@ class StreamRunner:
             state.keep(frames)
             info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
             return
-        features, counts = state.merge(self.adapter.features(frames, info.size)[0])
+        features, counts = state.merge_units(self.adapter.features(frames, info.size)[0])
         begins = (
             [start + pace * past for past in itertools.accumulate(counts[:-1], initial=0)] if counts else []
         )
@@ -267,7 +267,7 @@ class StreamRunner:
             self.stream.positions.told(state.units(), info.shown(state.units()))
         while done < total:
             first = state.units()
-            count = state.fit(first, total - done)
+            count = state.units_that_fit(first, total - done)
             part, frames = features[done : done + count], numbers[done : done + count]
             shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
             look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
@@ -302,32 +302,32 @@ class StreamRunner:
             state.end_pass()
         return hidden
 
-    def shown(self, unit: int) -> float:
+    def shown_seconds(self, unit: int) -> float:
         """Return when a unit (frame) was shown, in seconds of the stream."""
         return self.info.times[self.info.spans[unit][0]]
 
-    def pinned(self, unit: int) -> bool:
+    def is_pinned(self, unit: int) -> bool:
         """Return whether the user pinned the time at which a unit (frame) was shown."""
-        return any(begin <= self.shown(unit) <= end for begin, end in self.info.pins)
+        return any(begin <= self.shown_seconds(unit) <= end for begin, end in self.info.pins)
 
     # Going back.
 
-    def mark(self) -> Any:
-        """Return the present state of the stream (memory, times, recurrent states, draft's stream), for `back`."""
+    def checkpoint(self) -> Any:
+        """Return the present state of the stream (memory, times, recurrent states, draft's stream), for `restore`."""
         info = self.info
-        lengths, states = (len(info.spans), len(info.times)), self.running and self.running.mark()
-        return self.state.checkpoint(), replace(info), *lengths, self.beside.mark(), states
+        lengths, states = (len(info.spans), len(info.times)), self.running and self.running.checkpoint()
+        return self.state.checkpoint(), replace(info), *lengths, self.beside.checkpoint(), states
 
-    def back(self, mark: Any) -> None:
-        """Restore the stream to its state at `mark`."""
+    def restore(self, mark: Any) -> None:
+        """Restore the stream to its state at `checkpoint`."""
         memory, info, spans, times, beside, states = mark
         del info.spans[spans:], info.times[times:]
         self.info = info
         self.state.restore(memory)
         if self.running is not None:
-            self.running.back(states)
-        self.beside.back(beside)
-        self.around.cut(self.state.units() * info.unit)
+            self.running.restore(states)
+        self.beside.restore(beside)
+        self.around.forget_after(self.state.units() * info.unit)
 
     def counters(self, state: StreamState | None = None) -> dict[str, float]:
         """Return figures of the memory (or of its snapshot `state`), and of what a pruner kept of all units (frames) or of

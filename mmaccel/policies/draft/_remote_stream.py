@@ -56,22 +56,23 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         self._out = 0  # calls not answered yet
         self._call("open", session.processor, session.kv, session.chunk, session.prune)
 
-    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+    def take_frames(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
         self.settle()
         own = frames.to("cpu", copy=True).contiguous()  # the caller's may change as soon as this returns
-        self._call("take", own.numpy(), list(times), None if fps is None else float(fps), timed, later=True)
+        rate = None if fps is None else float(fps)
+        self._call("take_frames", own.numpy(), list(times), rate, timed, later=True)
 
-    def mark(self) -> bool:
-        self._call("mark")
+    def checkpoint(self) -> bool:
+        self._call("checkpoint")
         return True
 
-    def back(self, mark: Any) -> None:
-        self._call("back")
+    def restore(self, mark: Any) -> None:
+        self._call("restore")
 
-    def ask(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
+    def prepare_question(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
         if heard is not None:
             heard = replace(heard, tokens=heard.tokens.cpu(), paid=heard.paid.cpu())
-        self._call("ask", question, room, heard)
+        self._call("prepare_question", question, room, heard)
 
     def _call(self, name: str, *given: Any, later: bool = False) -> None:
         """Have the process call the method `name` of its stream; frames travel as they are, `later` by a thread."""
@@ -84,7 +85,7 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         else:
             self._worker.send(*numbers, blob=blob)
 
-    done = idle = relay(_call)
+    end_question = finish_intake = relay(_call)
 
     def save(self, folder: Path) -> None:
         self._call("save", folder.resolve())
@@ -127,10 +128,10 @@ class ServedStreams:
             if name == "open":
                 assert self._watch is not None
                 self.streams[number] = self._watch(*given)
-            elif name == "mark":
-                self._marks[number] = self.streams[number].mark()
-            elif name == "back":
-                self.streams[number].back(self._marks[number])
+            elif name == "checkpoint":
+                self._marks[number] = self.streams[number].checkpoint()
+            elif name == "restore":
+                self.streams[number].restore(self._marks[number])
             else:
                 given = (torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in given)
                 getattr(self.streams[number], name)(*given)

@@ -83,7 +83,7 @@ class _Memory(FullState):
     def follow(self, dense: KVState, length: int) -> None:
         """After verification, replace the drafted columns by those of `dense` state from the prompt's end to `length`."""
         for layer in range(len(self._buffers)):
-            view, lacks = dense.view(layer, torch.empty(0)), dense.lacks(layer)
+            view, lacks = dense.view(layer, torch.empty(0)), dense.count_dropped(layer)
             new = slice(self._prompt - lacks, length - lacks)
             self._counts[layer] = self._chosen[layer]
             self.append(layer, view.key[:, :, new], view.value[:, :, new])
@@ -129,7 +129,7 @@ class _Sparse(DraftState, Probe):
     def probe(self) -> Probe:
         return self
 
-    def attending(
+    def read_attention_inputs(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
         self._dense = run.state

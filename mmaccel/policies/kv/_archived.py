@@ -248,16 +248,16 @@ class SharedArchive(ArchivedMemory):
         return bool(self.store.spill != "drop_oldest")
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
-        self.idle()
+        self.finish_intake()
         taken: Any = super().snapshot(stream, pause)
         self._lent, self._question = taken, weakref.ref(taken)
         return taken  # type: ignore[no-any-return]
 
-    def between(self, first: int, end: int) -> None:
+    def limit_to_units(self, first: int, end: int) -> None:
         self._main._part()
         self.index.forget([*range(first), *range(end, self._count)])
         self.local = 0
-        self.idle()
+        self.finish_intake()
 
     def _part(self) -> None:
         """Something comes that changes what a question reads: from now on that reads copies."""
@@ -280,7 +280,7 @@ class SharedArchive(ArchivedMemory):
 
     # What is let go of.
 
-    def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
+    def forget_old_units(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
         held, policy = self.store.units(0), self.policy
         self.store.pinned = _weakly(pinned)
         gone: list[int] = self.store.lost
@@ -327,9 +327,9 @@ class SharedArchive(ArchivedMemory):
             self._part()
         super().begin_pass(stream_pass)
 
-    def idle(self) -> None:
+    def finish_intake(self) -> None:
         self._part()
-        super().idle()
+        super().finish_intake()
 
     def checkpoint(self) -> Any:
         self._part()

@@ -205,7 +205,7 @@ class IngestState(PassState):
         self._ingested = Ingested(sides, self.stream.head, self.stream.unit, most)
         self.last_listed = {}
 
-    def fit(self, first: int, count: int) -> int:
+    def units_that_fit(self, first: int, count: int) -> int:
         if self._ingested is None:
             return self.bases.same(first, count)
         # Each unit of a pass sees at least what it would see under the window.
@@ -267,8 +267,8 @@ class IngestState(PassState):
         held.share += sum((end - self._first) / end for end in range(stream_pass.first + 1, total + 1))
         self._count = total
 
-    def idle(self) -> None:
-        super().idle()
+    def finish_intake(self) -> None:
+        super().finish_intake()
         held, self._ingested, self.last_listed = self._ingested, None, None
         if held is None:
             return

@@ -77,8 +77,8 @@ class ArchivedMemory(StreamMemory):
     def clusters(self) -> dict[str, Tensor]:
         return self.index.owners()
 
-    def fit(self, first: int, count: int) -> int:
-        return super().fit(first, 1 if self.policy.encode_by == "frame" else count)
+    def units_that_fit(self, first: int, count: int) -> int:
+        return super().units_that_fit(first, 1 if self.policy.encode_by == "frame" else count)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
         super().begin_pass(stream_pass)
@@ -86,7 +86,7 @@ class ArchivedMemory(StreamMemory):
             self._found = {}
             self._questions += 1
             if self._main is None:
-                self.idle()
+                self.finish_intake()
             begin, end = words_of(stream_pass)
             self._numbers[0].fill_(end - begin)
         elif stream_pass.kind == "units":
@@ -143,9 +143,9 @@ class ArchivedMemory(StreamMemory):
         """[2 + L] on the device: words of the question, units of the stream, summary tokens of each layer."""
         return self.replays.room("told", (2 + self.geometry.layers,), torch.long)
 
-    def idle(self) -> None:
+    def finish_intake(self) -> None:
         """Prepare the search tables for the next question; numbers that the device already has are not sent again."""
-        super().idle()
+        super().finish_intake()
         self.index.digest()
         self.index.prepare(self._begin)
         if self._first:
@@ -159,7 +159,7 @@ class ArchivedMemory(StreamMemory):
             self._known = numbers, sent
             numbers[1 : 1 + len(sent)] = on_device(sent, self.device)
 
-    def ahead(self, layer: int, hidden: Tensor) -> None:
+    def take_hidden(self, layer: int, hidden: Tensor) -> None:
         stream_pass, self._entering = self._stream_pass, None
         if stream_pass is None or stream_pass.kind != "question":
             return
@@ -328,9 +328,9 @@ class ArchivedMemory(StreamMemory):
                 main.index.touched(found)
             self.prefetcher.settle()
             # The next question need not wait for what this one split.
-            main.idle()
+            main.finish_intake()
 
-    def seen(self, layer: int) -> Tensor | None:
+    def seen_tokens(self, layer: int) -> Tensor | None:
         return self._tokens_of(self._found[layer].entries, self._begin) if layer in self._found else None
 
     def _looked(self) -> dict[int, Look]:

@@ -123,7 +123,7 @@ class TokenMemory(StreamMemory):
     def _most(self) -> int:
         return -(-(self.held_columns() - self._headed) // self.stream.unit)
 
-    def fit(self, first: int, count: int) -> int:
+    def units_that_fit(self, first: int, count: int) -> int:
         return min(count, self.clip - first % self.clip)
 
     def _encode(
@@ -178,7 +178,7 @@ class TokenMemory(StreamMemory):
             self._held[layer] = fresh if old is None else old.and_then(fresh)
         self._count = self._first = total
 
-    def between(self, first: int, end: int) -> None:
+    def limit_to_units(self, first: int, end: int) -> None:
         for layer, held in enumerate(self._held):
             if held is not None:
                 units = held.column // self.stream.unit
@@ -228,7 +228,7 @@ class TokenMemory(StreamMemory):
     def reset(self) -> None:
         self.restore(self._blank)
 
-    def seen(self, layer: int) -> Tensor | None:
+    def seen_tokens(self, layer: int) -> Tensor | None:
         return self._seen[layer][0] if layer in self._seen else None
 
     def _looked(self) -> dict[int, Look]:

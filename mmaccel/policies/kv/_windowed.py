@@ -319,10 +319,10 @@ class StreamMemory(IngestState):
         parts = self._rows.reached(self.rope, self.stream.head, self._units_of, self._pause)
         return weigh(self._looked(), self._count, parts)
 
-    def summaries(self, layer: int) -> int:
+    def count_summary_columns(self, layer: int) -> int:
         return self._asked[layer].few
 
-    def seen(self, layer: int) -> Tensor | None:
+    def seen_tokens(self, layer: int) -> Tensor | None:
         return None if layer not in self._looks else self._tokens_of(*self._looks[layer])
 
     def _tokens_of(self, numbers: Tensor, begin: int) -> Tensor:

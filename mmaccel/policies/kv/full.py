@@ -172,7 +172,7 @@ class FullState(LayeredState):
             found.append((key, value))
         return found
 
-    def wrote(self, count: int) -> None:
+    def note_written(self, count: int) -> None:
         self._counts = [held + count for held in self._counts]
         self._last = count
 
@@ -261,7 +261,7 @@ class WholeStream(PassState):
     def reset(self) -> None:
         self.restore((0, 0))
 
-    def seen(self, layer: int) -> Tensor | None:
+    def seen_tokens(self, layer: int) -> Tensor | None:
         return torch.arange(self._count * self.stream.unit, device=self.device)
 
     def evidence(self) -> dict[int, UnitEvidence]:

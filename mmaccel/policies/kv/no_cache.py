@@ -98,7 +98,7 @@ class _Frames(FrameMemory):
         taken._held = dict(self._held)
         return taken
 
-    def between(self, first: int, end: int) -> None:
+    def limit_to_units(self, first: int, end: int) -> None:
         self._held = {number: frames for number, frames in self._held.items() if first <= number < end}
 
     def pick(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:

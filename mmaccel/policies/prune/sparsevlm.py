@@ -101,9 +101,9 @@ class SparseVLM(TokenPruner):
         )
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
-        return self.cut(signals, layout, stage, total).columns
+        return self.prune(signals, layout, stage, total).columns
 
-    def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
+    def prune(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
         at = candidate_columns(layout)
         count = stage.count(at, total)
         if count == at.numel():

@@ -280,12 +280,12 @@ def watching(kv: str = "mosaic") -> DraftStreamSettings:
 
 def take(stream: DraftStream, frames: torch.Tensor, start: float) -> None:
     times = [start + i / FPS for i in range(len(frames))]
-    stream.take(frames, times, FPS, False)
+    stream.take_frames(frames, times, FPS, False)
 
 
 def written(stream: DraftStream, target: ModelView) -> list[int]:
     """What a draft says to a question, after its first token is fixed."""
-    stream.ask(QUESTION, COUNT)
+    stream.prepare_question(QUESTION, COUNT)
     inputs: Any = {"input_ids": torch.tensor([[1, 0]])}
     if isinstance(stream, RemoteDraftStream):
         with closing(RemoteDrafter(stream._worker, target.geometry.vocab)) as remote:
@@ -297,7 +297,7 @@ def written(stream: DraftStream, target: ModelView) -> list[int]:
         writer = DraftDecoder(target.runner(), "cpu", target.geometry.vocab)
         writer.read(inputs, None, False, None, 0, stream)
         found = writer.write(0, [7], COUNT)
-    stream.done()
+    stream.end_question()
     assert found is not None
     return found.ids
 
@@ -315,10 +315,10 @@ def test_it_says_what_a_stream_here_says(target: ModelView, tmp_path: Path, kv: 
             take(stream, frames[:9], 0.0)
             frames.zero_()  # what was sent may be written over
             said.append(written(stream, target))
-            mark = stream.mark()
+            mark = stream.checkpoint()
             take(stream, film(20, seed=4)[:8], 4.5)
             said.append(written(stream, target))
-            stream.back(mark)
+            stream.restore(mark)
             said.append(written(stream, target))
             stream.save(folder)
             take(stream, film(20)[9:], 4.5)

@@ -272,4 +272,6 @@ def test_every_query_of_the_pass_is_asked_of_probes_at_most() -> None:
 def test_clips_and_budgets_are_counted_in_frames() -> None:
     state = opened(LiveVLM(frames=5, recent=3), pace=2)
     assert (state.clip, state.budget, state.recent) == (16, 3 * TOKENS, 2)  # type: ignore[attr-defined]
-    assert [state.fit(first, 99) for first in (0, 5, 16)] == [16, 11, 16] and state.fit(3, 2) == 2
+    assert [state.units_that_fit(first, 99) for first in (0, 5, 16)] == [16, 11, 16] and state.units_that_fit(
+        3, 2
+    ) == 2

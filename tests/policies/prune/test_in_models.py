@@ -142,7 +142,7 @@ def test_a_run_is_read_by_its_own_probes_alone(family: str, shallow: Any) -> Non
         def __init__(self) -> None:
             self.seen: list[int] = []
 
-        def attending(self, run: PrefillPass, layer: int, *rest: Any) -> None:
+        def read_attention_inputs(self, run: PrefillPass, layer: int, *rest: Any) -> None:
             self.seen.append(layer)
 
     with torch.no_grad(), mmaccel.accelerate(shallow) as fast:

@@ -156,7 +156,7 @@ def test_a_question_leaves_the_stream_as_it_was(encode_frames: int) -> None:
         outputs = []
         for one in (asked, silent):
             outputs.append(torch.cat(one.watch(16), 2))
-            one.state.idle()
+            one.state.finish_intake()
         assert torch.equal(*outputs) and asked.state.length() == silent.state.length()
         for name in (2, 0, 5):
             asked.ask(name)
@@ -337,7 +337,7 @@ def called(sizes: list[int], ask: bool, **fields: Any) -> tuple[Driven, torch.Te
     for size in sizes:
         driven.state.checkpoint()
         out += driven.watch(size)
-        driven.state.idle()
+        driven.state.finish_intake()
         if ask:
             driven.ask(driven.scenes[3])
     return driven, torch.cat(out, 2)

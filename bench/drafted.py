@@ -89,7 +89,7 @@ class ReplayedParallel(Parallel):
             worker.wait(READY, 240.0)
             return worker
 
-        return target.hold(f"replayed draft {self.away}", begin, lambda worker: worker.alive)  # type: ignore[no-any-return]
+        return target.cached(f"replayed draft {self.away}", begin, lambda worker: worker.alive)  # type: ignore[no-any-return]
 
     film: ClassVar[list[Any]] = []
     """Frames and scenes of the film, and whether the model is the tiny one."""

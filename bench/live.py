@@ -61,7 +61,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     WAITS: [(FairLock, "_aside"), (FairLock, "_acquire")],
     "clip": [(StreamRunner, "take_frames")],
     "pixels": [(HFStreamAdapter, "features")],
-    "tower": [(StreamPasses, "encoded")],
+    "tower": [(StreamPasses, "encode_pixels")],
     "layers": [(StreamRunner, "run_units")],
     "token": [(QuestionRunner, "step")],
     "question": [(QuestionRunner, "prefill")],
@@ -234,7 +234,7 @@ def measured(
     turns = session._stream_adapter.turns
     clock, over, passes = Clock(turns), threading.Event(), list[float]()
     behind, sent, check = 0, 0, session._check
-    session._stream_adapter.ends = frozenset  # type: ignore[method-assign]
+    session._stream_adapter.end_token_ids = frozenset  # type: ignore[method-assign]
 
     def begun(question: str) -> Any:
         if threading.current_thread() is asking:

@@ -153,7 +153,9 @@ def cache_bytes(model: nn.Module, columns: int) -> int:
     family: Any = adapter_for(model)
     shape = family.geometry(model)
     each = shape.kv_heads * shape.head_dim * next(model.parameters()).dtype.itemsize
-    states = (one.num_v_heads * one.head_k_dim * one.head_v_dim for one in family.states(model).values())
+    states = (
+        one.num_v_heads * one.head_k_dim * one.head_v_dim for one in family.recurrent_layers(model).values()
+    )
     return 2 * shape.layers * columns * each + 2 * torch.float32.itemsize * sum(states)
 
 

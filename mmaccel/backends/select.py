@@ -51,7 +51,7 @@ class Choice:
     why: str
     costs: Costs | None = None
 
-    def pays(self, listed: float, causal: float, tokens: float) -> bool:
+    def beats_dense(self, listed: float, causal: float, tokens: float) -> bool:
         """Whether a pattern that lists at most `listed` pairs is faster than dense attention over `causal` pairs of a layer.
 
         Both count pairs over all heads and sequences; planning for `tokens` tokens is included. Dense wins ties. True if

@@ -94,7 +94,7 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
         query, key = (torch.randn(keys.batch, h, keys.length, 16, generator=g) for h in (heads, groups))
         plan = check_plan(pattern, query[:, :, start:], key, keys.take(slice(start, None)), keys)
         promise(
-            len(pattern.per_head(heads)) == heads,
+            len(pattern.head_pattern_names(heads)) == heads,
             f"sparse {pattern.name!r}: per_head({heads}) names not {heads} patterns; name one a head.",
         )
         if not pattern.adaptive and plan is not None:

@@ -359,7 +359,7 @@ class KVCache(Cache):
 
 def cache_of(model: nn.Module, family: Any, state: KVState | None = None) -> Any:
     """Wrap `state` as a transformers cache for `model`; if None, make one of transformers' own that can be rolled back."""
-    states, layers = family.states(model), family.geometry(model).layers
+    states, layers = family.recurrent_layers(model), family.geometry(model).layers
     if not states:
         return DynamicCache() if state is None else KVCache(state, layers)
     from mmaccel.models.recurrent import Recurrent, rollback_cache

@@ -61,14 +61,14 @@ def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False
         else:
             decode_in_turn(decodings)
             tokens = sum(one.ids.shape[1] for one in decodings) - before
-            attachment.draft_times.drafted(columns(kwargs), time.perf_counter() - began, tokens)
+            attachment.draft_times.record_drafted(columns(kwargs), time.perf_counter() - began, tokens)
     finally:
         for sequence in begun:
             sequence.end()
     unread = [row["input_ids"] for row, _ in sequences[len(begun) :]]
     if count := len(unread):
         warn(f"max_time: {count} of {len(sequences)} prompts were not read in time; give more seconds.")
-    return _outputs(attachment, begun, unread, attachment.asked("use_cache", kwargs))
+    return _outputs(attachment, begun, unread, attachment.generate_option("use_cache", kwargs))
 
 
 def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor], keeps: bool | None) -> Any:
@@ -110,8 +110,8 @@ def _sequences(
 ) -> list[tuple[dict[str, Any], torch.Generator | None]]:
     """The arguments of `generate` for each sequence of a batch by itself, and where its random numbers come from."""
     ids, name, times = kwargs["input_ids"], attachment.owner.recipe.draft.name, 1
-    if attachment.asked("do_sample", kwargs):  # else transformers says what is wrong with more than one
-        times = attachment.asked("num_return_sequences", kwargs) or 1
+    if attachment.generate_option("do_sample", kwargs):  # else transformers refuses more than one
+        times = attachment.generate_option("num_return_sequences", kwargs) or 1
     if ids.shape[0] * times == 1:
         seat = attachment.owner.seat
         return [(kwargs, None if seat is None or seat.alone else seat.generator)]
@@ -160,9 +160,9 @@ class _Sequence:
         if kwargs.get("past_key_values") is None and not streams:
             # One of a batch, whose cache and layout are not its own.
             kwargs["past_key_values"] = attachment.cache()
-            attachment.promise(kwargs)
+            attachment.prepare_layout(kwargs)
         kwargs = drop_padding(attachment, kwargs)
-        kwargs = kwargs if streams else attachment.limited(kwargs)
+        kwargs = kwargs if streams else attachment.limit_length(kwargs)
         self._raw = dict(kwargs)
         # transformers shows it the prompt, and leaves the rest to the loop
         self._streamer = self._raw.pop("streamer", None)
@@ -209,14 +209,14 @@ class _Sequence:
         if held := cache_length(self.cache):
             given, past = new_inputs(self._raw, held), cached_columns(attachment, self.cache)
             assert past is not None
-        self._turn = turn = ConversationDraft.of(self.cache, draft)
+        self._turn = turn = ConversationDraft.stored_with(self.cache, draft)
         self.options, self.processors, self.read = options, logits_processor, input_ids.shape[1]
         self.runner = runner = runner_of(attachment, model, self.cache, most)
         if (seat := owner.seat) is not None and not seat.alone:
             from mmaccel.models.together import StepsTogether
 
             assert not isinstance(runner, PromptRunner)
-            seat.batch.share(runner, StepsTogether.of)
+            seat.batch.share_steps(runner, StepsTogether.of)
         warped = options.do_sample or logits_processor
         prompt = Prompt(
             inputs=given if past is None else {**given, "position_ids": None},
@@ -225,7 +225,7 @@ class _Sequence:
             generator=self._generator,
             max_new_tokens=most,
             past=past,
-            left=turn.take(),
+            left=turn.take_state(),
             lasts=self._lasts,
             deadline=getattr(attachment.running, "deadline", None),
         )
@@ -254,7 +254,7 @@ class _Sequence:
         def keep(columns: Tensor) -> None:
             with careful.drop_on_error() as state:
                 if state is not None:
-                    state.keep(columns)
+                    state.keep_columns(columns)
 
         pruner = probe = listener = None
         try:
@@ -266,7 +266,7 @@ class _Sequence:
             if pruner is not None:
                 layout, new = attachment.family.layout(attachment.model, given), None
                 if past is not None:
-                    layout, new = past.turn(layout), layout.length
+                    layout, new = past.with_new_turn(layout), layout.length
                 self._listener = listener = SignalProbe(
                     owner, pruner, layout, keep, careful.drop, new, turn.heard, self._lasts
                 )
@@ -301,7 +301,7 @@ class _Sequence:
         """Keep with the cache what the draft left."""
         if self._lasts:
             heard = None if self._listener is None else self._listener.states
-            self._turn.leave(self.cache, self._careful.left, heard)
+            self._turn.store_state(self.cache, self._careful.left, heard)
 
     def end(self) -> None:
         """Close this sequence's cache and figures, however decoding ended; a second call does nothing."""

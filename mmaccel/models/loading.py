@@ -309,7 +309,7 @@ def move_hooks(model: nn.Module, chosen: Sequence[torch.device], first: torch.de
     modules = [*zip(family.layers(model), chosen, strict=True), (family.text(model).norm, first)]
     hooks = Hooks()
     for module, place in modules:
-        hooks.before(module, MoveInputs(place, memo, module is modules[-1][0]), prepend=True)
+        hooks.add_pre_hook(module, MoveInputs(place, memo, module is modules[-1][0]), prepend=True)
     return hooks.close
 
 

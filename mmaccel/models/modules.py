@@ -221,7 +221,7 @@ def _joined(
         return deepstack.join_levels(made[0])
 
     others = {name: x for name, x in given.items() if name != pixels}
-    joined = family.encoded(model, kind, given[pixels], others, PATCHES, features)
+    joined = family.encode_pixels(model, kind, given[pixels], others, PATCHES, features)
     return type(made[0])(**deepstack.split_levels(joined, made[0]))
 
 

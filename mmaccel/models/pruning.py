@@ -76,7 +76,7 @@ class Pruning:
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
             for index, layer in enumerate(family.layers(model)):
                 if index >= first:
-                    hooks.before(layer, Entering(index, self._enter))
+                    hooks.add_pre_hook(layer, Entering(index, self._enter))
 
     def forward(self, run: ForwardPass, kwargs: dict[str, Any], go: Go) -> Any:
         """Run the text model on new tokens, dropping those that the pruner rejects; `go` runs the unpruned forward."""
@@ -131,7 +131,7 @@ class Pruning:
             kwargs["input_ids"] = None
             signals = Signals(hidden=embeds)
             if self.vision is not None:
-                signals.update(self.vision.take(run.layout))
+                signals.update(self.vision.take_signals(run.layout))
             kept = self._cut(work, self.stages[0], signals, embeds[0])
             if kept is not None:
                 kwargs = of_columns(kwargs, kept.columns)
@@ -276,7 +276,7 @@ def prune_frames(
     layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=frame)
     signals = Signals(hidden=rows[None, :, : shape.hidden])
     if vision is not None:
-        signals.update(vision.take(layout))
+        signals.update(vision.take_signals(layout))
     kept = pruner.prune(signals, layout, pruner.stages(shape.layers)[0])
     columns = checked_columns(pruner, kept.columns, layout)
     counts = torch.bincount(columns[columns < inside] // each, minlength=inside // each)

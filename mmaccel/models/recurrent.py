@@ -279,7 +279,7 @@ def record_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def hook_inputs(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
     """Install the hook `record_input` on `modules`."""
     for module in modules:
-        hooks.before(module, record_input)
+        hooks.add_pre_hook(module, record_input)
 
 
 def rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:

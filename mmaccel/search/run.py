@@ -355,7 +355,8 @@ def agreement(one: Row, other: Row) -> float:
 def head_pattern_names(table: Row) -> list[tuple[str, ...]]:
     """For each layer the names of its heads' patterns, as in a report."""
     return [
-        tuple(build_pattern(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]
+        tuple(build_pattern(head["pattern"]).head_pattern_names(1)[0] for head in layer)
+        for layer in table["layers"]
     ]
 
 

@@ -315,14 +315,14 @@ def test_captions_are_the_plain_ones_and_a_killed_draft_loses_none(spoken, monke
         assert [one["new_tokens"] for one in told["sequences"]] == counts
 
         # In the prompt's pass: killed as soon as it has been told what to read.
-        keep = Pipeline.keep
+        keep = Pipeline.keep_columns
 
         def kill_reading(self, columns):
             keep(self, columns)
             os.kill(next(iter(fast.view._held.values())).process.pid, signal.SIGKILL)
 
         with monkeypatch.context() as patch, pytest.warns(MmaccelWarning, match="went|ended|reached"):
-            patch.setattr(Pipeline, "keep", kill_reading)
+            patch.setattr(Pipeline, "keep_columns", kill_reading)
             assert torch.equal(say(), want)
         assert "DraftError" in fast.report().draft["failed"]
         assert fast.report().new_tokens == want.shape[1] - inputs["input_ids"].shape[1]

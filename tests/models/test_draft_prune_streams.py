@@ -116,7 +116,7 @@ def test_scores_by_states_are_those_of_the_plain_model(kv: str) -> None:
     for hook in hooks:
         hook.remove()
     layout = adapter_for(model).layout(model, inputs)
-    tail, (begin, end) = adapter_for(model).stream_adapter(model, processor).tail(QUESTION)
+    tail, (begin, end) = adapter_for(model).stream_adapter(model, processor).tail_ids(QUESTION)
     column = torch.arange(layout.length)[None] - (layout.length - len(tail))
     layout = dataclasses.replace(layout, asked=(column >= begin) & (column < end))
     video = (inputs["input_ids"][0] == model.config.video_token_id).nonzero()[: len(heard.tokens), 0]

@@ -60,8 +60,8 @@ def test_a_frame_goes_through_the_tower_by_a_graph(monkeypatch: pytest.MonkeyPat
             inputs = adapters[0]._pixels(frame, (42, 70))  # type: ignore[attr-defined]
             family: Any = adapters[0].family  # type: ignore[attr-defined]
             with torch.no_grad():
-                plain = family.frames(model, inputs)[:-1]
-                right = family.frames(exact, {name: one.double() for name, one in inputs.items()})[:-1]
+                plain = family.encode_frames(model, inputs)[:-1]
+                right = family.encode_frames(exact, {name: one.double() for name, one in inputs.items()})[:-1]
             error, own = ((one.double().flatten(0, -2) - right).abs().max() for one in (rows, plain))
             assert error <= 1.1 * own + 1e-6
 

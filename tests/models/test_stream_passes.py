@@ -192,7 +192,7 @@ def test_features_of_frames_are_those_that_the_model_puts_in_their_places(kind: 
     family = adapter_for(model)
     with torch.no_grad():
         placed = family.embed(model, inputs)[inputs["input_ids"] == model.config.video_token_id]
-        assert torch.equal(family.frames(model, inputs), placed)
+        assert torch.equal(family.encode_frames(model, inputs), placed)
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])

@@ -65,7 +65,7 @@ class GuardedDraft:
     """Wraps a draft so that its failure ends only drafting, not decoding; `state` is None before it is opened and after it
     ends.
 
-    lasts  whether a later turn may follow; then `left` is what the draft keeps for it (`DraftState.leave`)
+    lasts  whether a later turn may follow; then `left` is what the draft keeps for it (`DraftState.state_for_next_turn`)
     """
 
     def __init__(self, meter: DraftRounds, state: DraftState | None = None, lasts: bool = False) -> None:
@@ -103,7 +103,7 @@ class GuardedDraft:
         if draft is not None:
             try:
                 try:
-                    self.left = draft.leave() if self._lasts else None
+                    self.left = draft.state_for_next_turn() if self._lasts else None
                 finally:
                     draft.close()
             except Exception as error:
@@ -158,14 +158,14 @@ class Speculation:
     @torch.no_grad()
     def advance(self) -> None:
         """Commit the next tokens: the first call the one after the prompt, later calls those of one round."""
-        offered = run_draft(self.offer())
-        self.take(None if offered is None else self.target.step(*offered)[0])
+        offered = run_draft(self.offer_rows())
+        self.verify_logits(None if offered is None else self.target.step(*offered)[0])
 
     @torch.no_grad()
-    def offer(self, most: int | None = None) -> Generator[DraftStep, Tensor, Offer | None]:
+    def offer_rows(self, most: int | None = None) -> Generator[DraftStep, Tensor, Offer | None]:
         """Return the rows of the target's next step: the last token and the draft's proposal (at most `most` tokens if it
         can choose; 0: none), with `Branches` for a tree; None for the first token, as the prompt's logits are there. The
-        draft's own steps are yielded. Call `take` next."""
+        draft's own steps are yielded. Call `verify_logits` next."""
         self._proposal, self._rests = Proposal.empty(), most == 0
         if self._first is not None:
             return None
@@ -173,7 +173,7 @@ class Speculation:
         proposal = self._proposal
         with self._draft.drop_on_error() as draft:
             if draft is not None and not self._rests:
-                offered = yield from draft.drafting(most)
+                offered = yield from draft.draft_steps(most)
                 validate(offered)
                 proposal = offered
         self._proposal = proposal
@@ -183,7 +183,7 @@ class Speculation:
         return (rows,) if proposal.parents is None else (rows, proposal.branches)
 
     @torch.no_grad()
-    def take(self, logits: Tensor | None) -> None:
+    def verify_logits(self, logits: Tensor | None) -> None:
         """Verify the offered rows by the target's logits [n, V], and commit the accepted tokens."""
         first, self._first = self._first, None
         if first is not None:
@@ -233,11 +233,11 @@ class Speculation:
             return committed, path.numel(), logits[taken.to(logits.device)]
         with self._draft.drop_on_error() as draft:
             if draft is not None and not self._rests:
-                tail = draft.tail()
+                tail = draft.tail_token()
                 validate(tail)
                 if tail.ids.numel() > 1 or tail.parents is not None:
                     raise DraftError(f"DraftState.tail is one token or none; it is {tail.ids.tolist()}.")
-                proposal = proposal.then(tail)
+                proposal = proposal.followed_by(tail)
         try:
             committed, kept = accept(proposal, logits, ids[0], prompt.warp, prompt.generator)
         except DraftError as error:
@@ -248,12 +248,12 @@ class Speculation:
         return committed, kept, logits
 
     @property
-    def adapts(self) -> bool:
+    def adapts_length(self) -> bool:
         """Whether this sequence's number of drafted tokens may vary; under sampling it would change the random numbers."""
         return getattr(self._draft.state, "chooses", False) and self._prompt.warp is None
 
     @property
-    def unread(self) -> bool:
+    def has_unread_draft(self) -> bool:
         """Whether this sequence's draft must prefill the prompt before it proposes."""
         return self._first is None and getattr(self._draft.state, "unread", False)
 

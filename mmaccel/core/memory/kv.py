@@ -258,7 +258,7 @@ class StreamState(KVState):
     """
 
     recalls_alike: bool = False  # whether all layers show a question the same tokens of the same units
-    last_listed: dict[int, Any] | None = None  # by layer, of an ingestion's last pass (`ForwardPass.pays`)
+    last_listed: dict[int, Any] | None = None  # by layer, of an ingestion's last pass (`beats_dense`)
 
     @abstractmethod
     def begin_pass(self, stream_pass: StreamPass) -> None:

@@ -154,7 +154,7 @@ class ForwardPass(PrefillPass):
     ticket: Tensor | None = field(default=None, init=False)
     """By what compiled layers find this pass, which is no tensor."""
 
-    def pays(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
+    def beats_dense(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
         """Return whether the pattern of `layer` is faster than dense attention to `view` (None: all columns), by sizes and
         measured costs.
 
@@ -169,13 +169,13 @@ class ForwardPass(PrefillPass):
         most_seen = n_key if view is None or view.window is None else min(view.sinks + view.window, n_key)
         few = max(most_seen - (n_key - n), 0)
         dense = B * H * (few * (2 * (n_key - n) + few + 1) / 2 + (n - few) * most_seen)
-        if not choice.pays(0, dense, B * n_key):
+        if not choice.beats_dense(0, dense, B * n_key):
             return False  # a short prompt: making the plan alone costs more
         pattern = self.config.recipe.sparse.for_layer(layer)
         # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
         most = causal + n * pattern.block
         listed = min(pattern.max_blocks_total(n, n_key) * pattern.block**2, most)
-        if choice.pays(B * H * listed, dense, B * n_key):
+        if choice.beats_dense(B * H * listed, dense, B * n_key):
             return True
         expected = self._expected(layer, n, n_key, None if view is None else view.column)
         if (told := self._before.get(layer, self.listed.get(self.start))) is not None:
@@ -183,7 +183,7 @@ class ForwardPass(PrefillPass):
             if ready is not None:
                 ready.synchronize()
             expected *= float(value) / max(before, 1.0)
-        return choice.pays(B * H * min(expected, listed), dense, B * n_key)
+        return choice.beats_dense(B * H * min(expected, listed), dense, B * n_key)
 
     def _expected(self, layer: int, n: int, n_key: int, column: Tensor | None) -> float:
         pattern = self.config.recipe.sparse.for_layer(layer)
@@ -193,7 +193,7 @@ class ForwardPass(PrefillPass):
         """The layouts of the new columns and of those that a memory shows, `column` [N] (None: all), positions counted among
         them; one for all layers that are shown the same."""
         if column is None:
-            return self.queries, self.layout
+            return self.query_layout, self.layout
 
         def ranked() -> tuple[TokenLayout, TokenLayout]:
             keys = self.layout.take(column.to(self.layout.device))
@@ -225,11 +225,11 @@ class ForwardPass(PrefillPass):
         return made
 
     @cached_property
-    def queries(self) -> TokenLayout:
+    def query_layout(self) -> TokenLayout:
         """Layout of the new columns. All layers share it, so that values derived from it are computed once."""
         return self.layout.take(slice(self.start, None))
 
-    def part(self, begin: int, end: int) -> ForwardPass:
+    def slice_columns(self, begin: int, end: int) -> ForwardPass:
         """Return the forward pass over only the new columns ``begin .. end`` of this one."""
         layout, start = self.layout.take(slice(0, self.start + end)), self.start + begin
         rest = self.layout.length - layout.length + self.rest
@@ -265,7 +265,7 @@ class ForwardPass(PrefillPass):
         # Layers without keys of their own may be run for the last rows alone.
         rows = self.layout.length - self.start - query.shape[2]
         if rows > 0 and not self.stream and self.pruning is None:
-            return self.part(rows, rows + query.shape[2]).attend(layer, query, key, value, scale)
+            return self.slice_columns(rows, rows + query.shape[2]).attend(layer, query, key, value, scale)
         window = self.config.sliding.get(layer)
         view = KVView(key, value, None, 0, window) if self.state is None else self.state.view(layer, query)
         key, value = view.key, view.value
@@ -344,7 +344,7 @@ class ForwardPass(PrefillPass):
         if view.bias is not None:
             (self.meter or self.config.meter).note(BIASED.format(recipe.sparse.name))
             return None
-        if not self._counts_ranks(view) or not self.pays(layer, query, key.shape[2], view):
+        if not self._counts_ranks(view) or not self.beats_dense(layer, query, key.shape[2], view):
             return None
         # Estimates weigh scores by the size of a head.
         even = scale * query.shape[3] ** 0.5
@@ -392,7 +392,7 @@ class ForwardPass(PrefillPass):
             listed = listed + tails[:, None]
             if images is not None:
                 listed = listed + images.later(query, view.key).count_listed_pairs()
-            names = self.config.recipe.sparse.for_layer(layer).per_head(heads)
+            names = self.config.recipe.sparse.for_layer(layer).head_pattern_names(heads)
             if plan.dense is not None:
                 listed[:, numbered(plan.dense.heads, listed.device)] = dense
                 names = tuple("dense" if h in plan.dense.heads else name for h, name in enumerate(names))

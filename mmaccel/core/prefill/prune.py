@@ -59,7 +59,7 @@ class Probe:
     """Reads what the layers of one forward pass compute; subclasses override its methods. An error in one of them aborts the
     pass."""
 
-    def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
+    def read_layer_input(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
         """Read the input `hidden` [B, n, E] of `layer` for the new columns of `run`; the number of layers stands for the
         last output.
 

@@ -142,7 +142,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         the estimate. Backend "auto" decides by it whether a prompt is planned or dense."""
         return self.max_blocks_total(n_query, n_key)
 
-    def per_head(self, heads: int) -> tuple[str, ...]:
+    def head_pattern_names(self, heads: int) -> tuple[str, ...]:
         """Return the name of each head's pattern in a layer, for the report; within a boundary as "boundary(pattern)"."""
         return (self.name,) * heads
 

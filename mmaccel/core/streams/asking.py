@@ -62,7 +62,7 @@ def asked(
     weigh   whether its evidence will be asked for
     beside  it sees the stream as it is now, and yields to frames between its layers and its tokens if the memory supports
             that (`StreamState.snapshot`); the caller holds the `turns` of the model
-    settings  by which tokens are chosen (`StreamAdapter.choosing`)
+    settings  by which tokens are chosen (`StreamAdapter.choose_tokens`)
     between   (begin, end) in seconds of the stream: it sees only units that were shown then
 
     Raises `ModelError`, before anything is run, if the model has no position left for an answer, and `Ended` if the deadline
@@ -88,8 +88,8 @@ def asked(
     choosing = TokenChoice()
     if settings:
         assert isinstance(adapter, StreamAdapter)
-        ids = torch.cat([adapter.head(), asking.ids])[None]
-        choosing = adapter.choosing(ids, room, settings, adapter.attention.recipe.draft.active)
+        ids = torch.cat([adapter.head_ids(), asking.ids])[None]
+        choosing = adapter.choose_tokens(ids, room, settings, adapter.attention.recipe.draft.active)
     if info.timed and not isinstance(state, FrameMemory):
         # Those of the units that the memory has not taken in yet.
         times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
@@ -307,7 +307,7 @@ class QuestionRunner(Runner):
         more: dict[str, Any] = {} if branches is None else {"branches": branches}
         stream_pass = StreamPass(kind="answer", rows=ids.shape[1], **more)
         hidden = self.live.run_pass(
-            self.state, stream_pass, self.adapter.words(ids[0]), few=True, running=self.running, **more
+            self.state, stream_pass, self.adapter.token_embeds(ids[0]), few=True, running=self.running, **more
         )
         return self.adapter.logits(hidden)[None]
 
@@ -329,8 +329,8 @@ class QuestionRunner(Runner):
         piece of text. Warns if the model's positions are used up."""
         adapter = self.adapter
         assert isinstance(adapter, StreamAdapter)
-        ends, tokens, shown = adapter.ends(), list[int](), ""
-        ids = torch.cat([adapter.head(), self.ids])[None]
+        ends, tokens, shown = adapter.end_token_ids(), list[int](), ""
+        ids = torch.cat([adapter.head_ids(), self.ids])[None]
         start = ids.shape[1]
         choosing, beside = self.choosing, self.beside
         reason: FinishReason = "stop"

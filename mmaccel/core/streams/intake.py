@@ -265,4 +265,5 @@ class FrameIntake:
         """The stream of the draft, where it asks for one."""
         draft, told = self.recipe.draft, DraftStreamSettings(self._processor, self._kv, self.recipe.chunk)
         watches = draft.active and "video" in draft.needs
-        return GuardedDraftStream(partial(draft.watch, self._stream_adapter.view, told) if watches else None)
+        opens = partial(draft.open_stream, self._stream_adapter.view, told)
+        return GuardedDraftStream(opens if watches else None)

@@ -126,7 +126,7 @@ class StreamRunner:
         self.around = MemoryWrapper() if pruner is None else AttentionRecording(pruner, depth)
         self._warned, self._full, self.ingests, self.pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
-        ids, head = adapter.position_ids(info.size, fps), adapter.head().numel()
+        ids, head = adapter.position_ids(info.size, fps), adapter.head_ids().numel()
         words, pace, dtype = adapter.text_around_unit, adapter.pace, adapter.dtype
         self.stream = Stream(unit=info.unit, words=words, head=head, pace=pace, positions=ids, dtype=dtype)
         one = len(set(adapter.layer_devices)) == 1
@@ -236,12 +236,12 @@ class StreamRunner:
         info, size, adapter = self.info, frame_size(frames), self.adapter
         if size == info.raw:
             return frames
-        if not self._warned and not adapter.fits(frames, info.size):
+        if not self._warned and not adapter.accepts_frames(frames, info.size):
             self._warned = True
             (height, width), (h, w) = info.size, size
             warn(f"frames of {w}x{h} are resized to {width}x{height}, the size with which the stream began.")
         if info.pending is not None and info.raw is not None:
-            return adapter.resized(frames, info.raw)
+            return adapter.resize_frames(frames, info.raw)
         info.raw = size
         return frames
 

@@ -150,7 +150,7 @@ class DraftModelStrategy(DraftStrategy):
     def check(self, target: ModelView) -> None:
         self.peer(target)
 
-    def watch(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
+    def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         peer = self.peer(target)
         adapter = adapter_for(peer.model).stream_adapter(peer.model, session.processor)
         return LocalDraftStream(adapter, self.kv or session.kv, session.chunk, self.prune)
@@ -307,7 +307,7 @@ class DraftModelState(DraftState):
     def unread(self) -> bool:  # type: ignore[override]
         return self._unread is not None
 
-    def keep(self, columns: Tensor) -> None:
+    def keep_columns(self, columns: Tensor) -> None:
         self._columns = columns
 
     def _open(self) -> Runner:
@@ -346,7 +346,7 @@ class DraftModelState(DraftState):
     def notes(self) -> list[str]:
         return self._unused
 
-    def leave(self) -> Any:
+    def state_for_next_turn(self) -> Any:
         if self._runner is None or self._stream is not None:
             return None
         if self._unread is not None:

@@ -116,9 +116,9 @@ class Parallel(DraftModelStrategy):
         else:
             super().check(target)
 
-    def watch(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
+    def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         if not self.process:
-            return super().watch(target, session)
+            return super().open_stream(target, session)
         return RemoteDraftStream(
             self._worker(target), replace(session, kv=self.kv or session.kv, prune=self.prune)
         )
@@ -134,7 +134,7 @@ class Parallel(DraftModelStrategy):
         else:
             engine = LocalDrafter(self.peer(target), vocab, target.device)
         measured = self.prune_when == "measured"
-        shares = target.hold("parallel shares", lambda: ReadingChoice(bare_s)) if measured else None
+        shares = target.cached("parallel shares", lambda: ReadingChoice(bare_s)) if measured else None
         return Pipeline(engine, self, model_devices(target.model), vocab, shares)
 
     def _worker(self, target: ModelView) -> Worker:
@@ -159,7 +159,7 @@ class Parallel(DraftModelStrategy):
                 raise DraftError(f"parallel: {error}") from error
             return worker
 
-        worker: Worker = target.hold(f"parallel {options}", begin, lambda worker: worker.alive)
+        worker: Worker = target.cached(f"parallel {options}", begin, lambda worker: worker.alive)
         worker.wire.silence_s = self.timeout_s
         return worker
 
@@ -257,14 +257,14 @@ class Pipeline(DraftState):
         check_text("parallel", past)
         return None
 
-    def leave(self) -> _Turn:
+    def state_for_next_turn(self) -> _Turn:
         self._send()
         return _Turn(self._engine.leave(self._prompt), self._pruner is not None)
 
     def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
         return self._pruner
 
-    def keep(self, columns: Tensor) -> None:
+    def keep_columns(self, columns: Tensor) -> None:
         self._engine.keep(columns)
         self._ask()
 
@@ -281,7 +281,7 @@ class Pipeline(DraftState):
         q = TokenDistribution.dense(odds, self._vocab, self._last) if odds else None
         return Proposal(torch.tensor(tokens, dtype=torch.long), q=q)
 
-    def tail(self) -> Proposal:
+    def tail_token(self) -> Proposal:
         for device in self._waited:
             torch.cuda.current_stream(device).synchronize()
         self._pace.step(time.perf_counter() - self._began)

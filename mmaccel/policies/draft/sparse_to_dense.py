@@ -123,7 +123,7 @@ class _Sparse(DraftState, Probe):
         self._prompt = prompt
         self._left = prompt.max_new_tokens or sys.maxsize
         layout = self._target.adapter.layout(self._target.model, prompt.inputs)
-        self._layout = layout if prompt.past is None else prompt.past.turn(layout)
+        self._layout = layout if prompt.past is None else prompt.past.with_new_turn(layout)
         self._asked = observers(self._layout, layout.length)
 
     def probe(self) -> Probe:

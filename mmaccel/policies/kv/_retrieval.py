@@ -141,7 +141,7 @@ class ArchivedMemory(StreamMemory):
     @property
     def _numbers(self) -> Tensor:
         """[2 + L] on the device: words of the question, units of the stream, summary tokens of each layer."""
-        return self.replays.room("told", (2 + self.geometry.layers,), torch.long)
+        return self.replays.get_buffer("told", (2 + self.geometry.layers,), torch.long)
 
     def finish_intake(self) -> None:
         """Prepare the search tables for the next question; numbers that the device already has are not sent again."""
@@ -151,7 +151,7 @@ class ArchivedMemory(StreamMemory):
         if self._first:
             self.prefetcher.begin(self._first)
         fetched = self.prefetcher.mark() if self._first else None
-        self.replays.under((self.index.mark(), self.stream.positions.mark(self._count), fetched))
+        self.replays.bind_data((self.index.mark(), self.stream.positions.mark(self._count), fetched))
         layers = range(self.geometry.layers) if self.reps else ()
         self._left = [self.index.count(layer, self.budget, self.reps) for layer in layers]
         numbers, sent = self._numbers, [self._count, *self._left]
@@ -277,7 +277,7 @@ class ArchivedMemory(StreamMemory):
                 ("ranks", len(entries)), lambda: unit_positions(positions, entries, count, compact)
             ), None
         size = 2, 1, 1, out.shape[2], self.rope.size(positions.head())
-        room = self.replays.room("angles", size, self.stream.dtype)  # of all layers, which turn one by one
+        room = self.replays.get_buffer("angles", size, self.stream.dtype)  # of all layers, in turn
         left = self._numbers[2 + layer, None] if name is not None and self.replays.works else None
 
         def stand() -> tuple[Tensor, ...]:
@@ -301,7 +301,7 @@ class ArchivedMemory(StreamMemory):
     def _laid(self, name: str, x: Tensor) -> Tensor:
         """`x` [a, n, b] where replays read it, with rows to a multiple of `ROWS` that may be anything."""
         few = x.shape[1]
-        room = self.replays.room(name, (x.shape[0], -(-few // ROWS) * ROWS, x.shape[2]), x.dtype)
+        room = self.replays.get_buffer(name, (x.shape[0], -(-few // ROWS) * ROWS, x.shape[2]), x.dtype)
         room[:, :few] = x
         return room
 

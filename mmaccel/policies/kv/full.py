@@ -140,7 +140,7 @@ class FullState(LayeredState):
         # Layers whose buffers another state writes to, behind the columns of this one.
         self._lent = set[int]()
 
-    def lent(self) -> FullState:
+    def share_columns(self) -> FullState:
         """Return a second state over these columns, which may append others until `end_sharing`; meanwhile this one writes
         to copies."""
         other = copy.copy(self)
@@ -149,7 +149,7 @@ class FullState(LayeredState):
         return other
 
     def end_sharing(self, other: FullState) -> None:
-        """End the sharing with a state from `lent`; buffers that it enlarged are kept."""
+        """End the sharing with a state from `share_columns`; buffers that it enlarged are kept."""
         for layer in self._lent:
             self._buffers[layer] = other._buffers[layer]
         self._lent.clear()
@@ -304,7 +304,7 @@ class FullStream(WholeStream):
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         taken: Any = super().snapshot(stream, pause)
-        taken._state = self._state.lent()
+        taken._state = self._state.share_columns()
         return taken  # type: ignore[no-any-return]
 
     def _answered(self, taken: Any) -> None:

@@ -191,8 +191,8 @@ class PerHead(SparsePattern):
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
         return max(self.for_layer(layer).max_blocks_total(n_query, n_key) for layer in (0, *self._named))
 
-    def per_head(self, heads: int) -> tuple[str, ...]:
-        return self.for_layer(0).per_head(heads)
+    def head_pattern_names(self, heads: int) -> tuple[str, ...]:
+        return self.for_layer(0).head_pattern_names(heads)
 
 
 def _number(what: str, value: Any) -> int:
@@ -269,8 +269,8 @@ class LayerHeads(SparsePattern):
         kinds = self.kinds(self.heads)
         return sum(len(some) * p.expected_blocks(n_query, n_key, layouts) for p, some in kinds) / self.heads
 
-    def per_head(self, heads: int) -> tuple[str, ...]:
-        return tuple(self.of(head).per_head(1)[0] for head in range(heads))
+    def head_pattern_names(self, heads: int) -> tuple[str, ...]:
+        return tuple(self.of(head).head_pattern_names(1)[0] for head in range(heads))
 
 
 def read_table(path: str | Path) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def test_the_sampled_test_sees_uniforms_shared_between_tokens(monkeypatch: pytes
     def shared(proposal: Proposal, logits: Tensor, ids: Tensor, warp: Any, generator: Any) -> Any:
         if ids.numel() <= 2:
             held.clear()
-        tokens, q = proposal.ids, proposal.odds(V)
+        tokens, q = proposal.ids, proposal.distributions(V)
         p = torch.stack([warp(torch.cat([ids, tokens[:i]]), row) for i, row in enumerate(logits)])
         for i, token in enumerate(tokens.tolist()):
             place = (ids.numel() + i) // 2

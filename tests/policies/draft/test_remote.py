@@ -61,7 +61,7 @@ def decode(target: ModelView, choice: Parallel, **said: Any) -> tuple[list[int],
     assert isinstance(state, Pipeline)
     state.begin(told)
     if choice.prune is not None:
-        state.keep(torch.tensor([1]))
+        state.keep_columns(torch.tensor([1]))
     ids = speculate(runner, state, told, runner.prefill(told.inputs), stop=STOP, meter=meter)
     return ids[0].tolist(), state, meter
 

@@ -122,7 +122,7 @@ def test_a_process_may_be_ended_while_its_prompt_is_on_the_way(worker: Worker) -
     worker.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
     began = time.monotonic()
     worker.close()
-    assert time.monotonic() - began < 10 and not worker._outbox.busy
+    assert time.monotonic() - began < 10 and not worker._outbox.is_sending
     assert worker.process.poll() is not None
 
 
@@ -309,7 +309,7 @@ def test_it_says_what_a_stream_here_says(target: ModelView, tmp_path: Path, kv: 
     for process in (False, True):
         said, folder = [], tmp_path / str(process)
         folder.mkdir()
-        with closing(parallel(process).watch(target, watching(kv))) as stream:
+        with closing(parallel(process).open_stream(target, watching(kv))) as stream:
             assert isinstance(stream, RemoteDraftStream) == process
             frames = film(20).clone()
             take(stream, frames[:9], 0.0)
@@ -323,7 +323,7 @@ def test_it_says_what_a_stream_here_says(target: ModelView, tmp_path: Path, kv: 
             stream.save(folder)
             take(stream, film(20)[9:], 4.5)
             said.append(written(stream, target))
-        with closing(parallel(process).watch(target, watching(kv))) as stream:
+        with closing(parallel(process).open_stream(target, watching(kv))) as stream:
             stream.load(folder)
             take(stream, film(20)[9:], 4.5)
             said.append(written(stream, target))
@@ -369,7 +369,7 @@ def test_a_session_drafts_in_the_process(resumed: bool, tmp_path: Path) -> None:
 
 def test_what_the_process_cannot_do_ends_the_stream(target: ModelView, tmp_path: Path) -> None:
     with (
-        closing(parallel(True).watch(target, watching())) as stream,
+        closing(parallel(True).open_stream(target, watching())) as stream,
         pytest.raises(DraftError, match="saved without this draft's stream"),
     ):
         stream.load(tmp_path / "draft")

@@ -105,7 +105,7 @@ def test_either_way_the_text_is_the_plain_one_and_the_report_says_which(
     inputs = prompt(family, PROMPTS["video"])
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**inputs, **options)
-    told: list[int] = heard(monkeypatch, Pipeline, "keep", lambda state, columns: columns.numel())
+    told: list[int] = heard(monkeypatch, Pipeline, "keep_columns", lambda state, columns: columns.numel())
     draft = Parallel(model=copy.deepcopy(model), process=False, prune=UV, prune_when="measured", window=3)
     notes = []
     with mmaccel.accelerate(model, draft=draft) as fast:

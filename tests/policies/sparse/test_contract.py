@@ -100,7 +100,7 @@ def attend(pattern: SparsePattern, scene: Scene, tensors: tuple[Tensor, Tensor, 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_names_each_head_and_its_blocks_are_powers_of_two(name: str) -> None:
     pattern = registry("sparse")[name]()
-    assert len(pattern.per_head(7)) == 7
+    assert len(pattern.head_pattern_names(7)) == 7
     for block in (0, 8, 48):
         with pytest.raises(RecipeError, match="block"):
             dataclasses.replace(pattern, block=block)

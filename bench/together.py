@@ -190,7 +190,7 @@ def pace(
         draft = drafts[seat] if drafts else None
         if draft is not None:
             draft.begin(said)
-        sequences.append(Speculation(runner, draft, said, first, stop=stop, meter=Meter().sequence()))
+        sequences.append(Speculation(runner, draft, said, first, stop=stop, meter=Meter().new_sequence()))
         sequences[-1].advance()
     wait(device)
     started, began = sum(one.ids.shape[1] for one in sequences), time.perf_counter()

@@ -116,7 +116,7 @@ def check_plan(
     plan = pattern.plan_layer(query, key, key, q_layout, k_layout)
     if plan is None:
         return None
-    check_sizes(plan, pattern.name, query, key, whole=not k_layout.padded)
+    check_sizes(plan, pattern.name, query, key, whole=not k_layout.has_padding)
     _rows(plan, who, q_layout)
     listed = torch.zeros(plan.batch, plan.heads, dtype=torch.long)
     for part in plan.parts:
@@ -150,7 +150,7 @@ def _rows(plan: AttentionPlan, who: str, queries: TokenLayout) -> None:
         f"{who}: q_row holds a row that is padding; put -1 in its place (`natural` does).",
     )
     promise(
-        plan.overlap or int(served.max()) <= 1,
+        plan.may_overlap or int(served.max()) <= 1,
         f"{who}: a row stands in two parts; give the second another merge_group, or each row one part.",
     )
 

@@ -242,7 +242,7 @@ class Accelerated:
                 from mmaccel.core.prefill.context import Context
 
                 self.context = Context(context_mesh, recipe, sliding)
-                choice = self.context.agreed(choice)
+                choice = self.context.agree_on_backend(choice)
             kernel = select.get(choice.backend, self.view.device)
             self.attention = AttentionConfig(recipe, choice.backend, kernel, choice=choice, sliding=sliding)
             self._detach: Callable[[], None] | None = None
@@ -264,7 +264,7 @@ class Accelerated:
             return self.recipe.kv.open(replace(shape, layers=layers), self.view, self.view.device)
 
         if self.context is not None:
-            return self.context.state(state(shape.layers))
+            return self.context.share_state(state(shape.layers))
         prune = self.recipe.prune
         return PrunedKVState(prune, shape.layers, state) if prune else self.adapter.memory(self.view, state)
 

@@ -31,7 +31,7 @@ class WithoutVision:
         return TokenLayout.text(*inputs["input_ids"].shape)
 
     def forward_inputs(self: Any, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-        return {"inputs_embeds": self.token_embeds(model)(inputs["input_ids"])}
+        return {"inputs_embeds": self.token_embedding(model)(inputs["input_ids"])}
 
 
 def is_causal_lm(model: nn.Module) -> bool:

@@ -273,7 +273,7 @@ class SequenceSteps:
         family, known, layers = self.family, dict[Any, CachedTokens](), list[CachedTokens]()
         for layer, (like, _) in enumerate(buffers):
             lacks, after = state.count_dropped(layer), scoring is not None and layer > scoring
-            anew = isinstance(state, PrunedKVState) and state.renumbers(layer)
+            anew = isinstance(state, PrunedKVState) and state.has_renumbered(layer)
             name = like.device, like.shape[2], lacks, anew, after
             if name not in known:
                 # Text after the prompt has the same position on every axis.

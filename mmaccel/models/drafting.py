@@ -86,11 +86,12 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor
 
     cache = begun[0].cache if keeps is not False else None
     if not attachment.owner.recipe.kv.sequences:
-        attachment.owner.attention.meter.note("kv: past_key_values is None: the memory ends with its call")
+        meter = attachment.owner.attention.meter
+        meter.add_note("kv: past_key_values is None: the memory ends with its call")
     if len(rows) > 1 and cache is not None:
         cache = None
         message = "past_key_values is None: each sequence of this batch has a cache of its own"
-        attachment.owner.attention.meter.note(message)
+        attachment.owner.attention.meter.add_note(message)
         warn(f"{message}; set use_cache=False, or give prompts one by one.")
     return GenerateDecoderOnlyOutput(
         sequences=ids,  # type: ignore[arg-type]
@@ -234,7 +235,7 @@ class _Sequence:
         # None of these functions holds the sequence: it goes with the call, and what its memory held goes with it.
         read, rows, scores = self.read, self.rows, list[Tensor]()
         self._scores = scores
-        self.meter = owner.attention.meter.sequence()
+        self.meter = owner.attention.meter.new_sequence()
         careful = self._careful = GuardedDraft(self.meter, lasts=self._lasts)
         meter, streamer = self.meter, self._streamer
 

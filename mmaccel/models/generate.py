@@ -182,7 +182,7 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
             lasts = caches and (given or bool(attachment.generate_option("return_dict_in_generate", kwargs)))
             return drafting.generate(attachment, kwargs, lasts and draft and not streams)
         if not is_set(attachment, "num_beams", kwargs):
-            kwargs["streamer"] = TokenCounter(meter.token, kwargs.get("streamer"))
+            kwargs["streamer"] = TokenCounter(meter.count_tokens, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limit_length(kwargs))
         if rests and not held:
             attachment.draft_times.record_plain(_sequences(attachment, kwargs), columns(kwargs), meter)
@@ -213,7 +213,7 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
 
         why = why_not(attachment, kwargs, count)
         if why is not None:
-            owner.attention.meter.note(f"draft: it does not draft in this turn: {why}")
+            owner.attention.meter.add_note(f"draft: it does not draft in this turn: {why}")
             warn(f"draft {owner.recipe.draft.name!r} does not draft in this turn: {why}.")
         return why is not None
     if count == 1 or choice == "always":
@@ -234,7 +234,7 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     if why is None:
         return False
     message = f"it does not draft in a batch of {count}: {why}"
-    owner.attention.meter.note(f"draft: {message}")
+    owner.attention.meter.add_note(f"draft: {message}")
     if not times.warned and choice != "never":
         times.warned = True
         warn(f"draft {owner.recipe.draft.name!r}: {message}; set in_batches to 'always' to have it draft.")
@@ -343,8 +343,8 @@ class DraftTimes:
 
 
 class TokenCounter:
-    """A streamer for `generate` that reports how many tokens have reached the host, by `token`, and forwards the tokens to
-    `inner`."""
+    """A streamer for `generate` that reports how many tokens have reached the host, by `count_tokens`, and forwards the
+    tokens to `inner`."""
 
     def __init__(self, token: Callable[[int], None], inner: Any) -> None:
         self.token, self.inner, self.prompt = token, inner, True

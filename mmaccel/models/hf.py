@@ -97,7 +97,7 @@ class Attachment(Attaching):
         rotate_by(hooks, family.attentions(model), family.rotate_function)
         self.forward = self.text.forward
         if self.owner.context is not None:
-            self.forward = self.owner.context.around(self.forward, of_columns, self.states)
+            self.forward = self.owner.context.wrap_forward(self.forward, of_columns, self.states)
         hooks.wrap(self.text, "forward", self._call, self._text_forward)
         hooks.callback(self.owner.mark_detached)
         self.owner.mark_attached()
@@ -294,7 +294,7 @@ class Attachment(Attaching):
             images=note.images,
         )
         if start == 0 or self.owner.attention.meter.prompt_tokens == 0:
-            self.owner.attention.meter.enter(int(new.valid.sum()), start, new.video())
+            self.owner.attention.meter.begin_pass(int(new.valid.sum()), start, new.video())
         if self.states and mask is not None:
             kwargs["attention_mask"] = mask
         if packed is not None:
@@ -313,7 +313,7 @@ class Attachment(Attaching):
             raise ModelError(
                 f"position_ids: they restart, and {name} does not support packed sequences; give them one by one."
             )
-        if new.padded:
+        if new.has_padding:
             raise ModelError(
                 f"attention_mask: {name} counts columns, so padding would take the place of tokens; "
                 "give prompts of one length, or one prompt at a time."

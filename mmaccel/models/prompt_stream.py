@@ -200,7 +200,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         unit = rows[:, begin : begin + self._unit]
         if any(self.text_around_unit):
             slope = int(rows[0, begin + self._unit] - rows[0, begin])
-            made = PositionIds.evenly(head, unit, text - (count - 1) * slope, slope, limit, after)
+            made = PositionIds.evenly_spaced(head, unit, text - (count - 1) * slope, slope, limit, after)
             return self._checked(made, rows[:, begin:end], count)
         one, first = self._alone(1)
         second, third = self._alone(2)[1], self._alone(3)[1]
@@ -264,7 +264,7 @@ class PromptRunner(Runner):
         chunk = getattr(attachment.running, "chunk", None) or owner.recipe.chunk
         with self._plainly():
             prompt = PromptModel(attachment, self._home(unpadded(inputs)))
-            owner.attention.meter.enter(inputs["input_ids"].shape[1], 0)
+            owner.attention.meter.begin_pass(inputs["input_ids"].shape[1], 0)
             live = StreamRunner.begin(prompt, owner.recipe.kv, chunk, prompt.frames, None, quiet=True)  # type: ignore[arg-type]
             self._state, self._counted = live.state, live.counters
             state = live.state
@@ -286,7 +286,7 @@ class PromptRunner(Runner):
             except BaseException:
                 self.sync_cache()
                 raise
-            owner.attention.meter.planned(self._question.meter)
+            owner.attention.meter.add_counts_of(self._question.meter)
             return self._question.logits
 
     def _home(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,22 +97,22 @@ class Pruning:
             raise ModelError(
                 "output_hidden_states and output_attentions: the layers of a pruned prompt differ in length; leave them out."
             )
-        state.expect(count)
+        state.expect_pass(count)
         total = 0
         if prompt:
-            state.begin(run.layout)
+            state.begin_prompt(run.layout)
             total = self.pruner.candidates(run.layout).numel()
             if not total:
                 tell_idle(self.pruner, run.config.meter)
         elif run.prefill and self.pruner.candidates(run.layout.take(slice(run.start, None))).numel():
-            run.config.meter.note(sentence := LATER.format(name=self.pruner.name))
+            run.config.meter.add_note(sentence := LATER.format(name=self.pruner.name))
             warn(f"{sentence}.")
         work = _Work(run, state, run.layout, total)
         if 0 in self.stages:
             out = go(*self._before(work, prompt, kwargs))
         else:
             out = go(replace(run, pruning=work), kwargs)
-        columns = state.held_by(len(state.kept) - 1, count) if prompt else None
+        columns = state.held_indices(len(state.kept) - 1, count) if prompt else None
         if columns is not None:
             short = out.last_hidden_state
             whole = short.new_zeros(1, count, short.shape[-1])
@@ -243,7 +243,7 @@ class Pruning:
 
     @staticmethod
     def _thin(run: ForwardPass, state: PrunedKVState, part: int) -> ForwardPass:
-        return replace(run, layout=state.thinned(part, run.layout), start=state.size(part, run.start))
+        return replace(run, layout=state.layout_of(part, run.layout), start=state.held_count(part, run.start))
 
 
 def _numbered(run: ForwardPass) -> Tensor:

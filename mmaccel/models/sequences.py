@@ -80,7 +80,7 @@ def cached_columns(attachment: Attachment, cache: Any) -> Columns | None:
     if found is None or found.layout.batch != 1 or found.layout.length < past:
         return None
     layout = found.layout.take(slice(0, past))
-    return None if layout.padded else Columns(layout, found.delta)
+    return None if layout.has_padding else Columns(layout, found.delta)
 
 
 def why_not(attachment: Attachment, kwargs: Mapping[str, Any], count: int) -> str | None:

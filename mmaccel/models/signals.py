@@ -169,7 +169,7 @@ class SignalProbe(Probe):
         """Which columns a pruner of the target has left `layer`."""
         held, state = None, run.state
         if isinstance(state, PrunedKVState):
-            held = state.held_by(state.part_of(min(layer, self.depth - 1)), self.layout.length)
+            held = state.held_indices(state.part_of(min(layer, self.depth - 1)), self.layout.length)
         self.held[layer] = None if held is None else held.to(self.layout.device)
 
     def _add(self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, scale: float) -> None:

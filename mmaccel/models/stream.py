@@ -117,7 +117,7 @@ class StreamPasses:
         tokens = made.tokens - (words := sum(self.text_around_unit))
         left = kept_tokens(self.frame_pruner, tokens)
         self.left_out = tokens * self.frame_pruner.group - left
-        return made.anew(left + words)
+        return made.renumbered_positions(left + words)
 
     def token_embeds(self, ids: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -354,7 +354,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
             return self.family.step_positions(self.model, inputs, units)
 
         if any(self.text_around_unit):
-            made = PositionIds.evenly(head, unit, text, slope, limit)
+            made = PositionIds.evenly_spaced(head, unit, text, slope, limit)
         else:
             pace = self.family.stream_pace(self.model, inputs)
             made = PositionIds(head, unit, steps, text, slope, limit, pace)

@@ -244,7 +244,9 @@ def test_kept_counts_listed_blocks_over_causal_pairs(tail: int) -> None:
 
 def test_probes_read_what_each_layer_computes_from() -> None:
     seen = []
-    probe = SimpleNamespace(read_attention_inputs=lambda run, number, *tensors: seen.append((number, *tensors[:3])))
+    probe = SimpleNamespace(
+        read_attention_inputs=lambda run, number, *tensors: seen.append((number, *tensors[:3]))
+    )
     at, inputs = layer(), tensors(N, N)
     at.attend(TokenLayout.text(1, N), inputs, layer=3, probes=(probe,))
     assert seen[0][0] == 3 and all(torch.equal(a, b) for a, b in zip(seen[0][1:], inputs, strict=True))

@@ -22,7 +22,7 @@ RECIPE = Recipe.load(sparse={"name": "a_shape", "sink": 128, "window": 1024}, de
 def test_a_draft_that_failed_is_told_once_whatever_the_choice(why: str, rounds: int) -> None:
     meter = Meter()
     for _ in range(rounds):
-        meter.round(4, 2)
+        meter.count_round(4, 2)
     meter.draft_failed("out of cheese")
     told = str(meter.report({}, "reference", {}, torch.device("cpu"), why))
     assert told.count("out of cheese") == 1 and ("draft: none" in told) == (rounds == 0)

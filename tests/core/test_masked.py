@@ -88,7 +88,7 @@ def test_a_planned_layer(dense: tuple[int, ...]) -> None:
     near = torch.stack([near if head in heads else torch.ones_like(near) for head in range(H)])
     want = masked(query, key, value, ((places >= columns) & near)[None] | behind(columns)[:, None], D**-0.5)
     assert (out - want).abs().max() < 1e-5
-    assert images.pairs(B).tolist() == [[190 + 130 * 129 / 2], [65 * 32 + 190]]
+    assert images.count_pairs(B).tolist() == [[190 + 130 * 129 / 2], [65 * 32 + 190]]
 
 
 @pytest.mark.gpu

@@ -42,7 +42,7 @@ class Meter:
     rounds: list[tuple[int, int]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def round(self, proposed: int, accepted: int) -> None:
+    def count_round(self, proposed: int, accepted: int) -> None:
         self.rounds.append((proposed, accepted))
 
     def draft_failed(self, reason: str) -> None:

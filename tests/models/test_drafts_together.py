@@ -214,7 +214,7 @@ class Stand:
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros(1, ids.shape[1], 8)
 
-    def take(self, logits: torch.Tensor) -> None:
+    def verify_logits(self, logits: torch.Tensor) -> None:
         self.left -= 1
         self.ended = self.left <= 0
 

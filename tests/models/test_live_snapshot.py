@@ -276,7 +276,7 @@ def test_on_a_gpu(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
         session.watch(shots("random-ov")[:BEFORE], fps=FPS)
         return session
 
-    tokens = heard(monkeypatch, Meter, "token", lambda self, n=1: n)
+    tokens = heard(monkeypatch, Meter, "count_tokens", lambda self, n=1: n)
     late = heard(monkeypatch, replay, "capture_graph", lambda *given: sum(tokens))
     with opened_there() as quiet:
         alone = quiet.ask(QUESTION, LONG_TOKENS)

@@ -317,7 +317,7 @@ def test_before_the_first_unit_is_whole_there_is_nothing_to_tell(kv: str) -> Non
 def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before them may come all rows of a unit that is not complete, at each of many layers."""
     held: list[int] = []
-    plain = QuestionRows.hold
+    plain = QuestionRows.copy_queries
 
     def noted(rows: QuestionRows) -> None:
         plain(rows)
@@ -325,7 +325,7 @@ def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.Monke
             row.query.untyped_storage().nbytes() // row.query[:, 0].nbytes for row in rows._rows.values()
         )
 
-    monkeypatch.setattr(QuestionRows, "hold", noted)
+    monkeypatch.setattr(QuestionRows, "copy_queries", noted)
     with open_session("random-qwen", WHOLE["rekv"], 7, fps=1.0) as session:
         session.ask(QUESTION, 1)
         ids, words = session._stream_adapter.tail_ids(QUESTION)

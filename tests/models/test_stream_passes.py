@@ -57,7 +57,7 @@ def kept(session: mmaccel.VideoSession) -> dict[str, Any]:
     live: Any = session._live
     told = {name: n for name, n in session.counters().items() if not name.startswith(HOW)}
     columns = [one.column.tolist() for one in getattr(live.state, "_held", []) if hasattr(one, "column")]
-    picked = [number for number, _ in live.state.pick({})] if hasattr(live.state, "pick") else []
+    picked = [number for number, _ in live.state.pick_units({})] if hasattr(live.state, "pick_units") else []
     return {
         **told,
         "spans": list(live.info.spans),
@@ -215,7 +215,7 @@ def test_watching_reads_nothing_back_and_launches_little(
         for some in (film(16), film(16)[8:]):
             session.watch(some, fps=FPS)
         live: Any = session._live
-        monkeypatch.setattr(UnitMeans, "waiting", 0)
+        monkeypatch.setattr(UnitMeans, "waiting_passes", 0)
         for name in ("refresh", "_survey"):
             monkeypatch.setattr(ClusterIndex, name, unseen(getattr(ClusterIndex, name)))
         monkeypatch.setattr(type(live.state), "finish_intake", lambda self: None)

@@ -229,7 +229,7 @@ class Speculation:
             taken = torch.cat([path.new_zeros(1), path + 1])
             self.target.accept(taken)
             self.judged = proposal.ids.numel(), path.numel()
-            self._meter.round(*self.judged)
+            self._meter.count_round(*self.judged)
             return committed, path.numel(), logits[taken.to(logits.device)]
         with self._draft.drop_on_error() as draft:
             if draft is not None and not self._rests:
@@ -244,7 +244,7 @@ class Speculation:
             self._draft.drop(error)
             committed, kept = accept(Proposal.empty(), logits[:1], ids[0], prompt.warp, prompt.generator)
         self.judged = proposal.ids.numel(), kept
-        self._meter.round(*self.judged)
+        self._meter.count_round(*self.judged)
         return committed, kept, logits
 
     @property

@@ -149,7 +149,7 @@ class SplitState(StreamState):
             if layout is not None and layout.device != device:
                 moved = layout.to(device)
                 moved.__dict__["padded"] = (
-                    layout.padded
+                    layout.has_padding
                 )  # known: nothing is read of a device that has yet to get there
                 layout = moved
             look = stream_pass.look

@@ -87,7 +87,7 @@ class AttentionConfig:
         if context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
             return
         message = f"sparse: {self.recipe.sparse.name} was searched on {context} tokens, and this prompt has {tokens}"
-        self.meter.note(message)
+        self.meter.add_note(message)
         if not self._warned:
             self._warned = True
             warn(f"{message}; search at this length for budgets that fit it.")
@@ -206,8 +206,8 @@ class ForwardPass(PrefillPass):
         """Whether the window of `view` counts ranks among the columns that it shows: those are the first `sinks` and
         the last ones. Padding is in columns, and has no rank. Reads the device once for layers that are shown the same."""
         column, sinks = view.column, view.sinks
-        if view.window is None or self.layout.padded or column is None:
-            return view.window is None or not self.layout.padded
+        if view.window is None or self.layout.has_padding or column is None:
+            return view.window is None or not self.layout.has_padding
 
         def ends() -> bool:
             rank = torch.arange(len(column), device=column.device)
@@ -237,7 +237,7 @@ class ForwardPass(PrefillPass):
 
     @cached_property
     def _ends(self) -> tuple[int, ...] | None:
-        if self.ends is not None or not self.layout.padded:
+        if self.ends is not None or not self.layout.has_padding:
             return self.ends
         past = torch.arange(1, self.layout.length + 1, device=self.layout.device)
         return tuple((past * self.layout.valid).amax(1).tolist())
@@ -328,7 +328,7 @@ class ForwardPass(PrefillPass):
 
     def _valid(self, view: KVView, some: slice = slice(None)) -> Tensor | None:
         """[b, N] bool: which keys of a view are no padding, of some sequences; None where no token is padding."""
-        if not self.layout.padded:
+        if not self.layout.has_padding:
             return None
         valid = self.layout.valid[some]
         return valid if view.column is None else valid[:, view.column]
@@ -342,7 +342,7 @@ class ForwardPass(PrefillPass):
         if not self.prefill or exact or query.shape[2] < MIN_ROWS:
             return None
         if view.bias is not None:
-            (self.meter or self.config.meter).note(BIASED.format(recipe.sparse.name))
+            (self.meter or self.config.meter).add_note(BIASED.format(recipe.sparse.name))
             return None
         if not self._counts_ranks(view) or not self.beats_dense(layer, query, key.shape[2], view):
             return None
@@ -353,8 +353,8 @@ class ForwardPass(PrefillPass):
         if plan is not None:
             if not self.stream:  # of which a pass is a part, and nobody knows how long the whole will be
                 self.config.check_length(self.layout.length + self.rest)
-            check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.padded)
-            plan = plan if view.window is None else plan.within(view.sinks, view.window)
+            check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.has_padding)
+            plan = plan if view.window is None else plan.limit_to_window(view.sinks, view.window)
         if plan is None or all(begin == end for _, begin, end in self._tails):
             return plan
         heads = [begin for _, begin, _ in self._tails]
@@ -379,7 +379,8 @@ class ForwardPass(PrefillPass):
             pairs = pairs.clamp(max=view.sinks + view.window)
         dense = pairs.sum(1, keepdim=True)
         if images is not None:
-            dense, causal = (pairs + images.pairs(len(query)).to(dense.device) for pairs in (dense, causal))
+            more = images.count_pairs(len(query)).to(dense.device)
+            dense, causal = dense + more, causal + more
         if plan is None:
             listed, names = dense.expand(-1, heads), ("dense",) * heads
         else:
@@ -391,9 +392,9 @@ class ForwardPass(PrefillPass):
             tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
             listed = listed + tails[:, None]
             if images is not None:
-                listed = listed + images.later(query, view.key).count_listed_pairs()
+                listed = listed + images.later_plan(query, view.key).count_listed_pairs()
             names = self.config.recipe.sparse.for_layer(layer).head_pattern_names(heads)
             if plan.dense is not None:
                 listed[:, numbered(plan.dense.heads, listed.device)] = dense
                 names = tuple("dense" if h in plan.dense.heads else name for h, name in enumerate(names))
-        (self.meter or self.config.meter).attention(layer, names, listed, causal)
+        (self.meter or self.config.meter).count_attention(layer, names, listed, causal)

@@ -78,7 +78,7 @@ class DenseHeads:
     """The heads of a plan that use dense causal attention, computed by the dense operator.
 
     heads ascending; of the queries, whose layout is `queries`, only the first `rows`; `keys` is the layout of all keys.
-    sinks and window as in `AttentionPlan.within`; None for no window.
+    sinks and window as in `AttentionPlan.limit_to_window`; None for no window.
     """
 
     heads: tuple[int, ...]
@@ -97,7 +97,7 @@ class DenseHeads:
             seen &= (column < self.sinks) | (column[-q.length :, None] - column < self.window)
         return seen & (torch.arange(q.length, device=q.device) < self.rows)[:, None]
 
-    def pairs(self) -> Tensor:
+    def count_pairs(self) -> Tensor:
         """Return [B] float64: how many query-key pairs each dense head computes."""
         q = self.queries.take(slice(0, self.rows))
         most = self.keys.length if self.window is None else self.sinks + self.window
@@ -127,7 +127,7 @@ class AttentionPlan:
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
-    def overlap(self) -> bool:
+    def may_overlap(self) -> bool:
         """Whether parts of the plan may share query rows."""
         return any(part.merge_group for part in self.parts)
 
@@ -140,7 +140,7 @@ class AttentionPlan:
 
         return remember(self.memo, ("first", rows), cut)
 
-    def within(self, sinks: int, window: int) -> AttentionPlan:
+    def limit_to_window(self, sinks: int, window: int) -> AttentionPlan:
         """Return this plan restricted to the first `sinks` columns and those less than `window` columns behind each query
         (queries are the last columns); cached. All other pairs are dropped, and lists grow shorter.
 
@@ -227,7 +227,7 @@ class AttentionPlan:
                 area = listed_area(*lists, part.q_row, span.k_row, self.block_q, self.block_k)
                 total[:, part.of(H)] += area
         if self.dense is not None:
-            total[:, numbered(self.dense.heads, device)] += self.dense.pairs()[:, None]
+            total[:, numbered(self.dense.heads, device)] += self.dense.count_pairs()[:, None]
         return total
 
     def to(self, device: torch.device | str) -> AttentionPlan:

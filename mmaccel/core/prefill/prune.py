@@ -88,7 +88,7 @@ class Stage:
     attention: tuple[tuple[int, ...], ...] = ()
     share: float = 1.0
 
-    def count(self, at: Tensor, total: int | None) -> int:
+    def kept_count(self, at: Tensor, total: int | None) -> int:
         """Return how many of the candidate tokens `at` [m] this stage keeps; `total` is their number before all stages."""
         return min(count_of_share(self.share, at.numel() if total is None else total), at.numel())
 
@@ -195,7 +195,7 @@ class QuotaPruner(TokenPruner):
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         at = candidate_columns(layout)
-        count = stage.count(at, total)
+        count = stage.kept_count(at, total)
         return staying_columns(
             layout, at if count == at.numel() else at[self.choose(signals, layout, at, count)]
         )

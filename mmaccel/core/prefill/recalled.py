@@ -79,7 +79,7 @@ class WrappedMemory(StreamState):
 def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
     """Warn, and note in the report, that `pruner` had nothing to do: the prompt has no tokens of a kind that it prunes."""
     what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
-    meter.note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
+    meter.add_note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
     warn(f"{sentence}.")
 
 

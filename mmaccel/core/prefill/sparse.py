@@ -187,7 +187,7 @@ def attend_plan(
     if (dense := plan.dense) is not None:
         rows, start = dense.rows, key.shape[2] - n
         seen = slice(0, start + rows)
-        valid = dense.keys.valid[:, seen] if dense.keys.padded else None
+        valid = dense.keys.valid[:, seen] if dense.keys.has_padding else None
         for run in head_runs(dense.heads, query.shape[1] // key.shape[1]):
             k, v = key[:, run.groups, seen], value[:, run.groups, seen]
             q, at = run.of(query)[:, :, :rows], numbered(run.heads, query.device)

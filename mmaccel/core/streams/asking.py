@@ -94,7 +94,7 @@ def asked(
         # Those of the units that the memory has not taken in yet.
         times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
         times += [] if info.pending is None else [info.times[-info.pending.shape[0]]]
-        positions.told(state.units(), times)
+        positions.record_times(state.units(), times)
     own_stream = replace(stream, positions=copy.copy(positions))
     taken = state.snapshot(own_stream, lambda: pause(False)) if beside else None
     if taken is not None:
@@ -123,8 +123,8 @@ def asked(
             f"question: kv {live.kv.name!r} has no snapshot, which images need here; ask in words."
         )
     units, own = state.shown_units(stream_pass)
-    last, used = positions.ends(units, pending, rows, own)
-    if not positions.admits(units, pending, rows, own):
+    last, used = positions.last_position(units, pending, rows, own)
+    if not positions.admits_pass(units, pending, rows, own):
         raise ModelError(
             f"question: the stream and the question take {used} of the model's {positions.limit} positions "
             "(max_position_embeddings) and leave none for an answer; ask in fewer words, or choose a kv that "
@@ -194,7 +194,7 @@ def _picked(
     running: RunningStates | None,
 ) -> tuple[StreamState, Callable[[], dict[int, UnitEvidence]]]:
     """A memory of the frames that a memory of frames picks, and what the answer is based on."""
-    fresh, picked = state.fresh(), state.pick(getattr(live.around, "paid", {}))
+    fresh, picked = state.new_state(), state.pick_units(getattr(live.around, "paid", {}))
     live.around.forget_after(0)
     live.run_head(fresh, running=running)
     if live.kv.ingests:
@@ -366,7 +366,7 @@ class QuestionRunner(Runner):
             if put is not None:
                 text(whole=False)
 
-        meter, around = self.meter.sequence(), self.around
+        meter, around = self.meter.new_sequence(), self.around
         draft = GuardedDraft(meter)
         try:
             with beside.drop_on_error() as stream:

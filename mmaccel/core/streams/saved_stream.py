@@ -124,7 +124,7 @@ def read_stream(
                 "that it was saved with."
             )
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
-            live.stream.positions.told(0, live.info.shown(0))
+            live.stream.positions.record_times(0, live.info.shown(0))
         load_stream(live.state, data / MEMORY)
         if live.running is not None and not isinstance(live.state, FrameMemory):
             live.running.load(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))

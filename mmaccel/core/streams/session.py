@@ -295,7 +295,7 @@ class VideoSession(FrameIntake):
         own, device = self._stream_adapter.attention, self._stream_adapter.device
         whole = replace(meter, listed={}, causal={}, names={}, notes=[])
         for one in (own.meter, meter):
-            whole.planned(one)
+            whole.add_counts_of(one)
         why = "" if own.choice is None else own.choice.why
         return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 

@@ -184,7 +184,7 @@ class StreamRunner:
         if ingest:
             self.state.begin_ingest()
         elif not (isinstance(self.state, FrameMemory) or self.adapter.attention.recipe.sparse.dense):
-            self.adapter.attention.meter.note(WATCHED)
+            self.adapter.attention.meter.add_note(WATCHED)
         info, pace = self.info, self.adapter.pace
         before = len(info.times)
         frames = self._alike(frames)
@@ -222,11 +222,11 @@ class StreamRunner:
         """Warn, once, when the stream leaves no position for a question."""
         positions = self.stream.positions
         units, own = self.state.shown_units(StreamPass(kind="question", rows=1))
-        if self._full or positions.admits(units, 0, 1, own):
+        if self._full or positions.admits_pass(units, 0, 1, own):
             return
         self._full = True
         warn(
-            f"the stream takes {positions.ends(units, 0, 1, own)[1]} of the model's {positions.limit} positions "
+            f"the stream takes {positions.last_position(units, 0, 1, own)[1]} of the model's {positions.limit} positions "
             f"(max_position_embeddings): kv {self.kv.name!r} cannot answer questions from now on; open a session with a kv "
             "that shows fewer frames."
         )
@@ -250,7 +250,7 @@ class StreamRunner:
         info, state, pace = self.info, self.state, self.adapter.pace
         start = sum(info.spans[-1]) if info.spans else 0
         if isinstance(state, FrameMemory):
-            state.keep(frames)
+            state.store_frames(frames)
             info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
             return
         features, counts = state.merge_units(self.adapter.features(frames, info.size)[0])
@@ -264,7 +264,7 @@ class StreamRunner:
         """Run units with `features` [n, P, E], whose first frames have the `numbers`, into the memory `state`."""
         total, done, info, adapter = features.shape[0], 0, self.info, self.adapter
         if info.timed and state is self.state:
-            self.stream.positions.told(state.units(), info.shown(state.units()))
+            self.stream.positions.record_times(state.units(), info.shown(state.units()))
         while done < total:
             first = state.units()
             count = state.units_that_fit(first, total - done)

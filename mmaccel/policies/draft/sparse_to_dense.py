@@ -160,7 +160,7 @@ class _Sparse(DraftState, Probe):
         dense = self._dense
         if not isinstance(dense, PrunedKVState):
             return None
-        held = dense.held_by(dense.part_of(layer), self._layout.length)
+        held = dense.held_indices(dense.part_of(layer), self._layout.length)
         return None if held is None else held.to(self._asked.device)
 
     def observe(self, committed: Tensor, kept: int) -> None:

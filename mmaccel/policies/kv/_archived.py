@@ -264,7 +264,7 @@ class SharedArchive(ArchivedMemory):
         taken, self._lent = self._lent, None
         if taken is not None:
             told = self._numbers
-            taken.index, taken.prefetcher = self.index.copied(), self.prefetcher.apart(self.window)
+            taken.index, taken.prefetcher = (self.index.copy(), self.prefetcher.uncached(self.window))
             taken.replays, taken.prefetch, taken._apart = Replays(self.device), "off", True
             taken._numbers.copy_(told)
 
@@ -289,7 +289,7 @@ class SharedArchive(ArchivedMemory):
             newest = shown(self._count - 1)
             old = [unit for unit in held if policy.is_expired(unit, newest - shown(unit))]
             self._forget(old := [unit for unit in old if not pinned(unit)])
-            self.store.drop(old)
+            self.store.drop_units(old)
             gone += old
         return gone
 
@@ -307,7 +307,7 @@ class SharedArchive(ArchivedMemory):
         # Not so that the two change places.
         if most is None or most.store.slabs.memory_bytes() <= own + most.store.slabs.slab_bytes:
             return False
-        most.prefetcher.settle()
+        most.prefetcher.update_counters()
         units = most.store.shrink()
         most._forget(units or ())
         return units is not None
@@ -319,7 +319,7 @@ class SharedArchive(ArchivedMemory):
 
     def _show(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> KVView:
         # The host clusters the pass before in between the layers of this one, which it launches faster than they run.
-        self.index.digest_some()
+        self.index.cluster_some_units()
         return super()._show(layer, query, key, value)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:

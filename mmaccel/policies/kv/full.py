@@ -230,7 +230,7 @@ class WholeStream(PassState):
     @torch.no_grad()
     def view(self, layer: int, query: Tensor) -> KVView:
         _, key, value = self._appended(layer)
-        angles = self.rope.at("pass", self._positions)
+        angles = self.rope.cached("pass", self._positions)
         key, value = self._show(layer, self.rope.apply(key, angles), value)
         del self._new[layer]
         query = self.rope.apply(query, angles)
@@ -240,9 +240,9 @@ class WholeStream(PassState):
         stream_pass, positions = self._stream_pass, self.stream.positions
         assert stream_pass is not None
         if stream_pass.kind == "head":
-            return positions.head()
+            return positions.head_positions()
         if stream_pass.kind == "units":
-            return positions.own(stream_pass.first, stream_pass.count)
+            return positions.by_time(stream_pass.first, stream_pass.count)
         return self._after(self._count, self._extra, stream_pass, own=True)
 
     def end_pass(self) -> None:

@@ -126,8 +126,8 @@ class StreamMemMemory(TokenMemory):
         if made is not None:
             kept = self._held[layer]
             assert kept is not None
-            whole = kept.and_then(made)
-            self._held[layer] = whole.take(torch.sort(whole.column, stable=True).indices)
+            whole = kept.followed_by(made)
+            self._held[layer] = whole.select_tokens(torch.sort(whole.column, stable=True).indices)
             self._facts["prototypes"] += count / self.geometry.layers
         return True
 

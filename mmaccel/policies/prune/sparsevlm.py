@@ -105,7 +105,7 @@ class SparseVLM(TokenPruner):
 
     def prune(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
         at = candidate_columns(layout)
-        count = stage.count(at, total)
+        count = stage.kept_count(at, total)
         if count == at.numel():
             return Kept(staying_columns(layout, at))
         score = self._score(signals, layout, at)

@@ -50,8 +50,8 @@ def history(policy: StreamMem, units: int, layer: int) -> list[Token]:
             continue
         made = position_ids()
         query, key, _ = words(layer, 2, end)
-        tail = made.tail(end, 0, 2)
-        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head())
+        tail = made.text_positions(end, 0, 2)
+        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head_positions())
         past = turned(
             torch.stack([k for _, k, _ in held], 1)[None], HEAD + torch.tensor([c for c, _, _ in held])
         )
@@ -116,7 +116,7 @@ def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
         position_ids(axes, limit),
     )
     views = run(state, StreamPass(kind="question", rows=4), lambda layer: words(layer, 4, 1))
-    long = made.span(19) >= limit
+    long = made.largest(19) >= limit
     assert long == (limit < 1000)
     for layer, view in enumerate(views):
         held = state._held[layer]
@@ -128,8 +128,8 @@ def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
             at = HEAD + (torch.arange(count) if long else held.column)
         else:
             at = torch.stack([HEAD + 2 * time, HEAD + cell // 3, HEAD + cell % 3])
-        tail = made.tail(count // TOKENS if long else 19, 0, 4)
-        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head())
+        tail = made.text_positions(count // TOKENS if long else 19, 0, 4)
+        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head_positions())
         expected = [head, turned(held.key, at), turned(words(layer, 4, 1)[1], tail)]
         torch.testing.assert_close(view.key, torch.cat(expected, 2))
     evidence = state.evidence()

@@ -168,8 +168,8 @@ def test_eight_threads_all_draft_and_say_the_plain_text(
         pruner = UVPrune(retention=0.5, layer=2) if draft == "uv" else AttentionPrune(retention=0.5)
         choice = Sequential(model=copy.deepcopy(shallow), window=3, prune=pruner)
     meters: list[SequenceMeter] = []
-    sequence = Meter.sequence
-    monkeypatch.setattr(Meter, "sequence", lambda self: meters.append(sequence(self)) or meters[-1])
+    sequence = Meter.new_sequence
+    monkeypatch.setattr(Meter, "new_sequence", lambda self: meters.append(sequence(self)) or meters[-1])
     with mmaccel.accelerate(shallow, draft=choice), ThreadPoolExecutor(8) as threads:
         got = list(threads.map(lambda inputs: shallow.generate(**inputs, **told), work))
     assert all(torch.equal(one, plain) for one, plain in zip(got, want, strict=True))
@@ -289,7 +289,7 @@ def test_images_are_pruned(family: str, model: Any, name: str, kind: str) -> Non
     with torch.no_grad(), mmaccel.accelerate(model, prune=PRUNERS[name]) as fast:
         out = fast(**inputs)
         state, told = out.past_key_values.state, fast.report().kv
-    held = set(state.held_by(len(state.kept) - 1, layout.length).tolist())
+    held = set(state.held_indices(len(state.kept) - 1, layout.length).tolist())
     assert told["visual"] == len(visual(layout)) and told["held_mean"] < layout.length
     gone = set(range(layout.length)) - held
     assert gone & set(images) and gone <= set(visual(layout))

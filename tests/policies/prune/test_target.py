@@ -158,7 +158,7 @@ def test_dropped_columns_leave_the_cache_and_the_layers(family: str, model: Any)
         logits = fast(**inputs, **{NOTE: Note(probes=(Rows(),))}).logits
         out = fast(**inputs, logits_to_keep=1)
         last = out.logits
-        held = out.past_key_values.state.held_by(1, inputs["input_ids"].shape[1])
+        held = out.past_key_values.state.held_indices(1, inputs["input_ids"].shape[1])
     S = inputs["input_ids"].shape[1]
     m = len(videos(layout_in(model, inputs)))
     left = S - m + m // 4

@@ -288,12 +288,12 @@ def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
     wire.send(READY, options["vocab"])
 
     class Either(DraftDecoder):
-        def read(self, inputs: Any, *rest: Any, **more: Any) -> None:
+        def read_prompt(self, inputs: Any, *rest: Any, **more: Any) -> None:
             if "assumed" not in inputs:
                 held.clear()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-                super().read(inputs, *rest, **more)
+                super().read_prompt(inputs, *rest, **more)
                 return
             columns, seat = inputs["assumed"]
             if (columns, seat) not in held:
@@ -326,7 +326,7 @@ def make_ready(worker: Worker, columns: int, seats: int) -> None:
         said = assumed(columns, 0, seat, torch.device("cpu"))
         remote = _remote_drafter.RemoteDrafter(worker, VOCAB)
         remote.begin(said.inputs, None, False, False, 0)
-        remote.ask(0, [], 4)
-        if remote.collect(180.0) is None:
+        remote.request_tokens(0, [], 4)
+        if remote.collect_tokens(180.0) is None:
             raise RuntimeError("the draft's process was not ready in time.")
         remote.close()

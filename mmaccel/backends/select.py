@@ -59,7 +59,7 @@ class Choice:
         """
         if self.costs is None:
             return True
-        sparse = self.costs.planned(self.costs.sparse[self.backend](listed), tokens)
+        sparse = self.costs.predict_layer_s(self.costs.sparse[self.backend](listed), tokens)
         return sparse < self.costs.dense(causal)
 
     def describe(self) -> str:
@@ -179,7 +179,7 @@ class Store(Generic[Kept]):
     `path` is the file, or its name in the user's cache folder; `of` rebuilds an entry from its JSON mapping (default:
     `Costs`)."""
 
-    def __init__(self, path: Path | str = "costs.json", of: Callable[[Any], Any] = Costs.of) -> None:
+    def __init__(self, path: Path | str = "costs.json", of: Callable[[Any], Any] = Costs.from_dict) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self.path = path if isinstance(path, Path) else Path(home) / "mmaccel" / path
         self._of = of

@@ -200,7 +200,7 @@ class _Estimate:
     def _tower(self) -> float:
         """Patches through the vision tower: products, attention within a unit, and what else reads and writes them."""
         s, device, patches = self.sizes, self.device, self.units * self.sizes.patches
-        products = 2 * s.tower_weights * patches / device.product(s.tower_width)
+        products = 2 * s.tower_weights * patches / device.product_rate(s.tower_width)
         pairs = s.patches * patches * s.tower_width * s.tower_layers * device.attend.dense.each / s.head_dim
         traffic = (
             patches * s.tower_layers * (12 * s.tower_width + 3 * s.tower_inner) * self.size / device.copy
@@ -214,7 +214,7 @@ class _Estimate:
 
     def _pass(self, n: int, seen: int) -> float:
         s, device = self.sizes, self.device
-        products = 2 * s.layer_weights * n / device.product(s.hidden)
+        products = 2 * s.layer_weights * n / device.product_rate(s.hidden)
         wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
         elements = n * (10 * s.hidden + 3 * s.inner + 4 * wide) + 4 * seen * narrow
         traffic = s.layers * elements * self.size / device.copy
@@ -240,7 +240,7 @@ class _Estimate:
         listed = min(at.expected_blocks(n, seen, (queries, keys)) * at.block**2, causal + n * at.block)
         sparse = min(line(s.heads * listed) for line in costs.sparse.values())
         # A plan that follows from the layout is made once for all layers.
-        sparse = costs.planned(sparse, seen) if at.adaptive else sparse
+        sparse = costs.predict_layer_s(sparse, seen) if at.adaptive else sparse
         # On a CPU nothing is measured, and the pattern always runs.
         return min(sparse, dense) if self.device.cuda else sparse
 
@@ -255,7 +255,7 @@ class _Estimate:
         s, device, n = self.sizes, self.device, self.work.words
         if not self.session:
             return TOKEN_S  # the prompt's pass holds it
-        work = max(self._weights_s(), 2 * s.layer_weights * n / device.product(s.hidden))
+        work = max(self._weights_s(), 2 * s.layer_weights * n / device.product_rate(s.hidden))
         shown = self._shown * s.kv_bytes_per_token / device.copy
         work += shown + s.layers * device.attend.dense(n * self._shown * s.heads)
         starts = s.layers * self._launch_s * (SEARCHED if self.kept.recalled else ASKED)

@@ -83,17 +83,17 @@ class Device:
     def cuda(self) -> bool:
         return self.name != "cpu"
 
-    def product(self, width: int) -> float:
+    def product_rate(self, width: int) -> float:
         """Return FLOP/s of a product of `width`, interpolated between measured ones; it falls with a narrower width."""
         (low, slow), (high, fast) = sorted(self.products.items())
         share = (math.log(width) - math.log(low)) / (math.log(high) - math.log(low))
         return float(slow * (fast / slow) ** min(share, 1.0)) if share > 0 else slow * min(1.0, width / low)
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> Device:
+    def from_dict(cls, found: dict[str, Any]) -> Device:
         """Recreate a `Device` from its `dataclasses.asdict` form."""
         products = {int(width): rate for width, rate in found["products"].items()}
-        return cls(**{**found, "products": products, "attend": Costs.of(found["attend"])})
+        return cls(**{**found, "products": products, "attend": Costs.from_dict(found["attend"])})
 
 
 def _hopper(name: str, copy: float, memory: int) -> Device:
@@ -124,7 +124,7 @@ def measured(
     `step` runs that many small decoder layers on one row, `few` in a session's captured step; on CUDA, this and planning of
     `pattern` are timed too."""
     shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
-    store = Store("rates.json", Device.of) if store is None else store
+    store = Store("rates.json", Device.from_dict) if store is None else store
     cuda = device.type == "cuda"
     backend = select.choose(device)
     key = select.key_of(device, shape, (backend,), "rates by layers and slabs")

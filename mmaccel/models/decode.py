@@ -171,7 +171,7 @@ class DeviceStep:
         carries = None
         if carried is not None:
             told = room("told", (1, 4), torch.long).copy_(torch.tensor([carried[1]]))
-            carries = StepStates(told, carried[0].each())
+            carries = StepStates(told, carried[0].all_slots())
         depth = room("depth", (1, width), torch.long)
         if branches is not None:
             sees = room("sees", (width,), torch.long)
@@ -225,7 +225,7 @@ class SequenceSteps:
         with restored_on_error(carried):
             if carried:
                 self._seats = self._seats or StateSlots([one.module for one in carried])
-                own = self._seats, self._seats.of(carried, count)
+                own = self._seats, self._seats.join(carried, count)
             for part in parts:
                 out = part.run(out, held, count, width, branches, own)
                 if part.looks is not None:

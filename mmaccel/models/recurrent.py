@@ -214,7 +214,7 @@ class StateSlots:
         self.journals, self.states = list[Tensor](), list[Tensor]()
         self.owners = list[Callable[[], Any]]()  # of each seat the sequence's first layer, or None
 
-    def of(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int, int, int]:
+    def join(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int, int, int]:
         """Announce a decode step of `count` rows of one sequence, which gets a slot if it has none; return its row `told`
         for `delta_rows`."""
         held = [one() for one in self.owners]
@@ -228,7 +228,7 @@ class StateSlots:
         (told,) = {one.enter(count) for one in layers}
         return told
 
-    def each(self) -> list[tuple[Tensor, Tensor]]:
+    def all_slots(self) -> list[tuple[Tensor, Tensor]]:
         """(Journals, recurrent states) of all slots, for each layer."""
         return list(zip(self.journals, self.states, strict=True))
 

@@ -176,9 +176,9 @@ class StreamSteps:
 
     def _carried(self, layers: list[Recurrent], count: int) -> StepStates:
         assert self._seats is not None
-        told = torch.tensor([self._seats.of(layers, count)])
+        told = torch.tensor([self._seats.join(layers, count)])
         place = self._replays.get_buffer("told", (1, 4), torch.long).copy_(told)
-        return StepStates(place, self._seats.each())
+        return StepStates(place, self._seats.all_slots())
 
     def run_answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
         """Final hidden states [n, E] of answers on several streams, in one step; and the errors of failed ones, by index."""

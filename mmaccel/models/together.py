@@ -201,12 +201,12 @@ class StepsTogether:
         if self._seats is None:
             return None
         some = [
-            self._seats.of(_states(runner), own.shape[1]) for runner, own in zip(runners, ids, strict=True)
+            self._seats.join(_states(runner), own.shape[1]) for runner, own in zip(runners, ids, strict=True)
         ]
         if count > len(some):
-            some += [self._seats.of(self._nobody, 0)] * (count - len(some))
+            some += [self._seats.join(self._nobody, 0)] * (count - len(some))
         room = self._parts[0].replays.get_buffer("told", (MOST, 4), torch.long)[:count]
-        return StepStates(room.copy_(torch.tensor(some)), self._seats.each())
+        return StepStates(room.copy_(torch.tensor(some)), self._seats.all_slots())
 
     def _run(
         self,

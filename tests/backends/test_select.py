@@ -172,8 +172,8 @@ def test_dense_wins_a_tie() -> None:
 
 
 def test_a_line_through_noise_stays_a_cost() -> None:
-    assert measure.Line.through((10, 3.0), (20, 2.0)) == measure.Line(0.0, 0.1)
-    assert measure.Line.through((10, 1.0), (20, 4.0)).fixed == 0.0
+    assert measure.Line.through_points((10, 3.0), (20, 2.0)) == measure.Line(0.0, 0.1)
+    assert measure.Line.through_points((10, 1.0), (20, 4.0)).fixed == 0.0
 
 
 def test_nothing_is_measured_on_the_cpu_or_for_a_name(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_the_draft_works_on_a_stream_of_its_own(
     inputs = question(name, "video")
     seen = [
         heard(monkeypatch, _draft_decoder.DraftDecoder, name, lambda *_, **__: torch.cuda.current_stream())
-        for name in ("read", "write")
+        for name in ("read_prompt", "draft_tokens")
     ]
     draft = Parallel(model=copy.deepcopy(model), window=4, process=False)
     with mmaccel.accelerate(model, draft=draft) as fast:

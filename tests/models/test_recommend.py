@@ -236,7 +236,7 @@ def test_rows_of_a_pass_hold_their_share_of_a_line() -> None:
 
 def test_rates_are_measured_once_and_kept(tmp_path: Path) -> None:
     sizes = sizes_of(pair("random-ov")[0], (42, 70), processor=pair("random-ov")[1])
-    store = Store(tmp_path / "rates.json", rates.Device.of)
+    store = Store(tmp_path / "rates.json", rates.Device.from_dict)
     runs: list[int] = []
 
     def bench(run: Any, device: torch.device) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops.layer_ops import MOST
 from mmaccel.core.adapter import Runner
-from mmaccel.core.decoding.draft import DraftStep, sent
+from mmaccel.core.decoding.draft import DraftStep, resume_draft
 from mmaccel.core.decoding.generate import Offer, Speculation
 from mmaccel.core.prefill.attention import ForwardPass
 
@@ -161,7 +161,7 @@ class Batch:
             for one, said in given.items():
                 with self._careful(one):
                     try:
-                        asked[one] = sent(works[one], said)
+                        asked[one] = resume_draft(works[one], said)
                     except StopIteration as over:
                         offers[one] = over.value
             given, groups, wanted = {}, defaultdict[Any, list[Speculation]](list), list[Wanted]()

@@ -244,7 +244,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
         raise DraftError(f"{self.name}: it opens no stream of its own; leave 'video' out of needs.")
 
 
-def sent(work: Drafting, given: Tensor | Exception | None) -> DraftStep:
+def resume_draft(work: Drafting, given: Tensor | Exception | None) -> DraftStep:
     """Resume the generator `work` with the result or the error of its last step (None at first); return its next step."""
     return work.throw(given) if isinstance(given, Exception) else work.send(given)  # type: ignore[arg-type]
 
@@ -254,7 +254,7 @@ def run_draft(work: Drafting) -> Any:
     given: Tensor | Exception | None = None
     while True:
         try:
-            asked = sent(work, given)
+            asked = resume_draft(work, given)
         except StopIteration as over:
             return over.value
         try:

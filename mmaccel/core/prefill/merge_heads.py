@@ -67,7 +67,7 @@ def merge_plans(
             families.setdefault((number, in_order, own), []).append((some, parts))
     packer, blocks, makers = TensorPacker(), (first.block_q, first.block_k), []
     for _, members in sorted(families.items(), key=lambda family: family[0][0]):
-        head_range = HeadRange.of([head for some, _ in members for head in some], group)
+        head_range = HeadRange.covering([head for some, _ in members for head in some], group)
         makers.append(_part(packer, members, head_range, blocks))
     packer.flush()
     rest = DenseHeads(tuple(sorted(dense)), queries, keys, first.n_query) if dense else None

@@ -136,7 +136,7 @@ class AttentionPlan:
 
         def cut() -> AttentionPlan:
             dense = replace(self.dense, rows=rows) if self.dense is not None else None
-            return replace(self, parts=tuple(part.first(rows) for part in self.parts), dense=dense)
+            return replace(self, parts=tuple(part.first_rows(rows) for part in self.parts), dense=dense)
 
         return remember(self.memo, ("first", rows), cut)
 
@@ -194,7 +194,7 @@ class AttentionPlan:
             columns += key.shape[2]
         total = torch.zeros(B, H, self.n_query + 1, columns + 1, dtype=dtype, device=device)
         for part in self.parts:
-            some = total[:, part.of(H)]
+            some = total[:, part.for_heads(H)]
             h = some.shape[1]
             q_row = part.q_row.expand(B, h, -1).long()
             for span in part.spans:
@@ -225,7 +225,7 @@ class AttentionPlan:
             for span in part.spans:
                 lists = span.lists.row, span.lists.entries
                 area = listed_area(*lists, part.q_row, span.k_row, self.block_q, self.block_k)
-                total[:, part.of(H)] += area
+                total[:, part.for_heads(H)] += area
         if self.dense is not None:
             total[:, numbered(self.dense.heads, device)] += self.dense.count_pairs()[:, None]
         return total
@@ -250,7 +250,7 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
             )
     served = [0] * H
     for part in plan.parts:
-        own, group, rows = part.of(H), H // key.shape[1], part.q_row.shape[-1]
+        own, group, rows = part.for_heads(H), H // key.shape[1], part.q_row.shape[-1]
         heads = range(H)[own]
         sizes = B, len(heads), (own.stop - 1) // group - own.start // group + 1, key.shape[3]
         _check_rows(f"sparse {who!r}: q_row of a part", part.q_row, sizes, rows, plan.block_q)

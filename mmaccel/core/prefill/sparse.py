@@ -160,7 +160,7 @@ def attend_plan(
     out, lse = None, None
     written: set[int] = set()
     for part in launches(plan):
-        own = part.of(len(all_heads))
+        own = part.for_heads(len(all_heads))
         groups = slice(own.start // group, (own.stop - 1) // group + 1)
         q, k, v = query[:, own], key[:, groups], value[:, groups]
         op = select.serving_extra(backend, query.device) if part.extra else backend

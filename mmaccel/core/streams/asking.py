@@ -34,9 +34,9 @@ from mmaccel.core.streams.parts import (
     StreamInfo,
     TokenChoice,
     joined,
-    kept,
+    states_restored,
 )
-from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, filled, frame_size
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size, pad_to_units
 
 FEW = 4
 """Units of a memory of frames that go through the vision tower at a time."""
@@ -156,7 +156,7 @@ def asked(
         state = pruned = RecallPruning(state, acts, stream, depth, seen)
     parts = [info.marks, asking.embeds]
     if info.pending is not None:
-        unit = adapter.features(filled(info.pending, adapter.pace), info.size)[0]
+        unit = adapter.features(pad_to_units(info.pending, adapter.pace), info.size)[0]
         at = [len(info.times) - info.pending.shape[0]]
         parts.insert(0, adapter.unit_embeds(unit, info.moments(adapter.pace, at))[0])
         check()
@@ -169,7 +169,7 @@ def asked(
         *given, live.beside, live.around, check, pause, lambda: live.counters(seen_as), choosing
     )
     runner.shares = taken is not None and running is None and type(live.around) is MemoryWrapper
-    with state.question_scope(), kept(running):
+    with state.question_scope(), states_restored(running):
         runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts)})
         meter.prompt_tokens = runner.length()
         if timed is not None and not timed.count:

@@ -21,7 +21,7 @@ from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import QuestionRunner, asked
 from mmaccel.core.streams.listening import GuidedRetrievalWrapper
 from mmaccel.core.streams.parts import MemoryWrapper
-from mmaccel.core.streams.saved_stream import check_model, lasting, read_stream, write_stream
+from mmaccel.core.streams.saved_stream import check_model, lasting_fields, read_stream, write_stream
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 FACTS = "stream.json"
@@ -91,7 +91,7 @@ class LocalDraftStream(DraftStream):
         if self._live is None:
             raise ModelError("the draft has seen no frame.")
         facts = write_stream(folder, self._live)
-        checkpoint_io.write_json(folder / FACTS, {**facts, "kv": lasting(self._kv)})
+        checkpoint_io.write_json(folder / FACTS, {**facts, "kv": lasting_fields(self._kv)})
 
     def load(self, folder: Path) -> None:
         if not (folder / FACTS).is_file():
@@ -100,7 +100,7 @@ class LocalDraftStream(DraftStream):
         check_model(folder, facts, self._adapter)
         # Fields that are not there have their defaults; those of a question, which are not saved, may be any.
         free = {name: getattr(self._kv, name) for name in self._kv.query_time_fields}
-        if lasting(policy("kv", {**free, **facts["kv"]})) != lasting(self._kv):
+        if lasting_fields(policy("kv", {**free, **facts["kv"]})) != lasting_fields(self._kv):
             raise ModelError(f"{folder} was saved with another kv of the draft; give the draft that one.")
         self._live = read_stream(folder, folder / FACTS, facts, self._adapter, self._kv, self._chunk)
 

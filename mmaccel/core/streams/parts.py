@@ -97,7 +97,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def kept(running: RunningStates | None) -> Iterator[None]:
+def states_restored(running: RunningStates | None) -> Iterator[None]:
     """Context that restores the recurrent states at exit."""
     mark = None if running is None else running.checkpoint()
     try:

@@ -23,7 +23,7 @@ from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.listening import AttentionRecording
-from mmaccel.core.streams.parts import Clip, MemoryWrapper, StreamInfo, kept
+from mmaccel.core.streams.parts import Clip, MemoryWrapper, StreamInfo, states_restored
 
 WATCHED = (
     "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
@@ -150,7 +150,7 @@ class StreamRunner:
     ) -> StreamRunner:
         """Start a stream for frames like `frames`, and run the prompt before the video. `timed`: times are known."""
         size = frame_size(frames)
-        features, marks = adapter.features(filled(frames[: adapter.pace], adapter.pace), size)
+        features, marks = adapter.features(pad_to_units(frames[: adapter.pace], adapter.pace), size)
         unit = adapter.unit_embeds(features, [(0, [0.0])]).shape[1]
         live = cls(
             adapter,
@@ -294,7 +294,7 @@ class StreamRunner:
         """Run `stream_pass` over `embeds` [n, E] with memory `state`; return final states [n, E] (`StreamModel.run`)."""
         how |= {} if self.beside.failed else self.around.run_options(stream_pass.kind)
         running = how.setdefault("running", self.running)
-        with kept(running if stream_pass.kind == "proxy" else None):
+        with states_restored(running if stream_pass.kind == "proxy" else None):
             stream_pass.pause()
             state.begin_pass(stream_pass)
             hidden = self.adapter.run(state, embeds, self.hidden, **how)
@@ -353,7 +353,7 @@ def frame_size(frames: Tensor) -> tuple[int, int]:
     return int(frames.shape[2]), int(frames.shape[3])
 
 
-def filled(frames: Tensor, pace: int) -> Tensor:
+def pad_to_units(frames: Tensor, pace: int) -> Tensor:
     """Pad `frames` to whole units of `pace` frames by repeating the last one, as processors do."""
     short = -len(frames) % pace
     return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames
@@ -377,10 +377,10 @@ def shown_at(
         raise ModelError(f"times: there are {len(times)} {whose}for {count} frames; give one for each frame.")
     last = info.times[-1] if info is not None and info.times else None
     rate = clip.fps if clip.fps or info is None else info.fps
-    return moments(last, times, count, rate, given is not None), times is not None or rate is not None
+    return frame_times(last, times, count, rate, given is not None), times is not None or rate is not None
 
 
-def moments(
+def frame_times(
     last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
 ) -> list[float]:
     """Return the seconds, ascending, of `count` new frames that follow a frame at `last`: the `given` ones, shifted to

@@ -57,7 +57,7 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         self._call("open", session.processor, session.kv, session.chunk, session.prune)
 
     def take_frames(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
-        self.settle()
+        self.wait_until_done()
         own = frames.to("cpu", copy=True).contiguous()  # the caller's may change as soon as this returns
         rate = None if fps is None else float(fps)
         self._call("take_frames", own.numpy(), list(times), rate, timed, later=True)
@@ -89,17 +89,17 @@ class RemoteDraftStream(DraftStream, ProcessClient):
 
     def save(self, folder: Path) -> None:
         self._call("save", folder.resolve())
-        self.settle()
+        self.wait_until_done()
 
     def load(self, folder: Path) -> None:
         self._call("load", folder.resolve())
-        self.settle()
+        self.wait_until_done()
 
     def close(self) -> None:
         if self._open.pop(self.number, None) is not None and self._worker.alive:
             self._call("close")
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Wait until the draft's process has done all that was requested."""
         while self._out:
             message = None if self._answers else self._worker.receive(WAIT_S)

@@ -235,7 +235,7 @@ class Pipeline(DraftState):
         self._unsent = inputs, prompt.warp, pruned, compact, seed, prompt.stream, prompt.lasts
         if prompt.stream is not None:
             self._pace = prompt.stream.pace = prompt.stream.pace or PipelineTimes()
-            self._pace.go_on()
+            self._pace.begin_answer()
             self._resume = self._pace.rest
         if not self._resume:
             self._send()
@@ -284,7 +284,7 @@ class Pipeline(DraftState):
     def tail_token(self) -> Proposal:
         for device in self._waited:
             torch.cuda.current_stream(device).synchronize()
-        self._pace.step(time.perf_counter() - self._began)
+        self._pace.record_target_step(time.perf_counter() - self._began)
         # A window is waited for twice as long as a round takes; not at all while the draft reads, or is late already.
         if self._busy:
             round_s = max(self._pace.step_s, self._window * self._pace.draft_s)
@@ -303,10 +303,10 @@ class Pipeline(DraftState):
             mode = "post_verify" if self._ahead else "pre_verify" if self._due else "alone"
             self._tally.figures[mode] += 1
             if mode != "alone":
-                self._pace.judge(kept, len(tokens) > kept)
+                self._pace.record_verification(kept, len(tokens) > kept)
         self._said += tokens
         self._odds = {place: odds for place, odds in self._odds.items() if place >= len(self._said)}
-        self._tally.judged(kept, len(tokens) > kept)
+        self._tally.record_round(kept, len(tokens) > kept)
         if not self._busy:
             self._ask()
 
@@ -319,10 +319,10 @@ class Pipeline(DraftState):
         if said < self._resume:
             return
         self._send()
-        if choice.window is None and pace.known:
+        if choice.window is None and pace.is_measured:
             self._window, gain = best_window(pace.step_s, pace.draft_s, pace.keep, choice.most)
             self._tally.gain = gain
-            if len(self._line) <= said and (rest := pace.pause(gain)):
+            if len(self._line) <= said and (rest := pace.pause_length(gain)):
                 self._tally.figures["pauses"] += 1
                 self._resume, self._due = said + rest, False
                 return
@@ -334,12 +334,12 @@ class Pipeline(DraftState):
         count = min(self._window, self._left - len(self._line))
         if count < 1:
             return
-        self._engine.ask(length, fix, count)
+        self._engine.request_tokens(length, fix, count)
         self._busy, self._asked = True, time.perf_counter()
         self._tally.windows.append(count)
 
     def _collect(self, limit_s: float) -> None:
-        written = self._engine.collect(limit_s)
+        written = self._engine.collect_tokens(limit_s)
         if written is None:
             self._tally.figures["late"] += self._due
             self._due = False
@@ -349,7 +349,7 @@ class Pipeline(DraftState):
         self._line += written.ids
         self._tally.figures["drafted"] += len(written.ids)
         self._tally.prompt_s = written.prompt_s
-        self._pace.drafted(written.seconds, len(written.ids))
+        self._pace.record_draft_steps(written.seconds, len(written.ids))
 
     def close(self) -> None:
         """Close the draft; raises `DraftError` at the end if it has been silent for `QUIET_S` or more."""

@@ -171,7 +171,7 @@ class Region:
         """
         layer, (query_kind, key_kind) = self.layer, self.kinds
         sample = self.once(("sample", count), lambda: self._sample(count))
-        query = sample.of(layer.query)
+        query = sample.select_queries(layer.query)
         total = None
         if key_kind is not None:
             everything = layer.region(query_kind, None)

@@ -66,10 +66,10 @@ def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> No
     stop(worker)
     first.begin(given, None, True, False, 0)
     first.keep(torch.tensor([1]))
-    first.ask(0, [], 3)
-    assert first.collect(0.1) is None
+    first.request_tokens(0, [], 3)
+    assert first.collect_tokens(0.1) is None
     os.kill(worker.process.pid, signal.SIGCONT)
-    written = first.collect(10.0)
+    written = first.collect_tokens(10.0)
     assert written is not None and [1, 0, *written.ids] == decode_greedily(TARGET, [1, 0], limit(5))
     first.close()
     stop(worker)
@@ -290,13 +290,13 @@ def written(stream: DraftStream, target: ModelView) -> list[int]:
     if isinstance(stream, RemoteDraftStream):
         with closing(RemoteDrafter(stream._worker, target.geometry.vocab)) as remote:
             remote.begin(inputs, None, False, False, 0, stream)
-            remote.ask(0, [7], COUNT)
-            found = remote.collect(60.0)
+            remote.request_tokens(0, [7], COUNT)
+            found = remote.collect_tokens(60.0)
     else:
         assert isinstance(stream, LocalDraftStream)
         writer = DraftDecoder(target.runner(), "cpu", target.geometry.vocab)
-        writer.read(inputs, None, False, None, 0, stream)
-        found = writer.write(0, [7], COUNT)
+        writer.read_prompt(inputs, None, False, None, 0, stream)
+        found = writer.draft_tokens(0, [7], COUNT)
     stream.end_question()
     assert found is not None
     return found.ids

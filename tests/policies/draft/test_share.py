@@ -129,15 +129,15 @@ def test_a_draft_that_pauses_is_judged_anew_before_it_pauses_again() -> None:
     """Target steps without a draft say nothing of it; what was found in a row doubles the pause."""
     pace = PipelineTimes(step_s=1.0, draft_s=4.0)
     for _ in range(SETTLED):
-        pace.step(1.0)
-        pace.judge(0, True)
-    assert pace.pause(0.5) == PAUSE
+        pace.record_target_step(1.0)
+        pace.record_verification(0, True)
+    assert pace.pause_length(0.5) == PAUSE
     for _ in range(PAUSE):
-        pace.step(1.0)
-    assert pace.pause(0.5) == 0
+        pace.record_target_step(1.0)
+    assert pace.pause_length(0.5) == 0
     for _ in range(SETTLED):
-        pace.judge(0, True)
-    assert pace.pause(0.5) == 2 * PAUSE
+        pace.record_verification(0, True)
+    assert pace.pause_length(0.5) == 2 * PAUSE
     for _ in range(SETTLED):
-        pace.judge(3, False)
-    assert pace.pause(2.0) == 0 and pace.pauses == 0
+        pace.record_verification(3, False)
+    assert pace.pause_length(2.0) == 0 and pace.pauses == 0

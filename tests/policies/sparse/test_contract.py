@@ -122,7 +122,7 @@ def test_plans_keep_the_contract(name: str, scene: Scene) -> None:
 def listed_by_hand(plan: AttentionPlan) -> Tensor:
     total = torch.zeros(plan.batch, plan.heads, dtype=torch.float64)
     for part in plan.parts:
-        own = total[:, part.of(plan.heads)]
+        own = total[:, part.for_heads(plan.heads)]
         for span in part.spans:
             table = span.lists.table().expand(*own.shape, -1, -1)
             rows, keys = (

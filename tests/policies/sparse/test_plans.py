@@ -159,7 +159,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(operator, "why_not", untraceable)
     monkeypatch.setattr(operator, "find_spec", lambda name: untraceable(name) or name)
     told = property(lambda self: has_kernel(self.query.device, self.query.dtype, *self.query.shape[2:]))
-    monkeypatch.setattr(LastQueries, "fused", told)
+    monkeypatch.setattr(LastQueries, "has_kernel", told)
     operator.usable.cache_clear()  # type: ignore[attr-defined]
     yield
     operator.usable.cache_clear()  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ def test_what_a_device_is_asked_is_a_constant_of_the_graph(name: str, fused: Non
         return attend_plan(plan, query, key, value, 0.25, kernel)[0]
 
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(LastQueries, "fused", False)
+        plain.setattr(LastQueries, "has_kernel", False)
         plain.setattr(operator, "why_not", lambda *_: "no kernel runs here")
         layer(query, key, value)  # the host knows the layout
     operator.usable.cache_clear()  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 class CopiesEach(HostStore):
     """A store that brings keys and values of every unit by a copy of their own, as ReKV moves them."""
 
-    indexed = False  # type: ignore[assignment]
+    can_gather = False  # type: ignore[assignment]
 
     def fetch(self, layer: int, units: Sequence[int], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         out = self.buffer(len(units)) if out is None else out
@@ -56,7 +56,7 @@ class CopiesEach(HostStore):
 
         def work() -> None:
             for at, unit in enumerate(units):
-                for side, rows in enumerate(self.entry(layer, unit)[0]):
+                for side, rows in enumerate(self.unit_view(layer, unit)[0]):
                     in_units(out, self.shape.tokens)[side, :, at].copy_(rows, non_blocking=True)
 
         wire.wait(self.lanes.compute.mark())
@@ -93,9 +93,9 @@ def asked(
     assert live is not None
     state: Any = live.state
     if hasattr(state, "prefetcher") and not told.get("warm"):
-        state.prefetcher.cut(0)
+        state.prefetcher.forget_from(0)
     with changed(state, told), scenes.asking(*kinds):
-        state.idle()
+        state.finish_intake()
         before = state.counters()
         wait(device)
         began = time.perf_counter()

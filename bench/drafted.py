@@ -89,7 +89,7 @@ class ReplayedParallel(Parallel):
             worker.wait(READY, 240.0)
             return worker
 
-        return target.hold(f"replayed draft {self.away}", begin, lambda worker: worker.alive)  # type: ignore[no-any-return]
+        return target.cached(f"replayed draft {self.away}", begin, lambda worker: worker.alive)  # type: ignore[no-any-return]
 
     film: ClassVar[list[Any]] = []
     """Frames and scenes of the film, and whether the model is the tiny one."""
@@ -164,7 +164,7 @@ def ask_under(way: str, draft: Any, keeps: list[float], tokens: int, sizes: Size
         take_in(session, "sparse", sizes.frames, f"drafted {way}")
         live: Any = session._live
         if isinstance(live.beside.stream, RemoteDraftStream):
-            live.beside.stream.settle()  # the draft has read the film too
+            live.beside.stream.wait_until_done()  # the draft has read the film too
         for keep in keeps:
             with replaying(model, keep):
                 answers = [session.ask(QUESTION, tokens) for _ in range(sizes.questions + 3)][3:]

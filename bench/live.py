@@ -59,9 +59,9 @@ LARGEST = 8
 WAITS = "waits"
 PARTS: dict[str, list[tuple[Any, str]]] = {
     WAITS: [(FairLock, "_aside"), (FairLock, "_acquire")],
-    "clip": [(StreamRunner, "take")],
+    "clip": [(StreamRunner, "take_frames")],
     "pixels": [(HFStreamAdapter, "features")],
-    "tower": [(StreamPasses, "encoded")],
+    "tower": [(StreamPasses, "encode_pixels")],
     "layers": [(StreamRunner, "run_units")],
     "token": [(QuestionRunner, "step")],
     "question": [(QuestionRunner, "prefill")],
@@ -69,16 +69,16 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "parts": [(SharedArchive, "_part")],
     "begins": [(SharedArchive, "begin_pass")],
     "ends": [(StreamMemory, "end_pass")],
-    "idle": [(SharedArchive, "idle")],
-    "marks": [(StreamRunner, "mark"), (SharedArchive, "let_go")],
+    "finish_intake": [(SharedArchive, "finish_intake")],
+    "marks": [(StreamRunner, "checkpoint"), (SharedArchive, "forget_old_units")],
     "clusters": [
-        (ClusterIndex, "digest"),
-        (ClusterIndex, "digest_some"),
+        (ClusterIndex, "cluster_units"),
+        (ClusterIndex, "cluster_some_units"),
         (ClusterIndex, "refresh"),
         (Index, "prepare"),
     ],
     "brings": [(Prefetcher, one) for one in ("recall", "settle")],
-    "slabs": [(Slabs, "grow")],
+    "slabs": [(Slabs, "add_slab")],
     "puts": [(HostStore, "put_layers")],
     "captures": [(replay, "capture_graph")],
 }
@@ -234,7 +234,7 @@ def measured(
     turns = session._stream_adapter.turns
     clock, over, passes = Clock(turns), threading.Event(), list[float]()
     behind, sent, check = 0, 0, session._check
-    session._stream_adapter.ends = frozenset  # type: ignore[method-assign]
+    session._stream_adapter.end_token_ids = frozenset  # type: ignore[method-assign]
 
     def begun(question: str) -> Any:
         if threading.current_thread() is asking:
@@ -252,13 +252,13 @@ def measured(
             passes.append(time.perf_counter() - began)
             sent, behind = sent + 1, behind + (time.perf_counter() > due + 1 / fps)
 
-    asking, answers, plain = threading.current_thread(), 0, Meter.token
+    asking, answers, plain = threading.current_thread(), 0, Meter.count_tokens
 
     def token(meter: Meter, count: int = 1) -> None:
         clock.token()
         plain(meter, count)
 
-    session._check, Meter.token = begun, token  # type: ignore[method-assign]
+    session._check, Meter.count_tokens = begun, token  # type: ignore[method-assign]
     feeder = threading.Thread(target=feed)
     live = session._live
     assert live is not None
@@ -274,7 +274,7 @@ def measured(
             over.set()
             feeder.join()
     finally:
-        Meter.token = plain  # type: ignore[method-assign]
+        Meter.count_tokens = plain  # type: ignore[method-assign]
         del session._check, turns.yield_lock  # type: ignore[attr-defined]
     end, waits = time.perf_counter(), list(live.waits)
     taken = [max(0.0, whole - wait) for whole, wait in zip(passes, waits, strict=False)]

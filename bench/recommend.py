@@ -54,7 +54,7 @@ TINY = {OV: "tiny-ov", SMALL_OV: "tiny-ov-draft", QWEN: "tiny-qwen"}
 HELD: dict[str, tuple[Any, Any]] = {}
 
 
-STORE = Store(Path(tempfile.mkdtemp()) / "rates.json", Device.of)
+STORE = Store(Path(tempfile.mkdtemp()) / "rates.json", Device.from_dict)
 
 
 def cpu_seconds(work: Any, device: torch.device) -> float:

@@ -127,7 +127,7 @@ def after(
         own = one.module
         conv = own.conv1d.weight.new_zeros(count, own.conv_dim, own.conv_kernel_size)
         sizes = count, own.num_v_heads, own.head_k_dim, own.head_v_dim
-        one.back((columns, (conv, conv.new_zeros(sizes, dtype=torch.float32))))
+        one.restore((columns, (conv, conv.new_zeros(sizes, dtype=torch.float32))))
     if rows is None:
         rows = ROWS if decoding.can_capture(model, family, cache, also=("cpu",)) else ()
     return Counting(model, family, cache, rows, **choices)
@@ -153,7 +153,9 @@ def cache_bytes(model: nn.Module, columns: int) -> int:
     family: Any = adapter_for(model)
     shape = family.geometry(model)
     each = shape.kv_heads * shape.head_dim * next(model.parameters()).dtype.itemsize
-    states = (one.num_v_heads * one.head_k_dim * one.head_v_dim for one in family.states(model).values())
+    states = (
+        one.num_v_heads * one.head_k_dim * one.head_v_dim for one in family.recurrent_layers(model).values()
+    )
     return 2 * shape.layers * columns * each + 2 * torch.float32.itemsize * sum(states)
 
 
@@ -286,12 +288,12 @@ def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
     wire.send(READY, options["vocab"])
 
     class Either(DraftDecoder):
-        def read(self, inputs: Any, *rest: Any, **more: Any) -> None:
+        def read_prompt(self, inputs: Any, *rest: Any, **more: Any) -> None:
             if "assumed" not in inputs:
                 held.clear()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-                super().read(inputs, *rest, **more)
+                super().read_prompt(inputs, *rest, **more)
                 return
             columns, seat = inputs["assumed"]
             if (columns, seat) not in held:
@@ -324,7 +326,7 @@ def make_ready(worker: Worker, columns: int, seats: int) -> None:
         said = assumed(columns, 0, seat, torch.device("cpu"))
         remote = _remote_drafter.RemoteDrafter(worker, VOCAB)
         remote.begin(said.inputs, None, False, False, 0)
-        remote.ask(0, [], 4)
-        if remote.collect(180.0) is None:
+        remote.request_tokens(0, [], 4)
+        if remote.collect_tokens(180.0) is None:
             raise RuntimeError("the draft's process was not ready in time.")
         remote.close()

@@ -122,7 +122,7 @@ class Scenes:
         cells = cells - cells.mean(1, keepdim=True)
         while state.units() < until:
             first = state.units()
-            count = state.fit(first, min(16, until - first))
+            count = state.units_that_fit(first, min(16, until - first))
             span = slice(first, first + count)
             at, visit = self.scene[span].to(self.device), self.visit[span].to(self.device)
             film.spans += [(first + i, 1) for i in range(count)]
@@ -145,7 +145,7 @@ class Scenes:
                 state.append(layer, key, key.roll(1, 2))
                 state.view(layer, key.repeat_interleave(self.geometry.heads // self.geometry.kv_heads, 1))
             state.end_pass()
-        state.idle()
+        state.finish_intake()
 
     def _heads(self, rows: Tensor) -> Tensor:
         """[n, P, G * D] to [1, G, n * P, D] in the model's type."""

@@ -162,7 +162,7 @@ def run(state: Any, stream_pass: StreamPass, seed: int = 0) -> None:
             torch.randn(1, heads, rows, size, generator=generator)
             for heads in (contract.HEADS, contract.GROUPS, contract.GROUPS)
         )
-        state.ahead(index, query.transpose(1, 2).flatten(2))
+        state.take_hidden(index, query.transpose(1, 2).flatten(2))
         state.append(index, key, value)
         state.view(index, query)
     state.end_pass()
@@ -173,13 +173,13 @@ def watch(state: Any, units: int) -> None:
     end = state.units() + units
     scenes = torch.randn(64, contract.GEOMETRY.hidden, generator=torch.Generator().manual_seed(1))
     while (first := state.units()) < end:
-        count = state.fit(first, min(8, end - first))
+        count = state.units_that_fit(first, min(8, end - first))
         look = scenes[torch.arange(first, first + count) // 12 % 64]
         times = tuple(float(t) for t in range(first, first + count))
         rows = count * contract.TOKENS
         units_pass = StreamPass(kind="units", rows=rows, first=first, count=count, times=times, look=look)
         run(state, units_pass, seed=first)
-    state.idle()
+    state.finish_intake()
 
 
 def clustering() -> Pair:

@@ -92,7 +92,7 @@ class EachWindow(DraftLength):
         super().__init__()
         self._turns = cycle([one for window in LENGTHS for one in (window, 0) for _ in range(TRIED)])
 
-    def most(self, count: int, drafting: int) -> int:
+    def best_length(self, count: int, drafting: int) -> int:
         return next(self._turns)
 
 
@@ -103,11 +103,11 @@ class Watched(DraftLength):
         super().__init__()
         self.windows, self.kept, self.tried = Counter[int](), 0, 0
 
-    def took(self, count: int, length: int, seconds: float, judged: Sequence[tuple[int, int]]) -> None:
+    def add_round(self, count: int, length: int, seconds: float, judged: Sequence[tuple[int, int]]) -> None:
         self.windows[length] += 1
         self.kept += sum(kept for _, kept in judged)
         self.tried += sum(kept + (kept < proposed) for proposed, kept in judged)
-        super().took(count, length, seconds, judged)
+        super().add_round(count, length, seconds, judged)
 
 
 def verified_part(bench: Bench) -> Iterator[Step]:
@@ -152,7 +152,7 @@ def verified_part(bench: Bench) -> Iterator[Step]:
             told |= {"drafted_per_s": mean, "error_per_s": error, "over_plain": mean / bare}
             told |= {"plain_each": plain, "drafted_each": drafted}
             told |= {"kept_share": load.kept / max(load.tried, 1), "rounds_by_window": dict(load.windows)}
-            tell(log, case="verified", **told, window_ms=load.times(count))
+            tell(log, case="verified", **told, window_ms=load.round_times(count))
 
         return run
 
@@ -190,7 +190,7 @@ def pace(
         draft = drafts[seat] if drafts else None
         if draft is not None:
             draft.begin(said)
-        sequences.append(Speculation(runner, draft, said, first, stop=stop, meter=Meter().sequence()))
+        sequences.append(Speculation(runner, draft, said, first, stop=stop, meter=Meter().new_sequence()))
         sequences[-1].advance()
     wait(device)
     started, began = sum(one.ids.shape[1] for one in sequences), time.perf_counter()

@@ -46,7 +46,7 @@ class Line:
         return self.fixed + self.each * work
 
     @classmethod
-    def through(cls, short: tuple[float, float], long: tuple[float, float]) -> Line:
+    def through_points(cls, short: tuple[float, float], long: tuple[float, float]) -> Line:
         """Fit a cost line through two points (work, seconds); through 0 and the longer one if the shorter took longer."""
         (less, early), (more, late) = short, long
         each = (late - early) / (more - less)
@@ -72,7 +72,7 @@ class Costs:
     untried: dict[str, str] = field(default_factory=dict)
     host: float = 0.0
 
-    def planned(self, attention: float, tokens: float) -> float:
+    def predict_layer_s(self, attention: float, tokens: float) -> float:
         """Predicted seconds of a layer: planning for `tokens` tokens, then sparse attention of `attention` seconds."""
         return max(self.host, attention + self.planning(tokens))
 
@@ -82,7 +82,7 @@ class Costs:
         return replace(self, dense=replace(self.dense, each=self.dense.each * factor), sparse=sparse)
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Costs:
+    def from_dict(cls, found: Mapping[str, Any]) -> Costs:
         """Rebuild a `Costs` from the dictionary that `asdict` makes of it."""
         sparse = {name: Line(**line) for name, line in found["sparse"].items()}
         dense, planning = Line(**found["dense"]), Line(**found["planning"])
@@ -143,7 +143,7 @@ def measured_costs(
 
     def line(make: Callable[[int], tuple[float, Callable[[], Any]]]) -> Line:
         (short, first), (long, second) = (make(n) for n in lengths)
-        return Line.through((short, bench(first, device)), (long, bench(second, device)))
+        return Line.through_points((short, bench(first, device)), (long, bench(second, device)))
 
     def plans(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Line, float]:
         host = launch_seconds(second, device)
@@ -151,7 +151,7 @@ def measured_costs(
         early, late = (bench(one, device, **more) for one in (first, second))
         # What does not grow between two prompts does not grow beyond them.
         flat = late <= early
-        line = Line(late, 0.0) if flat else Line.through((lengths[0], early), (lengths[1], late))
+        line = Line(late, 0.0) if flat else Line.through_points((lengths[0], early), (lengths[1], late))
         return line, host
 
     def dense(n: int) -> tuple[float, Callable[[], Any]]:

@@ -52,7 +52,7 @@ class Choice:
     why: str
     costs: Costs | None = None
 
-    def pays(self, listed: float, causal: float, tokens: float) -> bool:
+    def beats_dense(self, listed: float, causal: float, tokens: float) -> bool:
         """Whether a pattern that lists at most `listed` pairs is faster than dense attention over `causal` pairs of a layer.
 
         Both count pairs over all heads and sequences; planning for `tokens` tokens is included. Dense wins ties. True if
@@ -60,7 +60,7 @@ class Choice:
         """
         if self.costs is None:
             return True
-        sparse = self.costs.planned(self.costs.sparse[self.backend](listed), tokens)
+        sparse = self.costs.predict_layer_s(self.costs.sparse[self.backend](listed), tokens)
         return sparse < self.costs.dense(causal)
 
     def describe(self) -> str:
@@ -180,7 +180,7 @@ class Store(Generic[Kept]):
     `path` is the file, or its name in the user's cache folder; `of` rebuilds an entry from its JSON mapping (default:
     `Costs`)."""
 
-    def __init__(self, path: Path | str = "costs.json", of: Callable[[Any], Any] = Costs.of) -> None:
+    def __init__(self, path: Path | str = "costs.json", of: Callable[[Any], Any] = Costs.from_dict) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self.path = path if isinstance(path, Path) else Path(home) / "mmaccel" / path
         self._of = of

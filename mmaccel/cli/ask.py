@@ -18,7 +18,7 @@ from mmaccel.cli import choices
 from mmaccel.cli.answer import Answer, prompt_inputs
 from mmaccel.cli.answer import ask as answer
 from mmaccel.cli.choices import MAX_FRAMES, Device, Draft, Dtype, Fps, Frames, Json, Longest, Model, Timeout
-from mmaccel.cli.console import bars, column_groups, many, number, out, print_json, size, why_cut_off
+from mmaccel.cli.console import bars, column_groups, number, out, plural, print_json, size, why_cut_off
 from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
@@ -26,7 +26,7 @@ from mmaccel.core.errors import RecipeError, VideoError, check_question
 from mmaccel.core.prefill.prune import candidate_columns, count_of_share
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import format_head_counts, format_share
-from mmaccel.core.report_page import drafted, memory_text
+from mmaccel.core.report_page import drafted_text, memory_text
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -208,7 +208,7 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
     prompt = next(iter(answers.values())).report.prompt_tokens
     rate = f" at {facts['fps']:.3g} a second" if "fps" in facts else ""
     head = Text(
-        f"{facts['question']}\n{facts['model']}, {many(facts['frames'], 'frame')}{rate}, {many(prompt, 'token')}",
+        f"{facts['question']}\n{facts['model']}, {plural(facts['frames'], 'frame')}{rate}, {plural(prompt, 'token')}",
         overflow="fold",
     )
     # On a CPU it is the process that is measured, from its start on: a later column cannot show less.
@@ -220,7 +220,7 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
         ("then", lambda a: number(a.report.tokens_per_s, ".1f", " tokens/s")),
         ("attention kept", lambda a: format_share(a.report.kept)),
         ("heads", lambda a: format_head_counts(a.report.heads())),
-        ("drafted", lambda a: drafted(a.report.draft)),
+        ("drafted", lambda a: drafted_text(a.report.draft)),
         ("video", lambda a: _pruned(count_video_tokens(a, tokens))),
         ("cache", lambda a: memory_text(a.report.kv) if a.report.kv.get("bytes") else ""),
         (peak, lambda a: size(a.report.peak_bytes)),
@@ -254,7 +254,9 @@ def count_video_tokens(answer: Answer, whole: int) -> dict[str, int]:
 
 def _pruned(tokens: Mapping[str, int]) -> str:
     whole, *left = tokens.items()
-    return ", ".join([many(whole[1], "token"), *(f"{count} {name}" for name, count in left)]) if left else ""
+    return (
+        ", ".join([plural(whole[1], "token"), *(f"{count} {name}" for name, count in left)]) if left else ""
+    )
 
 
 def as_object(

@@ -11,7 +11,7 @@ from typer import Argument, Option
 from mmaccel.cli import answer, choices
 from mmaccel.cli.answer import RoundingCheck
 from mmaccel.cli.choices import Device, Draft, Dtype, Fps, Frames, Json, Model, Timeout
-from mmaccel.cli.console import bars, many, number, out, print_json, why_cut_off
+from mmaccel.cli.console import bars, number, out, plural, print_json, why_cut_off
 from mmaccel.core.attach import accelerate
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import RecipeError
@@ -103,8 +103,8 @@ def figure_lines(
         first += f", plain {number(told['plain_ttft_s'], '.2f', ' s')}"
     floor = f"{facts['floor_tokens_per_s']:.0f} tokens/s"
     found = [
-        f"{facts['model']}, {many(facts['frames'], 'frame')}, {many(facts['prompt_tokens'], 'token')}; "
-        f"{many(told['tokens'], 'token')} said in {many(told['steps'], 'target step')}",
+        f"{facts['model']}, {plural(facts['frames'], 'frame')}, {plural(facts['prompt_tokens'], 'token')}; "
+        f"{plural(told['tokens'], 'token')} said in {plural(told['steps'], 'target step')}",
         f"{speed}; a plain step that only read weights and cache would give {floor}",
         first,
         f"accepted {told['kept']:.2f} tokens a round, {told['a_step']:.2f} a target step, {told['streak']:.1f} in a row, "
@@ -113,7 +113,7 @@ def figure_lines(
     counters = told["counters"]
     if {"window", "target_step_s", "draft_step_s"} <= counters.keys():
         found.append(
-            f"window  {many(round(counters['window']), 'token')}; a target step takes "
+            f"window  {plural(round(counters['window']), 'token')}; a target step takes "
             f"{1e3 * counters['target_step_s']:.1f} ms, a draft step {1e3 * counters['draft_step_s']:.1f} ms"
         )
     found += [f"the draft: {note}" for note in told["notes"]]

@@ -16,7 +16,7 @@ from torch import nn
 from typer import Option
 
 from mmaccel.backends import select
-from mmaccel.cli.console import add_bar, many, remark
+from mmaccel.cli.console import add_bar, plural, remark
 from mmaccel.core.attach import Accelerated, accelerate, family_of
 from mmaccel.core.errors import RecipeError, UnknownName, VideoError, VideoStalled, VideoWarning
 from mmaccel.core.memory.kv import StreamPolicy
@@ -293,7 +293,7 @@ def clips_until_stall(
     except VideoError as error:
         told = error
         if isinstance(error, VideoStalled):
-            name, frames = str(error).partition(" stalled:")[0], many(error.frames, "frame")
+            name, frames = str(error).partition(" stalled:")[0], plural(error.frames, "frame")
             told = VideoError(
                 f"{name} stalled: nothing came for {error.seconds:g} s after {frames}, and it has not ended; "
                 "raise --timeout."

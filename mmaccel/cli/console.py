@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 from mmaccel.core.errors import MmaccelError, MmaccelWarning
-from mmaccel.core.report_page import many as many
+from mmaccel.core.report_page import plural as plural
 from mmaccel.core.report_page import size as size
 
 EVERY_S = 10.0
@@ -70,7 +70,7 @@ def silence_libraries() -> None:
     warnings.showwarning = show
 
 
-def sentence(error: Exception) -> str | None:
+def error_sentence(error: Exception) -> str | None:
     """Return the one-sentence message of an error that the user can mend; None for an internal error."""
     if isinstance(error, MmaccelError):
         return str(error)
@@ -177,8 +177,8 @@ def number(value: float | None, form: str, unit: str = "") -> str:
 def why_cut_off(reason: str, tokens: int) -> str:
     """Why an answer of `tokens` tokens was cut off, as text; "" if the model ended it. See `Answer.finish_reason`."""
     return {
-        "length": f"cut off at {many(tokens, 'token')} (--max-new-tokens)",
-        "positions": f"cut off at {many(tokens, 'token')}: the model has no more positions",
-        "timeout": f"cut off at {many(tokens, 'token')} by its timeout",
-        "cancelled": f"cancelled at {many(tokens, 'token')}",
+        "length": f"cut off at {plural(tokens, 'token')} (--max-new-tokens)",
+        "positions": f"cut off at {plural(tokens, 'token')}: the model has no more positions",
+        "timeout": f"cut off at {plural(tokens, 'token')} by its timeout",
+        "cancelled": f"cancelled at {plural(tokens, 'token')}",
     }.get(reason, "")

@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Fps, Model
-from mmaccel.cli.console import bar_callback, bars, many, say
+from mmaccel.cli.console import bar_callback, bars, plural, say
 from mmaccel.cli.search import Most, Texts, Videos, check_videos, sample_prompt
 from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, shown
@@ -116,7 +116,7 @@ def draw_pictures(
                 tell("draw", done, whole)
 
         visit_layers(loaded, inputs, visit, set(wanted))
-    message = f"{output}: {many(done, 'head')}"
+    message = f"{output}: {plural(done, 'head')}"
     if not layer and not head and done < shape.layers * shape.heads:
         message += f" of {shape.layers * shape.heads}, evenly spread; --layer and --head name others"
     say(message)
@@ -209,7 +209,7 @@ class GroundTruth:
             f"--truth: {path} holds no truth of a world; give a file that mmaccel-lab world --truth wrote."
         )
 
-    def moments(self, question: str) -> tuple[float, ...]:
+    def question_seconds(self, question: str) -> tuple[float, ...]:
         """Seconds of the frames that a question is about, ignoring case and punctuation; () if unknown."""
         return self.questions.get(words(question), ())
 
@@ -278,7 +278,7 @@ def plot_retrieved_frames(
     drawn = figure(9.0, 0.7 + 0.9 * len(answers))
     plots = drawn.subplots(len(answers), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (question, said, evidence) in zip(plots, answers, strict=True):
-        for moment in () if truth is None else truth.moments(question):
+        for moment in () if truth is None else truth.question_seconds(question):
             axes.axvline(moment, color="C3", linewidth=0.8)
         axes.vlines([one.seconds for one in evidence], 0, [one.share for one in evidence], linewidth=0.8)
         axes.set_ylim(0, 1.05)

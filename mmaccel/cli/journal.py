@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
 
-from mmaccel.cli.console import many, remark, sentence
+from mmaccel.cli.console import error_sentence, plural, remark
 from mmaccel.cli.program import delay_sigterm
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.files import outside
@@ -152,7 +152,7 @@ class PeriodicSaver:
         try:
             self.save(whole=False)
         except (MmaccelError, OSError) as error:
-            remark(f"not saved meanwhile: {sentence(error)}")
+            remark(f"not saved meanwhile: {error_sentence(error)}")
         self._last = time.monotonic()
         self._cost = self._last - begun
 
@@ -177,14 +177,14 @@ class PeriodicSaver:
             self._note(folder, point)
         return True
 
-    def saved(self) -> str:
+    def saved_text(self) -> str:
         """Say in words how many frames are saved; "" without a folder."""
         if self._folder is None:
             return ""
         if not self._saved:
             return f"nothing was saved to {self._folder}"
         if self._saved < len(self._session):
-            return f"the first {many(self._saved, 'frame')} are saved to {self._folder}, the rest is not"
+            return f"the first {plural(self._saved, 'frame')} are saved to {self._folder}, the rest is not"
         return f"saved to {self._folder}"
 
     def _note(self, folder: Path, *points: ReadingPoint | None) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mmaccel.cli.console import sentence, silence_libraries
+from mmaccel.cli.console import error_sentence, silence_libraries
 from mmaccel.core.errors import MmaccelError, RecipeError, VideoError, shown
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -202,7 +202,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
             # The help of the command; rich may have printed it already.
             print(str(error.format_message()) if hasattr(error, "format_message") else "", end="\n")
             status = 0
-        elif (told := sentence(error)) is None or os.environ.get("MMACCEL_DEBUG") == "1":
+        elif (told := error_sentence(error)) is None or os.environ.get("MMACCEL_DEBUG") == "1":
             raise
         else:
             print(f"error: {told}", file=sys.stderr)

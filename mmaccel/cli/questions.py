@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from mmaccel.cli.console import many, number, remark, why_cut_off
+from mmaccel.cli.console import number, plural, remark, why_cut_off
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
 from mmaccel.core.files import outside
@@ -92,7 +92,7 @@ def read_piped(given: Sequence[str]) -> list[Asked]:
         if line.strip()
     ]
     timed = sum(at is not None for at, _ in found)
-    questions = many(len(found), "question")
+    questions = plural(len(found), "question")
     remark(f"{questions} from standard input: {timed} at a time, {len(found) - timed} at the end.")
     return found
 
@@ -181,7 +181,7 @@ def activity_lines(report: Report) -> list[str]:
     if report.kept is not None:
         parts.append(f"attention kept {format_share(report.kept)} ({format_head_counts(report.heads())})")
     if draft["rounds"]:
-        rounds = many(draft["rounds"], "round")
+        rounds = plural(draft["rounds"], "round")
         parts.append(
             f"the last answer's draft: {draft['accepted']} of {draft['proposed']} accepted in {rounds}"
         )

@@ -18,7 +18,7 @@ from mmaccel.backends import select
 from mmaccel.cli import choices
 from mmaccel.cli.answer import prompt_inputs
 from mmaccel.cli.choices import Device, Dtype, Fps, Json
-from mmaccel.cli.console import bar_callback, bars, many, print_json, say, size
+from mmaccel.cli.console import bar_callback, bars, plural, print_json, say, size
 from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.report import format_head_counts, format_share, read_rows
@@ -95,7 +95,7 @@ def search(
     except KeyboardInterrupt:
         message = "nothing was measured yet"
         if parts.is_file():
-            layers = many(sum("layer" in row for row in read_rows([parts])), "whole layer")
+            layers = plural(sum("layer" in row for row in read_rows([parts])), "whole layer")
             goes_on = "the same command goes on with the next layer, from its beginning"
             message = f"the costs and {layers} are kept in {parts}; {goes_on}"
         print(f"stopped: {message}.", file=sys.stderr)
@@ -116,7 +116,7 @@ def search(
         print_json({"out": str(output), **facts})
         return
     heads = format_head_counts(Counter(name for layer in head_pattern_names(table) for name in layer))
-    layers, count = many(facts["layers"], "layer"), many(facts["heads"], "head")
+    layers, count = plural(facts["layers"], "layer"), plural(facts["heads"], "head")
     say(f"{output}: {layers}, {count} on {facts['tokens']} tokens")
     say(f"heads: {heads}")
     say(

@@ -48,8 +48,7 @@ def serve(
     ] = None,
     keep_seconds: KeepSeconds = None,
     host_bytes: Annotated[
-        str | None,
-        Option(help="Host memory of all streams together, as 24GB; the oldest frames make room."),
+        str | None, Option(help="Host memory of all streams together, as 24GB; the oldest frames make room.")
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",

@@ -15,7 +15,7 @@ from typer import Argument, Exit, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
-from mmaccel.cli.console import add_bar, bars, many, out, print_json, remark, say, sentence
+from mmaccel.cli.console import add_bar, bars, error_sentence, out, plural, print_json, remark, say
 from mmaccel.cli.journal import EVERY_S, PeriodicSaver, WatchSource, find_resume_point
 from mmaccel.cli.program import INTERRUPTED, delay_sigterm, delay_stop_signals
 from mmaccel.cli.questions import (
@@ -183,7 +183,7 @@ def watch(
                 seen = add_bar(progress, "ingest" if stored else "watch", "frames")
                 pieces = work.pieces(clips, keeper)
                 for piece in pieces:
-                    work.take(piece, pieces if stored else None, seen, keeper.is_due)
+                    work.feed_piece(piece, pieces if stored else None, seen, keeper.is_due)
                     if piece[0] is not None:
                         keeper.save_if_due()
                     for text in typed.read():
@@ -208,7 +208,7 @@ def watch(
             stopped = True
         except Exception as error:
             failed.append(error)
-        events, left = work.uneven.give(), work.left
+        events, left = work.uneven.pop_until(), work.left
         # How a watch that nobody stopped ended; another error than the source's is no end of it.
         ended = "error" if failed else "end"
         if broken:
@@ -240,8 +240,8 @@ def watch(
             "unanswered": [{"question": text, "at": at} for at, text in left],
             "answers": work.told,
         }
-        saved = keeper.saved()
-    frames = many(facts["frames"], "frame")
+        saved = keeper.saved_text()
+    frames = plural(facts["frames"], "frame")
     if as_json:
         print_json(facts)
     else:
@@ -292,7 +292,7 @@ class WatchRun:
         self.told: list[dict[str, Any]] = []
         self.uneven = EventLog()
 
-    def shift(self, first: Video) -> float:
+    def time_shift(self, first: Video) -> float:
         """Return the seconds to add to the source's times, so that the video follows the saved session; `first` is its first
         clip."""
         start = float(first.clock[0])
@@ -302,12 +302,12 @@ class WatchRun:
         """Yield the clips with the session's times, cut after the last frame before each question."""
         for part in clips:
             if keeper.shift is None:
-                keeper.shift = self.shift(part)
+                keeper.shift = self.time_shift(part)
             for one in part.events:
                 self.uneven.add(one.kind, one.time, one.seconds)
             yield from cut_at_due(replace(part, clock=part.clock + keeper.shift), self.asked)
 
-    def take(
+    def feed_piece(
         self,
         piece: Piece,
         rest: Iterator[Piece] | None,
@@ -391,4 +391,4 @@ class WatchRun:
 
 def error_text(error: Exception) -> str:
     """An error as one sentence; an unexpected one with its class name."""
-    return sentence(error) or f"{type(error).__name__}: {error}"
+    return error_sentence(error) or f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.contract.prefill import check_counters, promise
+from mmaccel.contract.prefill import check_counters, require
 from mmaccel.core.adapter import Branches, Geometry, ModelAdapter, ModelView, Runner
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import speculate
@@ -130,11 +130,11 @@ RULE = bigram(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(
 def check_draft(strategy: DraftStrategy) -> None:
     """Test a draft policy on a toy target with six tokens, greedily; raises `RecipeError` if it violates its contract."""
     who, needs, max_rollback = f"draft {strategy.name!r}", strategy.needs, strategy.max_rollback
-    promise(
+    require(
         needs <= {"branches", "rollback", "memory", "model", "prompt", "video"},
         f"{who}: needs is {sorted(needs)}; give some of 'branches', 'memory', 'model', 'prompt', 'rollback' and 'video'.",
     )
-    promise(
+    require(
         max_rollback >= 0 and (max_rollback > 0) == ("rollback" in needs),
         f"{who}: max_rollback is {max_rollback} and needs {sorted(needs)}; name 'rollback' in needs where it is above 0, "
         "and there alone.",
@@ -149,19 +149,19 @@ def check_draft(strategy: DraftStrategy) -> None:
 
     draft.begin(said)
     ids = speculate(target, draft, said, target.prefill(said.inputs), stop=stop, meter=rounds)
-    promise(rounds.failed is None, f"{who}: it fails with {(rounds.failed or '').rstrip('.')}; fix it.")
-    promise(
+    require(rounds.failed is None, f"{who}: it fails with {(rounds.failed or '').rstrip('.')}; fix it.")
+    require(
         ids[0].tolist() == decode_greedily(RULE, [3, 1], stop),
         f"{who}: the text is not the target's own; leave what the target holds as it was.",
     )
     most = max(rounds.windows, default=0)
-    promise(
+    require(
         not most or most + 1 <= max_rollback,
         f"{who}: {most} tokens were proposed and max_rollback is {max_rollback}; give one more than the most proposed.",
     )
     check_counters(who, draft.counters())
     notes = draft.notes()
-    promise(
+    require(
         isinstance(notes, list) and all(isinstance(note, str) for note in notes),
         f"{who}: notes gives {notes!r}; give a list of sentences.",
     )

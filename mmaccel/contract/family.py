@@ -198,7 +198,8 @@ def _patterns(tried: _Tried) -> Iterator[Row]:
         with _masked(tried, masks):
             far = float((tried.logits(tried.inputs) - ours).abs().max())
         moved = float((ours - tried.plain).abs().max())
-        missed = sorted(set(range(tried.depth)) - set(tried.family.sliding(tried.model)) - found.keys())
+        narrow = set(tried.family.sliding_layers(tried.model))
+        missed = sorted(set(range(tried.depth)) - narrow - found.keys())
         kept = far <= CLOSE < moved and share < 0.5 and not wrong and not missed
         told = f"{share:.0%} of the pairs, off by {far:.1e} from eager attention, {moved:.0e} from dense"
         told = f"it does not act in layers {missed}" if missed else told
@@ -300,7 +301,7 @@ def _pruners(tried: _Tried) -> Iterator[Row]:
 
 def _seen(tried: _Tried) -> Iterator[Row]:
     """Queries and keys as the family gives them, with RoPE, attend as the model's do: pruners and memories read them."""
-    narrow, modules = tried.family.sliding(tried.model), tried.family.attentions(tried.model)
+    narrow, modules = tried.family.sliding_layers(tried.model), tried.family.attentions(tried.model)
     whole = (n for n, one in enumerate(modules) if one.layer_idx not in narrow and hasattr(one, "k_proj"))
     number = max(whole)
     caught: dict[str, Any] = {}
@@ -352,12 +353,12 @@ def _sessions(tried: _Tried) -> Iterator[Row]:
                 session.watch(part, fps=2.0)
             adapter, live = session._stream_adapter, session._live
             assert live is not None
-            tail, words = adapter.tail([{"type": "text", "text": question}])
+            tail, words = adapter.tail_ids([{"type": "text", "text": question}])
             prompt = adapter.prompt(frames, 2.0, live.info.times, tail.tolist())  # type: ignore[attr-defined]
             with asked(live, question, 8) as turn:
                 far = float((turn.logits - tried.logits(prompt)[:, -1]).abs().max())
             whole = tried.tokens(prompt)[0, prompt["input_ids"].shape[1] :].tolist()
-            end = next((n for n, token in enumerate(whole) if token in adapter.ends()), len(whole))
+            end = next((n for n, token in enumerate(whole) if token in adapter.end_token_ids()), len(whole))
             same = list(session.ask(question, 8).ids) == whole[:end]
         told = f"logits off by {far:.1e}, at most {CLOSE:.0e}; tokens {'the same' if same else 'differ'}"
         told += "" if words[0] < words[1] else "; no word of the question is found"

@@ -32,7 +32,7 @@ DEPTH = 32
 FIELDS = ("modality", "segment", "frame", "row", "column")
 
 
-def promise(kept: object, sentence: str) -> None:
+def require(kept: object, sentence: str) -> None:
     """Raise `RecipeError` with the sentence unless `kept` is true."""
     if not kept:
         raise RecipeError(sentence)
@@ -41,7 +41,7 @@ def promise(kept: object, sentence: str) -> None:
 def check_counters(who: str, counters: Mapping[str, object]) -> None:
     """Raise `RecipeError` unless all figures for the report are floats."""
     floats = all(isinstance(value, float) for value in counters.values())
-    promise(floats, f"{who}: counters gives {counters}; give a float for each name.")
+    require(floats, f"{who}: counters gives {counters}; give a float for each name.")
 
 
 def layout(rng: Random, length: int, batch: int = 1) -> TokenLayout:
@@ -93,15 +93,15 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
         heads, groups = rng.choice(((4, 2), (2, 2), (3, 1)))
         query, key = (torch.randn(keys.batch, h, keys.length, 16, generator=g) for h in (heads, groups))
         plan = check_plan(pattern, query[:, :, start:], key, keys.take(slice(start, None)), keys)
-        promise(
-            len(pattern.per_head(heads)) == heads,
+        require(
+            len(pattern.head_pattern_names(heads)) == heads,
             f"sparse {pattern.name!r}: per_head({heads}) names not {heads} patterns; name one a head.",
         )
         if not pattern.adaptive and plan is not None:
             query, key = (torch.randn(x.shape, generator=g) for x in (query, key))
             anew = keys.take(slice(None))  # without what was derived of the layout before
             other = pattern.plan_layer(query[:, :, start:], key, key, anew.take(slice(start, None)), anew)
-            promise(
+            require(
                 other is not None and torch.equal(plan.to_mask(), other.to_mask()),
                 f"sparse {pattern.name!r}: other queries and keys give another plan; set the class field adaptive = True, "
                 "or a plan may serve all layers.",
@@ -116,16 +116,16 @@ def check_plan(
     plan = pattern.plan_layer(query, key, key, q_layout, k_layout)
     if plan is None:
         return None
-    check_sizes(plan, pattern.name, query, key, whole=not k_layout.padded)
+    check_sizes(plan, pattern.name, query, key, whole=not k_layout.has_padding)
     _rows(plan, who, q_layout)
     listed = torch.zeros(plan.batch, plan.heads, dtype=torch.long)
     for part in plan.parts:
         for span in part.spans:
             _lists(plan, who, part, span)
-            listed[:, part.of(plan.heads)] += span.lists.count.sum(-1)
+            listed[:, part.for_heads(plan.heads)] += span.lists.count.sum(-1)
     _pairs(plan, who, q_layout, k_layout)
     bound, most = pattern.max_blocks_total(plan.n_query, plan.n_key), int(listed.max())
-    promise(
+    require(
         most <= bound,
         f"{who}: max_blocks_total is {bound} blocks for {plan.n_query} rows over {plan.n_key} keys, and {most} are listed; "
         "give the most there can be.",
@@ -137,35 +137,35 @@ def _rows(plan: AttentionPlan, who: str, queries: TokenLayout) -> None:
     """Rows stand in one part, unless parts are declared to overlap; padding stands in none."""
     served = torch.zeros(plan.batch, plan.heads, plan.n_query + 1, dtype=torch.long)
     for part in plan.parts:
-        own = served[:, part.of(plan.heads)]
+        own = served[:, part.for_heads(plan.heads)]
         q_row = part.q_row.expand(*own.shape[:2], -1).long()
-        promise(
+        require(
             int(q_row.max()) < plan.n_query and int(q_row.min()) >= -1,
             f"{who}: q_row holds {int(q_row.max())} of {plan.n_query} rows; give rows, and -1 for none.",
         )
         own.scatter_add_(2, torch.where(q_row >= 0, q_row, plan.n_query), torch.ones_like(q_row))
     served = served[..., :-1]
-    promise(
+    require(
         not bool((served * ~queries.valid[:, None]).any()),
         f"{who}: q_row holds a row that is padding; put -1 in its place (`natural` does).",
     )
-    promise(
-        plan.overlap or int(served.max()) <= 1,
+    require(
+        plan.may_overlap or int(served.max()) <= 1,
         f"{who}: a row stands in two parts; give the second another merge_group, or each row one part.",
     )
 
 
 def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
     """Lists hold each block once, and a kind promises no more than is true of its block."""
-    h = len(range(plan.heads)[part.of(plan.heads)])
+    h = len(range(plan.heads)[part.for_heads(plan.heads)])
     bq, bk, n = plan.block_q, plan.block_k, span.k_row.shape[-1] // plan.block_k
     keys = plan.n_key if span.key is None else span.key.shape[2]
-    promise(
+    require(
         int(span.k_row.max()) < keys and int(span.k_row.min()) >= -1,
         f"{who}: k_row holds {int(span.k_row.max())} of {keys} keys; give rows, and -1 for none.",
     )
     b, t = span.lists.row.shape[:2]
-    promise(
+    require(
         b in (1, plan.batch) and t in (1, h) and not bool((span.lists.count < 0).any()),
         f"{who}: row of lists is {list(span.lists.row.shape)} or counts below 0; give [1 or B, 1 or H, M, 5].",
     )
@@ -176,8 +176,8 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
         known = bool(((index >= 0) & (index < n)).all()) and bool(kinds.all())
     except IndexError:
         known = False
-    promise(known, f"{who}: a list holds a block that is not there, or of no kind; give blocks below {n}.")
-    promise(
+    require(known, f"{who}: a list holds a block that is not there, or of no kind; give blocks below {n}.")
+    require(
         len(torch.unique(row * n + index)) == len(row),
         f"{who}: a list holds a block twice; list each key block once for a block of queries.",
     )
@@ -188,7 +188,7 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
     outside = ((gap < span.lo) | (gap >= span.hi)) & (q_row >= 0)
     absent = (k_row < 0).expand_as(outside)
     wrong = ((kind == FULL) & (absent | outside)) | ((kind == ABSENT) & outside & ~absent)
-    promise(
+    require(
         not bool(wrong.any()),
         f"{who}: a listed block is told to need no test, and a pair of it is out of range or a key of it absent; "
         "let `span_from_table` or `span_by_range` tell the kinds.",
@@ -212,7 +212,7 @@ def _pairs(plan: AttentionPlan, who: str, queries: TokenLayout, keys: TokenLayou
     ):
         for b, h, q, k in wrong.nonzero()[:1].tolist():
             place = f"query row {q} of head {h} sees key row {k}"
-            promise(False, f"{who}: {place}, {fault} (sequence {b} of a made-up prompt).")
+            require(False, f"{who}: {place}, {fault} (sequence {b} of a made-up prompt).")
 
 
 def check_pruner(pruner: TokenPruner, rounds: int, seed: int) -> None:
@@ -230,22 +230,22 @@ def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
         signals = random_signals(left, stage, seed)
         for name in signals.keys() - pruner.needs:
             del signals[name]
-        kept = pruner.cut(signals, left, stage, total)
+        kept = pruner.prune(signals, left, stage, total)
         columns = checked_columns(pruner, kept.columns, left)
-        promise(
+        require(
             torch.equal(columns, pruner.keep(signals, left, stage, total)),
             f"{who}: keep and cut keep different columns, or differ from call to call; let them agree.",
         )
         if kept.states is not None:
-            promise(
+            require(
                 kept.states.shape == (len(columns), signals["hidden"].shape[-1]),
                 f"{who}: cut gives states {list(kept.states.shape)}; give a row for each of {len(columns)} columns.",
             )
         left = thin(left, columns)
     at = pruner.candidates(left)
     if pruner.scoring_layer is not None and at.numel():
-        shown = pruner.recall(torch.rand(at.numel()).softmax(0), at, None)
-        promise(
+        shown = pruner.recalled_columns(torch.rand(at.numel()).softmax(0), at, None)
+        require(
             shown is None or (bool(torch.isin(shown, at).all()) and bool((shown[1:] > shown[:-1]).all())),
             f"{who}: recall gives columns that are none of `columns`, or do not ascend; choose out of these.",
         )

@@ -67,7 +67,7 @@ class Columns:
     layout: TokenLayout
     delta: Tensor
 
-    def turn(self, new: TokenLayout) -> TokenLayout:
+    def with_new_turn(self, new: TokenLayout) -> TokenLayout:
         """Return the layout followed by `new` [1, n], the next turn of a conversation; only its words count as `asked`."""
         text, visual = (new.modality == TEXT) & new.valid, (new.modality != TEXT).long()
         after = text & (visual.cumsum(1) == visual.sum(1, keepdim=True))
@@ -213,7 +213,7 @@ class ModelAdapter(ABC):
     def load(self, path: str, like: nn.Module) -> nn.Module:
         """Load the model saved in folder `path` with dtype and device of `like`; a `ConfigOnlyModel` if `like` is one."""
 
-    def serves(self, kind: str) -> bool:
+    def supports_type(self, kind: str) -> bool:
         """Return whether a family of model type "*" supports model type `kind`, which no other family supports."""
         return kind in self.model_types
 
@@ -259,7 +259,7 @@ class ModelAdapter(ABC):
         """Return how many of the last tokens the model's layers can roll back, with any KV memory; None: any number."""
         return None
 
-    def sliding(self, model: nn.Module) -> Mapping[int, int]:
+    def sliding_layers(self, model: nn.Module) -> Mapping[int, int]:
         """Return layer -> window size, in columns with the query's own, of the layers with sliding-window attention."""
         return {}
 
@@ -275,7 +275,7 @@ class ModelAdapter(ABC):
         """Return the plain model's mask argument for a token tree at `positions` [1, n]; additive `mask` [1, 1, n, N]."""
         return mask
 
-    def note_of(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
+    def pass_note(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
         """Return `note` (`Note`: facts of a forward pass for its layers) with facts read from the model's arguments
         `kwargs`; may remove some of these."""
         return note
@@ -351,7 +351,7 @@ class ModelView:
         """Return a `Runner`, which prefills, decodes and rolls back one sequence on this model."""
         return self.adapter.runner(self.model)
 
-    def hold(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda held: True) -> Any:
+    def cached(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda _: True) -> Any:
         """Return the object cached under `name` until `release`; `make` creates it if it is missing or `use` rejects it."""
         held = self._held.get(name)
         if held is not None and not use(held):
@@ -362,7 +362,7 @@ class ModelView:
         return held
 
     def release(self) -> None:
-        """Close and forget all objects cached by `hold`; called when the recipe is detached."""
+        """Close and forget all objects cached by `cached`; called when the recipe is detached."""
         while self._held:
             self._held.popitem()[1].close()
 

@@ -63,7 +63,7 @@ class StreamModel(ABC):
         """The `AttentionConfig` of the layers; dense attention unless a subclass sets another."""
         return AttentionConfig(Recipe(), "auto", None)
 
-    def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
+    def accepts_frames(self, frames: Tensor, size: tuple[int, int]) -> bool:
         """Return whether the vision tower takes frames [T, 3, H, W] at the same size as frames of `size` (height, width)."""
         return True
 
@@ -72,7 +72,7 @@ class StreamModel(ABC):
         """Return the visual features [n, P, E] of frames [n * pace, 3, H, W], resized to `size` if they do not fit it, and
         features [m, E] of the tokens that end every video."""
 
-    def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
+    def resize_frames(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
         """Return `frames` [T, 3, H, W] resized to `size` (height, width)."""
         return frames
 
@@ -82,12 +82,12 @@ class StreamModel(ABC):
         return features
 
     @abstractmethod
-    def head(self) -> Tensor:
+    def head_ids(self) -> Tensor:
         """Return the token ids [h] of the prompt before the video."""
 
     def head_embeds(self) -> Tensor:
         """Return the input embeddings [h, E] of the prompt before the video."""
-        return self.words(self.head())
+        return self.token_embeds(self.head_ids())
 
     @abstractmethod
     def question(self, text: Any) -> Question:
@@ -98,7 +98,7 @@ class StreamModel(ABC):
         """Return the rotary positions of a stream of frames of `size` (height, width) at `fps`, or None if unknown."""
 
     @abstractmethod
-    def words(self, ids: Tensor) -> Tensor:
+    def token_embeds(self, ids: Tensor) -> Tensor:
         """Return the language model's input embeddings [n, E] of text token ids [n]."""
 
     @abstractmethod
@@ -147,22 +147,22 @@ class StreamAdapter(StreamModel):
         piece. `check` is called while waiting for frames of a path, and may raise to end the wait. Raises `VideoError`."""
 
     @abstractmethod
-    def tail(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
+    def tail_ids(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
         """Return the token ids [n] that follow the video when `question` (a text or messages) is asked, and the range
         (begin, end) of the user's own words in them. Raises `ModelError` for an empty question."""
 
-    def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
+    def choose_tokens(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
         """Return how at most `most` tokens after `ids` [1, S] are chosen, by `settings` of `generate`; `drafts`: a draft
         proposes some. Raises `ModelError` for an unknown setting."""
         raise ModelError(f"{next(iter(settings))}: this model decodes greedily only; leave it out.")
 
     def question(self, text: Any) -> Question:
         """Return `text` as a `Question` after the video: its token ids and their embeddings."""
-        ids, words = self.tail(text)
-        return Question(ids, words, self.words(ids))
+        ids, words = self.tail_ids(text)
+        return Question(ids, words, self.token_embeds(ids))
 
     @abstractmethod
-    def ends(self) -> frozenset[int]:
+    def end_token_ids(self) -> frozenset[int]:
         """Return the token ids that end an answer."""
 
     @abstractmethod
@@ -179,8 +179,8 @@ class ModelFamily(ModelAdapter):
 
     @abstractmethod
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
-        """Attach the recipe of `owner` to `model`, then call `owner.joined`; the returned function calls `owner.left` and
-        restores the model. Both wait for running calls of the model; if they fail, the model stays as it was."""
+        """Attach the recipe of `owner` to `model`, then call `owner.mark_attached`; the returned function calls
+        `owner.mark_detached` and restores it. Both wait for running calls; if they fail, the model stays as it was."""
 
     @abstractmethod
     def runner(self, model: nn.Module, state: KVState | None = None) -> Runner:
@@ -213,7 +213,7 @@ def family_of(kind: str) -> ModelFamily:
     known: Any = reversed([*registry("model").values()])
     families: dict[str, Any] = {t: one for one in known for t in one.model_types}
     form: Any = families.get(kind, families.pop("*", None))
-    if form is None or not form().serves(kind):
+    if form is None or not form().supports_type(kind):
         raise ModelError(
             f"model type {shown(kind)} is not supported; {nearest(kind, families)}there are {', '.join(sorted(families))}."
         )
@@ -237,12 +237,12 @@ class Accelerated:
         try:
             self.recipe = recipe = fitted(recipe, self.view)
             choice = choose_backend(recipe, self.view)
-            sliding = self.adapter.sliding(model)
+            sliding = self.adapter.sliding_layers(model)
             if context_mesh is not None:
                 from mmaccel.core.prefill.context import Context
 
                 self.context = Context(context_mesh, recipe, sliding)
-                choice = self.context.agreed(choice)
+                choice = self.context.agree_on_backend(choice)
             kernel = select.get(choice.backend, self.view.device)
             self.attention = AttentionConfig(recipe, choice.backend, kernel, choice=choice, sliding=sliding)
             self._detach: Callable[[], None] | None = None
@@ -264,7 +264,7 @@ class Accelerated:
             return self.recipe.kv.open(replace(shape, layers=layers), self.view, self.view.device)
 
         if self.context is not None:
-            return self.context.state(state(shape.layers))
+            return self.context.share_state(state(shape.layers))
         prune = self.recipe.prune
         return PrunedKVState(prune, shape.layers, state) if prune else self.adapter.memory(self.view, state)
 
@@ -273,7 +273,7 @@ class Accelerated:
         """The KV memory of the last batch of sequences, while the object it was opened for is alive; else None."""
         return self._state()
 
-    def opened(self, state: KVState, holder: object) -> Callable[[], object]:
+    def register_state(self, state: KVState, holder: object) -> Callable[[], object]:
         """Register `state` as the current KV memory. It is released when `holder` is garbage-collected, or earlier by the
         returned function; its counters are saved for reports."""
         self._state, self._counted = ref(state), {}
@@ -285,12 +285,12 @@ class Accelerated:
         if self._state() is state:
             self._counted = dict(state.counters())
 
-    def closed(self, state: KVState, counters: Mapping[str, float]) -> None:
+    def release_state(self, state: KVState, counters: Mapping[str, float]) -> None:
         """Release the KV memory `state`. If it is still the current one, reports go on showing these `counters` for it."""
         if self._state() is state:
             self._state, self._counted = lambda: None, dict(counters)
 
-    def forget(self) -> None:
+    def clear_figures(self) -> None:
         """Drop the current KV memory's figures: reports have none until the next memory is opened."""
         self._state, self._counted = lambda: None, {}
 
@@ -308,11 +308,11 @@ class Accelerated:
         why = attention.choice.why if attention.choice is not None else ""
         return attention.meter.report(self.recipe.to_dict(), attention.backend, kv, self.view.device, why)
 
-    def joined(self) -> None:
+    def mark_attached(self) -> None:
         """Make `attached` return this object; the adapter calls it at the end of attaching."""
         _attached[self.model] = ref(self)
 
-    def left(self) -> None:
+    def mark_detached(self) -> None:
         """Make `attached` return None for the model; the adapter calls it at the start of detaching."""
         _attached.pop(self.model, None)
 

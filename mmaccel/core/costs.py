@@ -202,7 +202,7 @@ class _Estimate:
     def _tower(self) -> float:
         """Patches through the vision tower: products, attention within a unit, and what else reads and writes them."""
         s, device, patches = self.sizes, self.device, self.units * self.sizes.patches
-        products = 2 * s.tower_weights * patches / device.product(s.tower_width)
+        products = 2 * s.tower_weights * patches / device.product_rate(s.tower_width)
         pairs = s.patches * patches * s.tower_width * s.tower_layers * device.attend.dense.each / s.head_dim
         traffic = (
             patches * s.tower_layers * (12 * s.tower_width + 3 * s.tower_inner) * self.size / device.copy
@@ -216,7 +216,7 @@ class _Estimate:
 
     def _pass(self, n: int, seen: int) -> float:
         s, device = self.sizes, self.device
-        products = 2 * s.layer_weights * n / device.product(s.hidden)
+        products = 2 * s.layer_weights * n / device.product_rate(s.hidden)
         wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
         elements = n * (10 * s.hidden + 3 * s.inner + 4 * wide) + 4 * seen * narrow
         traffic = s.layers * elements * self.size / device.copy
@@ -236,13 +236,13 @@ class _Estimate:
         dense = costs.dense(s.heads * causal)
         if pattern.dense or self.work.live or n < MIN_ROWS:
             return dense
-        at, place = pattern.at(0), torch.arange(seen)[None]
+        at, place = pattern.for_layer(0), torch.arange(seen)[None]
         keys = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // s.tokens)
         queries = keys.take(place[0, seen - n :])
         listed = min(at.expected_blocks(n, seen, (queries, keys)) * at.block**2, causal + n * at.block)
         sparse = min(line(s.heads * listed) for line in costs.sparse.values())
         # A plan that follows from the layout is made once for all layers.
-        sparse = costs.planned(sparse, seen) if at.adaptive else sparse
+        sparse = costs.predict_layer_s(sparse, seen) if at.adaptive else sparse
         # On a CPU nothing is measured, and the pattern always runs.
         return min(sparse, dense) if self.device.cuda else sparse
 
@@ -257,7 +257,7 @@ class _Estimate:
         s, device, n = self.sizes, self.device, self.work.words
         if not self.session:
             return TOKEN_S  # the prompt's pass holds it
-        work = max(self._weights_s(), 2 * s.layer_weights * n / device.product(s.hidden))
+        work = max(self._weights_s(), 2 * s.layer_weights * n / device.product_rate(s.hidden))
         shown = self._shown * s.kv_bytes_per_token / device.copy
         work += shown + s.layers * device.attend.dense(n * self._shown * s.heads)
         starts = s.layers * self._launch_s * (SEARCHED if self.kept.recalled else ASKED)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class TokenLayout:
         return {}
 
     @cached_property
-    def padded(self) -> bool:
+    def has_padding(self) -> bool:
         """Whether any token is padding (read from the device once)."""
         return not bool(self.valid.all())
 
@@ -191,16 +191,16 @@ class PositionIds:
     stream gives *original* positions, its rank among the units that are seen *compact* ones. For a prefix of the stream both
     are equal, and equal to what the model gives the same prompt.
 
-    A session makes it from the model's own rope index: `head` [A, h], `unit` [A, P] (positions of unit 0), with A = 1 or 3;
-    `steps(n)` [n] long, what is added to the first coordinate of units 0 .. n - 1; `text` the position of the first token
-    after one unit, `slope` how much a further unit adds to it. `limit` is the length the model was made for.
+    A session makes it from the model's own rope index: `head_positions` [A, h], `unit` [A, P] (positions of unit 0), with A
+    = 1 or 3; `steps(n)` [n] long, what is added to the first coordinate of units 0 .. n - 1; `text` the position of the
+    first token after one unit, `slope` how much a further unit adds to it. `limit` is the length the model was made for.
 
-    `after` [A, t]: what the first t columns of the text add to its first position, if images or videos are among them; None:
-    their number.
+    `positions_after` [A, t]: what the first t columns of the text add to its first position, if images or videos are among
+    them; None: their number.
 
-    With `pace`, positions are seconds: `told` says when units were shown, and each unit has an *own* position from its time.
-    It is counted in slots, intervals of the even rate since the first unit; a unit of an even stream is in the slot of its
-    number. A unit between two slots gets the position of its second, one beyond `limit` the position at the limit.
+    With `pace`, positions are seconds: `record_times` says when units were shown, and each unit has an *own* position from
+    its time. It is counted in slots, intervals of the even rate since the first unit; a unit of an even stream is in the
+    slot of its number. A unit between two slots gets the position of its second, one beyond `limit` that at the limit.
     """
 
     def __init__(
@@ -230,21 +230,21 @@ class PositionIds:
         self._own = torch.zeros(0, dtype=torch.long, device=head.device)
 
     @classmethod
-    def evenly(cls, head: Tensor, unit: Tensor, text: int, slope: int, limit: int, *more: Any) -> PositionIds:
+    def evenly_spaced(cls, head: Tensor, unit: Tensor, text: int, slope: int, limit: int, *more: Any) -> Self:
         """Create the positions of units (frames) that follow each other as text does, `slope` apart on every axis."""
         made = cls(head, unit, lambda n: torch.arange(n) * slope, text, slope, limit, None, *more)
         made.moved = made.axes
         return made
 
-    def anew(self, tokens: int) -> PositionIds:
+    def renumbered_positions(self, tokens: int) -> PositionIds:
         """Return positions that number the tokens of units (frames) of `tokens` tokens 0, 1, 2, ... on every axis."""
         first = self._head.shape[1]
         line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
-        return self.evenly(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)
+        return self.evenly_spaced(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)
 
     # Units at times of their own.
 
-    def told(self, first: int, times: Sequence[float]) -> None:
+    def record_times(self, first: int, times: Sequence[float]) -> None:
         """Record the times, in seconds, of units (frames) from `first` on; forget the times of later ones."""
         pace = self._pace
         if pace is None or first > len(self._slots):
@@ -266,29 +266,29 @@ class PositionIds:
         steps = torch.tensor([self._step(slot) for slot in slots[begin:]])
         self._own[begin : len(slots)] = steps.to(self._own.device)
 
-    def at(self, unit: int) -> float:
+    def time_slot(self, unit: int) -> float:
         """Return the slot of a unit (frame): its time in intervals of the even rate. Unknown times follow the last one."""
         if self._odd is None:
             return unit
         last = len(self._slots) - 1
         return self._slots[unit] if unit <= last else self._slots[last] + unit - last
 
-    def slots(self, count: int) -> int:
+    def slot_count(self, count: int) -> int:
         """Return the number of time slots up to the last of `count` units (frames); it is `count` if the stream is even."""
-        return math.floor(self.at(count - 1)) + 1 if count else 0
+        return math.floor(self.time_slot(count - 1)) + 1 if count else 0
 
     @property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         """Whether every unit (frame) was shown at the even rate, in the slot of its number."""
         return self._odd is None
 
-    def own(self, first: int, count: int, base: int = 0) -> Tensor:
+    def by_time(self, first: int, count: int, base: int = 0) -> Tensor:
         """Return positions [count * P] or [3, count * P] of units (frames) from `first` on, by their times, minus `base`."""
         if self._odd is None:
             return self.units(first - base, count)
         if not base:
             return self._placed(self._own[first : first + count])
-        steps = [self._step(self.at(unit) - base) for unit in range(first, first + count)]
+        steps = [self._step(self.time_slot(unit) - base) for unit in range(first, first + count)]
         return self._placed(torch.tensor(steps, dtype=torch.long, device=self._own.device))
 
     def _step(self, slot: float) -> int:
@@ -304,7 +304,7 @@ class PositionIds:
 
     # Units by number: all of them at an even rate, or ranks among those that are seen.
 
-    def head(self) -> Tensor:
+    def head_positions(self) -> Tensor:
         """Return the positions [h] or [3, h] of the prompt before the video."""
         return self._shaped(self._head)
 
@@ -312,12 +312,12 @@ class PositionIds:
         """Return positions [count * P] or [3, count * P] of `count` units (frames) from `first` on, by their numbers."""
         return self._placed(self._upto(first + count)[first : first + count])
 
-    def chosen(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
+    def of_units(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
         """Return positions [k * P] or [3, k * P] of the units (frames) `numbers` [k] long, none above `most`. With `token`,
         of only that token of each unit: [k] or [3, k]. `own`: by the times of the units, not their numbers."""
         return self._placed(self._table(most + 1, own)[numbers.to(self._head.device)], token)
 
-    def cells(self, columns: Tensor, most: int, own: bool = False) -> Tensor:
+    def token_positions(self, columns: Tensor, most: int, own: bool = False) -> Tensor:
         """Return positions [k] or [3, k] of single video tokens, by column: u * P + c is token c of unit (frame) u, no u
         above `most`. `own`: by the times of the units, not their numbers."""
         columns, tokens = columns.to(self._head.device), self._unit.shape[1]
@@ -325,7 +325,7 @@ class PositionIds:
         out[: self.moved] += self._table(most + 1, own)[columns // tokens]
         return self._shaped(out)
 
-    def tail(self, units: int, start: int, count: int) -> Tensor:
+    def text_positions(self, units: int, start: int, count: int) -> Tensor:
         """Return positions [count] or [3, count] of the text after `units` units (frames), from its column `start` on."""
         begin = self._text + (units - 1) * self._slope
         first = start if self.follows is not None else begin + start
@@ -335,23 +335,23 @@ class PositionIds:
         last = row.clamp(max=self.follows.shape[1] - 1)
         return self._shaped(self.follows[:, last] + (row - last) + begin)
 
-    def after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
+    def positions_after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
         """Return positions [count] or [3, count] of what follows `units` units (frames), from column `start` on: first
         `pending` columns of further units, then text. `own`: by the times of the units, not their numbers."""
         more = pending // self._unit.shape[1]
         if start >= pending:
-            return self.tail(units + more, start - pending, count)
-        first = self.own(units, more) if own else self.units(units, more)
-        return torch.cat([first, self.tail(units + more, 0, count - pending)], -1)
+            return self.text_positions(units + more, start - pending, count)
+        first = self.by_time(units, more) if own else self.units(units, more)
+        return torch.cat([first, self.text_positions(units + more, 0, count - pending)], -1)
 
-    def span(self, units: int, own: bool = False) -> int:
+    def largest(self, units: int, own: bool = False) -> int:
         """Return the largest position of `units` units (frames) and a text token after them. `own`: by the units' times."""
         last = max(units, 1) - 1
         self._upto(last + 1)
-        step = self._step(self.at(last)) if own and self._odd is not None else self._known[last]
+        step = self._step(self.time_slot(last)) if own and self._odd is not None else self._known[last]
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
-    def ends(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
+    def last_position(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
         """Return the position of the last of `rows` columns that follow `units` units (frames), the first `pending` of which
         are further units; and the number of positions used in all. `own`: by the times of the units, not their numbers."""
         whole = units + pending // self._unit.shape[1]
@@ -359,20 +359,20 @@ class PositionIds:
         if self.follows is None:
             last = most = first + count - 1
         else:
-            last = int(self.tail(whole, count - 1, 1).max())
+            last = int(self.text_positions(whole, count - 1, 1).max())
             most = max(last, first + int(self.follows.max()))
-        return last, max(most, self.span(whole, own)) + 1
+        return last, max(most, self.largest(whole, own)) + 1
 
-    def admits(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
-        """Return whether the model has positions for a pass of `rows` columns and one more token (see `ends`)."""
-        last, taken = self.ends(units, pending, rows, own)
+    def admits_pass(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
+        """Return whether the model has positions for a pass of `rows` columns and one more token (see `last_position`)."""
+        last, taken = self.last_position(units, pending, rows, own)
         return last + 1 < self.limit and taken <= self.limit
 
-    def known(self, count: int, own: bool = False) -> int:
+    def table_units(self, count: int, own: bool = False) -> int:
         """Return for how many units (frames), at least `count`, the position table has entries; more rebuild it."""
         return self._table(count, own).numel()
 
-    def mark(self, count: int) -> tuple[int, int]:
+    def table_address(self, count: int) -> tuple[int, int]:
         """Return the address of the position table of `count` units (frames); it changes when the table is rebuilt."""
         return self._upto(count).data_ptr(), 0 if self._odd is None else self._own.data_ptr()
 

@@ -83,18 +83,18 @@ class Device:
     def cuda(self) -> bool:
         return self.name != "cpu"
 
-    def product(self, width: int) -> float:
+    def product_rate(self, width: int) -> float:
         """Return FLOP/s of a product of `width`, interpolated between measured ones; it falls with a narrower width."""
         (low, slow), (high, fast) = sorted(self.products.items())
         share = (math.log(width) - math.log(low)) / (math.log(high) - math.log(low))
         return float(slow * (fast / slow) ** min(share, 1.0)) if share > 0 else slow * min(1.0, width / low)
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> Device:
+    def from_dict(cls, found: dict[str, Any]) -> Device:
         """Recreate a `Device` from its `dataclasses.asdict` form."""
         products = {int(width): float(rate) for width, rate in found["products"].items()}
         rates = {name: float(found[name]) for name in ("copy", "wire", "layer", "few", "pin")}
-        return cls(**{**found, **rates, "products": products, "attend": Costs.of(found["attend"])})
+        return cls(**{**found, **rates, "products": products, "attend": Costs.from_dict(found["attend"])})
 
 
 def _hopper(name: str, copy: float, memory: int) -> Device:
@@ -105,10 +105,7 @@ def _hopper(name: str, copy: float, memory: int) -> Device:
     )  # fmt: skip
 
 
-DEVICES = {
-    "h200": _hopper("h200", 4.3e12, 150109880320),
-    "h100": _hopper("h100", 3.0e12, 85017493504),
-}
+DEVICES = {"h200": _hopper("h200", 4.3e12, 150109880320), "h100": _hopper("h100", 3.0e12, 85017493504)}
 """Known ones, from bench/results: products and pairs of prefill_h200 (128k tokens in 8.8 s, 6.1 of them attention),
 tower_h200 and sweep_h200 at heads of 128, the copy and the layer of steps_h200 and latency_7b_h200, the wire of
 transfer_h200, the pinning of lab/LOG.md (13.9 ms for 16 MiB). `few` is taken for a plain layer's. An H100 computes alike,
@@ -128,7 +125,7 @@ def measured(
     `step` runs that many small decoder layers on one row, `few` in a session's captured step; on CUDA, this and planning of
     `pattern` are timed too."""
     shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
-    store = Store("rates.json", Device.of) if store is None else store
+    store = Store("rates.json", Device.from_dict) if store is None else store
     cuda = device.type == "cuda"
     backend = select.choose(device)
     key = select.key_of(device, shape, (backend,), "rates by layers and slabs")

@@ -131,7 +131,7 @@ class DraftRounds:
     target_steps: int = 0
     failed: str | None = None
 
-    def round(self, proposed: int, accepted: int) -> None:
+    def count_round(self, proposed: int, accepted: int) -> None:
         """Count one target step that verified `proposed` tokens (0: plain decoding) and accepted `accepted` of them."""
         self.target_steps += 1
         if proposed:
@@ -168,9 +168,9 @@ class SequenceMeter(DraftRounds):
     kv: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def round(self, proposed: int, accepted: int) -> None:
-        super().round(proposed, accepted)
-        self.whole.round(proposed, accepted)
+    def count_round(self, proposed: int, accepted: int) -> None:
+        super().count_round(proposed, accepted)
+        self.whole.count_round(proposed, accepted)
 
     def draft_failed(self, reason: str) -> None:
         super().draft_failed(reason)
@@ -182,7 +182,7 @@ class SequenceMeter(DraftRounds):
     def token(self, count: int) -> None:
         """Count `count` new tokens of this sequence, and of the whole call if it has the longest answer."""
         self.new_tokens += count
-        self.whole.token(max(0, self.new_tokens - self.whole.new_tokens))
+        self.whole.count_tokens(max(0, self.new_tokens - self.whole.new_tokens))
 
     def figures(self) -> dict[str, Any]:
         names = ("counters", "notes", "new_tokens", "kv")
@@ -218,21 +218,21 @@ class Meter(DraftRounds):
             torch.cuda.reset_peak_memory_stats(device)
         self.started = time.perf_counter()
 
-    def enter(self, tokens: int, start: int, video: tuple[int, int] = (0, 0)) -> None:
+    def begin_pass(self, tokens: int, start: int, video: tuple[int, int] = (0, 0)) -> None:
         """Start measuring a pass over `tokens` new columns from column `start`; `video`: its tokens and units (frames)."""
         if not self.generating and start == 0:
             self.clear()
         if self.prompt_tokens == 0:
             self.prompt_tokens, self.video = tokens, video
 
-    def token(self, count: int = 1) -> None:
+    def count_tokens(self, count: int = 1) -> None:
         """Count `count` new tokens that have reached the host, and note the time."""
         self.last = time.perf_counter()
         if self.first is None:
             self.first = self.last
         self.new_tokens += count
 
-    def attention(self, layer: int, names: tuple[str, ...], listed: Tensor, causal: Tensor) -> None:
+    def count_attention(self, layer: int, names: tuple[str, ...], listed: Tensor, causal: Tensor) -> None:
         """Add query-key pairs of one layer's prefill: listed by the patterns `names` [B, H], and causal [B, 1]."""
         self.listed.setdefault(layer, []).append(listed)
         self.causal.setdefault(layer, []).append(causal)
@@ -240,23 +240,23 @@ class Meter(DraftRounds):
         both = (f"{a}+{b}".split("+") for a, b in zip(known, names, strict=True))
         self.names[layer] = tuple("+".join(dict.fromkeys(parts)) for parts in both)
 
-    def sequence(self) -> SequenceMeter:
+    def new_sequence(self) -> SequenceMeter:
         """Add and return the meter of one more sequence that is decoded with a draft."""
         self.sequences.append(SequenceMeter(self))
         return self.sequences[-1]
 
-    def note(self, sentence: str) -> None:
+    def add_note(self, sentence: str) -> None:
         """Add a sentence for the report on what did not act as requested, beginning with its part ("draft: "); once each."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
-    def planned(self, other: Meter) -> None:
+    def add_counts_of(self, other: Meter) -> None:
         """Add to this meter the query-key pairs and the notes that the meter `other` has counted."""
         for layer, names in other.names.items():
             for listed, causal in zip(other.listed[layer], other.causal[layer], strict=True):
-                self.attention(layer, names, listed, causal)
+                self.count_attention(layer, names, listed, causal)
         for sentence in other.notes:
-            self.note(sentence)
+            self.add_note(sentence)
 
     def kept_by_head(self) -> tuple[tuple[float, ...], ...]:
         """Return listed over causal pairs for each layer and head, averaged over sequences; waits for the device."""

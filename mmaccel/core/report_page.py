@@ -243,7 +243,7 @@ def _costs(runs: Mapping[str, Fields]) -> str:
         "attention kept": number("kept", ".1%", " of the pairs of prefill"),
         "peak memory": number("peak_bytes", ".0f", " MiB", 2**-20),
         "memory holds": lambda run: memory_text(run.get("kv") or {}),
-        "draft": lambda run: drafted({**(run.get("draft") or {}), "notes": ()}),  # they stand below
+        "draft": lambda run: drafted_text({**(run.get("draft") or {}), "notes": ()}),  # they stand below
         "backend": lambda run: str(run.get("backend") or ""),
         "why": lambda run: str(run.get("backend_why") or ""),
     }
@@ -257,25 +257,25 @@ def memory_text(kv: Fields) -> str:
     if held := kv.get("held"):
         mean = kv.get("held_mean", held)
         least = ", the mean of the layers" if mean < held else ""
-        parts.append(f"{mean:.0f} of {many(round(kv.get('seen', held)), 'token')} held{least}")
+        parts.append(f"{mean:.0f} of {plural(round(kv.get('seen', held)), 'token')} held{least}")
     return ", ".join(parts)
 
 
-def drafted(draft: Fields) -> str:
+def drafted_text(draft: Fields) -> str:
     """Return in words how many tokens were drafted and accepted, from `Report.draft`; "" if none."""
     failed, notes, rounds = draft.get("failed"), "; ".join(draft.get("notes", ())), draft.get("rounds")
     if not rounds:
         return f"nothing: {failed or notes}" if failed or notes else ""
     lengths = draft.get("lengths") or [0]
     told = (
-        f"{draft['accepted']} of {draft['proposed']} accepted in {many(rounds, 'round')}, "
+        f"{draft['accepted']} of {draft['proposed']} accepted in {plural(rounds, 'round')}, "
         f"{sum(lengths) / len(lengths):.2f} a round, {max(lengths)} at most"
     )
     told += f"; {notes}" if notes else ""
     return f"{told}; stopped: {failed}" if failed else told
 
 
-def many(count: int, thing: str) -> str:
+def plural(count: int, thing: str) -> str:
     """Format a count with its noun: "1 frame", "2 frames"."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
 

@@ -270,7 +270,7 @@ class Source(AbstractContextManager["Source"]):
                 self._back = max(2 * self._back, 2 * min(self.gap or 5.0, 5.0))
                 self._goal = goal
 
-    def jump(self, place: float, target: float) -> None:
+    def seek(self, place: float, target: float) -> None:
         """Seek to the key frame before `target`, if one certainly lies between `place`, where reading is, and `target`
         (seconds).
 
@@ -289,7 +289,7 @@ class Source(AbstractContextManager["Source"]):
             return float(frame.duration * self._unit)
         return 1.0 / self.rate if self.rate else 0.04
 
-    def places(self, stop: float | None = None) -> int:
+    def count_damaged(self, stop: float | None = None) -> int:
         """Number of damaged parts before second `stop`. (A multi-threaded decoder reads far beyond its last frame.)"""
         last = FOREVER if stop is None else stop + (self._start or 0.0)
         # Packets where recordings are joined are marked as corrupt, too; most begin a clock anew.

@@ -150,7 +150,7 @@ def read(
             # Joined recordings tell the length of the first alone.
             duration=whole if whole is not None and times[-1] < whole else end,
             clock=torch.tensor(clock, dtype=torch.float64),
-            events=source.log.give() if gaps == "mark" else (),
+            events=source.log.pop_until() if gaps == "mark" else (),
         )
 
 
@@ -190,7 +190,7 @@ def _by_rate(
     if total is not None and end is not None and most is not None and total > most:
         fps, total = most / (end - start), most
     times = tick_times(start, fps, stop)
-    each = nearest_items(source.frames(start), times, source.jump, source.frame_end, half_tick(fps))
+    each = nearest_items(source.frames(start), times, source.seek, source.frame_end, half_tick(fps))
     if most is not None and total == most:
         # A length that is rounded down should not cost every second frame.
         each = skip_if_last(each, most)
@@ -254,7 +254,7 @@ def _by_number(
     numbers, rate = uniform(total, keep), keep / total * source.rate
     if times is not None:
         targets = [times[number] for number in numbers]
-        kept = nearest_items(source.frames(targets[0]), targets, source.jump, source.frame_end)
+        kept = nearest_items(source.frames(targets[0]), targets, source.seek, source.frame_end)
         return ReadingPlan(((time, time, frame) for time, frame in kept), keep, rate, missing, slack)
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
     pairs = (pair for _, pair in nearest_items(numbered, map(float, numbers)))
@@ -294,7 +294,7 @@ def warn_of_loss(source: Source, plan: ReadingPlan, kept: int, end: float, stop:
     ):
         # A header counts frames that an edit list hides, too.
         told = f"{kept} of {plan.total} frames could be read, {(plan.total or 0) - kept} were lost"
-    if places := source.places(stop):
+    if places := source.count_damaged(stop):
         told += f"; it is damaged in {places} place{'s' if places > 1 else ''}"
     stopped = ("; ", *source.stopped) if source.stopped else ()
     if lost or places or stopped:

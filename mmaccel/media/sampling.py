@@ -106,7 +106,7 @@ class EventLog:
         self._last[kind] = len(self._events)
         self._events.append(Event(kind, time, seconds))
 
-    def give(self, until: float = math.inf) -> tuple[Event, ...]:
+    def pop_until(self, until: float = math.inf) -> tuple[Event, ...]:
         """Remove and return the logged events up to `until` seconds, ordered by time."""
         given = [one for one in self._events if one.time <= until]
         self._events, self._last = [one for one in self._events if one.time > until], {}

@@ -160,7 +160,7 @@ class FrameQueue:
             self.closed = True
             self._changed.notify_all()
 
-    def forked(self) -> None:
+    def reset_after_fork(self) -> None:
         """Make the queue usable in a forked process, which has no reading thread: frames already read, then an error."""
         self._changed = threading.Condition()
         message = f"{self._path} is read by the process that this one was forked from; call clips anew here."
@@ -230,7 +230,7 @@ class _Reading:
                 self.source = source = self._open(stack, queue)
                 frames = itertools.takewhile(lambda _: not queue.closed, source.frames())
                 each = nearest_items(
-                    frames, tick_times(0.0, self.fps), source.jump, source.frame_end, half_tick(self.fps)
+                    frames, tick_times(0.0, self.fps), source.seek, source.frame_end, half_tick(self.fps)
                 )
                 for tick, time, frame in sample_at_ticks(each, 0.0, self.fps, source.log, self.gaps):
                     self.seen += 1
@@ -238,7 +238,7 @@ class _Reading:
                         continue
                     taken += 1
                     drawn = self.picture.draw(frame) if tick >= self.start - TIE else None
-                    events, ends = source.log.give(tick), taken % self.length == 0
+                    events, ends = source.log.pop_until(tick), taken % self.length == 0
                     if not queue.put(_Taken(drawn, time, tick, events, ends)):
                         return
             queue.put(StopIteration())
@@ -284,7 +284,7 @@ def _leave() -> None:
 
 def _forked() -> None:
     for queue in list(_running.values()):
-        queue.forked()
+        queue.reset_after_fork()
     _running.clear()
 
 
@@ -380,7 +380,7 @@ class Clips(Iterator[Video]):
     def _made(self) -> Video:
         """A clip of the frames taken since the last one."""
         taken, self._clip = self._clip, []
-        events, fps, source = self._log.give(), self._reading.fps, self._reading.source
+        events, fps, source = self._log.pop_until(), self._reading.fps, self._reading.source
         return Video(
             frames=stack_frames([one.frame for one in taken if one.frame is not None]),
             times=torch.tensor([one.time for one in taken], dtype=torch.float64),

@@ -175,11 +175,11 @@ def attention_weights(
     at = torch.arange(key.shape[2], device=query.device) if view.column is None else view.column
     back = at[-rows:, None] - at
     unseen = back < 0 if view.window is None else (back < 0) | (back >= view.window)
-    if run.layout.padded:
+    if run.layout.has_padding:
         valid = run.layout.valid.to(query.device)[:, at]
         unseen = (unseen | ~valid[:, None] | ~valid[:, -rows:, None])[:, None]
     if run.images is not None and (images := run.images.of(layer, run.start, run.layout)) is not None:
-        unseen = images.opened(unseen.expand(len(query), 1, rows, -1), at)
+        unseen = images.unhide_images(unseen.expand(len(query), 1, rows, -1), at)
     heads = query.to(value.dtype).unflatten(1, (key.shape[1], -1))
     scores = (heads @ key.to(value.dtype)[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
     weights = scores.float().masked_fill(unseen, float("-inf")).softmax(-1)
@@ -359,7 +359,7 @@ class KVCache(Cache):
 
 def cache_of(model: nn.Module, family: Any, state: KVState | None = None) -> Any:
     """Wrap `state` as a transformers cache for `model`; if None, make one of transformers' own that can be rolled back."""
-    states, layers = family.states(model), family.geometry(model).layers
+    states, layers = family.recurrent_layers(model), family.geometry(model).layers
     if not states:
         return DynamicCache() if state is None else KVCache(state, layers)
     from mmaccel.models.recurrent import Recurrent, rollback_cache

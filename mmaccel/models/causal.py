@@ -30,8 +30,8 @@ class WithoutVision:
     def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
         return TokenLayout.text(*inputs["input_ids"].shape)
 
-    def entering(self: Any, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-        return {"inputs_embeds": self.words(model)(inputs["input_ids"])}
+    def forward_inputs(self: Any, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
+        return {"inputs_embeds": self.token_embedding(model)(inputs["input_ids"])}
 
 
 def is_causal_lm(model: nn.Module) -> bool:

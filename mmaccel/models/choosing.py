@@ -61,7 +61,7 @@ def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], 
     if (stops := given.pop("stop_strings", None)) is not None:
         told["stopping_criteria"].append(StopStringCriteria(adapter.processor.tokenizer, stops))
 
-    ends = sorted(adapter.ends())
+    ends = sorted(adapter.end_token_ids())
     if (schema := given.pop("schema", None)) is not None:
         told["logits_processor"].append(
             by_schema(adapter.model, adapter.processor.tokenizer, schema, ends, ids.shape[1])

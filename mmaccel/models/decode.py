@@ -52,7 +52,7 @@ def can_capture(model: nn.Module, family: Any, cache: Any, also: Sequence[str] =
     kinds = {(p.device.type, p.dtype) for p in model.parameters()}
     if any(device not in (*step.DEVICES, *also) for device, _ in kinds):
         return False
-    carries = bool(family.states(model))
+    carries = bool(family.recurrent_layers(model))
     if carries and (not getattr(cache, "states", None) or len({p.device for p in model.parameters()}) > 1):
         return False
     owner, state = attached(model), getattr(cache, "state", None)
@@ -162,7 +162,7 @@ class DeviceStep:
         """Run these layers on `given`, ids [1, count] or hidden states [width, E], after `held` cached tokens. Returns
         logits [1, width, V] or hidden states, in a buffer that the next call overwrites. `carried`: slots of recurrent
         states and the arguments of `delta_rows`."""
-        room, tree, sees = self.replays.room, branches is not None, None
+        room, tree, sees = self.replays.get_buffer, branches is not None, None
         shape = (1, width) if given.dtype == torch.long else tuple(given.shape)
         place, start = room("given", shape, given.dtype), room("start", (1, 1), torch.long)
         # From another device: its stream is waited for, and the host is not.
@@ -171,7 +171,7 @@ class DeviceStep:
         carries = None
         if carried is not None:
             told = room("told", (1, 4), torch.long).copy_(torch.tensor([carried[1]]))
-            carries = StepStates(told, carried[0].each())
+            carries = StepStates(told, carried[0].all_slots())
         depth = room("depth", (1, width), torch.long)
         if branches is not None:
             sees = room("sees", (width,), torch.long)
@@ -221,24 +221,24 @@ class SequenceSteps:
         """Logits [1, n, V] of `ids` [1, n] after the columns of `state`, which are `delta` behind their positions, and of
         the running states `carried`."""
         held, count = state.length(), ids.shape[1]
-        out, parts, own = ids, self.lay(state, delta, width), None
+        out, parts, own = ids, self.build_steps(state, delta, width), None
         with restored_on_error(carried):
             if carried:
                 self._seats = self._seats or StateSlots([one.module for one in carried])
-                own = self._seats, self._seats.of(carried, count)
+                own = self._seats, self._seats.join(carried, count)
             for part in parts:
                 out = part.run(out, held, count, width, branches, own)
                 if part.looks is not None:
                     assert isinstance(state, PrunedKVState)
                     self._look(state, part, part.looks, held, count)
-        state.wrote(count)
+        state.note_written(count)
         return out[:, :count].clone()
 
-    def lay(self, state: KVState, delta: int, room: int) -> list[DeviceStep]:
+    def build_steps(self, state: KVState, delta: int, room: int) -> list[DeviceStep]:
         """Build the decode steps, device by device, over KV buffers with room for `room` more tokens. Graphs that were
         captured over buffers since replaced are dropped."""
         buffers = state.buffers(room)
-        laid = delta, [state.lacks(layer) for layer in range(len(buffers))]
+        laid = delta, [state.count_dropped(layer) for layer in range(len(buffers))]
         same = self.parts and all(a[0] is b[0] for a, b in zip(buffers, self._buffers, strict=True))
         if same and laid == self._laid:
             return self.parts
@@ -272,8 +272,8 @@ class SequenceSteps:
         """How each layer holds the sequence: one for all layers that hold it alike on one device."""
         family, known, layers = self.family, dict[Any, CachedTokens](), list[CachedTokens]()
         for layer, (like, _) in enumerate(buffers):
-            lacks, after = state.lacks(layer), scoring is not None and layer > scoring
-            anew = isinstance(state, PrunedKVState) and state.renumbers(layer)
+            lacks, after = state.count_dropped(layer), scoring is not None and layer > scoring
+            anew = isinstance(state, PrunedKVState) and state.has_renumbered(layer)
             name = like.device, like.shape[2], lacks, anew, after
             if name not in known:
                 # Text after the prompt has the same position on every axis.
@@ -308,7 +308,7 @@ def part_steps(
     """Steps of the layers with these attention-layer indices; `last`: the model's final norm follows them. If the model has
     recurrent layers, which have no such index, all layers are one part."""
     layers: list[Any] = list(family.layers(model))
-    some = layers if family.states(model) else [layers[n] for n in numbers]
+    some = layers if family.recurrent_layers(model) else [layers[n] for n in numbers]
     return layer_steps(some, family, family.text(model).norm if last else None)
 
 

@@ -72,9 +72,9 @@ def with_images(adapter: Any, question: Question, images: Sequence[Any]) -> Ques
     ids = torch.cat([*parts, question.ids[begin:]])
     inputs = {**made, "input_ids": ids[None]}
     if kinds is not None:
-        inputs["mm_token_type_ids"] = family.kinds(model.config, ids[None]).int()
+        inputs["mm_token_type_ids"] = family.token_modalities(model.config, ids[None]).int()
     with adapter.busy():
-        embeds = deepstack.join_rows(family.entering(model, inputs))[0]
+        embeds = deepstack.join_rows(family.forward_inputs(model, inputs))[0]
     layout = family.layout(model, inputs)
     layout = replace(layout, position=torch.arange(len(ids), device=layout.device)[None]).to(adapter.device)
     visual = (layout.modality[0] == IMAGE).nonzero()[:, 0]

@@ -61,14 +61,14 @@ def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False
         else:
             decode_in_turn(decodings)
             tokens = sum(one.ids.shape[1] for one in decodings) - before
-            attachment.draft_times.drafted(columns(kwargs), time.perf_counter() - began, tokens)
+            attachment.draft_times.record_drafted(columns(kwargs), time.perf_counter() - began, tokens)
     finally:
         for sequence in begun:
             sequence.end()
     unread = [row["input_ids"] for row, _ in sequences[len(begun) :]]
     if count := len(unread):
         warn(f"max_time: {count} of {len(sequences)} prompts were not read in time; give more seconds.")
-    return _outputs(attachment, begun, unread, attachment.asked("use_cache", kwargs))
+    return _outputs(attachment, begun, unread, attachment.generate_option("use_cache", kwargs))
 
 
 def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor], keeps: bool | None) -> Any:
@@ -86,11 +86,12 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor
 
     cache = begun[0].cache if keeps is not False else None
     if not attachment.owner.recipe.kv.sequences:
-        attachment.owner.attention.meter.note("kv: past_key_values is None: the memory ends with its call")
+        meter = attachment.owner.attention.meter
+        meter.add_note("kv: past_key_values is None: the memory ends with its call")
     if len(rows) > 1 and cache is not None:
         cache = None
         message = "past_key_values is None: each sequence of this batch has a cache of its own"
-        attachment.owner.attention.meter.note(message)
+        attachment.owner.attention.meter.add_note(message)
         warn(f"{message}; set use_cache=False, or give prompts one by one.")
     return GenerateDecoderOnlyOutput(
         sequences=ids,  # type: ignore[arg-type]
@@ -110,8 +111,8 @@ def _sequences(
 ) -> list[tuple[dict[str, Any], torch.Generator | None]]:
     """The arguments of `generate` for each sequence of a batch by itself, and where its random numbers come from."""
     ids, name, times = kwargs["input_ids"], attachment.owner.recipe.draft.name, 1
-    if attachment.asked("do_sample", kwargs):  # else transformers says what is wrong with more than one
-        times = attachment.asked("num_return_sequences", kwargs) or 1
+    if attachment.generate_option("do_sample", kwargs):  # else transformers refuses more than one
+        times = attachment.generate_option("num_return_sequences", kwargs) or 1
     if ids.shape[0] * times == 1:
         seat = attachment.owner.seat
         return [(kwargs, None if seat is None or seat.alone else seat.generator)]
@@ -151,11 +152,7 @@ class _Sequence:
     _listener: SignalProbe | None = None
 
     def __init__(
-        self,
-        attachment: Attachment,
-        kwargs: dict[str, Any],
-        generator: torch.Generator | None,
-        lasts: bool,
+        self, attachment: Attachment, kwargs: dict[str, Any], generator: torch.Generator | None, lasts: bool
     ) -> None:
         """Read the prompt, and commit its first token."""
         self._attachment, self._generator, self._lasts = attachment, generator, lasts
@@ -164,9 +161,9 @@ class _Sequence:
         if kwargs.get("past_key_values") is None and not streams:
             # One of a batch, whose cache and layout are not its own.
             kwargs["past_key_values"] = attachment.cache()
-            attachment.promise(kwargs)
+            attachment.prepare_layout(kwargs)
         kwargs = drop_padding(attachment, kwargs)
-        kwargs = kwargs if streams else attachment.limited(kwargs)
+        kwargs = kwargs if streams else attachment.limit_length(kwargs)
         self._raw = dict(kwargs)
         # transformers shows it the prompt, and leaves the rest to the loop
         self._streamer = self._raw.pop("streamer", None)
@@ -213,14 +210,14 @@ class _Sequence:
         if held := cache_length(self.cache):
             given, past = new_inputs(self._raw, held), cached_columns(attachment, self.cache)
             assert past is not None
-        self._turn = turn = ConversationDraft.of(self.cache, draft)
+        self._turn = turn = ConversationDraft.stored_with(self.cache, draft)
         self.options, self.processors, self.read = options, logits_processor, input_ids.shape[1]
         self.runner = runner = runner_of(attachment, model, self.cache, most)
         if (seat := owner.seat) is not None and not seat.alone:
             from mmaccel.models.together import StepsTogether
 
             assert not isinstance(runner, PromptRunner)
-            seat.batch.share(runner, StepsTogether.of)
+            seat.batch.share_steps(runner, StepsTogether.of)
         warped = options.do_sample or logits_processor
         prompt = Prompt(
             inputs=given if past is None else {**given, "position_ids": None},
@@ -229,7 +226,7 @@ class _Sequence:
             generator=self._generator,
             max_new_tokens=most,
             past=past,
-            left=turn.take(),
+            left=turn.take_state(),
             lasts=self._lasts,
             deadline=getattr(attachment.running, "deadline", None),
         )
@@ -238,7 +235,7 @@ class _Sequence:
         # None of these functions holds the sequence: it goes with the call, and what its memory held goes with it.
         read, rows, scores = self.read, self.rows, list[Tensor]()
         self._scores = scores
-        self.meter = owner.attention.meter.sequence()
+        self.meter = owner.attention.meter.new_sequence()
         careful = self._careful = GuardedDraft(self.meter, lasts=self._lasts)
         meter, streamer = self.meter, self._streamer
 
@@ -256,13 +253,13 @@ class _Sequence:
             return tuple(scores)
 
         def keep(columns: Tensor) -> None:
-            with careful.dropping() as state:
+            with careful.drop_on_error() as state:
                 if state is not None:
-                    state.keep(columns)
+                    state.keep_columns(columns)
 
         pruner = probe = listener = None
         try:
-            with careful.dropping():
+            with careful.drop_on_error():
                 if draft.active:
                     state = careful.state = draft.open(owner.view)
                     state.begin(prompt)
@@ -270,7 +267,7 @@ class _Sequence:
             if pruner is not None:
                 layout, new = attachment.family.layout(attachment.model, given), None
                 if past is not None:
-                    layout, new = past.turn(layout), layout.length
+                    layout, new = past.with_new_turn(layout), layout.length
                 self._listener = listener = SignalProbe(
                     owner, pruner, layout, keep, careful.drop, new, turn.heard, self._lasts
                 )
@@ -305,7 +302,7 @@ class _Sequence:
         """Keep with the cache what the draft left."""
         if self._lasts:
             heard = None if self._listener is None else self._listener.states
-            self._turn.leave(self.cache, self._careful.left, heard)
+            self._turn.store_state(self.cache, self._careful.left, heard)
 
     def end(self) -> None:
         """Close this sequence's cache and figures, however decoding ended; a second call does nothing."""

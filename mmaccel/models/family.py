@@ -28,6 +28,7 @@ from mmaccel.models.modules import normed
 from mmaccel.models.prompt_layout import (
     LAYERS,
     PIXELS,
+    ByFrame,
     Grid,
     Inputs,
     ProcessorStyle,
@@ -84,7 +85,7 @@ class Family(ModelFamily):
     mixes: ClassVar[bool] = True
     stamped: ClassVar[bool] = False
     pixels_alone: ClassVar[bool] = False
-    parted: ClassVar[Any] = None  # where frames come as images: see `generic.py`
+    split_images: ClassVar[Any] = None  # where frames come as images: see `generic.py`
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
         from mmaccel.models.generate import DraftTimes, generate
@@ -139,7 +140,7 @@ class Family(ModelFamily):
 
     def check(self, model: nn.Module, recipe: Any) -> None:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-        if has_sliding_window(config) and not self.sliding(model):
+        if has_sliding_window(config) and not self.sliding_layers(model):
             raise ModelError(
                 f"sliding_window: layers of this model see its last {config.sliding_window} tokens alone, which family "
                 f"{self.name!r} does not compute; set sliding_window to None, or use the model without mmaccel."
@@ -191,14 +192,14 @@ class Family(ModelFamily):
         """The self-attention modules of the decoder layers that have one."""
         return [layer.self_attn for layer in self.layers(model) if hasattr(layer, "self_attn")]  # type: ignore[misc]
 
-    def states(self, model: nn.Module) -> dict[int, nn.Module]:
+    def recurrent_layers(self, model: nn.Module) -> dict[int, nn.Module]:
         """Layer index -> module, for layers with a recurrent state in place of keys and values (such as Gated DeltaNet)."""
         return {}
 
     def numbered(self, model: nn.Module) -> dict[str, dict[int, int]]:
         """Return what attention layers read in their config: layer index -> index among attention layers, for a model that
         also has recurrent layers; else {}."""
-        modules: list[Any] = self.attentions(model) if self.states(model) else []
+        modules: list[Any] = self.attentions(model) if self.recurrent_layers(model) else []
         return {LAYERS: {one.layer_idx: n for n, one in enumerate(modules)}} if modules else {}
 
     def rotary(self, model: nn.Module) -> nn.Module:
@@ -213,7 +214,7 @@ class Family(ModelFamily):
         """The vision tower if it uses window attention, computed window by window under `sdpa`; else None."""
         return None
 
-    def words(self, model: nn.Module) -> nn.Embedding:
+    def token_embedding(self, model: nn.Module) -> nn.Embedding:
         return model.get_input_embeddings()  # type: ignore[operator, no-any-return]
 
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ class Family(ModelFamily):
     def _lacks(self, what: str) -> ModelError:
         return ModelError(f"{self.name}: this family does not say {what}.")
 
-    def kinds_given(self, inputs: Inputs) -> set[int]:
+    def given_modalities(self, inputs: Inputs) -> set[int]:
         """Which of IMAGE and VIDEO a prompt has pixels for; placeholders of the other kind count as text."""
         encoded = inputs.get("mm_encoder_outputs") or {}
         return {
@@ -243,7 +244,7 @@ class Family(ModelFamily):
         config: Any = model.config
         return config.image_token_id, config.video_token_id
 
-    def kinds(self, config: Any, ids: Tensor) -> Tensor:
+    def token_modalities(self, config: Any, ids: Tensor) -> Tensor:
         """Modality [B, S] of each token of `ids` [B, S]: IMAGE or VIDEO for placeholders, else TEXT."""
         kinds = torch.zeros_like(ids)
         kinds[ids == config.image_token_id] = IMAGE
@@ -256,7 +257,7 @@ class Family(ModelFamily):
         """Token ids and random pixels of a small image, or of a video of `units` time steps, for a model of `config`."""
         raise self._lacks("what a small prompt of it is made of")
 
-    def finished(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
+    def complete_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
         """Complete the inputs of a small test prompt, which were joined from pieces; by default they are complete."""
         return made
 
@@ -274,7 +275,7 @@ class Family(ModelFamily):
         if odd:
             raise ModelError(f"inputs: {odd[0]}; build them with the model's own processor.")
         ids: Tensor = inputs["input_ids"]
-        modality, shown = self.kinds(model.config, ids), self.kinds_given(inputs)
+        modality, shown = self.token_modalities(model.config, ids), self.given_modalities(inputs)
         for kind in PIXELS.keys() - shown:
             modality[modality == kind] = TEXT
         mask = inputs.get("attention_mask")
@@ -293,12 +294,12 @@ class Family(ModelFamily):
             return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return (mask.long().cumsum(1) - 1).clamp(min=0)
 
-    def steps(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
+    def step_positions(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
         """First RoPE coordinate of each time step of a video relative to time step 0, long [units]."""
         frame = self.layout(model, {**inputs, "attention_mask": None}).frame
         return torch.arange(units, device=frame.device) * int((frame == 0).sum())
 
-    def pace_of(self, model: nn.Module, inputs: Inputs) -> Pace | None:
+    def stream_pace(self, model: nn.Module, inputs: Inputs) -> Pace | None:
         """If video positions are times: positions per second, and seconds per time step, of `inputs`; else None."""
         return None
 
@@ -307,11 +308,10 @@ class Family(ModelFamily):
         return tuple(inputs["pixel_values_videos"].shape[-2:])  # type: ignore[return-value]
 
     def embed(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        return self.entering(model, inputs)["inputs_embeds"]  # type: ignore[no-any-return]
+        return self.forward_inputs(model, inputs)["inputs_embeds"]  # type: ignore[no-any-return]
 
-    def entering(self, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-        """Keyword arguments of the language model's forward for a prompt: its input embeddings, and DeepStack features if
-        any."""
+    def forward_inputs(self, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
+        """Keyword arguments of the language model's forward for a prompt: input embeddings, DeepStack features if any."""
         caught: list[dict[str, Any]] = []
         thread = threading.get_ident()
 
@@ -325,18 +325,18 @@ class Family(ModelFamily):
                 raise Stop
 
         with Hooks() as hooks, suppress(Stop):
-            hooks.before(self.text(model), catch)
+            hooks.add_pre_hook(self.text(model), catch)
             self.multimodal(model)(**inputs, use_cache=False)
         return caught[0]
 
-    def frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
+    def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
         # Past the words: putting features in their places counts these on the host.
         given = [inputs[name] for name in ("pixel_values_videos", "video_grid_thw") if name in inputs]
         features = self.multimodal(model).get_video_features(*given, return_dict=True).pooler_output  # type: ignore[operator]
         rows = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)
-        return rows.to(home_of(model), self.words(model).weight.dtype)
+        return rows.to(home_of(model), self.token_embedding(model).weight.dtype)
 
-    def by_frame(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Callable[[Tensor], dict[str, Any]]]:
+    def pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
         """Pixels [T, ...] of the one video of `inputs`, a row per frame; and a function from such rows to inputs."""
         raise self._lacks("which pixels are a frame's")
 
@@ -344,7 +344,7 @@ class Family(ModelFamily):
         """Number of patches that the vision tower makes of `pixels`."""
         raise self._lacks("how many patches its vision tower sees")
 
-    def encoded(
+    def encode_pixels(
         self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
         """Visual features of `pixels`, images (IMAGE) or videos (VIDEO), in the model's own output format.

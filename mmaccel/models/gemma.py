@@ -67,8 +67,8 @@ class Gemma3(Generic):
         frames = [[7, 8 + n % 2, tiny.BEGIN, *[tiny.IMG] * 4, tiny.END] for n in range(units)]
         return [token for frame in frames for token in frame], {PIXELS[IMAGE]: pixels}
 
-    def finished(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {**made, self.types: self.kinds(config, made["input_ids"]).clamp(max=self.most)}
+    def complete_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**made, self.types: self.token_modalities(config, made["input_ids"]).clamp(max=self.most)}
 
     def check(self, model: nn.Module, recipe: Any) -> None:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
@@ -91,7 +91,7 @@ class Gemma3(Generic):
     def geometry(self, model: nn.Module) -> Geometry:
         return self.global_geometry(model)
 
-    def sliding(self, model: nn.Module) -> Mapping[int, int]:
+    def sliding_layers(self, model: nn.Module) -> Mapping[int, int]:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         kinds = enumerate(config.layer_types)
         return {layer: int(config.sliding_window) for layer, kind in kinds if kind == KINDS[1]}
@@ -99,7 +99,7 @@ class Gemma3(Generic):
     def rollback_limit(self, model: nn.Module) -> int | None:
         from mmaccel.models import sliding
 
-        return sliding.MARGIN if self.sliding(model) else None
+        return sliding.MARGIN if self.sliding_layers(model) else None
 
     def owners(self, model: nn.Module) -> list[int]:
         """For each layer: the index of the layer whose keys and values it reads (its own unless they are shared)."""
@@ -108,17 +108,17 @@ class Gemma3(Generic):
     def memory(self, view: ModelView, state: Callable[[int], Any]) -> Any:
         from mmaccel.models.sliding import SlidingState
 
-        return SlidingState(view, self.owners(view.model), self.sliding(view.model), state)
+        return SlidingState(view, self.owners(view.model), self.sliding_layers(view.model), state)
 
     def bidirectional_image_layers(self, model: nn.Module) -> frozenset[int]:
         return frozenset(range(self.geometry(model).layers))
 
     def tree_mask(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
         columns = torch.arange(mask.shape[-1], device=mask.device)
-        far = positions[0, :, None] - columns >= max(self.sliding(model).values(), default=1 << 62)
+        far = positions[0, :, None] - columns >= max(self.sliding_layers(model).values(), default=1 << 62)
         return dict(zip(KINDS, (mask, mask.masked_fill(far, torch.finfo(mask.dtype).min)), strict=True))
 
-    def note_of(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
+    def pass_note(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
         mask, types = kwargs.get("attention_mask"), kwargs.get(self.types)
         if isinstance(mask, dict):
             return note
@@ -220,7 +220,7 @@ class Gemma4(Gemma3):
     def bidirectional_image_layers(self, model: nn.Module) -> frozenset[int]:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         sees = config.use_bidirectional_attention == "vision"
-        return frozenset(self.sliding(model)) if sees else frozenset()
+        return frozenset(self.sliding_layers(model)) if sees else frozenset()
 
     def _heads(self, model: nn.Module, layer: int, rows: Tensor, which: str) -> Tensor:
         own: Any = self.layers(model)[layer].self_attn

@@ -73,7 +73,7 @@ OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache"
 
 def is_set(attachment: Attachment, name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether the argument `name` of a `generate` call is set to a value other than its neutral one."""
-    value = attachment.asked(name, kwargs)
+    value = attachment.generate_option(name, kwargs)
     if isinstance(value, Tensor):
         return True
     if name == "penalty_alpha":
@@ -89,7 +89,7 @@ def check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
         raise ModelError(
             "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
         )
-    chunk = attachment.asked("prefill_chunk_size", kwargs)
+    chunk = attachment.generate_option("prefill_chunk_size", kwargs)
     if chunk is not None and (type(chunk) is not int or chunk < 1):
         raise ModelError("prefill_chunk_size: it is a number of tokens; give at least 1, or leave it out.")
     if chunk is not None and recipe.prune is not None and recipe.prune.stage == "layer":
@@ -116,7 +116,7 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
     token, a warning says so, and the caller's cache is unchanged.
     """
     kwargs = by_name(attachment.generate, args, kwargs)
-    seconds = attachment.asked("max_time", kwargs)
+    seconds = attachment.generate_option("max_time", kwargs)
     if not seconds or seconds < 0:
         return _untimed(attachment, kwargs)
     cache = kwargs.get("past_key_values")
@@ -141,7 +141,7 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
 
 def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     check_generate(attachment, kwargs)
-    caches = attachment.asked("use_cache", kwargs) is not False
+    caches = attachment.generate_option("use_cache", kwargs) is not False
     given = kwargs.get("past_key_values") is not None
     if attachment.pruning is not None and not caches:
         # Without a memory each token would have the prompt pruned anew, by a question that has grown.
@@ -162,13 +162,13 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     meter = attachment.owner.attention.meter
     meter.begin(attachment.owner.view.device)
     if streams:
-        attachment.owner.forget()
+        attachment.owner.clear_figures()
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
     held = 0 if cache is None else cache.get_seq_length()
-    if chunk := attachment.asked("prefill_chunk_size", kwargs):
+    if chunk := attachment.generate_option("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
     if not streams and isinstance(ids, Tensor) and ids.shape[1] > held:
-        attachment.promise(kwargs, held)
+        attachment.prepare_layout(kwargs, held)
     try:
         rests = draft and not streams and _draft_rests(attachment, kwargs)
         seat = attachment.owner.seat
@@ -179,13 +179,13 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         if ours or _in_turns(attachment, kwargs):
             from mmaccel.models import drafting
 
-            lasts = caches and (given or bool(attachment.asked("return_dict_in_generate", kwargs)))
+            lasts = caches and (given or bool(attachment.generate_option("return_dict_in_generate", kwargs)))
             return drafting.generate(attachment, kwargs, lasts and draft and not streams)
         if not is_set(attachment, "num_beams", kwargs):
-            kwargs["streamer"] = TokenCounter(meter.token, kwargs.get("streamer"))
-        out = attachment.generate(**attachment.limited(kwargs))
+            kwargs["streamer"] = TokenCounter(meter.count_tokens, kwargs.get("streamer"))
+        out = attachment.generate(**attachment.limit_length(kwargs))
         if rests and not held:
-            attachment.draft_times.plain(_sequences(attachment, kwargs), columns(kwargs), meter)
+            attachment.draft_times.record_plain(_sequences(attachment, kwargs), columns(kwargs), meter)
         return out
     finally:
         # A model may be its own assistant, and be asked while it is at work.
@@ -197,7 +197,7 @@ def _sequences(attachment: Attachment, kwargs: Mapping[str, Any]) -> int:
     """How many sequences a call of `generate` writes."""
     ids = kwargs.get("input_ids")
     prompts = len(ids) if isinstance(ids, Tensor) else 1
-    return prompts * (attachment.asked("num_return_sequences", kwargs) or 1)
+    return prompts * (attachment.generate_option("num_return_sequences", kwargs) or 1)
 
 
 def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
@@ -213,7 +213,7 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
 
         why = why_not(attachment, kwargs, count)
         if why is not None:
-            owner.attention.meter.note(f"draft: it does not draft in this turn: {why}")
+            owner.attention.meter.add_note(f"draft: it does not draft in this turn: {why}")
             warn(f"draft {owner.recipe.draft.name!r} does not draft in this turn: {why}.")
         return why is not None
     if count == 1 or choice == "always":
@@ -221,11 +221,11 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     # A memory that counts columns takes no padding, a pruned target no batch; the rest is refused under a draft.
     ours = not owner.recipe.kv.exact or owner.recipe.prune is not None or kwargs.get("streamer") is not None
     # Plain decoding without a cache reads the prompt anew at each step.
-    if ours or attachment.asked("use_cache", kwargs) is False:
+    if ours or attachment.generate_option("use_cache", kwargs) is False:
         return False
     if choice == "never":
         why = "in_batches is 'never'"
-    elif attachment.asked("do_sample", kwargs):
+    elif attachment.generate_option("do_sample", kwargs):
         why = "tokens are sampled, and measured times must not change them"
     elif shard_count(attachment.model) > 1:
         why = "under tensor parallelism processes that go by their own clocks would part"
@@ -234,7 +234,7 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     if why is None:
         return False
     message = f"it does not draft in a batch of {count}: {why}"
-    owner.attention.meter.note(f"draft: {message}")
+    owner.attention.meter.add_note(f"draft: {message}")
     if not times.warned and choice != "never":
         times.warned = True
         warn(f"draft {owner.recipe.draft.name!r}: {message}; set in_batches to 'always' to have it draft.")
@@ -287,10 +287,10 @@ def _alone(attachment: Attachment, kwargs: Mapping[str, Any]) -> str | None:
 def _nothing(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     """The result of a `generate` without a new token."""
     ids: Tensor = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs"]
-    ids = ids.repeat_interleave(attachment.asked("num_return_sequences", kwargs) or 1, 0)
+    ids = ids.repeat_interleave(attachment.generate_option("num_return_sequences", kwargs) or 1, 0)
     if (streamer := kwargs.get("streamer")) is not None:
         streamer.end()
-    if not attachment.asked("return_dict_in_generate", kwargs):
+    if not attachment.generate_option("return_dict_in_generate", kwargs):
         return ids
     from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -313,12 +313,12 @@ class DraftTimes:
     plain_s: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     warned: bool = False
 
-    def drafted(self, length: int, seconds: float, tokens: int) -> None:
+    def record_drafted(self, length: int, seconds: float, tokens: int) -> None:
         """Record a drafted call on prompts of `length` tokens: `seconds` for `tokens` new tokens over all its sequences."""
         if tokens >= STEPS:
             self.drafted_s[length.bit_length()] = seconds / tokens
 
-    def plain(self, batch: int, length: int, meter: Meter) -> None:
+    def record_plain(self, batch: int, length: int, meter: Meter) -> None:
         """Record a call without draft: `batch` sequences with prompts of `length` tokens, timed by `meter`."""
         steps, key = meter.new_tokens - 1, (batch, length.bit_length())
         if steps >= STEPS and meter.first is not None and meter.last is not None:
@@ -343,8 +343,8 @@ class DraftTimes:
 
 
 class TokenCounter:
-    """A streamer for `generate` that reports how many tokens have reached the host, by `token`, and forwards the tokens to
-    `inner`."""
+    """A streamer for `generate` that reports how many tokens have reached the host, by `count_tokens`, and forwards the
+    tokens to `inner`."""
 
     def __init__(self, token: Callable[[int], None], inner: Any) -> None:
         self.token, self.inner, self.prompt = token, inner, True

@@ -23,7 +23,7 @@ from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family
-from mmaccel.models.prompt_layout import PIXELS, WIDE, Grid, Inputs, Words, format_seconds, is_given
+from mmaccel.models.prompt_layout import PIXELS, WIDE, ByFrame, Grid, Inputs, Words, format_seconds, is_given
 
 GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 NEAR = 24
@@ -154,7 +154,7 @@ class Generic(Family):
     def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
         return _BESIDE.get(config.model_type, _nothing)(frame, seconds[0])
 
-    def frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
+    def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
         multimodal: Any = self.multimodal(model)
         pixels = _shown(inputs)[1]
         if hasattr(multimodal, "get_video_features"):
@@ -167,7 +167,7 @@ class Generic(Family):
             pixels = pixels.flatten(0, -4) if model.config.model_type == "internvl" else pixels  # type: ignore[union-attr]
             features = multimodal.get_image_features(pixels, return_dict=True).pooler_output
         rows = torch.cat([one.flatten(0, -2) for one in features])
-        return rows.to(home_of(model), self.words(model).weight.dtype)
+        return rows.to(home_of(model), self.token_embedding(model).weight.dtype)
 
     def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
         pixels, grid = _shown(inputs)[1], inputs.get(GRIDS[VIDEO])
@@ -176,7 +176,7 @@ class Generic(Family):
         patch = int(model.config.vision_config.patch_size)  # type: ignore[union-attr, arg-type]
         return int(grid[0, 1]) * patch, int(grid[0, 2]) * patch
 
-    def by_frame(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Callable[[Tensor], dict[str, Any]]]:
+    def pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
         (name, pixels), grid = _shown(inputs), inputs.get(GRIDS[VIDEO])
         if grid is None:
             shape = (1,) * (pixels.ndim == 5)
@@ -199,7 +199,7 @@ class Generic(Family):
             return {**sizes, **dict.fromkeys(apart, counts.tolist())}
         return sizes if grid is None else {**sizes, PIXELS[kind]: grid.prod(1).tolist()}
 
-    def parted(
+    def split_images(
         self, inputs: Inputs, layout: TokenLayout, columns: slice
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Split `inputs` into those of the images at `columns` and all others, for models that take frames as images."""
@@ -218,7 +218,7 @@ class Generic(Family):
 
         return some(mine), some(~mine) if bool((~mine).any()) else {}
 
-    def finished(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
+    def complete_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
         if config.model_type == "smolvlm" and PIXELS[IMAGE] in made:
             made[PIXELS[IMAGE]] = made[PIXELS[IMAGE]][None]
         return made
@@ -232,12 +232,12 @@ class Generic(Family):
     def patches(self, model: nn.Module, pixels: Tensor) -> int:
         return 0  # its tower is never run in parts
 
-    def kinds_given(self, inputs: Inputs) -> set[int]:
-        shown = super().kinds_given(inputs)
+    def given_modalities(self, inputs: Inputs) -> set[int]:
+        shown = super().given_modalities(inputs)
         # Where frames are images, either may be.
         return shown | {VIDEO} if IMAGE in shown else shown
 
-    def kinds(self, config: Any, ids: Tensor) -> Tensor:
+    def token_modalities(self, config: Any, ids: Tensor) -> Tensor:
         image, video = _token(config, "image"), _token(config, "video")
         kinds = torch.zeros_like(ids)
         if image is not None:
@@ -257,7 +257,7 @@ class Generic(Family):
         )
 
     def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
-        rows = self.kinds(model.config, inputs["input_ids"]).tolist()
+        rows = self.token_modalities(model.config, inputs["input_ids"]).tolist()
         images, videos = ([_runs(row, kind) for row in rows] for kind in (IMAGE, VIDEO))
         frames, runs = _frames(inputs), list(chain.from_iterable(videos))
         if len(frames) == len(runs):
@@ -296,7 +296,7 @@ class Other(Generic):
         "pruning": "have layers that mmaccel does not know how to read between",
     }
 
-    def serves(self, kind: str) -> bool:
+    def supports_type(self, kind: str) -> bool:
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
         return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -78,7 +78,7 @@ class Glm4V(Qwen25VL):
         time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{format_seconds(seconds[0])} seconds"
         return [config.image_start_token_id], [config.image_end_token_id, time]
 
-    def kinds(self, config: Any, ids: Tensor) -> Tensor:
+    def token_modalities(self, config: Any, ids: Tensor) -> Tensor:
         opened = (ids == config.video_start_token_id).cumsum(1) > (ids == config.video_end_token_id).cumsum(1)
         shown = ids == config.image_token_id
         return torch.where(shown, torch.where(opened, VIDEO, IMAGE), 0)

@@ -64,7 +64,7 @@ class Attachment(Attaching):
         self.sequences: WeakKeyDictionary[Cache, Columns] = WeakKeyDictionary()
         self.running = threading.local()
         self.draft_times = draft_times
-        self.opened: Any = torch.compiler.disable(owner.opened)
+        self.opened: Any = torch.compiler.disable(owner.register_state)
         _untraced()
         self.pruning: Pruning | None = None
         self.stream_steps: Any = None  # captured steps of prompts on a memory of streams
@@ -83,9 +83,9 @@ class Attachment(Attaching):
         hooks.callback(self._rope_back, self.multimodal.__dict__.get("rope_deltas"))
         self.shared: Any = self.text.config
         hooks.attention(self.text.modules(), self.shared, ATTENTION, **family.numbered(model))
-        self.states = family.states(model)
+        self.states = family.recurrent_layers(model)
         for one in self.states.values():
-            hooks.before(one, record_input)
+            hooks.add_pre_hook(one, record_input)
         # Inside a pruner that listens to the tower: it hears of all frames at once.
         batch_tower(hooks, family, model, context=self.owner.context)
         if recipe.prune is not None and recipe.kv.sequences:
@@ -97,10 +97,10 @@ class Attachment(Attaching):
         rotate_by(hooks, family.attentions(model), family.rotate_function)
         self.forward = self.text.forward
         if self.owner.context is not None:
-            self.forward = self.owner.context.around(self.forward, of_columns, self.states)
+            self.forward = self.owner.context.wrap_forward(self.forward, of_columns, self.states)
         hooks.wrap(self.text, "forward", self._call, self._text_forward)
-        hooks.callback(self.owner.left)
-        self.owner.joined()
+        hooks.callback(self.owner.mark_detached)
+        self.owner.mark_attached()
 
     def _rope_back(self, before: Any) -> None:
         if "rope_deltas" in self.multimodal.__dict__:
@@ -134,7 +134,7 @@ class Attachment(Attaching):
             elif kwargs.get("position_ids") is None and known is not None:
                 kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
             note = replace(note, layout=layout)
-        return {NOTE: self.family.note_of(self.model, kwargs, note), **kwargs}
+        return {NOTE: self.family.pass_note(self.model, kwargs, note), **kwargs}
 
     def _caches(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a forward pass keeps a cache: as `use_cache` says, else as the model's config says."""
@@ -146,7 +146,7 @@ class Attachment(Attaching):
             return cache.sequence
         return self.sequences.get(cache) if cache is not None else None
 
-    def asked(self, name: str, kwargs: Mapping[str, Any]) -> Any:
+    def generate_option(self, name: str, kwargs: Mapping[str, Any]) -> Any:
         """Look up the value of `generate`'s argument `name`: in `kwargs`, else in its generation config, else in the
         model's; None if it is nowhere."""
         if name in kwargs:
@@ -154,7 +154,7 @@ class Attachment(Attaching):
         given = getattr(kwargs.get("generation_config"), name, None)
         return given if given is not None else getattr(self.model.generation_config, name, None)
 
-    def promise(self, inputs: Mapping[str, Any], past: int = 0) -> None:
+    def prepare_layout(self, inputs: Mapping[str, Any], past: int = 0) -> None:
         """Compute the token layout of the prompt of the coming `generate` call, after `past` cached tokens."""
         new = new_inputs(inputs, past) if past else inputs
         self.running.layout = past, new["input_ids"], self.family.layout(self.model, new)
@@ -182,7 +182,7 @@ class Attachment(Attaching):
         new = layout.position
         return (new.expand(3, -1, -1) if self.family.mrope else new) + start
 
-    def limited(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def limit_length(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Add to the arguments of `generate` a stopping criterion at the model's last position, if it can be reached. Raises
         `ModelError` for a prompt that leaves no position."""
         ids, most = kwargs.get("input_ids"), positions_of(self.text.config)
@@ -294,7 +294,7 @@ class Attachment(Attaching):
             images=note.images,
         )
         if start == 0 or self.owner.attention.meter.prompt_tokens == 0:
-            self.owner.attention.meter.enter(int(new.valid.sum()), start, new.video())
+            self.owner.attention.meter.begin_pass(int(new.valid.sum()), start, new.video())
         if self.states and mask is not None:
             kwargs["attention_mask"] = mask
         if packed is not None:
@@ -313,7 +313,7 @@ class Attachment(Attaching):
             raise ModelError(
                 f"position_ids: they restart, and {name} does not support packed sequences; give them one by one."
             )
-        if new.padded:
+        if new.has_padding:
             raise ModelError(
                 f"attention_mask: {name} counts columns, so padding would take the place of tokens; "
                 "give prompts of one length, or one prompt at a time."
@@ -376,7 +376,7 @@ class Attachment(Attaching):
     ) -> tuple[ForwardPass, dict[str, Any]]:
         """The pass over new columns ``begin .. end`` of `run`, and its arguments; raises `Ended` where the time is up."""
         self.time_left()
-        return run.part(begin, end), of_columns(kwargs, slice(begin, end), run.start)
+        return run.slice_columns(begin, end), of_columns(kwargs, slice(begin, end), run.start)
 
     def time_left(self) -> float | None:
         """Seconds left of this thread's `generate` call, or None without a limit; raises `Ended` when the time is over."""
@@ -384,7 +384,7 @@ class Attachment(Attaching):
         if deadline is None:
             return None
         deadline.check()
-        return deadline.left()
+        return deadline.seconds_left()
 
 
 @functools.cache

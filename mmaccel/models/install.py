@@ -87,12 +87,12 @@ class Hooks(ExitStack):
             if getattr(module, "config", None) is shared:
                 self.put(module, "config", own)
 
-    def before(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
+    def add_pre_hook(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
         """Register a forward pre-hook, which also gets keyword arguments; `close` removes it."""
         self.callback(_unregister, hook, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
         module.register_forward_pre_hook(hook, with_kwargs=True, **options)
 
-    def after(self, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> None:
+    def add_hook(self, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> None:
         """Register a forward hook; `close` removes it."""
         self.callback(_unregister, hook, module._forward_hooks, module._forward_hooks_with_kwargs)
         module.register_forward_hook(hook, with_kwargs=with_kwargs)
@@ -208,7 +208,7 @@ class Gate:
                 self.leave()
 
     @contextmanager
-    def alone(self, what: str) -> Iterator[None]:
+    def hold_exclusively(self, what: str) -> Iterator[None]:
         """Context that holds the gate exclusively: running calls end first, new ones wait. Raises `ModelError` in a call."""
         me = threading.get_ident()
         with self._state:
@@ -228,8 +228,8 @@ class Gate:
                 self._state.notify_all()
 
     def drain(self, what: str, modules: Collection[nn.Module]) -> None:
-        """Inside `alone`: wait for running calls of `modules` that entered no gate, as they began before any hook was
-        there."""
+        """Inside `hold_exclusively`: wait for running calls of `modules` that entered no gate, as they began before any hook
+        was there."""
         if _call_of(sys._getframe(), modules):
             raise _within(what)
         with self._state:
@@ -284,7 +284,7 @@ class Gate:
             unsure |= stacks().get(thread) is not frame
         return found, unsure
 
-    def forked(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset the gate in a forked process, where only the forking thread goes on and no lock of others is held."""
         me = threading.get_ident()
         self._state = threading.Condition()
@@ -310,7 +310,7 @@ def _forked() -> None:
     global hooks_lock
     hooks_lock = threading.RLock()
     for gate in list(_gates.values()):
-        gate.forked()
+        gate.reset_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
@@ -336,7 +336,7 @@ class Attaching:
 
     def attach(self, lay: Callable[[], None]) -> None:
         """Call `lay`, which changes the model through `hooks`; if it raises, all its changes are undone."""
-        with self.gate.alone("accelerate"):
+        with self.gate.hold_exclusively("accelerate"):
             if (other := self.gate.attached) is not None:
                 raise ModelError(
                     "the model is accelerated already; call detach() on what accelerate returned, then attach anew."
@@ -353,7 +353,7 @@ class Attaching:
 
     def remove(self) -> None:
         """Restore the model once running calls have ended; a second call does nothing."""
-        with self.gate.alone("detach"):
+        with self.gate.hold_exclusively("detach"):
             self.over = True
             self.hooks.close()
 

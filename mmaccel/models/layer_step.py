@@ -163,7 +163,7 @@ class LayerStep(_Step):
             out = layer_ops.attend_each(query, key, columns, scale)
         else:
             out = layer_ops.decode_attend(query, key, value, columns, scale, sees, bias)
-        return self.opened(out.transpose(1, 2).reshape(columns.numel(), -1), qkv), query
+        return self.apply_gates(out.transpose(1, 2).reshape(columns.numel(), -1), qkv), query
 
     def project(self, x: Rows) -> Tensor:
         """Queries, keys and values before RoPE, side by side: [R, (H + 2 G) * D] of the rows, and H * D gate columns for
@@ -181,7 +181,7 @@ class LayerStep(_Step):
         ]
         return torch.cat([*(some.flatten(1) for some in heads), values, *(one.flatten(1) for one in gate)], 1)
 
-    def opened(self, attended: Tensor, qkv: Tensor | None) -> Tensor:
+    def apply_gates(self, attended: Tensor, qkv: Tensor | None) -> Tensor:
         """Multiply attention output [R, H * D] by the sigmoid of the gates in `qkv`, if the layer has gated attention."""
         return attended * qkv[:, -self.sizes[0] :].sigmoid() if self.gated and qkv is not None else attended
 

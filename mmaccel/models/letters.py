@@ -56,10 +56,10 @@ class LetterProcessor(Processor):
         shown = torch.tensor([ids])
         if not self.family.stamped:
             # The words around a video are of the template, and none stand between its frames.
-            visual = self.family.kinds(self.config, shown)[0].nonzero()[:, 0]
+            visual = self.family.token_modalities(self.config, shown)[0].nonzero()[:, 0]
             shown = shown[:, visual[0] : visual[-1] + 1]
         if "mm_token_type_ids" in self.family.facts:
-            made["mm_token_type_ids"] = self.family.kinds(self.config, shown).int()
+            made["mm_token_type_ids"] = self.family.token_modalities(self.config, shown).int()
         return {name: x.to(how.get("device")) for name, x in {"input_ids": shown, **made}.items()}
 
     def pixels(
@@ -73,7 +73,7 @@ class LetterProcessor(Processor):
         pace = int(getattr(self.config.vision_config, "temporal_patch_size", None) or 1)
         units = frames.split(pace)
         ids, made = self.family.tiny_visual(self.config, VIDEO, len(units), torch.Generator())
-        made = self.family.finished(self.config, made)
+        made = self.family.complete_inputs(self.config, made)
         pixels = next(made[name] for name in PIXELS.values() if name in made)
         for unit, out in zip(units, pixels.view(-1).chunk(len(units)), strict=True):
             generator = torch.Generator().manual_seed(int(unit.long().sum()))

@@ -16,7 +16,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Features
-from mmaccel.models.prompt_layout import PIXELS, Budget, Grid, Inputs, Made, ProcessorStyle
+from mmaccel.models.prompt_layout import PIXELS, Budget, ByFrame, Grid, Inputs, Made, ProcessorStyle
 from mmaccel.models.signals import VisionTower, received_attention
 from mmaccel.models.tiny import IMG, TEXT, VID
 
@@ -117,7 +117,7 @@ class LlavaTower(VisionTower):
         # hidden_states[0] is what enters the first layer, so that state n comes out of layer n - 1.
         self.attention: Any = blocks[layer if layer < 0 else layer - 1].self_attn
 
-    def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def measure_patches(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         module = self.attention
         query, key = (
             made(hidden).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
@@ -126,7 +126,7 @@ class LlavaTower(VisionTower):
         score = received_attention(query, key, query.shape[-1] ** -0.5)
         return torch.cat([score[..., None], key.float().mean(1)], -1)
 
-    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:
+    def to_tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:
         if kind == IMAGE:
             return self._packed(torch.cat(caught), given)
         pooled = self.multimodal.apply_pooling(torch.cat(caught))
@@ -235,7 +235,7 @@ class LlavaOnevision(Family):
             frames = (tokens - 1) // pooled**2
         videos = [Grid(frames, pooled, pooled, marks=1)] * count
         images: list[Grid] = []
-        for row in inputs["input_ids"].tolist() if IMAGE in self.kinds_given(inputs) else ():
+        for row in inputs["input_ids"].tolist() if IMAGE in self.given_modalities(inputs) else ():
             for token, group in groupby(row):
                 if token == config.image_token_id:
                     marks = len(list(group)) - side * side
@@ -258,8 +258,8 @@ class LlavaOnevision(Family):
         rows, columns = tiled_shape(grid, side, size, most)
         return (rows, columns) if rows * (columns + 1) == marks else None
 
-    def frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        rows = super().frames(model, inputs)
+    def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        rows = super().encode_frames(model, inputs)
         videos, count = inputs["pixel_values_videos"].shape[:2]
         if len(rows) > videos * count * math.ceil(_side(model) / 2) ** 2:
             return rows
@@ -268,7 +268,7 @@ class LlavaOnevision(Family):
         marks = mark.to(rows).expand(videos, 1, -1)
         return torch.cat([rows.view(videos, -1, rows.shape[1]), marks], 1).flatten(0, 1)
 
-    def by_frame(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Callable[[Tensor], dict[str, Any]]]:
+    def pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
         return inputs[PIXELS[VIDEO]][0], lambda frames: {PIXELS[VIDEO]: frames[None]}
 
     def patches(self, model: nn.Module, pixels: Tensor) -> int:
@@ -276,7 +276,7 @@ class LlavaOnevision(Family):
         height, width = pixels.shape[-2:]
         return math.prod(pixels.shape[:-3]) * (height // patch) * (width // patch)
 
-    def encoded(
+    def encode_pixels(
         self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
         if pixels.ndim != 5:  # all tiles of all images in a row: their own method knows whose each is

@@ -240,7 +240,7 @@ class MoveInputs(PromptHook):
         if isinstance(x, ForwardPass) and x.layout.device != self.device:
             layout = x.layout.to(self.device)
             # Known of the one it comes from: nothing is read of a device that has yet to get there.
-            layout.__dict__["padded"] = x.layout.padded
+            layout.__dict__["padded"] = x.layout.has_padding
             return replace(x, layout=layout)
         return x
 
@@ -309,7 +309,7 @@ def move_hooks(model: nn.Module, chosen: Sequence[torch.device], first: torch.de
     modules = [*zip(family.layers(model), chosen, strict=True), (family.text(model).norm, first)]
     hooks = Hooks()
     for module, place in modules:
-        hooks.before(module, MoveInputs(place, memo, module is modules[-1][0]), prepend=True)
+        hooks.add_pre_hook(module, MoveInputs(place, memo, module is modules[-1][0]), prepend=True)
     return hooks.close
 
 

@@ -226,7 +226,9 @@ def _joined(
         return deepstack.join_levels(made[0])
 
     others = {name: x for name, x in given.items() if name != pixels}
-    joined = family.encoded(model, kind, given[pixels], others, most, functools.partial(run_each, encode))
+    joined = family.encode_pixels(
+        model, kind, given[pixels], others, most, functools.partial(run_each, encode)
+    )
     return type(made[0])(**deepstack.split_levels(joined, made[0]))
 
 

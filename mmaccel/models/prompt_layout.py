@@ -55,6 +55,7 @@ class Grid:
 
 Inputs = Mapping[str, Any]
 """Keyword arguments that a user gives a model: ids, mask, pixels, grids."""
+ByFrame = tuple[Tensor, Callable[[Tensor], dict[str, Any]]]
 
 A_TOKEN = "input_ids", "mm_token_type_ids", "token_type_ids", "position_ids"
 """The inputs whose last axis is the tokens of the prompt; `attention_mask` has those of the cache, too."""

@@ -65,10 +65,10 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         self.frames, seconds = torch.empty(NO_FRAMES), 1.0
         self._unit, self._count = 1, 0
         if self._video is not None:
-            self.frames, self._made = self.family.by_frame(self.model, own)
+            self.frames, self._made = self.family.pixels_by_frame(self.model, own)
             self._count = len(self.frames) // self.frames_a_step
             self._unit = (self._inside - self._head) // self._count
-            pace = self.family.pace_of(self.model, own)
+            pace = self.family.stream_pace(self.model, own)
             seconds = 1.0 if pace is None else pace.unit / self.frames_a_step
         self.times = [number * seconds for number in range(len(self.frames))]
         visual = (layout.modality[0, self._tail :] != TEXT).nonzero()[:, 0]
@@ -79,11 +79,11 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             if kinds is not None:
                 others["mm_token_type_ids"] = torch.cat([kinds[:, : self._head], kinds[:, self._tail :]], 1)
             with self.busy():
-                given = self.family.entering(self.model, {**others, "input_ids": rest[None]})
+                given = self.family.forward_inputs(self.model, {**others, "input_ids": rest[None]})
                 levels = deepstack.WHERE in given
                 self._rest = (deepstack.join_rows(given) if levels else given["inputs_embeds"])[0]
         else:
-            self._rest = self.words(rest)
+            self._rest = self.token_embeds(rest)
         tail = ids[0, self._tail :]
         text = (layout.modality[0, self._tail :] == TEXT).tolist()
         words = last_words(tail.tolist(), text, *markup_ids(self.model), int(ids[0, 0]))
@@ -127,8 +127,8 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
     def _shares(self, layout: TokenLayout) -> tuple[dict[str, Any], dict[str, Any]]:
         """What of the inputs tells of the video that the memory holds, and what of other videos and of images."""
         given = self.inputs
-        if self.family.parted is not None:
-            parted = self.family.parted(given, layout, slice(self._head, self._tail))
+        if self.family.split_images is not None:
+            parted = self.family.split_images(given, layout, slice(self._head, self._tail))
             if parted is not None:
                 return parted  # type: ignore[no-any-return]
         others = {name: given[name] for name in self.family.rows_per_item(given, IMAGE)}
@@ -144,7 +144,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             rest[name] = [whole[:begin], whole[begin + sizes[number] :]]
         if any(self.text_around_unit):
             # Frames before and behind the part that the memory holds are two videos more.
-            rows, made = self.family.by_frame(self.model, own)
+            rows, made = self.family.pixels_by_frame(self.model, own)
             first, last = (end * self.frames_a_step for end in (self._part[0], self._part[-1] + 1))
             own = made(rows[first:last])
             for more in (made(some) for some in (rows[:first], rows[last:]) if len(some)):
@@ -153,7 +153,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         several = {name: torch.cat(some).to(self.device) for name, some in rest.items()}
         return own, others | {name: x for name, x in several.items() if len(x)}
 
-    def paid(self, heard: QuestionAttention) -> Tensor:
+    def spread_attention(self, heard: QuestionAttention) -> Tensor:
         """Spread the question's attention `heard` over the prompt's tokens: [k, 1, S], 0 outside frames."""
         out = heard.paid.new_zeros(len(heard.paid), 1, self.inputs["input_ids"].shape[1])
         tokens = torch.arange(self._inside - self._head, device=out.device)
@@ -163,7 +163,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
 
     # What a stream asks.
 
-    def head(self) -> Tensor:
+    def head_ids(self) -> Tensor:
         return self.inputs["input_ids"][0, : self._head]  # type: ignore[no-any-return]
 
     def head_embeds(self) -> Tensor:
@@ -185,7 +185,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         begins = [self._head + frame // self.frames_a_step * self._unit for frame, _ in moments]
         ids = self.inputs["input_ids"][0]
         around = [(ids[begin : begin + self.text_around_unit[0]].tolist(), list[int]()) for begin in begins]
-        return units.unit_embeds(self.words, features, around)
+        return units.unit_embeds(self.token_embeds, features, around)
 
     def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         positions = self.family.positions(self.model, {**self.inputs, "attention_mask": None})
@@ -200,16 +200,16 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         unit = rows[:, begin : begin + self._unit]
         if any(self.text_around_unit):
             slope = int(rows[0, begin + self._unit] - rows[0, begin])
-            made = PositionIds.evenly(head, unit, text - (count - 1) * slope, slope, limit, after)
+            made = PositionIds.evenly_spaced(head, unit, text - (count - 1) * slope, slope, limit, after)
             return self._checked(made, rows[:, begin:end], count)
         one, first = self._alone(1)
         second, third = self._alone(2)[1], self._alone(3)[1]
         slope = second - first
 
         def steps(units: int) -> Tensor:
-            return self.family.steps(self.model, one, units)
+            return self.family.step_positions(self.model, one, units)
 
-        pace = self.family.pace_of(self.model, one)
+        pace = self.family.stream_pace(self.model, one)
         made = PositionIds(head, unit, steps, text - (count - 1) * slope, slope, limit, pace, after)
         return self._checked(made, rows[:, begin:end], count, third - second == slope)
 
@@ -264,28 +264,29 @@ class PromptRunner(Runner):
         chunk = getattr(attachment.running, "chunk", None) or owner.recipe.chunk
         with self._plainly():
             prompt = PromptModel(attachment, self._home(unpadded(inputs)))
-            owner.attention.meter.enter(inputs["input_ids"].shape[1], 0)
+            owner.attention.meter.begin_pass(inputs["input_ids"].shape[1], 0)
             live = StreamRunner.begin(prompt, owner.recipe.kv, chunk, prompt.frames, None, quiet=True)  # type: ignore[arg-type]
             self._state, self._counted = live.state, live.counters
             state = live.state
             self._positions = live.stream.positions.limit
             self._open.callback(live.close)
-            self._open.callback(owner.opened(state, self))
+            self._open.callback(owner.register_state(state, self))
             try:
                 ingest = owner.recipe.kv.ingests  # type: ignore[attr-defined]
-                live.take(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
+                live.take_frames(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
                 deadline.check()
-                state.idle()
+                state.finish_intake()
                 turn = asked(live, "", self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
-                if isinstance(live.around, AttentionRecording) and (heard := live.around.heard()) is not None:
+                around = live.around if isinstance(live.around, AttentionRecording) else None
+                if around is not None and (heard := around.recorded_attention()) is not None:
                     for probe in probes:
                         if isinstance(probe, SignalProbe) and (probe.heard or probe.hidden):
-                            probe.told(prompt.paid(heard))
+                            probe.set_vision_attention(prompt.spread_attention(heard))
             except BaseException:
                 self.sync_cache()
                 raise
-            owner.attention.meter.planned(self._question.meter)
+            owner.attention.meter.add_counts_of(self._question.meter)
             return self._question.logits
 
     def _home(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,7 +330,7 @@ class PromptRunner(Runner):
         state, self._state = self._state, None
         if state is not None:
             self.counters = self._counted()
-            self._attachment.owner.closed(state, self.counters)
+            self._attachment.owner.release_state(state, self.counters)
         self._open.close()
         # The call keeps this runner until its last prompt has an answer, and is to keep one memory at a time.
         self._question, self._counted = None, dict

@@ -21,15 +21,7 @@ from mmaccel.core.errors import ModelError, RecipeError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import PASS, ForwardPass
-from mmaccel.core.prefill.prune import (
-    Kept,
-    Signals,
-    Stage,
-    TokenPruner,
-    checked_columns,
-    observers,
-    thin,
-)
+from mmaccel.core.prefill.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.prefill.recalled import tell_idle
 from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.prompt_layout import of_columns
@@ -84,7 +76,7 @@ class Pruning:
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
             for index, layer in enumerate(family.layers(model)):
                 if index >= first:
-                    hooks.before(layer, Entering(index, self._enter))
+                    hooks.add_pre_hook(layer, Entering(index, self._enter))
 
     def forward(self, run: ForwardPass, kwargs: dict[str, Any], go: Go) -> Any:
         """Run the text model on new tokens, dropping those that the pruner rejects; `go` runs the unpruned forward."""
@@ -105,22 +97,22 @@ class Pruning:
             raise ModelError(
                 "output_hidden_states and output_attentions: the layers of a pruned prompt differ in length; leave them out."
             )
-        state.expect(count)
+        state.expect_pass(count)
         total = 0
         if prompt:
-            state.begin(run.layout)
+            state.begin_prompt(run.layout)
             total = self.pruner.candidates(run.layout).numel()
             if not total:
                 tell_idle(self.pruner, run.config.meter)
         elif run.prefill and self.pruner.candidates(run.layout.take(slice(run.start, None))).numel():
-            run.config.meter.note(sentence := LATER.format(name=self.pruner.name))
+            run.config.meter.add_note(sentence := LATER.format(name=self.pruner.name))
             warn(f"{sentence}.")
         work = _Work(run, state, run.layout, total)
         if 0 in self.stages:
             out = go(*self._before(work, prompt, kwargs))
         else:
             out = go(replace(run, pruning=work), kwargs)
-        columns = state.held_by(len(state.kept) - 1, count) if prompt else None
+        columns = state.held_indices(len(state.kept) - 1, count) if prompt else None
         if columns is not None:
             short = out.last_hidden_state
             whole = short.new_zeros(1, count, short.shape[-1])
@@ -139,7 +131,7 @@ class Pruning:
             kwargs["input_ids"] = None
             signals = Signals(hidden=embeds)
             if self.vision is not None:
-                signals.update(self.vision.take(run.layout))
+                signals.update(self.vision.take_signals(run.layout))
             kept = self._cut(work, self.stages[0], signals, embeds[0])
             if kept is not None:
                 kwargs = of_columns(kwargs, kept.columns)
@@ -230,7 +222,7 @@ class Pruning:
         """Ask the pruner, and write down what it keeps; None when that is everything, as it was."""
         layout, part, kept = work.layout, work.state.part_of(stage.layer), None
         if work.total:
-            kept = self.pruner.cut(signals, layout, stage, work.total)
+            kept = self.pruner.prune(signals, layout, stage, work.total)
             checked_columns(self.pruner, kept.columns, layout)
         if kept is None or (kept.columns.numel() == layout.length and kept.states is None):
             work.state.keep_columns(part, None, layout)
@@ -251,7 +243,7 @@ class Pruning:
 
     @staticmethod
     def _thin(run: ForwardPass, state: PrunedKVState, part: int) -> ForwardPass:
-        return replace(run, layout=state.thinned(part, run.layout), start=state.size(part, run.start))
+        return replace(run, layout=state.layout_of(part, run.layout), start=state.held_count(part, run.start))
 
 
 def _numbered(run: ForwardPass) -> Tensor:
@@ -264,7 +256,7 @@ def _numbered(run: ForwardPass) -> Tensor:
 
 def kept_tokens(pruner: TokenPruner, tokens: int) -> int:
     """How many of a frame's `tokens` `pruner` keeps on a stream; raises `RecipeError` if none."""
-    left = pruner.left(tokens)
+    left = pruner.kept_token_count(tokens)
     if not left:
         raise RecipeError(
             f"prune {pruner.name!r} keeps none of the {tokens} tokens of a frame, and a stream needs some of each; give it "
@@ -284,8 +276,8 @@ def prune_frames(
     layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=frame)
     signals = Signals(hidden=rows[None, :, : shape.hidden])
     if vision is not None:
-        signals.update(vision.take(layout))
-    kept = pruner.cut(signals, layout, pruner.stages(shape.layers)[0])
+        signals.update(vision.take_signals(layout))
+    kept = pruner.prune(signals, layout, pruner.stages(shape.layers)[0])
     columns = checked_columns(pruner, kept.columns, layout)
     counts = torch.bincount(columns[columns < inside] // each, minlength=inside // each)
     if bool((counts != left).any()):

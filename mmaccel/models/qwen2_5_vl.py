@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from mmaccel.core.layout import IMAGE, VIDEO, Pace
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features
-from mmaccel.models.prompt_layout import PIXELS, Budget, Grid, Inputs, Made, ProcessorStyle
+from mmaccel.models.prompt_layout import PIXELS, Budget, ByFrame, Grid, Inputs, Made, ProcessorStyle
 from mmaccel.models.signals import VisionTower, received_attention
 
 _GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
@@ -69,7 +69,7 @@ class Tower(VisionTower):
         self.visual = multimodal.visual
         self.attention: Any = self.visual.blocks[-1].attn
 
-    def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def measure_patches(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         module, looks = self.attention, []
         query, key = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1)).permute(1, 2, 0, 3)[:2]
         cos, sin = (angle.float() for angle in kwargs["position_embeddings"])
@@ -84,7 +84,7 @@ class Tower(VisionTower):
             start = some.stop
         return torch.cat(looks)
 
-    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:
+    def to_tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:
         grid = given[_GRIDS[kind]]
         merged = torch.cat(caught).unflatten(0, (-1, self.visual.spatial_merge_size**2)).mean(1)
         return merged[torch.argsort(self._order(grid))]
@@ -152,9 +152,9 @@ class Qwen25VL(Family):
         """Token ids of a video in a prompt: start marker, `tokens` for each of `units` time steps, end marker."""
         return [config.vision_start_token_id, *tokens * units, config.vision_end_token_id]
 
-    def kinds_given(self, inputs: Inputs) -> set[int]:
+    def given_modalities(self, inputs: Inputs) -> set[int]:
         # Features that come encoded and without their grid have no frames that anyone knows of.
-        return {kind for kind in super().kinds_given(inputs) if inputs.get(_GRIDS[kind]) is not None}
+        return {kind for kind in super().given_modalities(inputs) if inputs.get(_GRIDS[kind]) is not None}
 
     def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
         patch = int(model.config.vision_config.patch_size)  # type: ignore[union-attr, arg-type]
@@ -180,7 +180,7 @@ class Qwen25VL(Family):
             sizes["second_per_grid_ts"] = [1] * len(grid)
         return {name: size for name, size in sizes.items() if inputs.get(name) is not None}
 
-    def by_frame(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Callable[[Tensor], dict[str, Any]]]:
+    def pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
         pixels, (steps, height, width) = inputs[PIXELS[VIDEO]], inputs[_GRIDS[VIDEO]][0].tolist()
         seconds, pace = inputs.get("second_per_grid_ts"), self.pace(model)
 
@@ -198,7 +198,7 @@ class Qwen25VL(Family):
     def window_attention(self, model: nn.Module) -> nn.Module | None:
         return self.multimodal(model).visual  # type: ignore[return-value]
 
-    def encoded(
+    def encode_pixels(
         self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
         name = _GRIDS[kind]
@@ -241,7 +241,7 @@ class Qwen25VL(Family):
         )
         return positions  # type: ignore[no-any-return]
 
-    def steps(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
+    def step_positions(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
         # A video of one token a unit: the time of a unit does not depend on its size.
         config: Any = model.config
         merge = config.vision_config.spatial_merge_size
@@ -255,7 +255,7 @@ class Qwen25VL(Family):
         time = self.positions(model, skinny)[0, 0]
         return time - time[0]
 
-    def pace_of(self, model: nn.Module, inputs: Inputs) -> Pace | None:
+    def stream_pace(self, model: nn.Module, inputs: Inputs) -> Pace | None:
         config: Any = model.config
         steps = inputs.get("second_per_grid_ts")
         seconds = 1.0 if steps is None else float(steps[0])

@@ -77,7 +77,7 @@ class Qwen35(Qwen3VL):
 
         return recurrent.REACH
 
-    def states(self, model: nn.Module) -> dict[int, nn.Module]:
+    def recurrent_layers(self, model: nn.Module) -> dict[int, nn.Module]:
         layers: Any = self.layers(model)
         return {n: layer.linear_attn for n, layer in enumerate(layers) if hasattr(layer, "linear_attn")}
 

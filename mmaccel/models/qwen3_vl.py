@@ -49,12 +49,13 @@ class Qwen3VL(Qwen25VL):
         time = format_seconds((seconds[0] + seconds[-1]) / 2)
         return [f"<{time} seconds>", config.vision_start_token_id], [config.vision_end_token_id]
 
-    def frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
+    def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
         multimodal: Any = self.multimodal(model)
         out = multimodal.get_video_features(
             inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
         )
-        return torch.cat(deepstack.join_levels(out)).to(home_of(model), self.words(model).weight.dtype)
+        dtype = self.token_embedding(model).weight.dtype
+        return torch.cat(deepstack.join_levels(out)).to(home_of(model), dtype)
 
     def first_prune_layer(self, model: nn.Module) -> int:
         # After each of the first layers the features of a layer of the tower are added to the visual tokens.

@@ -175,10 +175,10 @@ def _few_rows(model: nn.Module) -> Callable[[], Any]:
     """A step of one row of a session that keeps all, after a prompt of one token and a frame of one."""
     family: Any = adapter_for(model)
     passes, line = StreamPasses(model, family), torch.arange(2, device=home_of(model))[None]
-    positions = PositionIds.evenly(line[:, :1], line[:, 1:], 2, 1, 1 << 15)
+    positions = PositionIds.evenly_spaced(line[:, :1], line[:, 1:], 2, 1, 1 << 15)
     told = Stream(unit=1, head=1, pace=1, positions=positions, dtype=passes.dtype)
     state = stream_policy(Recipe()).open_stream(told, family.geometry(model), passes.view, passes.device)
-    word = passes.words(line[0, :1])
+    word = passes.token_embeds(line[0, :1])
 
     def step(kind: Any = "answer", **more: Any) -> Any:
         length = state.length()

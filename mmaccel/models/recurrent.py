@@ -105,7 +105,7 @@ class Recurrent(LinearAttentionLayer):
         taps = self.module.conv_kernel_size
         conv = journal[self._last(journal, taps), : self.module.conv_dim].T[None]
         self.seats, self._marks = None, []
-        self.back((self.length, (conv, state[None]) if self.length else None))
+        self.restore((self.length, (conv, state[None]) if self.length else None))
 
     def _room(self) -> tuple[Tensor, Tensor]:
         """The journal [R, W] and the state [H, K, V] in its seat."""
@@ -174,11 +174,11 @@ class Recurrent(LinearAttentionLayer):
             finally:
                 self._again = False
 
-    def mark(self) -> tuple[int, tuple[Tensor, Tensor] | None]:
-        """A copy of the recurrent state, to which `back` can return at any later time."""
+    def checkpoint(self) -> tuple[int, tuple[Tensor, Tensor] | None]:
+        """A copy of the recurrent state, to which `restore` can return at any later time."""
         return self.length, self._copied()
 
-    def back(self, mark: tuple[int, tuple[Tensor, Tensor] | None]) -> None:
+    def restore(self, mark: tuple[int, tuple[Tensor, Tensor] | None]) -> None:
         self.reset()
         self.length, state = mark
         if state is not None:
@@ -217,7 +217,7 @@ class StateSlots:
         self.journals, self.states = list[Tensor](), list[Tensor]()
         self.owners = list[Callable[[], Any]]()  # of each seat the sequence's first layer, or None
 
-    def of(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int, int, int]:
+    def join(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int, int, int]:
         """Announce a decode step of `count` rows of one sequence, which gets a slot if it has none; return its row `told`
         for `delta_rows`."""
         held = [one() for one in self.owners]
@@ -231,7 +231,7 @@ class StateSlots:
         (told,) = {one.enter(count) for one in layers}
         return told
 
-    def each(self) -> list[tuple[Tensor, Tensor]]:
+    def all_slots(self) -> list[tuple[Tensor, Tensor]]:
         """(Journals, recurrent states) of all slots, for each layer."""
         return list(zip(self.journals, self.states, strict=True))
 
@@ -285,7 +285,7 @@ def record_input(
 def hook_inputs(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
     """Install the hook `record_input` on `modules`."""
     for module in modules:
-        hooks.before(module, record_input)
+        hooks.add_pre_hook(module, record_input)
 
 
 def rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
@@ -320,12 +320,12 @@ class StreamStates(RunningStates):
         self._passes = passes
         self.cache: Any = None  # of the last pass: rows that are run once more go through it
 
-    def mark(self) -> Any:
-        return {number: state.mark() for number, state in self.states.items()}
+    def checkpoint(self) -> Any:
+        return {number: state.checkpoint() for number, state in self.states.items()}
 
-    def back(self, mark: Any) -> None:
+    def restore(self, mark: Any) -> None:
         for number, state in self.states.items():
-            state.back(mark[number])
+            state.restore(mark[number])
 
     def crop(self, count: int) -> None:
         with self._passes.busy():
@@ -333,11 +333,11 @@ class StreamStates(RunningStates):
                 state.crop(count)
 
     def tensors(self) -> dict[str, Tensor]:
-        held = ((number, *state.mark()) for number, state in self.states.items())
+        held = ((number, *state.checkpoint()) for number, state in self.states.items())
         both = ((number, state) for number, _, state in held if state is not None)
         return {f"{name} {number}": x for number, state in both for name, x in zip(NAMES, state, strict=True)}
 
-    def put(self, read: Callable[..., dict[str, Tensor]]) -> None:
+    def load(self, read: Callable[..., dict[str, Tensor]]) -> None:
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for number, state in self.states.items():
             one = state.module
@@ -354,4 +354,4 @@ class StreamStates(RunningStates):
         for number, state in self.states.items():
             home = state.module.conv1d.weight.device
             conv, recurrent = (found[f"{name} {number}"].to(home) for name in NAMES)
-            state.back((0, (conv, recurrent)))
+            state.restore((0, (conv, recurrent)))

@@ -82,7 +82,7 @@ class HFRunner(Runner):
             return self._prefill_kept(inputs, positions, keep.to(positions.device), compact)
         if probes:
             inputs[NOTE] = Note(probes=tuple(probes))
-        with in_parts(self.family, self.model) if self.family.kinds_given(inputs) else nullcontext():
+        with in_parts(self.family, self.model) if self.family.given_modalities(inputs) else nullcontext():
             return self._read(positions, **inputs)
 
     def _prompt(self, inputs: Inputs, start: int) -> tuple[dict[str, Any], Tensor]:
@@ -115,7 +115,7 @@ class HFRunner(Runner):
                 "prune: an accelerated model cannot be its own pruned draft; load the draft apart."
             )
         with in_parts(self.family, self.model):
-            entering = self.family.entering(self.model, inputs)
+            entering = self.family.forward_inputs(self.model, inputs)
         if self._whole is not None:
             entering = deepstack.concatenate_prompts(self._whole[0], entering)
             positions = torch.cat([self._whole[1], positions], -1)
@@ -135,7 +135,7 @@ class HFRunner(Runner):
 
         with Hooks() as hooks:
             if kept:  # the whole model's forward does not take them
-                hooks.before(self.family.text(self.model), give)
+                hooks.add_pre_hook(self.family.text(self.model), give)
             return self._read(positions, inputs_embeds=embeds)
 
     @torch.no_grad()
@@ -182,7 +182,7 @@ class HFRunner(Runner):
     def record_step(self, count: int) -> None:
         """Record that a step of `count` rows wrote to this runner's KV memory without a call of `step`."""
         self._last = count
-        self.memory().wrote(count)
+        self.memory().note_written(count)
 
     def memory(self) -> KVState:
         """The KV memory that CUDA-graph steps write to: the cache's own, or a new one that takes over a `DynamicCache`."""

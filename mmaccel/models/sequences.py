@@ -49,7 +49,7 @@ class ConversationDraft:
         return ConversationDraft, ()  # a draft's memory is not saved
 
     @staticmethod
-    def of(cache: Any, choice: DraftStrategy) -> ConversationDraft:
+    def stored_with(cache: Any, choice: DraftStrategy) -> ConversationDraft:
         """The `ConversationDraft` stored with `cache`, or an empty one if there is none or it belongs to another draft."""
         held = getattr(cache, TURN, None)
         return (
@@ -58,12 +58,12 @@ class ConversationDraft:
             else ConversationDraft(choice)
         )
 
-    def take(self) -> Any:
+    def take_state(self) -> Any:
         """Take the draft's stored state out for one call; a call that runs beside it finds none."""
         left, self.left = self.left, None
         return left
 
-    def leave(self, cache: Any, left: Any, heard: Mapping[int, Tensor] | None) -> None:
+    def store_state(self, cache: Any, left: Any, heard: Mapping[int, Tensor] | None) -> None:
         """Store the draft's state `left` with `cache`, at the end of a turn, for the next one."""
         self.left, self.heard = left, heard or self.heard
         setattr(cache, TURN, self)
@@ -80,7 +80,7 @@ def cached_columns(attachment: Attachment, cache: Any) -> Columns | None:
     if found is None or found.layout.batch != 1 or found.layout.length < past:
         return None
     layout = found.layout.take(slice(0, past))
-    return None if layout.padded else Columns(layout, found.delta)
+    return None if layout.has_padding else Columns(layout, found.delta)
 
 
 def why_not(attachment: Attachment, kwargs: Mapping[str, Any], count: int) -> str | None:
@@ -135,7 +135,7 @@ def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> lis
 
 def _tiles(family: Any, inputs: Mapping[str, Any], layout: TokenLayout, count: int) -> list[int] | None:
     """How many of `count` images each sequence has, where frames, or tiles of as many tokens each, come as images."""
-    if family.parted is None or is_given(inputs.get(PIXELS[VIDEO])):
+    if family.split_images is None or is_given(inputs.get(PIXELS[VIDEO])):
         return None
     if inputs[PIXELS[IMAGE]].ndim == 5:  # an axis of sequences
         return [1] * layout.batch
@@ -158,7 +158,7 @@ def drop_padding(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, An
     # A padding token within the prompt is a token like others: without a mask transformers would take it for padding.
     kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
     if not cache_length(kwargs.get("past_key_values")):
-        attachment.promise(kwargs)
+        attachment.prepare_layout(kwargs)
     # Lengths that count the prompt count its padding too: it is taken off those that were given.
     config: Any = kwargs.get("generation_config")
     held = config if config is not None else attachment.model.generation_config

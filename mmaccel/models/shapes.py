@@ -191,9 +191,5 @@ _ROPES: dict[str, tuple[float, dict[str, Any]]] = {
 }
 """Family -> base of the rotary angles, and what else it states of them."""
 
-_PARTS = {
-    "qwen2_5_vl": _qwen,
-    "llava_onevision": _llava,
-    **dict.fromkeys(_ROPES, _others),
-}
+_PARTS = {"qwen2_5_vl": _qwen, "llava_onevision": _llava, **dict.fromkeys(_ROPES, _others)}
 """Family -> what its text, its vision and its whole configuration have beside the sizes."""

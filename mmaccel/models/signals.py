@@ -56,7 +56,7 @@ class HiddenStateHook(PromptHook):
             return
         hidden = out[0] if out else args[0] if args else kwargs["hidden_states"]
         for probe in run.probes:
-            probe.entering(run, self.index, hidden if isinstance(hidden, Tensor) else hidden[0])
+            probe.read_layer_input(run, self.index, hidden if isinstance(hidden, Tensor) else hidden[0])
 
 
 def hook_hidden_states(hooks: Hooks, layers: nn.ModuleList, *pruners: TokenPruner) -> None:
@@ -64,9 +64,9 @@ def hook_hidden_states(hooks: Hooks, layers: nn.ModuleList, *pruners: TokenPrune
     wanted = {index for pruner in pruners for stage in pruner.stages(len(layers)) for index in stage.hidden}
     for index in sorted(wanted):
         if index < len(layers):
-            hooks.before(layers[index], HiddenStateHook(index))
+            hooks.add_pre_hook(layers[index], HiddenStateHook(index))
         else:
-            hooks.after(layers[-1], HiddenStateHook(index), with_kwargs=True)
+            hooks.add_hook(layers[-1], HiddenStateHook(index), with_kwargs=True)
 
 
 class SignalProbe(Probe):
@@ -129,7 +129,7 @@ class SignalProbe(Probe):
             self.done, self.hidden = True, {}
             self.fail(error)
 
-    def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
+    def read_layer_input(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
         if not self.done and layer in self.hidden:
             with self._failing():
                 self._note(run, layer)
@@ -138,7 +138,7 @@ class SignalProbe(Probe):
                 self.hidden[layer].append(hidden[0].detach())
                 self._tell_when_ready()
 
-    def attending(
+    def read_attention_inputs(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
         if not self.done and layer in self.heard:
@@ -157,7 +157,7 @@ class SignalProbe(Probe):
             )
         return [states, hidden.new_zeros(start - len(states), hidden.shape[-1])]
 
-    def told(self, attention: Tensor) -> None:
+    def set_vision_attention(self, attention: Tensor) -> None:
         """Take the attention [k, 1, S] that was measured elsewhere, as the prompt's video was read as a stream; for a pruner
         that reads hidden states, its score [1, 1, S]."""
         with self._failing():
@@ -169,7 +169,7 @@ class SignalProbe(Probe):
         """Which columns a pruner of the target has left `layer`."""
         held, state = None, run.state
         if isinstance(state, PrunedKVState):
-            held = state.held_by(state.part_of(min(layer, self.depth - 1)), self.layout.length)
+            held = state.held_indices(state.part_of(min(layer, self.depth - 1)), self.layout.length)
         self.held[layer] = None if held is None else held.to(self.layout.device)
 
     def _add(self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
@@ -237,7 +237,7 @@ class SignalProbe(Probe):
 class VisionTower(ABC):
     """How pruners read a family's vision tower: the attention that each visual token receives there, and its key vector.
 
-    attention  the attention module whose input is given to `look`
+    attention  the attention module whose input is given to `measure_patches`
     """
 
     attention: nn.Module
@@ -246,14 +246,14 @@ class VisionTower(ABC):
     def __init__(self, multimodal: Any) -> None: ...
 
     @abstractmethod
-    def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def measure_patches(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Compute for each patch, from the input `hidden` of the module `attention`, the attention it receives and its key:
         [..., patches, 1 + D], attention first."""
 
     @abstractmethod
-    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
+    def to_tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
         """Reduce the patches of one tower call to visual tokens: received attention and key of each, [n, 1 + D]. kind: IMAGE
-        or VIDEO; `caught` holds the results of `look`, `given` the call's arguments."""
+        or VIDEO; `caught` holds the results of `measure_patches`, `given` the call's arguments."""
 
 
 class VisionProbe:
@@ -261,7 +261,7 @@ class VisionProbe:
     key.
 
     The tower keeps its attention kernels: queries and keys of one layer are recomputed from its input, and scores for a few
-    frames at a time. Results are kept per thread until `take`.
+    frames at a time. Results are kept per thread until `take_signals`.
     """
 
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any) -> None:
@@ -274,7 +274,7 @@ class VisionProbe:
         self.local = threading.local()
         for kind, name in METHODS.items():
             hooks.wrap(multimodal, name, self._encode, kind)
-        hooks.before(self.tower.attention, self._catch)
+        hooks.add_pre_hook(self.tower.attention, self._catch)
 
     def _encode(self, kind: int, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.local.caught = []
@@ -286,7 +286,7 @@ class VisionProbe:
             pixels = given[next(iter(inspect.signature(encode).parameters))]
             # Of images and of videos, since it was last taken.
             tokens = self.local.__dict__.setdefault("tokens", {})
-            tokens[kind] = self.tower.tokens(kind, caught, pixels, given)
+            tokens[kind] = self.tower.to_tokens(kind, caught, pixels, given)
         finally:
             self.local.caught = None
         return out
@@ -294,9 +294,9 @@ class VisionProbe:
     def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caught = getattr(self.local, "caught", None)
         if caught is not None:
-            caught.append(self.tower.look(args[0] if args else kwargs["hidden_states"], kwargs))
+            caught.append(self.tower.measure_patches(args[0] if args else kwargs["hidden_states"], kwargs))
 
-    def take(self, layout: TokenLayout) -> dict[str, Tensor]:
+    def take_signals(self, layout: TokenLayout) -> dict[str, Tensor]:
         """Return and clear the last prompt's `vision_attention` [S] and `vision_key` [S, D] from the vision tower."""
         tokens: dict[int, Tensor] = self.local.__dict__.pop("tokens", {})
         whole: Tensor | None = None

@@ -56,11 +56,11 @@ def warm_up(stream: Any, state: StreamState, running: Any) -> None:
     """Warm up before the first token: run an answer's step on `state` until it is captured as a CUDA graph."""
     if stream.device.type not in DEVICES:
         return
-    word = stream.words(torch.zeros(1, dtype=torch.long, device=stream.device))
+    word = stream.token_embeds(torch.zeros(1, dtype=torch.long, device=stream.device))
     steps, length = stream._few, state.length()
     for _ in range(2):
         state.begin_pass(StreamPass(kind="answer", rows=1))
-        new = steps.serves(word) and not steps.replays(state.all_write_slot())
+        new = steps.can_run(word) and not steps.is_captured(state.all_write_slot())
         if new:
             stream.run(state, word, few=True, running=running)
             if running is not None:
@@ -80,8 +80,8 @@ class TowerSteps:
         self._watched: ModuleFingerprint | None = None
 
     def features(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """What `Family.frames` gives for `inputs`; None where the modules must be called: more frames, hooks, autocast, a
-        tower on another device, or modules whose `forward` was replaced."""
+        """What `Family.encode_frames` gives for `inputs`; None where the modules must be called: more frames, hooks,
+        autocast, a tower on another device, or modules whose `forward` was replaced."""
         ((name, pixels), *more), family = inputs.items(), self._family
         if more or not family.pixels_alone or math.prod(pixels.shape[:-3]) > FRAMES:
             return None
@@ -96,9 +96,9 @@ class TowerSteps:
         # Not in `roots`: weights of the model itself, such as the newline's.
         own = tuple(weight.data_ptr() for weight in multimodal.parameters(recurse=False))
         config: Any = multimodal.config
-        self._replays.under((self._watched, own, config.vision_config._attn_implementation))
-        room = self._replays.room("pixels", tuple(pixels.shape), pixels.dtype).copy_(pixels)
-        told = partial(family.frames, self._model, {name: room})
+        self._replays.bind_data((self._watched, own, config.vision_config._attn_implementation))
+        room = self._replays.get_buffer("pixels", tuple(pixels.shape), pixels.dtype).copy_(pixels)
+        told = partial(family.encode_frames, self._model, {name: room})
         (rows,) = self._replays("tower", lambda: (told(),), at=(pixels.shape, pixels.dtype), lasting=False)
         return rows.clone()  # the next frame, of any stream, comes to lie there
 
@@ -119,7 +119,7 @@ class StreamSteps:
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
 
-    def serves(self, rows: Tensor, again: bool = False) -> bool:
+    def can_run(self, rows: Tensor, again: bool = False) -> bool:
         """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.can_fuse` accepts, on their device,
         no hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
         self._sure = self._sure and again
@@ -149,8 +149,8 @@ class StreamSteps:
         states = [one.own for some in self._leads for one in some]
         self._seats = StateSlots(states) if states else None
 
-    def forget(self) -> None:
-        """Mark the layers as unchecked, since the next pass is no answer; the next `serves` checks them again."""
+    def recheck_layers(self) -> None:
+        """Mark the layers as unchecked, since the next pass is no answer; the next `can_run` checks them again."""
         self._sure, self._sides, self._lie = False, [], ()
 
     def run(
@@ -163,7 +163,7 @@ class StreamSteps:
     ) -> Tensor:
         """Final hidden states [n, E] of `embeds` [n, E], as in `StreamModel.run`; `slots`: all layers' slots, if known."""
         # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
-        self._replays.under(self._watched)
+        self._replays.bind_data(self._watched)
         states: list[Recurrent] = [] if running is None else [*running.states.values()]
         with restored_on_error(states):
             carried = self._carried(states, len(embeds)) if states else None
@@ -176,17 +176,17 @@ class StreamSteps:
 
     def _carried(self, layers: list[Recurrent], count: int) -> StepStates:
         assert self._seats is not None
-        told = torch.tensor([self._seats.of(layers, count)])
-        place = self._replays.room("told", (1, 4), torch.long).copy_(told)
-        return StepStates(place, self._seats.each())
+        told = torch.tensor([self._seats.join(layers, count)])
+        place = self._replays.get_buffer("told", (1, 4), torch.long).copy_(told)
+        return StepStates(place, self._seats.all_slots())
 
-    def answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
+    def run_answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
         """Final hidden states [n, E] of answers on several streams, in one step; and the errors of failed ones, by index."""
         errors = dict[int, Exception]()
         for seat, (run, count, _) in enumerate(passes):
             with _noted(errors, seat):
                 run.state.begin_pass(StreamPass(kind="answer", rows=count))  # type: ignore[union-attr]
-        self._replays.under(self._watched)
+        self._replays.bind_data(self._watched)
         out, errors = self._run(passes, embeds, errors)
         for seat, (run, _, _) in enumerate(passes):
             if seat not in errors:
@@ -195,14 +195,10 @@ class StreamSteps:
         return out, errors
 
     def _run(
-        self,
-        passes: Passes,
-        embeds: Tensor,
-        errors: dict[int, Exception],
-        carried: StepStates | None = None,
+        self, passes: Passes, embeds: Tensor, errors: dict[int, Exception], carried: StepStates | None = None
     ) -> tuple[Tensor, dict[int, Exception]]:
         shape, n, dtype, x = self._shape, len(embeds), embeds.dtype, self._entered(embeds)
-        heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
+        heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.get_buffer
         width, first = len(x), self._layers[0]
         wide = width, (heads + 2 * groups + first.gated * heads) * size
         qkv = [room(("qkv", number), wide, dtype) for number in range(len(self._layers))]
@@ -222,7 +218,7 @@ class StreamSteps:
                     state = run.state
                     assert isinstance(state, StreamState)
                     if hidden:
-                        state.ahead(number, x[None, rows])
+                        state.take_hidden(number, x[None, rows])
                     columns = qkv[number][None, rows].unflatten(2, (-1, size)).transpose(1, 2)
                     query, key, value, *_ = columns.split([heads, groups, groups, *[heads] * first.gated], 1)
                     state.append(number, key, value)
@@ -230,7 +226,7 @@ class StreamSteps:
                     if slot is None:
                         out = run.attend(number, query, key, value, size**-0.5)
                         out = out.transpose(1, 2).reshape(count, -1)
-                        attended[rows] = first.opened(out, qkv[number][rows])
+                        attended[rows] = first.apply_gates(out, qkv[number][rows])
                     elif len(passes) == 1:
                         self._whole(number, slot, x, qkv, carried)
                         whole = True
@@ -245,14 +241,14 @@ class StreamSteps:
     def _entered(self, embeds: Tensor) -> Tensor:
         """[width, E] what enters the first layer: `embeds` [n, E], filled up."""
         n, width = len(embeds), next(rows for rows in WIDTHS if rows >= len(embeds))
-        x = self._replays.room("x", (width, embeds.shape[1]), embeds.dtype)
+        x = self._replays.get_buffer("x", (width, embeds.shape[1]), embeds.dtype)
         x[:n], x[n:] = embeds, 0.0
         return x
 
     def _answer(self, slots: list[CacheSlot], embeds: Tensor, carried: StepStates | None) -> Tensor:
         """All layers. What they share, angles and the column that rows are written to, is sent once."""
         x = self._entered(embeds)
-        layers, count, room = self._layers, len(x), self._replays.room
+        layers, count, room = self._layers, len(x), self._replays.get_buffer
         angles, begins, turned, wrote, at = self._named(slots)
         sizes = (2, 1, count, slots[0].angles[0].shape[-1])
         ropes = [room(("rope", n), sizes, x.dtype) for n in range(len(angles))]
@@ -293,13 +289,13 @@ class StreamSteps:
         at = self._lie, tuple(turned), tuple(wrote), shapes, seats
         return list(angles.values()), begins, turned, wrote, at
 
-    def replays(self, slots: list[CacheSlot] | None) -> bool:
+    def is_captured(self, slots: list[CacheSlot] | None) -> bool:
         """Whether an answer's step of one row is already captured as a CUDA graph; `slots` as in `run`."""
-        self._replays.under(self._watched)
+        self._replays.bind_data(self._watched)
         if slots is not None:
-            return self._replays.ready(("answer", 1), self._named(slots)[-1])
+            return self._replays.is_captured(("answer", 1), self._named(slots)[-1])
         lies = None if self._seats is None else len(self._seats.owners)
-        ready = self._replays.ready
+        ready = self._replays.is_captured
         # A layer with a slot, below those that a pruner cuts, is captured by another name, for each place of it.
         layers = range(len(self._layers))
         return ready(("enter", 1), lies) and all(
@@ -351,7 +347,7 @@ class StreamSteps:
         self, number: int, seat: int, slot: CacheSlot, count: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
         """Angles, first column and bias of the rows of a question, in rooms that captures read; and where its cache lies."""
-        room = self._replays.room
+        room = self._replays.get_buffer
         rope = room(("rope", seat), (2, 1, count, slot.angles[0].shape[-1]), dtype)
         # Most layers turn rows alike, and rows stand behind as many columns as at the question before. Those that fill up
         # are turned by something, too: their keys are hidden, but have to be numbers.
@@ -373,7 +369,7 @@ class StreamSteps:
     def _bias(self, number: int, like: Tensor) -> Tensor:
         """A room of the size of `like` [m], one of all that share a power of two: summary tokens come and go."""
         whole = 1 << len(like).bit_length()
-        return self._replays.room(("bias", number), (whole,), like.dtype)[: len(like)]
+        return self._replays.get_buffer(("bias", number), (whole,), like.dtype)[: len(like)]
 
     def _leave(
         self, number: int, left: Rows, x: Tensor, qkv: list[Tensor], carried: StepStates | None

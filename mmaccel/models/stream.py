@@ -8,10 +8,10 @@ on the model between passes.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -52,18 +52,18 @@ class StreamPasses:
         self.model, self.family, self._attachment = model, family, attachment
         self.view = ModelView(model, family, adapter_for)
         self.frames_a_step = family.pace(model)
-        self.device, self.dtype = home_of(model), family.words(model).weight.dtype
+        self.device, self.dtype = home_of(model), family.token_embedding(model).weight.dtype
         self.layer_devices = [home_of(layer) for layer in self._layers()]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
         plain = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
         self.attention = plain if recipe.sparse.dense else attachment.owner.attention
         self.text: Any = family.text(model)
         self._gate, self.turns = gate_of(self.text), fair_lock_of(self.text)
-        self._between = functools.partial(self.turns.between, self.device)
+        self._between = partial(self.turns.yield_between_layers, self.device)
         if self.device.type in step.DEVICES:
-            self.ready: Any = functools.partial(step.warm_up, self)
+            self.ready: Any = partial(step.warm_up, self)
 
-    @functools.cached_property
+    @cached_property
     def _few(self) -> step.StreamSteps:
         """The captured steps of questions, made where one is asked on a device that captures."""
         return step.StreamSteps(self.model, self.family)
@@ -72,20 +72,20 @@ class StreamPasses:
         """Encode a video's `inputs`, `units` time steps of `unit` tokens: features [n, P, E] of the stream's units (time
         steps, or what the recipe's pruner keeps of each group of them), and [m, E] of separator tokens at the end."""
         with self.busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
-            listens = self.thins is not None and self.thins.needs & {"vision_attention", "vision_key"}
+            listens = self.frame_pruner and self.frame_pruner.needs & {"vision_attention", "vision_key"}
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
             captures = not listens and self.device.type in step.DEVICES
             rows = step.steps_of(self).tower.features(inputs) if captures else None
             if rows is None:
                 for block in self._tower:
-                    hooks.before(block, self._between)
-                rows = self.family.frames(self.model, inputs)
-        if self.thins is not None and units:
-            return prune_frames(self.thins, self.view.geometry, rows, units, unit, vision)
+                    hooks.add_pre_hook(block, self._between)
+                rows = self.family.encode_frames(self.model, inputs)
+        if self.frame_pruner is not None and units:
+            return prune_frames(self.frame_pruner, self.view.geometry, rows, units, unit, vision)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]
 
-    @functools.cached_property
+    @cached_property
     def _tower(self) -> nn.ModuleList:
         """The layers of the vision tower."""
         others = {*self.model.modules()} - {*self.text.modules()}
@@ -93,36 +93,35 @@ class StreamPasses:
 
     def _layers(self) -> list[nn.Module]:
         """Those with attention, as a memory numbers them."""
-        states = self.family.states(self.model)
+        states = self.family.recurrent_layers(self.model)
         return [layer for number, layer in enumerate(self.family.layers(self.model)) if number not in states]
 
     def new_running_states(self) -> Any:
-        states = self.family.states(self.model)
+        states = self.family.recurrent_layers(self.model)
         return recurrent.StreamStates(self, states) if states else None
 
     @property
     def pace(self) -> int:  # type: ignore[override]
-        return self.frames_a_step * (1 if self.thins is None else self.thins.group)
+        return self.frames_a_step * (1 if self.frame_pruner is None else self.frame_pruner.group)
 
     @property
-    def thins(self) -> TokenPruner | None:
+    def frame_pruner(self) -> TokenPruner | None:
         """The recipe's pruner, if it drops tokens of each frame before the language model; else None."""
-        prune = self.attention.recipe.prune
-        acts = None if prune is None else prune.on_stream()
+        acts = None if (prune := self.attention.recipe.prune) is None else prune.on_stream()
         return None if acts is None or acts.stage != "frames" or not acts.compact else acts
 
     def _kept(self, made: PositionIds) -> PositionIds:
         """The positions of what the recipe's pruner leaves of units at positions `made`."""
-        if self.thins is None:
+        if self.frame_pruner is None:
             return made
         tokens = made.tokens - (words := sum(self.text_around_unit))
-        left = kept_tokens(self.thins, tokens)
-        self.left_out = tokens * self.thins.group - left
-        return made.anew(left + words)
+        left = kept_tokens(self.frame_pruner, tokens)
+        self.left_out = tokens * self.frame_pruner.group - left
+        return made.renumbered_positions(left + words)
 
-    def words(self, ids: Tensor) -> Tensor:
+    def token_embeds(self, ids: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            return self.family.words(self.model)(ids.to(self.device))  # type: ignore[no-any-return]
+            return self.family.token_embedding(self.model)(ids.to(self.device))  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -149,8 +148,8 @@ class StreamPasses:
         steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
         slots = None if steps is None else state.all_write_slot()
         if slots is None and "_few" in self.__dict__:
-            self._few.forget()
-        if steps is not None and steps.serves(embeds, slots is not None):
+            self._few.recheck_layers()
+        if steps is not None and steps.can_run(embeds, slots is not None):
             with self.busy():
                 return steps.run(run, embeds, hidden, slots, running)
         more: dict[str, Any] = {}
@@ -178,11 +177,11 @@ class StreamPasses:
 
     @property
     def shares(self) -> bool:  # type: ignore[override]
-        return step.steps_of(self).serves(torch.empty(1, 0, device=self.device))
+        return step.steps_of(self).can_run(torch.empty(1, 0, device=self.device))
 
     def run_each(self, passes: Any, embeds: Tensor) -> Any:
         with self.busy():
-            return step.steps_of(self).answers(passes, embeds)
+            return step.steps_of(self).run_answers(passes, embeds)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -221,7 +220,7 @@ class StreamPasses:
 
         layers, inside, shared = self._layers(), self.family.attentions(self.model), self.text.config
         with Hooks() as hooks:
-            hooks.after(self.family.rotary(self.model), unturned)
+            hooks.add_hook(self.family.rotary(self.model), unturned)
             if self._attachment is None:  # else all of this is there
                 # Where a module's own code can be told so, it does not even multiply by one.
                 rotate_by(hooks, inside, self.family.rotate_function, left)
@@ -229,15 +228,15 @@ class StreamPasses:
                 hooks.attention(
                     inside, shared, ATTENTION, **{PLAIN: shared}, **self.family.numbered(self.model)
                 )
-                for module in self.family.states(self.model).values():
-                    hooks.before(module, recurrent.record_input)
+                for module in self.family.recurrent_layers(self.model).values():
+                    hooks.add_pre_hook(module, recurrent.record_input)
             for number, layer in enumerate(layers if hidden else ()):
-                hooks.before(layer, functools.partial(entering, functools.partial(state.ahead, number)))
+                hooks.add_pre_hook(layer, partial(entering, partial(state.take_hidden, number)))
             for number, ear in input_hooks.items():
                 if number < len(layers):
-                    hooks.before(layers[number], functools.partial(entering, ear))
+                    hooks.add_pre_hook(layers[number], partial(entering, ear))
                 else:
-                    hooks.after(layers[-1], functools.partial(leaving, ear))
+                    hooks.add_hook(layers[-1], partial(leaving, ear))
             yield
 
 
@@ -264,13 +263,13 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     ) -> Generator[Clip, None, None]:
         return clips_of(self.processor, video, fps, check)
 
-    def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
+    def accepts_frames(self, frames: Tensor, size: tuple[int, int]) -> bool:
         height, width = frames.shape[-2:]
         return (height, width) == size or self._unit((height, width))[0] == self._unit(size)[0]
 
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        if not self.fits(frames, size):
-            frames = self.resized(frames, size)
+        if not self.accepts_frames(frames, size):
+            frames = self.resize_frames(frames, size)
         if self.device.type == "cuda" and not frames.is_cuda:
             frames = frames.pin_memory().to(self.device, non_blocking=True)  # without waiting for the device
         seen, unit = self._unit(size)
@@ -293,12 +292,12 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
             self._units[size] = self.family.frame_size(self.model, inputs), tokens
         return self._units[size]
 
-    def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
+    def resize_frames(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
         from mmaccel.media.preprocess import resize
 
         return resize(frames, size)
 
-    def head(self) -> Tensor:
+    def head_ids(self) -> Tensor:
         return self._template[0]
 
     def question(self, text: Any) -> Question:
@@ -306,12 +305,12 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         images = [] if isinstance(text, str) else dialogue.question_messages(text)[2]
         return dialogue.with_images(self, asking, images) if images else asking
 
-    def choosing(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
+    def choose_tokens(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
         from mmaccel.models.choosing import choosing
 
         return choosing(self, ids, most, settings, drafts)
 
-    def tail(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
+    def tail_ids(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
         if not isinstance(question, list | tuple):
             ids, plain = self._chat(check_question(question))[1], self._template[1]
         else:
@@ -321,7 +320,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         end = common_prefix(ids[begin:][::-1], plain[begin:][::-1])
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
 
-    @functools.cached_property
+    @cached_property
     def _template(self) -> tuple[Tensor, list[int]]:
         head, tail = self._chat("")
         return torch.tensor(head, dtype=torch.long, device=self.device), tail
@@ -338,7 +337,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         at = ids.index(video)
         return ids[:at], ids[at + 1 :]
 
-    def ends(self) -> frozenset[int]:
+    def end_token_ids(self) -> frozenset[int]:
         own = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         return frozenset(token_ids(getattr(self.text.config, "eos_token_id", None) if own is None else own))
 
@@ -352,12 +351,13 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         limit = positions_of(self.text.config) or 1 << 15
 
         def steps(units: int) -> Tensor:
-            return self.family.steps(self.model, inputs, units)
+            return self.family.step_positions(self.model, inputs, units)
 
         if any(self.text_around_unit):
-            made = PositionIds.evenly(head, unit, text, slope, limit)
+            made = PositionIds.evenly_spaced(head, unit, text, slope, limit)
         else:
-            made = PositionIds(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
+            pace = self.family.stream_pace(self.model, inputs)
+            made = PositionIds(head, unit, steps, text, slope, limit, pace)
         same = torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three)
         if third - second != slope or not same:
             raise ModelError(
@@ -387,9 +387,9 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         )
         inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
         shown, end = self._shown(inputs, times), torch.tensor(tail, device=self.device)
-        inputs["input_ids"] = ids = torch.cat([self.head()[None], shown, end[None]], 1)
+        inputs["input_ids"] = ids = torch.cat([self.head_ids()[None], shown, end[None]], 1)
         if "mm_token_type_ids" in inputs:
-            inputs["mm_token_type_ids"] = self.family.kinds(self.model.config, ids).int()
+            inputs["mm_token_type_ids"] = self.family.token_modalities(self.model.config, ids).int()
         return inputs
 
     def _shown(self, inputs: Mapping[str, Any], times: Sequence[float]) -> Tensor:

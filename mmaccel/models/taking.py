@@ -158,7 +158,7 @@ def most_frames(
             made = family.positions(model, at)
             # Rows and columns of the last step begin at its time, which is no sum of both.
             begin = made[0, 0, 0] if made.ndim == 3 and processor.style is not None else made.max()
-            last = max(int(made.max()), int(begin + family.steps(model, at, steps)[-1]))
+            last = max(int(made.max()), int(begin + family.step_positions(model, at, steps)[-1]))
             return max(last, first + apart * (steps - 1)) + RESERVE >= limit
 
         rooms[f"the model has {limit} positions"] = (

@@ -110,8 +110,9 @@ class Sampler:
         made = {"input_ids": torch.tensor([ids])}
         made["attention_mask"] = torch.ones_like(made["input_ids"])
         if "mm_token_type_ids" in family.facts:
-            made["mm_token_type_ids"] = family.kinds(config, made["input_ids"]).int()
-        return family.finished(config, {**made, **{name: torch.cat(some) for name, some in found.items()}})  # type: ignore[no-any-return]
+            made["mm_token_type_ids"] = family.token_modalities(config, made["input_ids"]).int()
+        made |= {name: torch.cat(some) for name, some in found.items()}
+        return family.complete_inputs(config, made)  # type: ignore[no-any-return]
 
     def processor(self, config: Any) -> Any:
         """A test processor for a model of `config`, as sessions need one."""

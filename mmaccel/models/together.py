@@ -88,7 +88,7 @@ class StepsTogether:
         self._layers: list[list[int]] = []
         self._replays: dict[torch.device, Replays] = {}
         self._places, self._shown = 0, list[ref[KVAddress]]()
-        states = [*runner.family.states(runner.model).values()]
+        states = [*runner.family.recurrent_layers(runner.model).values()]
         self._seats = StateSlots(states) if states else None
         self._nobody = [Recurrent(one) for one in states]
         self.warm = True
@@ -156,7 +156,7 @@ class StepsTogether:
         rope = torch.stack([angle[0] for angle in angles])
         cuts = loading.device_runs([key.device for key, _ in like], home)
         for device in {device for device, _ in cuts}:
-            self._replays.setdefault(device, Replays(device)).under(self._places)
+            self._replays.setdefault(device, Replays(device)).bind_data(self._places)
         self._parts, self._layers, self._shown = [], [numbers for _, numbers in cuts], []
         for number, (device, numbers) in enumerate(cuts):
             ends = decode.norm_and_head(model, family) if number == len(cuts) - 1 else None
@@ -173,7 +173,7 @@ class StepsTogether:
         if [id(one()) for one in self._shown] == [id(one) for one in laid]:
             return
         for part, numbers in zip(self._parts, self._layers, strict=True):
-            room = part.replays.room
+            room = part.replays.get_buffer
             like = [laid[0].pairs[n][0] for n in numbers]
             if not like:
                 continue
@@ -201,12 +201,12 @@ class StepsTogether:
         if self._seats is None:
             return None
         some = [
-            self._seats.of(_states(runner), own.shape[1]) for runner, own in zip(runners, ids, strict=True)
+            self._seats.join(_states(runner), own.shape[1]) for runner, own in zip(runners, ids, strict=True)
         ]
         if count > len(some):
-            some += [self._seats.of(self._nobody, 0)] * (count - len(some))
-        room = self._parts[0].replays.room("told", (MOST, 4), torch.long)[:count]
-        return StepStates(room.copy_(torch.tensor(some)), self._seats.each())
+            some += [self._seats.join(self._nobody, 0)] * (count - len(some))
+        room = self._parts[0].replays.get_buffer("told", (MOST, 4), torch.long)[:count]
+        return StepStates(room.copy_(torch.tensor(some)), self._seats.all_slots())
 
     def _run(
         self,
@@ -220,7 +220,7 @@ class StepsTogether:
         """What a part makes of `given`, ids [B, width] or hidden states [count * width, E]: hidden states or logits [count,
         width, V], in a tensor that the next call writes over. `starts`: columns of each sequence, and how far positions are
         from these."""
-        room = part.replays.room
+        room = part.replays.get_buffer
         shape = (count, width) if given.dtype == torch.long else tuple(given.shape)
         place, at = room("given", shape, given.dtype), room("starts", (MOST, 2), torch.long)[:count]
         # From another device: its stream is waited for, and the host is not.

@@ -125,8 +125,8 @@ class FrameTextStream(HFStreamAdapter):
             return made
         # The processor has a budget for a whole video, which a stream is not: each unit for itself.
         each = [super(FrameTextStream, self)._pixels(unit, size) for unit in frames.split(self.frames_a_step)]
-        rows = [self.family.by_frame(self.model, one)[0] for one in each]
-        return self.family.by_frame(self.model, each[0])[1](torch.cat(rows))  # type: ignore[no-any-return]
+        rows = [self.family.pixels_by_frame(self.model, one)[0] for one in each]
+        return self.family.pixels_by_frame(self.model, each[0])[1](torch.cat(rows))  # type: ignore[no-any-return]
 
     def prompt(
         self, frames: Tensor, fps: float | None, times: Sequence[float], tail: Sequence[int]
@@ -139,4 +139,4 @@ class FrameTextStream(HFStreamAdapter):
         return {name: x for name, x in made.items() if name != "video_compression_mask"}
 
     def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        return unit_embeds(self.words, features, [self._written.ids(moment) for moment in moments])
+        return unit_embeds(self.token_embeds, features, [self._written.ids(moment) for moment in moments])

@@ -38,7 +38,7 @@ from mmaccel.search.space import (
     boundary_slots,
     build_pattern,
     compose,
-    one_slot,
+    slot_recipe,
 )
 
 R = TypeVar("R")
@@ -87,7 +87,7 @@ def visit_layers(
         return
 
     class Visit(Probe):
-        def attending(
+        def read_attention_inputs(
             self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
         ) -> None:
             if layers is None or layer in layers:
@@ -269,7 +269,7 @@ def measure_all(
         for slot, candidate in product(boundary_slots(kind, modalities), candidates):
             figures: list[list[float | None]] = [[None] * bench.heads] * 2
             if candidate.state != "dear":
-                pattern = one_slot(kind, slot, candidate.pattern, block)
+                pattern = slot_recipe(kind, slot, candidate.pattern, block)
                 figures = [list(map(round_figures, t.tolist())) for t in bench.errors(pattern, slot)]
             for head, *pair in zip(heads, *figures, strict=True):
                 for name, value in zip(("scores", "shares"), pair, strict=True):

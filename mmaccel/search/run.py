@@ -111,7 +111,7 @@ def search(
         raise RecipeError(f"the folder {out.parent} does not exist; create it first.")
     if out.is_dir():
         raise RecipeError(f"{out} is a folder; give the name of a file in it.")
-    with SearchProgress.alone(progress_path(out)) as parts:
+    with SearchProgress.hold_lock(progress_path(out)) as parts:
         device = next(model.parameters()).device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -230,7 +230,7 @@ class SearchProgress(RowFile):
 
     @classmethod
     @contextmanager
-    def alone(cls, path: Path) -> Iterator[SearchProgress]:
+    def hold_lock(cls, path: Path) -> Iterator[SearchProgress]:
         """Context that locks the progress file against other searches and reads it; `RecipeError` if another search holds
         it, or if it holds no search. The file is deleted if it ends without a row.
 
@@ -355,7 +355,8 @@ def agreement(one: Row, other: Row) -> float:
 def head_pattern_names(table: Row) -> list[tuple[str, ...]]:
     """For each layer the names of its heads' patterns, as in a report."""
     return [
-        tuple(build_pattern(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]
+        tuple(build_pattern(head["pattern"]).head_pattern_names(1)[0] for head in layer)
+        for layer in table["layers"]
     ]
 
 

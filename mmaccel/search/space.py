@@ -103,7 +103,7 @@ def compose(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> d
     return {"name": kind, "block": block, "pairs": pairs}
 
 
-def one_slot(kind: str, slot: BoundarySlot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
+def slot_recipe(kind: str, slot: BoundarySlot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
     """Build the `sparse` part of a recipe in which only one pair of modalities (`slot`) of boundary `kind` attends, by
     `pattern`."""
     if kind == "no_boundary":
@@ -114,7 +114,7 @@ def one_slot(kind: str, slot: BoundarySlot, pattern: Mapping[str, Any], block: i
     return {"name": kind, "block": block, **rest, slot.name: dict(pattern)}
 
 
-def every_slot(
+def all_slots_recipe(
     kind: str, pattern: Mapping[str, Any], modalities: Sequence[int], block: int
 ) -> dict[str, Any]:
     """Build the `sparse` part of a recipe: boundary type `kind`, with `pattern` in every slot."""
@@ -325,7 +325,7 @@ def level_all(
     first = [0] * len(table)
     space = {}
     for kind in kinds:
-        whole = partial(every_slot, kind, modalities=modalities, block=scale.block)
+        whole = partial(all_slots_recipe, kind, modalities=modalities, block=scale.block)
 
         def taken(pattern: Mapping[str, Any], whole: Callable[..., dict[str, Any]] = whole) -> float:
             return cost(whole(pattern))

@@ -40,7 +40,7 @@ class StreamPromise:
             return self.fps
         return max(self.fps, (self.calls[-1][1] - self.calls[0][1]) / span)
 
-    def grown(self) -> float:
+    def memory_growth(self) -> float:
         """Memory growth of a stream in bytes per frame, since the first measurement (stores grow by slabs of frames)."""
         first, last = self.first or self.last, self.last
         return max(0, last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
@@ -56,7 +56,7 @@ class Admission:
         self._costs: defaultdict[str, deque[tuple[float, int]]] = defaultdict(partial(deque, maxlen=TIMED))
         self._longest = dict[str, StreamPromise]()
 
-    def took(
+    def record_call(
         self, promise: StreamPromise, seconds: float, before: Point, now: Point, live: bool = True
     ) -> None:
         """Record a call that took `seconds` (without waiting), and the stream's (frames, bytes) `before` it and `now`.
@@ -69,16 +69,16 @@ class Admission:
         if (longest := self._longest.get(promise.recipe)) is None or now[0] >= longest.last[0]:
             self._longest[promise.recipe] = promise
 
-    def busy(self, promise: StreamPromise) -> float:
+    def predicted_load(self, promise: StreamPromise) -> float:
         """Predict the load of a stream: seconds of compute that its frames take in each second."""
         costs = self._costs[promise.recipe]
         return promise.rate * sum(seconds for seconds, _ in costs) / max(1, sum(new for _, new in costs))
 
-    def bytes(self, promise: StreamPromise) -> float:
+    def predicted_bytes(self, promise: StreamPromise) -> float:
         """Predict how many bytes a stream will hold in the end: by its own growth, or, before it has any frames, by that of
         the longest stream of its recipe."""
         model = promise if promise.last[0] else self._longest.get(promise.recipe, promise)
-        (seen, held), each = model.last, model.grown()
+        (seen, held), each = model.last, model.memory_growth()
         kv: Any = self._recipes[promise.recipe].kv
         seconds = min(promise.seconds, getattr(kv, "keep_seconds", None) or promise.seconds)
         frames = promise.fps * seconds
@@ -91,7 +91,7 @@ class Admission:
         """Admit a new stream and return its `StreamPromise`, released by `end`. `fps` None: a stream moved here, which is
         not refused. Raises `Refused` if promises to other streams could not be kept."""
         new, limits = StreamPromise(recipe, fps or 1.0, seconds), self._limits
-        busy, own = sum(map(self.busy, self._promises)), self.busy(new)
+        busy, own = sum(map(self.predicted_load, self._promises)), self.predicted_load(new)
         if fps is not None and busy + own > limits.busy and own:
             later = ", or come later" if own <= limits.busy else ""
             raise Refused(
@@ -100,7 +100,7 @@ class Admission:
                 f"{busy:.3f} s, of {limits.busy:g} s for all; send fewer frames a second{later}.",
                 "no_time",
             )
-        held, more = sum(map(self.bytes, self._promises)), self.bytes(new)
+        held, more = sum(map(self.predicted_bytes, self._promises)), self.predicted_bytes(new)
         cap = getattr(getattr(self._recipes[recipe].kv, "store", None), "process_bytes", None)
         if fps is not None and cap is None and held + more > limits.memory_bytes and more:
             raise Refused(

@@ -105,10 +105,7 @@ def _whole(made: dict[str, Any], done: Completion) -> dict[str, Any]:
 
 
 async def _events(
-    body: ChatRequest,
-    made: dict[str, Any],
-    pieces: AsyncIterator[str],
-    task: asyncio.Task[Completion],
+    body: ChatRequest, made: dict[str, Any], pieces: AsyncIterator[str], task: asyncio.Task[Completion]
 ) -> AsyncIterator[str]:
     usage = body.stream_options is not None and body.stream_options.include_usage
 

@@ -35,7 +35,7 @@ class ModelCopies:
         self._making, self._loading = threading.Lock(), threading.Lock()
 
     @contextmanager
-    def under(self, name: str, recipe: Recipe, deadline: Deadline) -> Iterator[Accelerated]:
+    def borrow(self, name: str, recipe: Recipe, deadline: Deadline) -> Iterator[Accelerated]:
         """Borrow a model copy under the recipe `name` for one call. Raises `Ended` if none is free by the deadline."""
         idle, draft = self._idle[name], recipe.draft
         most = 1 if getattr(draft, "process", False) else self._most

@@ -136,7 +136,7 @@ class Engine:
         with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
             fetched = await self._fetched(request, caller, Path(folder), deadline)
             loop = asyncio.get_running_loop()
-            async with self.turns.turn(caller) as leave:
+            async with self.turns.hold_turn(caller) as leave:
                 joined = partial(loop.call_soon_threadsafe, leave)
                 asked = ActiveRequest(request, name, fetched, most, told, deadline, joined)
                 try:
@@ -149,7 +149,7 @@ class Engine:
         self.metrics.prompt.inc(done.prompt_tokens)
         figures = done.report["tokens_per_s"], done.new_tokens, done.report["draft"]
         ttft_s = first[0] if first else None
-        self.metrics.answered(ttft_s, *figures)
+        self.metrics.count_answer(ttft_s, *figures)
         self.metrics.alone.inc(bool(done.alone))
         return replace(done, ttft_s=ttft_s)
 
@@ -245,7 +245,7 @@ class Engine:
         try:
             stored = isinstance(kv := kept.recipe.kv, StreamPolicy) and kv.ingests
             call = kept.session.ingest if stored else kept.session.watch
-            if await call(video, timeout=deadline.left()) < len(video):
+            if await call(video, timeout=deadline.seconds_left()) < len(video):
                 raise Ended("timeout")
             await run_in_thread(partial(kept.pictures.add, 0, video.frames))
             await kept.count()
@@ -257,24 +257,24 @@ class Engine:
     async def _answered(self, kept: StreamEntry, asked: ActiveRequest, question: str) -> Completion:
         wanted, cutter, text = asked.request.mmaccel, StopTextFilter(asked.request.stop_texts), ""
         async with kept.asking:  # a session reports on its last answer alone
-            left = max(0.01, asked.deadline.left() or 0.0)
+            left = max(0.01, asked.deadline.seconds_left() or 0.0)
             reply = kept.session.ask(
-                question, asked.most, timeout=left, evidence=wanted.evidence, **asked.request.form
+                question, asked.most, timeout=left, evidence=wanted.evidence, **asked.request.answer_schema
             )
             async for piece in reply:
                 if not (text or kept.recipe.draft.active):
                     asked.joined()
                 text += piece
-                if said := cutter.grown(text):
+                if said := cutter.next_piece(text):
                     asked.put(said)
                 if cutter.stopped:
                     await reply.aclose()
                     break
             answer = await reply
             report = (await run_in_thread(kept.session.report)).to_dict()
-        if said := cutter.grown(text, whole=True):
+        if said := cutter.next_piece(text, whole=True):
             asked.put(said)
-        evidence = kept.told(answer.evidence, wanted.thumbnails) if wanted.evidence else None
+        evidence = kept.as_json(answer.evidence, wanted.thumbnails) if wanted.evidence else None
         reason = "stop" if cutter.stopped else answer.finish_reason
         rows, new = report["prompt_tokens"], len(answer.ids)
         if cutter.stopped:
@@ -289,14 +289,10 @@ class Engine:
         deadline.check()
         rows = inputs["input_ids"].shape[1]
         ends = end_tokens(self.model, self.processor.tokenizer)
-        how = {"max_new_tokens": asked.most, "max_time": deadline.left(), **request.options()}
-        for schema in request.form.values():
+        how = {"max_new_tokens": asked.most, "max_time": deadline.seconds_left(), **request.options()}
+        for schema in request.answer_schema.values():
             how["logits_processor"] = [by_schema(self.model, self.processor.tokenizer, schema, ends, rows)]
-        with (
-            ExitStack() as drawing,
-            self._copy_of(asked.recipe, deadline) as fast,
-            torch.no_grad(),
-        ):
+        with ExitStack() as drawing, self._copy_of(asked.recipe, deadline) as fast, torch.no_grad():
 
             def joined() -> None:
                 drawing.close()
@@ -311,7 +307,7 @@ class Engine:
                 seat.generator = torch.Generator(place.device).manual_seed(seed)
             fast.generate(**inputs, streamer=speech, stopping_criteria=[speech.ended], **how)
             report = fast.report().to_dict()
-        over = deadline.over()
+        over = deadline.end_reason()
         speech.end()
         if speech.cutter.stopped or (speech.ids and speech.ids[-1] in ends):
             reason = "stop"
@@ -351,7 +347,7 @@ class Engine:
             self._drawing.release()
 
     def _copy_of(self, name: str, deadline: Deadline) -> AbstractContextManager[Accelerated]:
-        return self.copies.under(name, self.recipes[name], deadline)
+        return self.copies.borrow(name, self.recipes[name], deadline)
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:

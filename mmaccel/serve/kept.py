@@ -41,7 +41,7 @@ class Thumbnails:
             if len(self._files) > self._most:
                 self._files = self._files[::2]
 
-    def at(self, number: int) -> bytes | None:
+    def nearest(self, number: int) -> bytes | None:
         """The thumbnail of a frame, or of the last kept one before it; None if there is none."""
         files = self._files
         place = bisect.bisect_right(files, number, key=itemgetter(0))
@@ -70,16 +70,16 @@ class StreamEntry:
         self.counters = await run_in_thread(self.session.counters)
         return self.counters
 
-    def told(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
+    def as_json(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
         """Evidence frames, JSON-ready, highest attention first; each with a thumbnail as data URL if `pictures`."""
         order = sorted(found, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))[:EVIDENCE]
         told = [asdict(one) for one in order]
         for one in told if pictures else ():
-            if (file := self.pictures.at(one["frames"][0])) is not None:
+            if (file := self.pictures.nearest(one["frames"][0])) is not None:
                 one["image"] = "data:image/jpeg;base64," + base64.b64encode(file).decode()
         return told
 
-    def point(self) -> tuple[int, int]:
+    def frames_and_bytes(self) -> tuple[int, int]:
         """Return how many frames the stream has taken in, and how many bytes it holds (`bytes()`)."""
         return self.session.frames, self.bytes()
 

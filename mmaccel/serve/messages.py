@@ -113,7 +113,7 @@ class Sampling(StrictModel):
     response_format: Format | None = None
 
     @property
-    def form(self) -> dict[str, Any]:
+    def answer_schema(self) -> dict[str, Any]:
         """The JSON schema that the answer must follow, as an argument of `generate`; {} for text."""
         asked = self.response_format
         if asked is None or asked.type == "text":

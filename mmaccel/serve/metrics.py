@@ -47,7 +47,7 @@ class Metrics:
         self.retrieved = counter("retrieved_units", "Units (layer by layer) that questions recalled.")
         self.out_of_memory = counter("out_of_memory", "Requests that the device had no memory for.")
 
-    def answered(
+    def count_answer(
         self, ttft_s: float | None, pace: float | None, tokens: int, draft: Mapping[str, Any]
     ) -> None:
         """Count an answer of `tokens` tokens, with its seconds to the first token and its tokens per second (`pace`);

@@ -110,7 +110,7 @@ class SharedStreams(Streams):
         try:
             if number is None:
                 (self._live / stream.id).mkdir(parents=True, mode=0o700)
-                await self.changed(stream)
+                await self.note_change(stream)
         except BaseException:
             await self.close(stream, forget=True)
             raise
@@ -123,7 +123,7 @@ class SharedStreams(Streams):
         # No name that a caller gives has a dot.
         return self._live / name / SESSION if "." in name else super().folder(name, caller)
 
-    async def bring(self, number: str, caller: str | None) -> None:
+    async def load_current(self, number: str, caller: str | None) -> None:
         """Load a stream from the shared folder, unless the copy on this replica is up to date."""
         if not NUMBER.fullmatch(f"{router.prefix}/{number}") or await self._is_here(number):
             return
@@ -145,7 +145,7 @@ class SharedStreams(Streams):
         facts = await run_in_thread(partial(_read, self._live / number))
         return number in self._open and facts is not None and facts["state"] == self._seen.get(number)
 
-    async def changed(self, stream: Stream) -> None:
+    async def note_change(self, stream: Stream) -> None:
         place, session = self._live / stream.id, stream.session
         if not place.is_dir():
             raise Refused(404, "the stream was closed elsewhere; open one.", "not_found")

@@ -90,7 +90,7 @@ async def stream_socket(websocket: WebSocket, number: str) -> None:
         else:
             await websocket.accept()
         if asks is not None:
-            await streams.bring(number, asks)
+            await streams.load_current(number, asks)
         stream = streams.get(number, asks)
         with streams.socket(asks):
             talk = StreamConnection(websocket, streams, stream)
@@ -161,7 +161,7 @@ class StreamConnection:
 
         async def tell(change: Change) -> None:
             found, told = change.answer, {"before": change.before, "seconds": change.seconds}
-            evidence = self._stream.kept.told(found.evidence, True)
+            evidence = self._stream.kept.as_json(found.evidence, True)
             await self._send("event", name="change", id=asked.id, text=found.text, evidence=evidence, **told)
 
         how = {"every": asked.every, "last": asked.last, "says": asked.says}
@@ -206,7 +206,7 @@ class StreamConnection:
                     text += piece
                     await self._send("delta", id=asked.id, text=piece)
             assert reply.answer is not None
-            told = streams.told(stream, asked, reply.answer)
+            told = streams.answer_json(stream, asked, reply.answer)
             await self._send("evidence", id=asked.id, evidence=told["evidence"])
             await self._send("answer", id=asked.id, **told)
         except asyncio.CancelledError:

@@ -18,7 +18,7 @@ class StopTextFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self.said, self.stopped = stops, "", False
 
-    def grown(self, text: str, whole: bool = False) -> str:
+    def next_piece(self, text: str, whole: bool = False) -> str:
         """The next piece of text to send, given all text so far; `whole`: the text is complete."""
         if self.stopped:
             return ""
@@ -77,10 +77,10 @@ class TextStreamer:
             del self.ids[tokens_to_stop(self._decode, self.ids, self._stops) :]
 
     def _say(self, whole: bool) -> None:
-        if piece := self.cutter.grown(self._decode(self.ids), whole):
+        if piece := self.cutter.next_piece(self._decode(self.ids), whole):
             self._put(piece)
 
     def ended(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Whether each sequence has ended, bool [B]: at a stop text or the deadline."""
-        over = self.cutter.stopped or self._deadline.over() is not None
+        over = self.cutter.stopped or self._deadline.end_reason() is not None
         return torch.full((ids.shape[0],), over, dtype=torch.bool, device=ids.device)

@@ -89,9 +89,9 @@ class Streams:
             raise Refused(429, f"the streams hold {self.limits.memory_bytes} bytes; close one.", "no_room")
 
     @asynccontextmanager
-    async def working(self, stream: Stream) -> AsyncIterator[None]:
+    async def hold_call(self, stream: Stream) -> AsyncIterator[None]:
         """Context of one call on a stream, whose owner may have few at a time. Raises `Refused` if too many wait."""
-        async with stream.in_use(), self._calls[stream.owner].turn(stream.owner):
+        async with stream.in_use(), self._calls[stream.owner].hold_turn(stream.owner):
             yield
 
     @contextmanager
@@ -158,7 +158,7 @@ class Streams:
                     with hide_server_path(folder):
                         await kept.session.load(folder)
                     await kept.count()
-                    promise.last = promise.first = kept.point()
+                    promise.last = promise.first = kept.frames_and_bytes()
         except BaseException:
             self.admission.end(promise)
             if kept is not None:
@@ -176,10 +176,10 @@ class Streams:
             self.admission.end(stream.promise)
             await stream.session.close()
 
-    async def bring(self, number: str, caller: str | None) -> None:
+    async def load_current(self, number: str, caller: str | None) -> None:
         """Load the stream if another replica holds it; a single server does nothing."""
 
-    async def changed(self, stream: Stream) -> None:
+    async def note_change(self, stream: Stream) -> None:
         """Hook, called after a stream took in frames or a turn of a conversation."""
 
     def folder(self, name: str, caller: str) -> Path:
@@ -188,7 +188,7 @@ class Streams:
             raise Refused(403, "this server saves no streams; start it with --saves FOLDER.")
         return self.engine.settings.saves / caller / name
 
-    async def take(self, stream: Stream, asked: FramesRequest) -> int:
+    async def take_frames(self, stream: Stream, asked: FramesRequest) -> int:
         """Take frames or a video into a stream; returns the number of frames."""
         if bool(asked.frames) == (asked.video_url is not None):
             raise ModelError("frames: give frames or a video_url, one of the two.")
@@ -201,7 +201,7 @@ class Streams:
             raise Refused(413, f"frames: give at most {limits.frames} in a call.")
         if asked.video_url is None:
             return await self.watch(stream, asked.frames, asked.times, asked.fps)
-        async with self.working(stream):
+        async with self.hold_call(stream):
             with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
                 source = await engine.fetch(
                     asked.video_url.url, "video", stream.owner, Path(folder), deadline
@@ -221,7 +221,7 @@ class Streams:
             given = [one if isinstance(one, bytes) else sources.decoded(one) for one in pieces]
             return sources.decode_frames(given, self.limits)
 
-        async with self.working(stream):
+        async with self.hold_call(stream):
             frames = await await_or_cancel(run_in_thread(read), deadline)
             call = partial(session.watch, frames, times=times, fps=fps)
             return await self._taken(stream, frames, call, deadline)
@@ -233,14 +233,14 @@ class Streams:
         async with stream.taking:
             self._check_room()
             deadline.check()
-            before, start = stream.kept.point(), time.monotonic() - stream.session.session.waited_s
+            before, start = stream.kept.frames_and_bytes(), time.monotonic() - stream.session.session.waited_s
             with self.engine.out_of_memory():
-                taken: int = await call(timeout=max(0.01, deadline.left() or 0.0))
+                taken: int = await call(timeout=max(0.01, deadline.seconds_left() or 0.0))
             seconds = time.monotonic() - stream.session.session.waited_s - start
             await run_in_thread(partial(stream.kept.pictures.add, before[0], frames[:taken]))
             await stream.kept.count()
-            self.admission.took(stream.promise, seconds, before, stream.kept.point(), live)
-            await self.changed(stream)
+            self.admission.record_call(stream.promise, seconds, before, stream.kept.frames_and_bytes(), live)
+            await self.note_change(stream)
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))
         return taken
@@ -255,9 +255,9 @@ class Streams:
         if most > limits.new_tokens:
             raise Refused(400, f"max_tokens: {most} is more than the {limits.new_tokens} of this server.")
         seconds = min(asked.timeout or limits.seconds, limits.seconds)
-        async with self.working(stream):
+        async with self.hold_call(stream):
             how: dict[str, Any] = {"chat": asked.chat, "between": asked.between, "evidence": asked.evidence}
-            how |= asked.form
+            how |= asked.answer_schema
             if not asked.greedy:
                 how |= asked.options() | ({} if asked.seed is None else {"seed": asked.seed})
             reply = stream.session.ask(asked.question, most, timeout=seconds, **how)
@@ -267,13 +267,13 @@ class Streams:
             finally:
                 await reply.aclose()
             if asked.chat:
-                await self.changed(stream)
+                await self.note_change(stream)
 
-    def told(self, stream: Stream, asked: AskRequest, answer: Answer) -> dict[str, Any]:
+    def answer_json(self, stream: Stream, asked: AskRequest, answer: Answer) -> dict[str, Any]:
         """An answer as a JSON-ready mapping; also updates the metrics."""
         metrics, counted = self.engine.metrics, answer.counters
         draft = {"proposed": counted.get("drafted", 0), "accepted": counted.get("accepted", 0)}
-        metrics.answered(answer.ttft_s or None, answer.tokens_per_s, len(answer.ids), draft)
+        metrics.count_answer(answer.ttft_s or None, answer.tokens_per_s, len(answer.ids), draft)
         metrics.retrieved.inc(sum(one.recalled for one in answer.evidence))
         return {
             "text": answer.text,
@@ -282,13 +282,13 @@ class Streams:
             "ttft_s": answer.ttft_s,
             "tokens_per_s": answer.tokens_per_s,
             "recipe": stream.recipe,
-            "evidence": stream.kept.told(answer.evidence, asked.thumbnails) if asked.evidence else None,
+            "evidence": stream.kept.as_json(answer.evidence, asked.thumbnails) if asked.evidence else None,
         }
 
 
 async def streams_of(request: Request, asks: Asks) -> Streams:
     streams: Streams = request.app.state.streams
-    await streams.bring(request.path_params.get("number", ""), asks)
+    await streams.load_current(request.path_params.get("number", ""), asks)
     return streams
 
 
@@ -329,14 +329,14 @@ async def send_frames(
 ) -> dict[str, Any]:
     """Send frames, or a video, to the stream."""
     stream = streams.get(number, asks)
-    taken = await ConnectedClient(request).wait(streams.take(stream, body))
+    taken = await ConnectedClient(request).wait(streams.take_frames(stream, body))
     return {"taken": taken, "frames": stream.session.frames, "seconds": stream.session.seconds}
 
 
 @router.get("/{number}/frames/{frame}", response_class=Response)
 async def get_thumbnail(number: str, frame: int, streams: TheStreams, asks: Asks) -> Response:
     """Thumbnail of a frame, or of the last kept one before it, as JPEG."""
-    file = streams.get(number, asks).kept.pictures.at(frame)
+    file = streams.get(number, asks).kept.pictures.nearest(frame)
     if file is None:
         raise Refused(404, f"frames: there is no picture of frame {frame}.")
     return Response(file, media_type="image/jpeg")
@@ -348,7 +348,7 @@ async def ask_stream(number: str, body: AskRequest, request: Request, streams: T
     stream, client = streams.get(number, asks), ConnectedClient(request)
     if not body.stream:
         async with streams.asking(stream, body) as reply:
-            return streams.told(stream, body, await client.wait(reply))
+            return streams.answer_json(stream, body, await client.wait(reply))
     async with AsyncExitStack() as stack:
         reply = await stack.enter_async_context(streams.asking(stream, body))
         first: str | None = await client.wait(anext(reply, None))
@@ -362,7 +362,7 @@ async def ask_stream(number: str, body: AskRequest, request: Request, streams: T
                     yield f"event: delta\ndata: {json.dumps({'text': piece})}\n\n"
                     piece = await client.wait(anext(reply, None))
                 assert reply.answer is not None
-                whole = json.dumps(streams.told(stream, body, reply.answer))
+                whole = json.dumps(streams.answer_json(stream, body, reply.answer))
             yield f"event: answer\ndata: {whole}\n\n"
         except Exception as error:
             yield f"event: error\ndata: {json.dumps({'message': error_message(error)})}\n\n"
@@ -378,7 +378,7 @@ async def save_stream(number: str, body: SaveRequest, streams: TheStreams, asks:
     limits, held = streams.limits, sum(one.stat().st_size for one in folder.parent.rglob("*"))
     if not folder.exists() and (len(os.listdir(folder.parent)) >= limits.saves or held >= limits.saved_bytes):
         raise Refused(429, "too much is saved; save under a name that there is.", "no_room")
-    async with streams.working(stream), stream.taking:
+    async with streams.hold_call(stream), stream.taking:
         with hide_server_path(folder):
             await stream.session.save(folder)
     return {"saved": body.name, "frames": stream.session.frames}

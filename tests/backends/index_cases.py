@@ -58,7 +58,8 @@ def test_lines(places: str, dtype: torch.dtype, gathered: bool) -> None:
     last = sample(PLACES[places], dtype, gathered=gathered, pooled=pooled, given=gathered)
     exact = replace(last, query=last.query.double(), key=last.key.double())
     moved = (
-        t if t is None else t.to(DEVICE) for t in (last.query, last.key, last.sample.row, last.at, last.total)
+        t if t is None else t.to(DEVICE)
+        for t in (last.query, last.key, last.sample.row, last.ranks, last.total)
     )
     query, key, row, at, total = moved
     found = row_totals(query, key, row, at, N)
@@ -67,14 +68,14 @@ def test_lines(places: str, dtype: torch.dtype, gathered: bool) -> None:
     assert float((found.cpu() - want).nan_to_num(0.0).abs().max()) <= 1e-5
     for got, line in zip(line_sums(query, key, row, at, total, N, pooled), exact.lines(), strict=True):
         assert got.shape == (2, GROUPS if pooled else HEADS, N)
-        assert bool(((last.spread(got.cpu()) - line).abs() <= 1e-6 + 1e-5 * line).all())
+        assert bool(((last.expand_heads(got.cpu()) - line).abs() <= 1e-6 + 1e-5 * line).all())
 
 
 @contextmanager
 def launched() -> Iterator[None]:
     """Everything that the Triton backend has a kernel for goes through it, also where Triton interprets."""
     with (
-        mock.patch.object(LastQueries, "fused", property(lambda _: True)),
+        mock.patch.object(LastQueries, "has_kernel", property(lambda _: True)),
         mock.patch.object(operator, "usable", lambda _: None),
     ):
         yield
@@ -184,7 +185,7 @@ def test_classes_of_more_keys_than_a_tile(
         last, frames = region.last(24, padded), Frames.of(region, 2, 12)
         # Each class has a whole tile before the first of these queries.
         sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
-        assert int(last.at.min()) > 150 and int(sizes.min()) >= estimate.KEYS
+        assert int(last.ranks.min()) > 150 and int(sizes.min()) >= estimate.KEYS
         return frame_phases(last, frames, search)
 
     want = found("cpu")

@@ -182,7 +182,7 @@ def prefill(tokens: int, sparse: dict[str, Any], buffered: bool = False, batch: 
     layout = layout_of(tokens, batch)
     angles = torch.zeros(1, tokens, SIZE, dtype=torch.bfloat16)
     layer_ops.rotate_(query, angles, angles)
-    plan = Recipe.load(sparse=sparse).sparse.at(0).plan(query, key, layout, layout)
+    plan = Recipe.load(sparse=sparse).sparse.for_layer(0).plan(query, key, layout, layout)
     assert plan is not None
     attend_plan(plan, query, key, value, SIZE**-0.5, backend.op)
 

@@ -205,7 +205,7 @@ def test_another_backend_serves_what_is_declined(calls: list[tuple[Any, ...]], w
     """A span with a bias or keys of its own, and a window: the operator of the plan's backend is passed over, its function
     refuses."""
     plan = random_plan(3, blocks=(64, 64))
-    plan = plan.within(4, 20) if window else with_extras(plan, 2, 16, 3)
+    plan = plan.limit_to_window(4, 20) if window else with_extras(plan, 2, 16, 3)
     tensors = tuple(torch.randn(2, h, n, 16).half() for h, n in ((4, 50), (2, 90), (2, 90)))
     out, lse = attend_plan(plan, *tensors, 0.2, flash.op)
     want = attend_plan(plan, *tensors, 0.2, select.get("reference", "cpu"))

@@ -42,7 +42,7 @@ def test_tables_hold_what_is_listed(name: str) -> None:
         want[row, block.long()] = kind.to(table.dtype)
         assert torch.equal(table, want.view(table.shape))
         if h > 2:
-            assert torch.equal(lists.of(slice(1, 3)).table(), table[:, 1:3])
+            assert torch.equal(lists.for_heads(slice(1, 3)).table(), table[:, 1:3])
 
 
 @given(seed=st.integers(0, 2**16), queries=st.sampled_from([1, 2, 8]), keys=st.sampled_from([1, 2, 4]))

@@ -159,27 +159,27 @@ def test_dense_wherever_a_pattern_would_not_win(rivals: None, tmp_path: Path) ->
     assert costs.sparse["rival"].fixed == pytest.approx(1.0) and costs.dense.fixed == pytest.approx(
         0, abs=1e-9
     )
-    assert choice.pays(listed=1e6, causal=4.1e6, tokens=1000)
-    assert not choice.pays(listed=1e6, causal=3.9e6, tokens=1000)
-    assert not choice.pays(listed=1e6, causal=4.1e6, tokens=2000)
-    assert dataclasses.replace(choice, costs=None).pays(listed=9e9, causal=1, tokens=1)
+    assert choice.beats_dense(listed=1e6, causal=4.1e6, tokens=1000)
+    assert not choice.beats_dense(listed=1e6, causal=3.9e6, tokens=1000)
+    assert not choice.beats_dense(listed=1e6, causal=4.1e6, tokens=2000)
+    assert dataclasses.replace(choice, costs=None).beats_dense(listed=9e9, causal=1, tokens=1)
 
 
 def test_dense_wins_a_tie() -> None:
     line = measure.Line(1.0, 2.0)
     choice = select.Choice("rival", "", measure.Costs(line, {"rival": line}))
-    assert not choice.pays(5.0, 5.0, 7.0) and choice.pays(4.9, 5.0, 7.0)
+    assert not choice.beats_dense(5.0, 5.0, 7.0) and choice.beats_dense(4.9, 5.0, 7.0)
 
 
 def test_a_line_through_noise_stays_a_cost() -> None:
-    assert measure.Line.through((10, 3.0), (20, 2.0)) == measure.Line(0.0, 0.1)
-    assert measure.Line.through((10, 1.0), (20, 4.0)).fixed == 0.0
+    assert measure.Line.through_points((10, 3.0), (20, 2.0)) == measure.Line(0.0, 0.1)
+    assert measure.Line.through_points((10, 1.0), (20, 4.0)).fixed == 0.0
 
 
 def test_nothing_is_measured_on_the_cpu_or_for_a_name(tmp_path: Path) -> None:
     store = select.Store(tmp_path / "costs.json")
     choice = select.decide("auto", "cpu", SHAPE, store=store, bench=Stopwatch())
-    assert choice.backend == select.choose("cpu") and choice.pays(1e9, 1, 1)
+    assert choice.backend == select.choose("cpu") and choice.beats_dense(1e9, 1, 1)
     assert "nothing was measured" in choice.why
     assert select.decide("flex", "cpu", SHAPE, store=store).describe() == "flex (asked for by name)"
     with pytest.raises(RecipeError, match="'triton' cannot run on cpu"):

@@ -92,7 +92,7 @@ def test_patterns(monkeypatch, name: str, part: tuple[int, int | None], sinks: i
         assert name == "dense"
         return
     if sinks is not None:
-        plan = plan.within(sinks, 21)
+        plan = plan.limit_to_window(sinks, 21)
     if INTERPRETED and sinks:
         monkeypatch.setattr(operators, "resources", lambda _: WIDE)
     check_served(plan, list(scene.tensors(torch.float32)), partial(block_attend, chunk=chunk))

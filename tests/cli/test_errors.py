@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mmaccel.cli import app, main
-from mmaccel.cli.console import sentence
+from mmaccel.cli.console import error_sentence
 from mmaccel_lab.cli import app as lab
 from tests.cli import LAB, Call
 
@@ -218,7 +218,7 @@ def test_a_cut_file_of_weights(call: Call, clip: str, ov: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["rows.jsonl", None])
 def test_a_full_disk_is_a_users_error(number: int, name: str | None) -> None:
     """What is written through an open file does not say its name."""
-    told = sentence(OSError(number, "full", name))
+    told = error_sentence(OSError(number, "full", name))
     assert (
         told
         == f"{name or 'what was to be written'}: no space is left on the device; make room, or give a path with some."

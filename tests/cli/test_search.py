@@ -206,7 +206,7 @@ def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: 
     path = tmp_path / "t.json"
     how = f"--out {path} --boundaries no_boundary --cost pairs --block 16 --device cpu --max-tokens 300"
     arguments = ("search", ov, "--video", clip, *how.split())
-    with SearchProgress.alone(tmp_path / "t.json.parts"):
+    with SearchProgress.hold_lock(tmp_path / "t.json.parts"):
         err = call.error(*arguments)
         assert not path.exists()
         told = (
@@ -306,9 +306,9 @@ def test_what_a_question_rests_on_is_marked() -> None:
     (question, *_) = world.questions(["order"])
     evidence = [Evidence((n, n), float(n), 0.5, 4, 0.3) for n in (3, 9)]
     told = GroundTruth(world.truth())
-    assert told.moments(question.text) == tuple(float(n) for n in question.frames)
+    assert told.question_seconds(question.text) == tuple(float(n) for n in question.frames)
     asked = question.text.capitalize().replace(" ?", "?").replace(" ,", ",")
-    assert asked != question.text and told.moments("what else ?") == ()
+    assert asked != question.text and told.question_seconds("what else ?") == ()
     drawn = plot_retrieved_frames([(asked, "star", evidence), ("what else ?", "no", evidence)], 60.0, told)
     assert [len(axes.lines) for axes in drawn.axes] == [2, 0]
     assert [len(axes.collections[0].get_segments()) for axes in drawn.axes] == [2, 2]

@@ -122,7 +122,7 @@ def test_a_prompt_in_chunks_gives_the_rows_of_the_whole(cut: tuple[int, ...]) ->
     bounds, rows = (0, *cut, N), []
     for begin, end in pairwise(bounds):
         query, key, value = (x[:, :, :end] for x in inputs)
-        rows.append(run.part(begin, end).attend(0, query[:, :, begin:], key, value, SIZE**-0.5))
+        rows.append(run.slice_columns(begin, end).attend(0, query[:, :, begin:], key, value, SIZE**-0.5))
     # A last chunk of fewer than `MIN_ROWS` rows is dense.
     sees = a_shape(N) | (
         torch.arange(N)[:, None] >= min(N - 40, bounds[-2] if N - bounds[-2] < MIN_ROWS else N)
@@ -244,7 +244,9 @@ def test_kept_counts_listed_blocks_over_causal_pairs(tail: int) -> None:
 
 def test_probes_read_what_each_layer_computes_from() -> None:
     seen = []
-    probe = SimpleNamespace(attending=lambda run, number, *tensors: seen.append((number, *tensors[:3])))
+    probe = SimpleNamespace(
+        read_attention_inputs=lambda run, number, *tensors: seen.append((number, *tensors[:3]))
+    )
     at, inputs = layer(), tensors(N, N)
     at.attend(TokenLayout.text(1, N), inputs, layer=3, probes=(probe,))
     assert seen[0][0] == 3 and all(torch.equal(a, b) for a, b in zip(seen[0][1:], inputs, strict=True))

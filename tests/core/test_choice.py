@@ -22,7 +22,7 @@ RECIPE = Recipe.load(sparse={"name": "a_shape", "sink": 128, "window": 1024}, de
 def test_a_draft_that_failed_is_told_once_whatever_the_choice(why: str, rounds: int) -> None:
     meter = Meter()
     for _ in range(rounds):
-        meter.round(4, 2)
+        meter.count_round(4, 2)
     meter.draft_failed("out of cheese")
     told = str(meter.report({}, "reference", {}, torch.device("cpu"), why))
     assert told.count("out of cheese") == 1 and ("draft: none" in told) == (rounds == 0)
@@ -48,13 +48,17 @@ def test_the_bound_is_what_sparse_may_cost(batch: int) -> None:
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 3.0)})
     for n in (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 16):
         listed = RECIPE.sparse.max_blocks_total(n, n) * 64**2
-        assert going(costs).pays(0, query(n, batch), n) == (3 * listed < n * (n + 1) / 2)
-    assert going(costs).pays(0, query(1 << 16), 1 << 16) and not going(costs).pays(0, query(1 << 10), 1 << 10)
+        assert going(costs).beats_dense(0, query(n, batch), n) == (3 * listed < n * (n + 1) / 2)
+    assert going(costs).beats_dense(0, query(1 << 16), 1 << 16) and not going(costs).beats_dense(
+        0, query(1 << 10), 1 << 10
+    )
 
 
 def test_late_rows_of_a_long_prompt_pay_sooner() -> None:
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 3.0)})
-    assert not going(costs).pays(0, query(2048), 2048) and going(costs).pays(0, query(2048), 1 << 16)
+    assert not going(costs).beats_dense(0, query(2048), 2048) and going(costs).beats_dense(
+        0, query(2048), 1 << 16
+    )
 
 
 def test_dense_attention_within_a_window_is_cheaper() -> None:
@@ -70,12 +74,12 @@ def test_dense_attention_within_a_window_is_cheaper() -> None:
         view = KVView(nothing, nothing, None, sinks, window)
         for price, pays in ((seen - 1, True), (seen + 1, False)):
             costs = Costs(Line(0.0, 1.0), {"reference": Line(price * 4.0, 0.0)})
-            assert going(costs).pays(0, query(rows), keys, view) == pays
+            assert going(costs).beats_dense(0, query(rows), keys, view) == pays
 
 
 def test_planning_is_part_of_the_price() -> None:
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 1.0)}, planning=Line(1e12, 0.0))
-    assert not going(costs).pays(0, query(1 << 16), 1 << 16)
+    assert not going(costs).beats_dense(0, query(1 << 16), 1 << 16)
 
 
 def test_of_a_short_prompt_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +91,9 @@ def test_of_a_short_prompt_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(type(RECIPE.sparse), "max_blocks_total", asked)
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 1.0)}, planning=Line(4 * 2000**2 / 2, 0.0))
     run = ForwardPass(road(costs), layout=TokenLayout.text(1, 1900))
-    assert not run.pays(0, query(1900), 1900)
+    assert not run.beats_dense(0, query(1900), 1900)
     with pytest.raises(AssertionError, match="asked for"):
-        run.pays(0, query(2100), 2100)
+        run.beats_dense(0, query(2100), 2100)
 
 
 def test_a_loose_bound_counts_no_more_than_causality_admits() -> None:
@@ -99,7 +103,9 @@ def test_a_loose_bound_counts_no_more_than_causality_admits() -> None:
     assert recipe.sparse.max_blocks_total(n, n) * 64**2 > 1.5 * n * (n + 1) / 2
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 0.9)})
     choice = select.Choice("reference", "told", costs)
-    assert ForwardPass(AttentionConfig(recipe, "reference", reference.op, choice=choice)).pays(0, query(n), n)
+    assert ForwardPass(AttentionConfig(recipe, "reference", reference.op, choice=choice)).beats_dense(
+        0, query(n), n
+    )
 
 
 @pytest.mark.parametrize(("each", "name"), [(1e-9, "a_shape"), (1e9, "dense")])
@@ -112,5 +118,5 @@ def test_a_layer_runs_what_pays(each: float, name: str) -> None:
 
 
 def test_without_costs_a_pattern_runs() -> None:
-    assert going(None).pays(0, query(64), 64)
-    assert ForwardPass(AttentionConfig(RECIPE, "reference", reference.op)).pays(0, query(64), 64)
+    assert going(None).beats_dense(0, query(64), 64)
+    assert ForwardPass(AttentionConfig(RECIPE, "reference", reference.op)).beats_dense(0, query(64), 64)

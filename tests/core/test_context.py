@@ -52,7 +52,7 @@ def plan_of(name: str, start: int, scene: Scene = SCENE) -> AttentionPlan:
     if name == "dense":
         return window_plan(query.shape[2] - start, key.shape[2], 0, key.shape[2], scene.heads, query.device)
     layout = scene.layout()
-    pattern = policy("sparse", {"name": name, "block": 16, **PATTERNS[name]}, "").at(0)
+    pattern = policy("sparse", {"name": name, "block": 16, **PATTERNS[name]}, "").for_layer(0)
     plan = pattern.plan_layer(query[:, :, start:], key, value, layout.take(slice(start, None)), layout)
     assert plan is not None
     return plan
@@ -61,7 +61,7 @@ def plan_of(name: str, start: int, scene: Scene = SCENE) -> AttentionPlan:
 def blocks(plan: AttentionPlan) -> int:
     """How many a plan lists, over all heads."""
     counts = [
-        s.lists.count.sum((0, 2)).expand(len(range(SCENE.heads)[p.of(SCENE.heads)]))
+        s.lists.count.sum((0, 2)).expand(len(range(SCENE.heads)[p.for_heads(SCENE.heads)]))
         for p in plan.parts
         for s in p.spans
     ]

@@ -22,7 +22,7 @@ def test_positions_segments_and_cells(scene: Scene) -> None:
         for i in range(1, len(tokens)):
             change = tokens[i].modality != tokens[i - 1].modality
             assert segment[i] == segment[i - 1] + int(change)
-    assert layout.padded == any(scene.pad(b) for b in range(scene.batch))
+    assert layout.has_padding == any(scene.pad(b) for b in range(scene.batch))
     for modality in (TEXT, IMAGE, VIDEO):
         counts = [sum(t.modality == modality for t in s) for s in scene.sequences]
         assert layout.max_tokens_of[modality] == max(counts)

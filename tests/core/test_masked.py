@@ -75,7 +75,9 @@ def test_a_planned_layer(dense: tuple[int, ...]) -> None:
     told = layout()
     own = {"name": "a_shape", "sink": 8, "window": 20, "block": 16}
     heads = {head: own for head in range(H) if head not in dense}
-    pattern = policy("sparse", {"name": "per_head", "block": 16, "table": {0: heads}} if dense else own).at(0)
+    pattern = policy(
+        "sparse", {"name": "per_head", "block": 16, "table": {0: heads}} if dense else own
+    ).for_layer(0)
     plan = pattern.plan(query, key, told.take(slice(START, None)), told)
     assert bool(plan.dense) == bool(dense)
     images = Images(SPANS, frozenset({0})).of(0, START, told)
@@ -86,7 +88,7 @@ def test_a_planned_layer(dense: tuple[int, ...]) -> None:
     near = torch.stack([near if head in heads else torch.ones_like(near) for head in range(H)])
     want = masked(query, key, value, ((places >= columns) & near)[None] | behind(columns)[:, None], D**-0.5)
     assert (out - want).abs().max() < 1e-5
-    assert images.pairs(B).tolist() == [[190 + 130 * 129 / 2], [65 * 32 + 190]]
+    assert images.count_pairs(B).tolist() == [[190 + 130 * 129 / 2], [65 * 32 + 190]]
 
 
 @pytest.mark.gpu

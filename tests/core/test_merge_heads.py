@@ -171,7 +171,7 @@ def test_lists_are_no_longer_than_they_were(scene: Scene, seed: int) -> None:
     def listed(plan: AttentionPlan, heads: int) -> int:
         total = 0
         for part in plan.parts:
-            h = len(range(heads)[part.of(heads)])
+            h = len(range(heads)[part.for_heads(heads)])
             for span in part.spans:
                 assert span.lists.blocks == part.q_row.shape[-1] // BLOCK
                 count = span.lists.count.expand(scene.batch, h, -1)

@@ -55,7 +55,7 @@ def test_a_prompt_is_not_kept_while_the_next_one_leaves() -> None:
         if gone() is None:
             break
         first.join(0.05)
-    assert gone() is None and outbox.busy
+    assert gone() is None and outbox.is_sending
     going.set()
     outbox.wait(FAR_S)
 
@@ -83,7 +83,7 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_on_the_way(monkeypatch: 
         patched.setattr(threading.Thread, "start", full)
         with pytest.raises(RuntimeError, match="new thread"):
             outbox.put(1, (), lambda: [])
-    assert not outbox.busy
+    assert not outbox.is_sending
     outbox.wait(FAR_S)
     outbox.put(2, (), lambda: [])
     outbox.wait(FAR_S)
@@ -97,4 +97,4 @@ def test_a_thread_that_is_ended_from_within_does_not_stay_busy() -> None:
     outbox = Outbox(drop)
     outbox.put(1, (), ends)
     outbox.wait(FAR_S)
-    assert not outbox.busy and "SystemExit" in str(outbox.error)
+    assert not outbox.is_sending and "SystemExit" in str(outbox.error)

@@ -130,11 +130,11 @@ def test_a_table_counts_from_the_folder_of_its_file(tmp_path: Path, monkeypatch:
     (there / "mine.yaml").write_text(yaml.safe_dump({"sparse": model}))
     monkeypatch.chdir(here)
     recipe = Recipe.load("../there/mine.yaml")
-    assert recipe.sparse.at(0).per_head(1) == ("a_shape",)
+    assert recipe.sparse.for_layer(0).head_pattern_names(1) == ("a_shape",)
     # A table alone is a recipe as well.
     assert Recipe.load("../there/heads.json") == recipe
     monkeypatch.chdir(there)
-    assert Recipe.load("mine.yaml").sparse.at(0).per_head(1) == ("a_shape",)
+    assert Recipe.load("mine.yaml").sparse.for_layer(0).head_pattern_names(1) == ("a_shape",)
     (here / "mine.yaml").write_text(yaml.safe_dump({"sparse": model}))
     told = sentence(here / "mine.yaml")
     assert f"cannot be read (no such file or directory: {here}/heads.json)" in told

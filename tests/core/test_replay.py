@@ -126,7 +126,7 @@ def test_what_cannot_be_captured_is_run_as_it_is_written(monkeypatch: pytest.Mon
         (two,) = replays("twice", lambda n=count: (2 * one * n,))
         assert torch.equal(two, 2.0 * one * count)
     assert len(tried) == 1
-    replays.under("elsewhere")
+    replays.bind_data("elsewhere")
     for _ in range(3):
         replays("twice", lambda: (2 * one,))
     assert len(tried) == 2
@@ -159,7 +159,7 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> replay.Replays:
 def test_sessions_asked_in_turns_each_find_their_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     replays = repeating(monkeypatch)
     memories = [torch.full((2,), float(n)) for n in range(replay.KEPT)]
-    given = replays.room("given", (2,), torch.float32)
+    given = replays.get_buffer("given", (2,), torch.float32)
     for turn in range(4):
         for memory in memories:
             given.fill_(turn)
@@ -194,7 +194,11 @@ def test_of_all_names_the_last_used_are_kept(monkeypatch: pytest.MonkeyPatch) ->
             for _ in range(3):
                 assert replays(name, lambda: (torch.ones(1),))[0].item() == 1
         assert sum(map(len, replays._held.values())) <= replay.MOST
-    assert replays.ready("answer") and replays.ready(("question", 99)) and not replays.ready(("question", 3))
+    assert (
+        replays.is_captured("answer")
+        and replays.is_captured(("question", 99))
+        and not replays.is_captured(("question", 3))
+    )
     assert len(MADE) == 101
 
 

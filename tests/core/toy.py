@@ -42,7 +42,7 @@ class Meter:
     rounds: list[tuple[int, int]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def round(self, proposed: int, accepted: int) -> None:
+    def count_round(self, proposed: int, accepted: int) -> None:
         self.rounds.append((proposed, accepted))
 
     def draft_failed(self, reason: str) -> None:
@@ -83,7 +83,7 @@ class Triples:
 
 
 class Scripted(DraftState):
-    """A draft that proposes what it is told; `propose` and `tail` get all committed tokens."""
+    """A draft that proposes what it is told; `propose` and `tail_token` get all committed tokens."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Scripted(DraftState):
     def propose(self) -> Proposal:
         return self._propose(self.tokens)
 
-    def tail(self) -> Proposal:
+    def tail_token(self) -> Proposal:
         told = self._tail(self.tokens)
         if told is None:
             return Proposal.empty()

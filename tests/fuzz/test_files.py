@@ -108,7 +108,7 @@ def table(chance: random.Random, folder: Path) -> Case:
 
     def load() -> None:
         recipe = Recipe.load(str(path))
-        recipe.sparse.at(0).per_head(2)
+        recipe.sparse.for_layer(0).head_pattern_names(2)
         repr(recipe.to_dict())
 
     return load

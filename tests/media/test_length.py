@@ -16,7 +16,7 @@ import torch
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoWarning
-from mmaccel.core.streams.stream_runner import moments
+from mmaccel.core.streams.stream_runner import frame_times
 from mmaccel.media import Video, reader
 from mmaccel.media.container import Source
 from tests.media.films import Film, answering, numbers, send
@@ -214,7 +214,7 @@ class Consumer:
     def watch(self, clip: Video) -> None:
         last = self.moments[-1] if self.moments else None
         assert clip.frames.dtype == torch.uint8 and clip.frames.shape[1] == 3 and len(clip) > 0
-        self.moments += moments(last, clip.clock.tolist(), len(clip), clip.fps, True)
+        self.moments += frame_times(last, clip.clock.tolist(), len(clip), clip.fps, True)
         self.clips.append(clip)
 
     @classmethod

@@ -161,7 +161,7 @@ def test_each_sequence_is_what_it_is_alone_in_static_steps(family, monkeypatch):
     name, model, other, prompts, options = family
     plain = model.generate(**batch(name, prompts), **options)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    steps = heard(monkeypatch, decode.SequenceSteps, "lay", lambda one, *_: one)
+    steps = heard(monkeypatch, decode.SequenceSteps, "build_steps", lambda one, *_: one)
     with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)) as fast:
         assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
         assert all(one["accepted"] > 0 for one in fast.report().draft["sequences"])
@@ -192,7 +192,7 @@ def test_lengths_and_outputs_of_a_batch(family, how):
 def test_a_draft_that_fails_on_one_sequence_goes_on_for_the_others(family, monkeypatch):
     name, model, other, prompts, options = family
     plain = model.generate(**batch(name, prompts), **options)
-    states, drafting = [], Drafter.drafting
+    states, drafting = [], Drafter.draft_steps
 
     def fail(self, most=None):
         if self not in states:
@@ -201,7 +201,7 @@ def test_a_draft_that_fails_on_one_sequence_goes_on_for_the_others(family, monke
             raise ValueError("out of cheese")
         return drafting(self, most)
 
-    monkeypatch.setattr(Drafter, "drafting", fail)
+    monkeypatch.setattr(Drafter, "draft_steps", fail)
     with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)) as fast:
         with pytest.warns(MmaccelWarning, match="out of cheese"):
             assert torch.equal(model.generate(**batch(name, prompts), **options), plain)

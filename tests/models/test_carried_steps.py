@@ -147,18 +147,22 @@ def test_the_trained_hybrid_says_what_it_said(draft: str, monkeypatch: pytest.Mo
 
 @torch.no_grad()
 def test_a_seat_is_given_to_the_next_sequence() -> None:
-    modules = [*adapter_for(model_of("qwen3_5")).states(model_of("qwen3_5")).values()]  # type: ignore[attr-defined]
+    modules = [*adapter_for(model_of("qwen3_5")).recurrent_layers(model_of("qwen3_5")).values()]  # type: ignore[attr-defined]
     seats = StateSlots(modules)
     one, other = ([Recurrent(module) for module in modules] for _ in range(2))
-    assert [seats.of(some, 2) for some in (one, other, one)] == [(0, 0, 0, 0), (0, 0, 0, 1), (2, 0, 2, 0)]
+    assert [seats.join(some, 2) for some in (one, other, one)] == [
+        (0, 0, 0, 0),
+        (0, 0, 0, 1),
+        (2, 0, 2, 0),
+    ]
     assert len(seats.owners) == 2
     for layer in one:
         layer.leave()  # a pass of the model comes
     third = [Recurrent(module) for module in modules]
-    assert seats.of(third, 1)[3] == 0
+    assert seats.join(third, 1)[3] == 0
     del other, layer
     gc.collect()
-    assert seats.of(one, 1) == (4, 4, 4, 1) and len(seats.owners) == 2
+    assert seats.join(one, 1) == (4, 4, 4, 1) and len(seats.owners) == 2
 
 
 def test_the_seats_of_a_cache_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

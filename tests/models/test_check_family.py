@@ -161,7 +161,9 @@ def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) 
         Other, "tiny_visual", lambda self, config, *a: Generic.tiny_visual(self, like_smolvlm(config), *a)
     )
     monkeypatch.setattr(
-        Other, "finished", lambda self, config, made: Generic.finished(self, like_smolvlm(config), made)
+        Other,
+        "complete_inputs",
+        lambda self, config, made: Generic.complete_inputs(self, like_smolvlm(config), made),
     )
     generic._TOLD.discard("idefics3")
     try_only(monkeypatch, "_dense _patterns _pruners", "a_shape")

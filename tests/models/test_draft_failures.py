@@ -166,13 +166,13 @@ def agreeing() -> Sequential:
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    take = LocalDraftStream.take
+    take = LocalDraftStream.take_frames
 
     def slow(self: LocalDraftStream, *given: Any) -> None:
         time.sleep(seconds)
         take(self, *given)
 
-    monkeypatch.setattr(LocalDraftStream, "take", slow)
+    monkeypatch.setattr(LocalDraftStream, "take_frames", slow)
 
 
 def test_a_draft_that_holds_up_the_stream_is_put_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_a_target_that_is_as_slow_keeps_its_draft(monkeypatch: pytest.MonkeyPatc
 def test_a_draft_is_not_charged_for_what_the_device_did_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's pass may still run on the device when the draft's begins."""
     monkeypatch.setattr(stream_runner, "SLOW_S", 1.0)
-    monkeypatch.setattr(LocalDraftStream, "wait", lambda self: time.sleep(0.4))
+    monkeypatch.setattr(LocalDraftStream, "wait_for_others", lambda self: time.sleep(0.4))
     with opened(agreeing()) as session, warnings.catch_warnings(action="error", category=MmaccelWarning):
         session.watch(film(18), fps=FPS)
         assert session.ask(QUESTION, TOKENS).counters["drafted"] > 0
@@ -315,14 +315,14 @@ def test_captions_are_the_plain_ones_and_a_killed_draft_loses_none(spoken, monke
         assert [one["new_tokens"] for one in told["sequences"]] == counts
 
         # In the prompt's pass: killed as soon as it has been told what to read.
-        keep = Pipeline.keep
+        keep = Pipeline.keep_columns
 
         def kill_reading(self, columns):
             keep(self, columns)
             os.kill(next(iter(fast.view._held.values())).process.pid, signal.SIGKILL)
 
         with monkeypatch.context() as patch, pytest.warns(MmaccelWarning, match="went|ended|reached"):
-            patch.setattr(Pipeline, "keep", kill_reading)
+            patch.setattr(Pipeline, "keep_columns", kill_reading)
             assert torch.equal(say(), want)
         assert "DraftError" in fast.report().draft["failed"]
         assert fast.report().new_tokens == want.shape[1] - inputs["input_ids"].shape[1]

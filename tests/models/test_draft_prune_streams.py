@@ -77,8 +77,8 @@ def heard_of(kv: Any, prune: Any = "attention", **choices: Any) -> QuestionAtten
         around = session._live.around
         assert isinstance(around, AttentionRecording)
         with asked_of(session._live, QUESTION, 4):
-            heard = around.heard()
-        assert heard is not None and around.heard() is None
+            heard = around.recorded_attention()
+        assert heard is not None and around.recorded_attention() is None
         return heard
 
 
@@ -116,7 +116,7 @@ def test_scores_by_states_are_those_of_the_plain_model(kv: str) -> None:
     for hook in hooks:
         hook.remove()
     layout = adapter_for(model).layout(model, inputs)
-    tail, (begin, end) = adapter_for(model).stream_adapter(model, processor).tail(QUESTION)
+    tail, (begin, end) = adapter_for(model).stream_adapter(model, processor).tail_ids(QUESTION)
     column = torch.arange(layout.length)[None] - (layout.length - len(tail))
     layout = dataclasses.replace(layout, asked=(column >= begin) & (column < end))
     video = (inputs["input_ids"][0] == model.config.video_token_id).nonzero()[: len(heard.tokens), 0]
@@ -132,7 +132,7 @@ def test_states_go_back_with_a_clip_and_are_saved(kv: str, tmp_path: Path) -> No
 
     def scores(session: mmaccel.VideoSession) -> torch.Tensor:
         with asked_of(session._live, QUESTION, 4):
-            return session._live.around.heard().paid
+            return session._live.around.recorded_attention().paid
 
     with open_session("random-ov", TIGHT[kv], 10, draft=draft) as session:
         with pytest.raises(ModelError):
@@ -209,7 +209,7 @@ def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
     name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picks: list[tuple[dict[int, float], list[int]]] = []
-    pick = _Frames.pick
+    pick = _Frames.pick_units
 
     def seen(self: _Frames, paid: Any) -> Any:
         found = pick(self, paid)
@@ -217,7 +217,7 @@ def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
             picks.append((dict(paid), [number for number, _ in found]))
         return found
 
-    monkeypatch.setattr(_Frames, "pick", seen)
+    monkeypatch.setattr(_Frames, "pick_units", seen)
     pace, want = (1 if name == "random-ov" else 2), asked(TIGHT[kv], "off", name=name)[0]
     with open_session(name, TIGHT[kv], 18, draft=cheap(name, frames=4)) as session:
         answer = session.ask(QUESTION, TOKENS)
@@ -243,13 +243,13 @@ def test_frames_that_are_held_stand_for_those_after_them() -> None:
     policy: Any = mmaccel.core.registry.policy("kv", {"name": "no_cache", "frames": 2, "kept": 4})
     stream: Any = SimpleNamespace(pace=1)
     state: Any = policy.open_stream(stream, None, None, "cpu")
-    state.keep(torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(-1, 3, 2, 2))
+    state.store_frames(torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(-1, 3, 2, 2))
     assert list(state._held) == [0, 4, 8]
     for paid, numbers in (
         ({}, [0, 8]),
         ({5: 0.2, 6: 0.2, 0: 0.3, 8: 0.1}, [0, 4]),
         ({9: 0.2}, [8]),
     ):
-        found = state.pick(paid)
+        found = state.pick_units(paid)
         assert [number for number, _ in found] == numbers
         assert [int(frames[0, 0, 0, 0]) for _, frames in found] == numbers

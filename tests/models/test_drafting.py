@@ -246,7 +246,7 @@ def test_a_recipe_that_is_refused_keeps_nothing_of_its_draft(family, monkeypatch
     """A draft's process is started when the draft is checked; what is refused after that must not leave it running."""
     _, model = family
     start = Mock()
-    monkeypatch.setattr(Sequential, "check", lambda self, target: target.hold("process", start))
+    monkeypatch.setattr(Sequential, "check", lambda self, target: target.cached("process", start))
     with pytest.raises(mmaccel.core.errors.RecipeError):
         mmaccel.accelerate(model, draft=Sequential(model=copy.deepcopy(model)), **broken)
     assert start.return_value.close.call_count == start.call_count and mmaccel.attached(model) is None
@@ -257,11 +257,13 @@ def test_uv_is_told_while_later_layers_still_run(family):
     inputs = prompt(name, PIECES["many frames"])
     order = []
     draft = Sequential(model=copy.deepcopy(model), prune=UVPrune(retention=0.5, layer=1))
-    keep = Drafter.keep
+    keep = Drafter.keep_columns
     with mmaccel.accelerate(model, draft=draft), pytest.MonkeyPatch.context() as patch:
         for index, layer in enumerate(mmaccel.core.attach.adapter_for(model).layers(model)):
             layer.register_forward_pre_hook(lambda *_, index=index: order.append(index))
-        patch.setattr(Drafter, "keep", lambda self, columns: (order.append("told"), keep(self, columns))[1])
+        patch.setattr(
+            Drafter, "keep_columns", lambda self, columns: (order.append("told"), keep(self, columns))[1]
+        )
         model.generate(**inputs, max_new_tokens=2, do_sample=False)
     for layer in mmaccel.core.attach.adapter_for(model).layers(model):
         layer._forward_pre_hooks.clear()

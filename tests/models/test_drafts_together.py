@@ -62,7 +62,7 @@ class Tried(DraftLength):
         super().__init__()
         self.draws = itertools.cycle([15, 0, 2, *[0] * 9, 1, 4, 15])
 
-    def most(self, count: int, drafting: int) -> int:
+    def best_length(self, count: int, drafting: int) -> int:
         return next(self.draws)
 
 
@@ -146,7 +146,7 @@ class Fixed(DraftLength):
         super().__init__()
         self.window = window
 
-    def most(self, count: int, drafting: int) -> int:
+    def best_length(self, count: int, drafting: int) -> int:
         return self.window
 
 
@@ -186,7 +186,7 @@ def test_a_draft_that_fails_in_a_shared_step_ends_alone(
 def test_tokens_that_are_never_said_are_those_in_every_type(dtype: torch.dtype) -> None:
     """Ids above 65,536 have no value of their own in these types; one beyond the draft's vocabulary is none of its."""
     step = DraftStep(None, torch.zeros(1).long(), 151_700, (151_655, 151_999), greedy=False)  # type: ignore[arg-type]
-    said = step.said(torch.zeros(1, 151_700, dtype=dtype))
+    said = step.reduce_logits(torch.zeros(1, 151_700, dtype=dtype))
     assert (said[0] == -torch.inf).nonzero()[:, 0].tolist() == [151_655]
 
 
@@ -214,7 +214,7 @@ class Stand:
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros(1, ids.shape[1], 8)
 
-    def take(self, logits: torch.Tensor) -> None:
+    def verify_logits(self, logits: torch.Tensor) -> None:
         self.left -= 1
         self.ended = self.left <= 0
 
@@ -246,7 +246,7 @@ def test_one_draft_a_round_reads_its_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     batch, seen, took = Batch(), list[list[int]](), list[int]()
     some: list[Any] = [Adapts(6) for _ in range(4)]
     batch.load = Fixed(3)
-    monkeypatch.setattr(batch.load, "took", lambda count, window, *rest: took.append(window))
+    monkeypatch.setattr(batch.load, "add_round", lambda count, window, *rest: took.append(window))
     offers = batch._offers
     monkeypatch.setattr(
         batch, "_offers", lambda works: (offers(works), seen.append([one.asked for one in works]))[0]
@@ -272,7 +272,7 @@ def test_what_one_memory_cannot_take_back_ends_its_sequence_alone() -> None:
     some[1].bad, together = True, Together()
     for one in some:
         one.together = together
-        one.offer = lambda most: iter_of((torch.zeros(1, 1).long(),))
+        one.offer_rows = lambda most: iter_of((torch.zeros(1, 1).long(),))
     with pytest.raises(ValueError, match="it is stuck"):
         Batch().run(some)
     assert [one.left for one in some] == [0, 3, 0]
@@ -297,7 +297,7 @@ class Cold:
 def test_a_round_that_compiles_or_captures_is_not_timed() -> None:
     """What a window costs later is not what it costs the first time."""
     batch, one = Batch(), cast(Any, Stand(10))
-    one.adapts, one.together = True, Cold(12)  # two steps a round: the draft's and the target's
+    one.adapts_length, one.together = True, Cold(12)  # two steps a round: the draft's and the target's
     batch.load = counted = Noted()
     batch.run([one])
     assert counted.rounds == 4
@@ -306,7 +306,7 @@ def test_a_round_that_compiles_or_captures_is_not_timed() -> None:
 class Noted(DraftLength):
     rounds = 0
 
-    def took(self, *given: Any) -> None:
+    def add_round(self, *given: Any) -> None:
         self.rounds += 1
 
 
@@ -350,9 +350,9 @@ def rounds(
     """Tokens a second of `number` rounds whose drafted tokens are kept with chance `keep`."""
     draw, said, taken = torch.Generator().manual_seed(count), 0, 0.0
     for _ in range(number):
-        window = load.most(count, count)
+        window = load.best_length(count, count)
         hits = (torch.rand(count, window, generator=draw) < keep).long().cumprod(1).sum(1).tolist()
-        load.took(count, window, seconds(count, window), [(window, kept) for kept in hits if window])
+        load.add_round(count, window, seconds(count, window), [(window, kept) for kept in hits if window])
         said, taken = said + count + sum(hits), taken + seconds(count, window)
     return said / taken
 
@@ -381,10 +381,10 @@ def test_a_load_that_changes_is_noticed() -> None:
     load, slow = DraftLength(), [0.0]
     price = lambda count, window: 6e-3 + slow[0] * count * (window + 1) + window * 1e-3  # noqa: E731
     rounds(load, price, 8, 0.8, 600)
-    assert load.most(8, 8) > 1
+    assert load.best_length(8, 8) > 1
     slow[0] = 5e-3
     rounds(load, price, 8, 0.8, 1100)
-    assert load.most(8, 8) == 0
+    assert load.best_length(8, 8) == 0
     slow[0] = 0.0
     rounds(load, price, 8, 0.8, 1100)
-    assert load.most(8, 8) > 1
+    assert load.best_length(8, 8) > 1

@@ -103,11 +103,11 @@ def test_a_pattern_of_the_text_leaves_the_frames_as_they_are(family):
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
     adapter = mmaccel.core.attach.adapter_for(model)
-    plain = adapter.frames(model, inputs)
-    exact = adapter.frames(copy.deepcopy(model).double(), double(inputs))
+    plain = adapter.encode_frames(model, inputs)
+    exact = adapter.encode_frames(copy.deepcopy(model).double(), double(inputs))
     error = float((plain - exact).abs().max()) + torch.finfo(torch.float32).eps * float(exact.abs().max())
     with mmaccel.accelerate(model, "a_shape"):
-        ours = adapter.frames(model, inputs)
+        ours = adapter.encode_frames(model, inputs)
     assert exact.dtype == torch.float64 and ours.dtype == torch.float32
     assert (ours - exact).abs().max() <= 2 * error
     assert name != "llava" or torch.equal(ours, plain)

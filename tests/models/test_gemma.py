@@ -40,7 +40,7 @@ def tokens_of(model: Any, inputs: Any, count: int = 12, **more: Any) -> torch.Te
     return model.generate(**inputs, max_new_tokens=count, do_sample=False, **more)
 
 
-NARROW = gemma.Gemma3.sliding
+NARROW = gemma.Gemma3.sliding_layers
 FAULTS = {
     "images": (Images, "of", lambda *a: None, "dense, a video"),
     "later": (Images, "next_cut", lambda self, end: end, "in chunks"),
@@ -96,7 +96,7 @@ def test_of_a_prompt_sliding_layers_hold_their_window(built: Any, monkeypatch: p
             assert both.shape[0] == 2 and both.isfinite().all()
             with pytest.raises(ModelError, match="goes back at most 16 tokens, and not into a prompt"):
                 cache.crop(-60)
-    assert len(held) == len(set(family.owners(model)) & family.sliding(model).keys())
+    assert len(held) == len(set(family.owners(model)) & family.sliding_layers(model).keys())
 
 
 def test_drafts_go_back_within_the_margin(built: Any) -> None:
@@ -152,7 +152,7 @@ def test_what_a_layer_gives_and_what_is_saved_of_a_model(built: Any) -> None:
     with mmaccel.accelerate(model):
         cache = model(**prompt(kind, [("text", 207)])).past_key_values
         # The last sliding layer, and one whose keys are read again, let go later.
-        owners, narrow = family.owners(model), sorted(family.sliding(model))
+        owners, narrow = family.owners(model), sorted(family.sliding_layers(model))
         narrow = [n for n in narrow[:-1] if owners.count(n) == 1]
         assert narrow and cache.layers[1].keys.shape[2] == 207
         assert all(cache.layers[n].keys is None and cache.layers[n].values is None for n in narrow)
@@ -197,7 +197,7 @@ def test_patterns_act_on_layers_of_full_attention(built: Any) -> None:
     """In whole and in pieces alike; the report says which heads stayed dense."""
     kind, model = built
     inputs, heads = prompt(kind, PIECES), 4
-    depth, narrow = adapter_for(model).geometry(model).layers, len(adapter_for(model).sliding(model))
+    depth, narrow = adapter_for(model).geometry(model).layers, len(adapter_for(model).sliding_layers(model))
     with mmaccel.accelerate(model, sparse=SPARSE) as fast:
         whole = tokens_of(model, inputs, 4, output_logits=True, return_dict_in_generate=True).logits
         assert 0 < fast.report().kept < 0.6

@@ -60,8 +60,8 @@ def test_a_frame_goes_through_the_tower_by_a_graph(monkeypatch: pytest.MonkeyPat
             inputs = adapters[0]._pixels(frame, (42, 70))  # type: ignore[attr-defined]
             family: Any = adapters[0].family  # type: ignore[attr-defined]
             with torch.no_grad():
-                plain = family.frames(model, inputs)[:-1]
-                right = family.frames(exact, {name: one.double() for name, one in inputs.items()})[:-1]
+                plain = family.encode_frames(model, inputs)[:-1]
+                right = family.encode_frames(exact, {name: one.double() for name, one in inputs.items()})[:-1]
             error, own = ((one.double().flatten(0, -2) - right).abs().max() for one in (rows, plain))
             assert error <= 1.1 * own + 1e-6
 
@@ -235,7 +235,7 @@ def test_the_draft_works_on_a_stream_of_its_own(
     inputs = question(name, "video")
     seen = [
         heard(monkeypatch, _draft_decoder.DraftDecoder, name, lambda *_, **__: torch.cuda.current_stream())
-        for name in ("read", "write")
+        for name in ("read_prompt", "draft_tokens")
     ]
     draft = Parallel(model=copy.deepcopy(model), window=4, process=False)
     with mmaccel.accelerate(model, draft=draft) as fast:

@@ -112,14 +112,14 @@ def test_a_film_longer_than_the_positions_keeps_its_positions_within_them(
     from mmaccel.core.layout import PositionIds
 
     taken: list[int] = []
-    made = PositionIds.own
+    made = PositionIds.by_time
 
     def own(self: PositionIds, first: int, count: int, base: int = 0) -> torch.Tensor:
         out = made(self, first, count, base)
         taken.append(int(out.max()))
         return out
 
-    monkeypatch.setattr(PositionIds, "own", own)
+    monkeypatch.setattr(PositionIds, "by_time", own)
     model, _ = pair(name)
     config = model.config.text_config
     monkeypatch.setattr(config, "max_position_embeddings", 150 if name == "random-ov" else 24)
@@ -128,7 +128,8 @@ def test_a_film_longer_than_the_positions_keeps_its_positions_within_them(
         session.ingest(film(25).repeat(2, 1, 1, 1), fps=FPS)
         live = session._live
         assert (
-            live is not None and live.stream.positions.span(live.state.units()) > live.stream.positions.limit
+            live is not None
+            and live.stream.positions.largest(live.state.units()) > live.stream.positions.limit
         )
         assert 0 < session.counters()["ingest_seen"] < 1
         assert max(taken) < live.stream.positions.limit

@@ -94,9 +94,9 @@ def test_an_interrupt_at_any_instruction_leaves_no_hook(kind: str) -> None:
                 sys.settrace(call)
                 try:
                     if kind == "after":
-                        hooks.after(module, ours, with_kwargs=True)
+                        hooks.add_hook(module, ours, with_kwargs=True)
                     else:
-                        hooks.before(module, ours, prepend=kind == "prepended")
+                        hooks.add_pre_hook(module, ours, prepend=kind == "prepended")
                 finally:
                     sys.settrace(trace)
                 assert hooks_of(module) != plain

@@ -67,7 +67,7 @@ def test_the_session_keeps_a_conversation() -> None:
 def test_a_system_message_is_read_behind_the_video() -> None:
     adapter: Any = open_session("tiny-qwen", WHOLE["full"])._stream_adapter
     told = [{"role": "system", "content": "say red"}, {"role": "user", "content": QUESTION}]
-    ids, (begin, end) = adapter.tail(told)
+    ids, (begin, end) = adapter.tail_ids(told)
     text = adapter.processor.decode(ids)
     assert text.index("say red") < text.index("what colour")
     assert adapter.processor.decode(ids[begin:end]).strip() == QUESTION.strip()
@@ -112,7 +112,7 @@ def test_settings_that_cannot_be(settings: Any, words: str) -> None:
 def test_settings_are_those_of_generate() -> None:
     """Greedy with a penalty, and allowed tokens: the plain model's `generate` says the same after the same words."""
     with open_session("random-ov", WHOLE["full"]) as session:
-        session._stream_adapter.ends = frozenset  # type: ignore[method-assign]
+        session._stream_adapter.end_token_ids = frozenset  # type: ignore[method-assign]
         session.watch(film(6), fps=FPS)
         plain = session.ask(QUESTION, 12)
         drawn = {"do_sample": True, "temperature": 5.0, "top_k": 40, "seed": 4}

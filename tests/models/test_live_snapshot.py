@@ -61,7 +61,7 @@ def shots(name: str) -> torch.Tensor:
 
 def opened(name: str, kv: Any) -> mmaccel.VideoSession:
     session = test_stream_families.session(name, kv) if name == HYBRID else open_session(name, kv)
-    session._stream_adapter.ends = frozenset  # type: ignore[method-assign]
+    session._stream_adapter.end_token_ids = frozenset  # type: ignore[method-assign]
     session.watch(shots(name)[:BEFORE], fps=FPS)
     return session
 
@@ -257,7 +257,7 @@ def test_steps_are_made_ready_before_the_first_token(kv: str, monkeypatch: pytes
     with opened("random-ov", MEMORIES[kv]) as session:
         plain, length = session.ask(QUESTION, 8), session._live.state.length()
         ran = heard(monkeypatch, step.StreamSteps, "run", lambda steps, given, embeds, *_: len(embeds))
-        monkeypatch.setattr(Replays, "ready", lambda *given: len(ran) >= 2)
+        monkeypatch.setattr(Replays, "is_captured", lambda *given: len(ran) >= 2)
         assert told(session.ask(QUESTION, 8)) == told(plain)
         assert ran[1:] == [1] * 8  # one of them before the answer, of which the prompt gives the first token
         assert session._live.state.length() == length
@@ -272,11 +272,11 @@ def test_on_a_gpu(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def opened_there() -> mmaccel.VideoSession:
         session = mmaccel.VideoSession(model, processor, None, kv=MEMORIES[kv])
-        session._stream_adapter.ends = frozenset  # type: ignore[method-assign]
+        session._stream_adapter.end_token_ids = frozenset  # type: ignore[method-assign]
         session.watch(shots("random-ov")[:BEFORE], fps=FPS)
         return session
 
-    tokens = heard(monkeypatch, Meter, "token", lambda self, n=1: n)
+    tokens = heard(monkeypatch, Meter, "count_tokens", lambda self, n=1: n)
     late = heard(monkeypatch, replay, "capture_graph", lambda *given: sum(tokens))
     with opened_there() as quiet:
         alone = quiet.ask(QUESTION, LONG_TOKENS)
@@ -302,7 +302,7 @@ CPU, OTHER = torch.device("cpu"), torch.device("cpu:0")
 def test_a_memory_on_each_device_and_a_stretch_of_time(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with mmaccel.VideoSession(*pair("random-ov", 4), None, kv=DEVICES_KV[kv]) as session:
         adapter: Any = session._stream_adapter
-        adapter.layer_devices, adapter.ends = [CPU, CPU, OTHER, OTHER], frozenset
+        adapter.layer_devices, adapter.end_token_ids = [CPU, CPU, OTHER, OTHER], frozenset
         session.watch(film(14), fps=FPS)
         assert session._live is not None and isinstance(session._live.state, SplitState)
         alone, rest = session.ask(QUESTION, 12), iter(film(25)[14:].split(1))

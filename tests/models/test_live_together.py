@@ -32,7 +32,7 @@ def told(answer: Any) -> tuple[Any, ...]:
 
 def opened(name: str, kv: Any, number: int) -> mmaccel.VideoSession:
     session = open_session(name, kv)
-    session._stream_adapter.ends = frozenset  # type: ignore[method-assign]
+    session._stream_adapter.end_token_ids = frozenset  # type: ignore[method-assign]
     session.watch(film(9 + 3 * number, seed=3 + number), fps=FPS)
     return session
 
@@ -150,7 +150,7 @@ def test_a_shared_step_that_breaks_off_leaves_nothing_behind(
         made: torch.Tensor = logits(self, hidden)
         return made
 
-    steps, offer, begins, behind = QuestionRunner.step, Speculation.offer, dict[int, int](), list[bool]()
+    steps, offer, begins, behind = QuestionRunner.step, Speculation.offer_rows, dict[int, int](), list[bool]()
 
     def offering(self: Any, most: int | None = None) -> Any:
         offered = yield from offer(self, most)
@@ -163,7 +163,7 @@ def test_a_shared_step_that_breaks_off_leaves_nothing_behind(
         return steps(self, *given)
 
     monkeypatch.setattr(kind, "logits", breaking)
-    monkeypatch.setattr(Speculation, "offer", offering)
+    monkeypatch.setattr(Speculation, "offer_rows", offering)
     monkeypatch.setattr(QuestionRunner, "step", again)
     try:
         assert at_once([lambda one=one: told(one.ask(QUESTION, TOKENS)) for one in sessions]) == alone

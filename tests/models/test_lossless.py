@@ -197,14 +197,14 @@ def test_placeholders_are_never_proposed(family, monkeypatch: pytest.MonkeyPatch
     draft = words_of()
     draft.lm_head.weight.data[[IMG, VID]] = 20 * draft.lm_head.weight.data[[5]].abs().max()
     proposed: list[int] = []
-    plain = Drafter.drafting
+    plain = Drafter.draft_steps
 
     def drafting(self: Drafter, most: int | None = None) -> Drafting:
         found = yield from plain(self, most)
         proposed.extend(found.ids.tolist())
         return found
 
-    monkeypatch.setattr(Drafter, "drafting", drafting)
+    monkeypatch.setattr(Drafter, "draft_steps", drafting)
     for options in ({"do_sample": False}, {"do_sample": True, "temperature": 2.0}):
         with mmaccel.accelerate(target, draft=TextOnly(model=draft, window=4)) as fast:
             target.generate(**prompt(name, PROMPTS["video"]), max_new_tokens=16, **options)
@@ -346,16 +346,16 @@ def test_a_time_of_another_length_decides_nothing(three):
 
 def test_what_pays_is_what_was_measured():
     turns, meter = DraftTimes(), Meter(new_tokens=11, first=1.0, last=2.0)
-    turns.plain(4, 1024, meter)
-    turns.drafted(1500, 0.5, 25)
+    turns.record_plain(4, 1024, meter)
+    turns.record_drafted(1500, 0.5, 25)
     assert "of 1024 to 2047 tokens each, must first be timed in 2 calls" in turns.why_not(4, 1024)
-    turns.plain(4, 2047, Meter(new_tokens=11, first=1.0, last=6.0))
+    turns.record_plain(4, 2047, Meter(new_tokens=11, first=1.0, last=6.0))
     assert turns.why_not(4, 2000) is None, (
         "the faster of two calls is what steps take: 100 ms; 4 turns of 20 ms pay"
     )
     assert "2 calls" in turns.why_not(4, 2048) and "none was given" in turns.why_not(4, 4096)
-    turns.drafted(1024, 1.0, 25)
+    turns.record_drafted(1024, 1.0, 25)
     assert "160 ms with a draft in turns, 100 ms in plain steps" in turns.why_not(4, 1024)
-    turns.drafted(1024, 9.0, 3)
-    turns.plain(2, 1024, Meter(new_tokens=3, first=1.0, last=2.0))
+    turns.record_drafted(1024, 9.0, 3)
+    turns.record_plain(2, 1024, Meter(new_tokens=3, first=1.0, last=2.0))
     assert turns.drafted_s == {11: 0.04} and (2, 11) not in turns.plain_s, "so few are no measure"

@@ -219,8 +219,10 @@ def test_summary_tokens_and_rows_of_the_question_stay(monkeypatch: pytest.Monkey
 
     def see(pruning: RecallPruning, layer: int, whole: KVView, left: KVView) -> None:
         if layer == DEPTH - 1 and pruning._pass is not None and pruning._pass.kind == "question":
-            first = pruning._stream.head + pruning.state.summaries(layer)
-            shown.append((pruning.state.summaries(layer), left.key.shape[2] - first - pruning._tail))
+            first = pruning._stream.head + pruning.state.count_summary_columns(layer)
+            shown.append(
+                (pruning.state.count_summary_columns(layer), left.key.shape[2] - first - pruning._tail)
+            )
             assert torch.equal(left.key[:, :, :first], whole.key[:, :, :first])
 
     watched(monkeypatch, see)

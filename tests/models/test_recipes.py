@@ -188,7 +188,7 @@ def written_out(run, layer, query, key, value, scale):
     view = run.state.view(layer, query)
     distance = torch.arange(n)[:, None] - torch.arange(n)
     window = (distance >= 0) & ((distance < WINDOW) | (torch.arange(n) < SINKS))
-    plan = run.config.recipe.sparse.at(layer).plan(query, view.key, run.layout, run.layout)
+    plan = run.config.recipe.sparse.for_layer(layer).plan(query, view.key, run.layout, run.layout)
     tail = (torch.arange(n) >= n - TAIL)[:, None]
     mask = (plan.to_mask() | tail) & window
     return torch.nn.functional.scaled_dot_product_attention(

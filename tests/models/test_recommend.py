@@ -246,7 +246,7 @@ def test_slashes_of_few_rows_list_no_block_of_keys_twice() -> None:
 
 def test_rates_are_measured_once_and_kept(tmp_path: Path) -> None:
     sizes = sizes_of(pair("random-ov")[0], (42, 70), processor=pair("random-ov")[1])
-    store = Store(tmp_path / "rates.json", rates.Device.of)
+    store = Store(tmp_path / "rates.json", rates.Device.from_dict)
     runs: list[int] = []
 
     def bench(run: Any, device: torch.device) -> float:

@@ -65,7 +65,7 @@ def test_a_question_and_its_answer_end_with_the_positions(name: str, monkeypatch
         want = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, count:].tolist()
     with open_session(name, "full") as session:
         monkeypatch.setattr(model.generation_config, "eos_token_id", [])
-        assert session._stream_adapter.ends() == frozenset(), (
+        assert session._stream_adapter.end_token_ids() == frozenset(), (
             "no token ends an answer, whatever the text model's config says"
         )
         session.watch(film(8), fps=FPS)
@@ -173,7 +173,7 @@ def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], cloc
 def test_a_timeout_holds_inside_a_long_question(clock: SimpleNamespace) -> None:
     with open_session("tiny-ov", TIGHT["rekv"], 14) as session:
         before = session.ask(QUESTION, 3)
-        slow = slowed(session, "words", 3.0, clock)  # what comes before the layers uses the time up
+        slow = slowed(session, "token_embeds", 3.0, clock)  # what comes before the layers uses the time up
         answer = session.ask("what was it ? " * 100, timeout=2.0)
         assert (answer.ids, answer.text, answer.ttft_s, answer.finish_reason) == ((), "", 0.0, "timeout")
         assert slow.calls == 1 and answer.evidence == ()
@@ -317,7 +317,7 @@ def test_before_the_first_unit_is_whole_there_is_nothing_to_tell(kv: str) -> Non
 def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before them may come all rows of a unit that is not complete, at each of many layers."""
     held: list[int] = []
-    plain = QuestionRows.hold
+    plain = QuestionRows.copy_queries
 
     def noted(rows: QuestionRows) -> None:
         plain(rows)
@@ -325,10 +325,10 @@ def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.Monke
             row.query.untyped_storage().nbytes() // row.query[:, 0].nbytes for row in rows._rows.values()
         )
 
-    monkeypatch.setattr(QuestionRows, "hold", noted)
+    monkeypatch.setattr(QuestionRows, "copy_queries", noted)
     with open_session("random-qwen", WHOLE["rekv"], 7, fps=1.0) as session:
         session.ask(QUESTION, 1)
-        ids, words = session._stream_adapter.tail(QUESTION)
+        ids, words = session._stream_adapter.tail_ids(QUESTION)
         assert session._live is not None and session._live.info.pending is not None
     assert held == [len(ids) - words[0]] * 2
 

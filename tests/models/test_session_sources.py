@@ -319,11 +319,11 @@ def test_a_pause_longer_than_the_model_reaches(kv: str, monkeypatch: pytest.Monk
         answer = session.ask(QUESTION, 3)
         positions = session._live.stream.positions  # type: ignore[union-attr]
         assert len(answer.ids) == 3 and torch.isfinite(logits(session)).all()
-        assert int(positions.own(0, 13).max()) < 400
+        assert int(positions.by_time(0, 13).max()) < 400
 
 
 def test_a_family_without_seconds_goes_by_numbers() -> None:
-    assert adapter_for(pair("random-ov")[0]).pace_of(pair("random-ov")[0], {}) is None  # type: ignore[attr-defined]
+    assert adapter_for(pair("random-ov")[0]).stream_pace(pair("random-ov")[0], {}) is None  # type: ignore[attr-defined]
     with open_session("random-ov", "full") as session, open_session("random-ov", "full") as even:
         session.watch(film(6), times=[0.0, 1.0, 5.0, 9.0, 100.0, 101.0])
         even.watch(film(6), fps=1.0)

@@ -146,7 +146,7 @@ def test_what_a_hook_hands_over() -> None:
     road: Any = None
     run = ForwardPass(road, layout=TokenLayout.text(1, 4, "cpu"))
     _, there = one(torch.nn.Identity(), (moved,), {"mmaccel_pass": run})
-    assert there["mmaccel_pass"].layout.device == meta and not there["mmaccel_pass"].layout.padded
+    assert there["mmaccel_pass"].layout.device == meta and not there["mmaccel_pass"].layout.has_padding
 
 
 def test_a_shape_is_made_where_its_layers_lie(monkeypatch: pytest.MonkeyPatch) -> None:

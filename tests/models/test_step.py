@@ -227,7 +227,7 @@ def test_rooms_that_come_to_lie_where_others_lay_are_written_anew(monkeypatch: p
         def room(name: Any, shape: Any, dtype: Any) -> torch.Tensor:
             return made.setdefault((name, shape, dtype), torch.zeros(shape, dtype=dtype))
 
-        monkeypatch.setattr(few._replays, "room", room)
+        monkeypatch.setattr(few._replays, "get_buffer", room)
         wanted = logits(session)
         # Other tensors of the same memory, with what is in new ones.
         made.update({name: one.zero_().view(one.shape) for name, one in made.items()})
@@ -320,7 +320,7 @@ def test_captures_of_answers_are_given_back(monkeypatch: pytest.MonkeyPatch) -> 
         live: Any = session._live
         steps, shape = live.adapter._few, live.adapter.view.geometry
         replays = steps._replays
-        replays.under("a stream")
+        replays.bind_data("a stream")
         key = torch.zeros(1, shape.kv_heads, 400, shape.head_dim)
         angles = torch.ones(1, 1, 1, shape.head_dim), torch.zeros(1, 1, 1, shape.head_dim)
         for few in range(1, 3 * replay.KEPT):

@@ -116,7 +116,7 @@ def agrees(answer: mmaccel.core.decoding.generate.Answer) -> bool:
 
 @pytest.mark.parametrize("kv", ["mosaic", "no_cache"])
 def test_the_draft_is_rolled_back_with_the_target(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    frames, take = film(18), LocalDraftStream.take
+    frames, take = film(18), LocalDraftStream.take_frames
 
     def interrupted(self: LocalDraftStream, *given: Any) -> None:
         take(self, *given)
@@ -124,10 +124,10 @@ def test_the_draft_is_rolled_back_with_the_target(kv: str, monkeypatch: pytest.M
 
     with opened(kv, agreeing()) as session, opened(kv) as quiet:
         for first in (True, False):
-            monkeypatch.setattr(LocalDraftStream, "take", interrupted)
+            monkeypatch.setattr(LocalDraftStream, "take_frames", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 session.watch(film(18, seed=4)[:7], fps=FPS)
-            monkeypatch.setattr(LocalDraftStream, "take", take)
+            monkeypatch.setattr(LocalDraftStream, "take_frames", take)
             for one in (session, quiet):
                 one.watch(frames[:9] if first else frames[9:], fps=FPS)
             answer, alone = session.ask(QUESTION, TOKENS), quiet.ask(QUESTION, TOKENS)
@@ -187,7 +187,10 @@ def test_a_session_saved_without_the_draft_goes_on_without_it(tmp_path: Path) ->
         assert "saved without this draft's stream" in str(session.report())
 
 
-@pytest.mark.parametrize("method", ["take", "mark", "ask", "read", "done", "save", "idle"])
+@pytest.mark.parametrize(
+    "method",
+    ["take_frames", "checkpoint", "prepare_question", "read", "end_question", "save", "finish_intake"],
+)
 def test_a_failing_draft_loses_nothing_of_the_stream(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

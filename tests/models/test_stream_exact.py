@@ -242,8 +242,8 @@ def test_a_view_s_layout_names_head_summaries_units_and_the_question(
         live = session._live
         with asked_of(live, LONG, 2) as asked:
             state: Any = asked.state
-            few = [state.summaries(layer) for layer in range(2)]
-            shown = [len(state.seen(layer)) for layer in range(2)]
+            few = [state.count_summary_columns(layer) for layer in range(2)]
+            shown = [len(state.seen_tokens(layer)) for layer in range(2)]
     head, unit = live.stream.head, live.stream.unit
     words, marks = len(asked.ids), live.info.marks.shape[0]
     assert len(seen) == 2 and max(few) > 0

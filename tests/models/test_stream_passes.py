@@ -57,7 +57,7 @@ def kept(session: mmaccel.VideoSession) -> dict[str, Any]:
     live: Any = session._live
     told = {name: n for name, n in session.counters().items() if not name.startswith(HOW)}
     columns = [one.column.tolist() for one in getattr(live.state, "_held", []) if hasattr(one, "column")]
-    picked = [number for number, _ in live.state.pick({})] if hasattr(live.state, "pick") else []
+    picked = [number for number, _ in live.state.pick_units({})] if hasattr(live.state, "pick_units") else []
     return {
         **told,
         "spans": list(live.info.spans),
@@ -90,7 +90,7 @@ def test_frames_that_wait_to_be_merged_are_seen_saved_and_taken_back(name: str, 
     kv = {"name": "streammem", "frames": 64}
     with open_session(name, kv) as session, open_session(name, kv) as other:
         watched(session, frames[:14], 5)
-        waiting = session._live.state.waiting()  # type: ignore[union-attr]
+        waiting = session._live.state.waiting_features()  # type: ignore[union-attr]
         assert waiting is not None and waiting.shape[0] == 1 and session.frames == 14
         blind = frames[:14].clone()
         blind[10:] = 0
@@ -192,7 +192,7 @@ def test_features_of_frames_are_those_that_the_model_puts_in_their_places(kind: 
     family = adapter_for(model)
     with torch.no_grad():
         placed = family.embed(model, inputs)[inputs["input_ids"] == model.config.video_token_id]
-        assert torch.equal(family.frames(model, inputs), placed)
+        assert torch.equal(family.encode_frames(model, inputs), placed)
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
@@ -215,10 +215,10 @@ def test_watching_reads_nothing_back_and_launches_little(
         for some in (film(16), film(16)[8:]):
             session.watch(some, fps=FPS)
         live: Any = session._live
-        monkeypatch.setattr(UnitMeans, "waiting", 0)
+        monkeypatch.setattr(UnitMeans, "waiting_passes", 0)
         for name in ("refresh", "_survey"):
             monkeypatch.setattr(ClusterIndex, name, unseen(getattr(ClusterIndex, name)))
-        monkeypatch.setattr(type(live.state), "idle", lambda self: None)
+        monkeypatch.setattr(type(live.state), "finish_intake", lambda self: None)
         before = live.state.units()
         frames = film(24)[16:]
         counted = Counted(monkeypatch)
@@ -226,7 +226,7 @@ def test_watching_reads_nothing_back_and_launches_little(
         for of, name in KERNELS:
             monkeypatch.setattr(of, name, counted.as_one(getattr(of, name)))
         with counted:
-            live.take(frames, [100.0 + i for i in range(8)], lambda count: None, Deadline())
+            live.take_frames(frames, [100.0 + i for i in range(8)], lambda count: None, Deadline())
         assert live.state.units() == before + 8
         launched = sum(counted.launched.values())
         assert 100 < launched <= most, counted.launched.most_common()

@@ -170,8 +170,8 @@ class Uneven(VisionZip):
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         return torch.arange(layout.length)
 
-    def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Any:
-        return super(VisionZip, self).cut(signals, layout, stage, total)
+    def prune(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Any:
+        return super(VisionZip, self).prune(signals, layout, stage, total)
 
 
 def test_what_gives_frames_unlike_numbers_is_refused() -> None:
@@ -196,21 +196,21 @@ def test_positions_anew_are_numbers_in_a_row_on_every_axis() -> None:
     for axes in (1, 3):
         head = torch.arange(4).expand(axes, -1)
         unit = torch.arange(4, 10).expand(axes, -1).clone()
-        made = PositionIds(head, unit, torch.arange, 9, 1, 1000).anew(2)
+        made = PositionIds(head, unit, torch.arange, 9, 1, 1000).renumbered_positions(2)
         flat = (lambda x: x) if axes == 1 else (lambda x: x.expand(3, -1))
         line = torch.arange(100)
-        assert made.tokens == 2 and made.even and made.limit == 1000
+        assert made.tokens == 2 and made.is_even and made.limit == 1000
         for got, begin, end in (
-            (made.head(), 0, 4),
+            (made.head_positions(), 0, 4),
             (made.units(0, 5), 4, 14),
-            (made.own(3, 2), 10, 14),
-            (made.chosen(torch.tensor([1, 2]), 5), 6, 10),
-            (made.cells(torch.tensor([2, 3, 4]), 3), 6, 9),
-            (made.after(5, 0, 0, 3), 14, 17),
-            (made.after(5, 2, 0, 5), 14, 19),
+            (made.by_time(3, 2), 10, 14),
+            (made.of_units(torch.tensor([1, 2]), 5), 6, 10),
+            (made.token_positions(torch.tensor([2, 3, 4]), 3), 6, 9),
+            (made.positions_after(5, 0, 0, 3), 14, 17),
+            (made.positions_after(5, 2, 0, 5), 14, 19),
         ):
             assert torch.equal(got, flat(line[begin:end])), (axes, begin)
-        assert made.ends(5, 0, 3) == (16, 17)
+        assert made.last_position(5, 0, 3) == (16, 17)
 
 
 def test_every_pruner_of_the_target_has_a_part_in_a_stream_or_is_refused() -> None:
@@ -227,7 +227,7 @@ class Both(FastV):
     def scoring_layer(self) -> int:
         return 1
 
-    def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
+    def recalled_columns(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
         LOOKS.append((attention, columns, before))
         if len(attention) and len(LOOKS) % 2 == 0:
             return None
@@ -244,7 +244,9 @@ def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.Mon
 
     def see(pruning: RecallPruning, layer: int, whole: KVView, left: KVView) -> None:
         if pruning._pass.kind == "answer":
-            views.append((layer, whole, left, pruning._stream.head + pruning.state.summaries(layer)))
+            views.append(
+                (layer, whole, left, pruning._stream.head + pruning.state.count_summary_columns(layer))
+            )
 
     watched(monkeypatch, see)
     LOOKS.clear()
@@ -320,7 +322,7 @@ def test_what_goes_is_gone(kind: str, name: str) -> None:
 
 def test_a_decoded_token_chooses_among_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """What DyCoke forgets, on a window: of the tokens that the window still shows, and at each step of those."""
-    asked = heard(monkeypatch, DyCoke, "recall", lambda self, *given: given)
+    asked = heard(monkeypatch, DyCoke, "recalled_columns", lambda self, *given: given)
     seen: list[tuple[int, Tensor, KVView]] = []
     inner = PrunedKVState.view
 

@@ -47,7 +47,7 @@ def test_the_tower_of_a_frame_is_captured(monkeypatch: pytest.MonkeyPatch) -> No
     """Once for all streams of a model, of which each keeps what it was given; of more frames the modules are called."""
     model, both = adapters("random-ov", monkeypatch)
     frames, size, family = film(8), (42, 70), both[0].family
-    wanted = [family.frames(model, both[0]._pixels(frame, size)).clone() for frame in frames.split(1)]
+    wanted = [family.encode_frames(model, both[0]._pixels(frame, size)).clone() for frame in frames.split(1)]
     found = [both[n % 2].features(frame, size) for n, frame in enumerate(frames.split(1))]
     assert Kept.made == 1
     for (features, marks), right in zip(found, wanted, strict=True):
@@ -80,7 +80,7 @@ def test_a_tower_that_is_changed_or_heard_is_not_replayed(monkeypatch: pytest.Mo
         with torch.no_grad():
             change()
         found = [one.features(frame, size)[0] for _ in range(3)]
-        wanted = one.family.frames(model, one._pixels(frame, size))[:-1]
+        wanted = one.family.encode_frames(model, one._pixels(frame, size))[:-1]
         assert all(torch.equal(some.flatten(0, 1), wanted) for some in found)
         assert not torch.equal(found[0], plain[0])
     assert Kept.made == 2

@@ -27,7 +27,7 @@ from mmaccel.search.measure import (
 )
 from mmaccel.search.picture import attention_weights, pooled_attention, token_orders
 from mmaccel.search.run import differing_options, head_pattern_names
-from mmaccel.search.space import KINDS, BoundarySlot, BudgetScale, level_all, one_slot
+from mmaccel.search.space import KINDS, BoundarySlot, BudgetScale, level_all, slot_recipe
 from tests.models.tiny_random import BUILD, prompt
 from tests.spies import Largest
 
@@ -289,7 +289,7 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
         exact, near = attended(causal & keys[None, :]), attended(mine)
         expected = ((near - exact)[0, :, rows].norm(dim=(1, 2)) / exact[0, :, rows].norm(dim=(1, 2))).double()
         kind = {"text": "q_boundary", "video": "k_boundary", "text>video": "boundary_2d"}[slot.name]
-        got, share = bench.errors(one_slot(kind, slot, pattern, 16), slot)
+        got, share = bench.errors(slot_recipe(kind, slot, pattern, 16), slot)
         assert (share >= mine[rows].sum() / causal.sum() - 1e-9).all() and share.max() < 1
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert relative_error(value[0], value[0], None).max() == 0

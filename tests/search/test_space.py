@@ -15,16 +15,16 @@ from mmaccel.search.space import (
     LONG,
     SHARES,
     BudgetScale,
+    all_slots_recipe,
     boundary_slots,
     budget_rows,
     build_pattern,
     compose,
-    every_slot,
     level_all,
     level_budget,
     merge_equal,
-    one_slot,
     pattern_key,
+    slot_recipe,
 )
 
 FULL = BudgetScale(LONG, 196, 64)
@@ -196,7 +196,7 @@ def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
     near = [dict(name="a_shape", sink=n, window=16, block=16) for n in range(len(places))]
     whole = build_pattern(compose(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))
     for slot, inner in zip(places, near, strict=True):
-        lone = build_pattern(one_slot(kind, slot, inner, 16))
+        lone = build_pattern(slot_recipe(kind, slot, inner, 16))
         if kind == "no_boundary":
             assert lone == whole == build_pattern(inner)
         elif kind == "boundary_2d":
@@ -207,7 +207,7 @@ def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
         else:
             assert getattr(whole, slot.name) == getattr(lone, slot.name) == build_pattern(inner)
             assert lone.image is None and whole.image == whole.video
-    assert every_slot(kind, near[0], VIDEO_AND_TEXT, 16)["block"] == 16
+    assert all_slots_recipe(kind, near[0], VIDEO_AND_TEXT, 16)["block"] == 16
 
 
 def head_of(scores: Mapping[str, Any], shares: Mapping[str, Any], **more: Any) -> dict[str, Any]:

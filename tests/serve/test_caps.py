@@ -79,14 +79,14 @@ def test_the_newest_picture_is_there_once_it_is_numbered(monkeypatch: pytest.Mon
     pictures, seen = Thumbnails(4), list[bytes | None]()
 
     def writing(frame: Any, side: int) -> bytes:
-        seen.append(pictures.at(100))  # as another thread does meanwhile
+        seen.append(pictures.nearest(100))  # as another thread does meanwhile
         return bytes([int(frame[0, 0, 0])])
 
     monkeypatch.setattr("mmaccel.serve.kept.write_jpeg", writing)
     frames = torch.arange(9, dtype=torch.uint8).view(9, 1, 1, 1).expand(9, 3, 1, 1)
     pictures.add(0, frames)
     assert seen == [None, *(bytes([n]) for n in (0, 1, 2, 3, 4, 5, 6, 7))]
-    assert pictures.at(3) == b"\0" and len(pictures._files) <= 4
+    assert pictures.nearest(3) == b"\0" and len(pictures._files) <= 4
 
 
 def site(film: bytes, request: Any) -> None:
@@ -162,9 +162,9 @@ def measured(**limits: Any) -> Admission:
     made = Admission(RECIPES, replace(Limits(), **limits))
     for name in RECIPES:
         one = made.admit(name, 1.0, 900.0)
-        made.took(one, 2.0, (0, 0), (10, 10_000))
-        made.took(one, 0.0, (10, 10_000), (20, 20_000))
-        made.took(one, 50.0, (20, 20_000), (30, 30_000), live=False)
+        made.record_call(one, 2.0, (0, 0), (10, 10_000))
+        made.record_call(one, 0.0, (10, 10_000), (20, 20_000))
+        made.record_call(one, 50.0, (20, 20_000), (30, 30_000), live=False)
         made.end(one)
     return made
 
@@ -189,13 +189,13 @@ def test_time_is_promised_until_it_is_all_taken() -> None:
 def test_bytes_are_predicted_to_what_the_recipe_keeps() -> None:
     admission = measured(memory_bytes=1_500_000)
     one = admission.admit("all", 1.0, 900.0)
-    assert admission.bytes(one) == 900_000
+    assert admission.predicted_bytes(one) == 900_000
     with pytest.raises(Refused, match="seconds: this stream will hold 900000 bytes after 900 s") as told:
         admission.admit("all", 1.0, 900.0)
     assert told.value.status == 503 and told.value.code == "no_room"
-    assert admission.bytes(admission.admit("short", 1.0, 900.0)) == 60_000
-    assert admission.bytes(admission.admit("all", 1.0, 10.0)) == 10_000
-    admission.took(one, 1.0, (20, 20_000), (21, 2_000_000))
+    assert admission.predicted_bytes(admission.admit("short", 1.0, 900.0)) == 60_000
+    assert admission.predicted_bytes(admission.admit("all", 1.0, 10.0)) == 10_000
+    admission.record_call(one, 1.0, (20, 20_000), (21, 2_000_000))
     with pytest.raises(Refused):
         admission.admit("short", 1.0, 1.0)
 
@@ -203,20 +203,20 @@ def test_bytes_are_predicted_to_what_the_recipe_keeps() -> None:
 def test_a_memory_that_grows_no_more_takes_no_more() -> None:
     admission = Admission(RECIPES, Limits())
     one = admission.admit("all", 1.0, 900.0)
-    admission.took(one, 1.0, (50, 7_000), (60, 7_000))
-    assert admission.bytes(one) == 7_000
+    admission.record_call(one, 1.0, (50, 7_000), (60, 7_000))
+    assert admission.predicted_bytes(one) == 7_000
 
 
 def test_a_slab_is_not_what_a_frame_takes() -> None:
     """Bytes come a slab at a time: nothing is told before they grow, and then by all frames since the first look."""
     admission, slab = Admission(RECIPES, Limits()), 256 << 20
     one = admission.admit("all", 1.0, 900.0)
-    admission.took(one, 1.0, (0, 0), (1, slab))
-    assert admission.bytes(one) == slab
-    admission.took(one, 1.0, (1, slab), (25, 2 * slab))
-    assert admission.bytes(one) == pytest.approx(2 * slab + slab / 24 * 875)
-    admission.took(one, 1.0, (25, 2 * slab), (26, 2 * slab))
-    assert admission.bytes(admission.admit("all", 1.0, 25.0)) < 2 * slab
+    admission.record_call(one, 1.0, (0, 0), (1, slab))
+    assert admission.predicted_bytes(one) == slab
+    admission.record_call(one, 1.0, (1, slab), (25, 2 * slab))
+    assert admission.predicted_bytes(one) == pytest.approx(2 * slab + slab / 24 * 875)
+    admission.record_call(one, 1.0, (25, 2 * slab), (26, 2 * slab))
+    assert admission.predicted_bytes(admission.admit("all", 1.0, 25.0)) < 2 * slab
 
 
 def test_frames_that_come_faster_than_was_said_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ def test_frames_that_come_faster_than_was_said_count(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("mmaccel.serve.admission.monotonic", lambda: now)
     one = admission.admit("all", 1.0, 900.0)
     for now in (0.0, 10.0, 20.0):
-        admission.took(one, 5.0, (int(5 * now), 0), (int(5 * now) + 50, 0))
-    assert one.rate == 5.0 and admission.busy(one) > 0.4
+        admission.record_call(one, 5.0, (int(5 * now), 0), (int(5 * now) + 50, 0))
+    assert one.rate == 5.0 and admission.predicted_load(one) > 0.4
 
 
 def test_a_server_refuses_the_stream_that_is_too_much() -> None:

@@ -81,11 +81,11 @@ def test_callers_take_turns() -> None:
         turns, order = FairQueue(1, 19), list[str]()
 
         async def one(caller: str) -> None:
-            async with turns.turn(caller):
+            async with turns.hold_turn(caller):
                 order.append(caller)
                 await asyncio.sleep(0)
 
-        async with turns.turn("first"):
+        async with turns.hold_turn("first"):
             tasks = [asyncio.create_task(one("many")) for _ in range(10)]
             await asyncio.sleep(0)
             tasks += [asyncio.create_task(one("late")) for _ in range(2)]

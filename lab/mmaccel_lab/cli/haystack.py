@@ -10,7 +10,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Model
-from mmaccel.cli.console import bar_callback, bars, many, number, out, print_json, say
+from mmaccel.cli.console import bar_callback, bars, number, out, plural, print_json, say
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, lengths_of, tell_stop
@@ -369,7 +369,7 @@ def _show(
         why = "no budget tried comes nearer" if one["budget"] else "it has no budget"
         run = f" (--seed {one['seed']})" if several else ""
         say(
-            f"{one['rival']} computes {one['share']:.1%} of the first prompt of {many(one['frames'], 'frame')}{run}, "
+            f"{one['rival']} computes {one['share']:.1%} of the first prompt of {plural(one['frames'], 'frame')}{run}, "
             f"and {one['yardstick'] or 'what it is levelled with'} {one['wanted']:.1%}: {why}."
         )
 
@@ -378,7 +378,7 @@ def _tell_rest(rest: Sequence[Shot], path: Path | None) -> None:
     names = ", ".join(dict.fromkeys(shot.recipe for shot in rest))
     lengths = ", ".join(str(frames) for frames in sorted({shot.frames for shot in rest}))
     say(
-        f"{path} also holds {many(len(rest), 'answer')} not asked for here ({names}; {lengths} frames): "
+        f"{path} also holds {plural(len(rest), 'answer')} not asked for here ({names}; {lengths} frames): "
         f"--rows {path} shows all."
     )
 

@@ -17,9 +17,9 @@ from mmaccel.cli.console import (
     bar_callback,
     bars,
     column_groups,
-    many,
     number,
     out,
+    plural,
     print_json,
     remark,
     say,
@@ -62,7 +62,7 @@ def world(
         write_mp4(made, output, progress=add_bar(progress, "world", "frames", frames))
     if truth is not None:
         truth.write_text(json.dumps(made.truth(), indent=2) + "\n", encoding="utf-8")
-    told = f"{output}: {many(frames, 'frame')}, {many(len(made.cards), 'card')}, {many(len(made.segments), 'scene')}"
+    told = f"{output}: {plural(frames, 'frame')}, {plural(len(made.cards), 'card')}, {plural(len(made.segments), 'scene')}"
     say(told)
 
 

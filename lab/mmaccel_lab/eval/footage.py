@@ -88,14 +88,14 @@ class Viewing(VideoSession):
             torch.cuda.synchronize(own.device)
         seconds = time.perf_counter() - began
         assert self._live is not None
-        self._mark = self._live.mark()
+        self._mark = self._live.checkpoint()
         return seconds
 
     def under(self, kv: StreamPolicy) -> None:
         """Be as when all was watched, whatever was asked since, and answer as a memory of `kv` does, which differs from the
         session's in fields that matter at a question alone."""
         assert self._live is not None
-        self._live.back(self._mark)
+        self._live.restore(self._mark)
         self._live.state.set_query_fields(kv)
 
     @property

@@ -74,7 +74,7 @@ def listed(recipe: Recipe, layout: TokenLayout) -> float | None:
     """The share of attention that a recipe of one pattern on every layer computes, the dense rows at the end included, by
     planning once; None where the plan hangs on queries and keys, some layers are dense beside it, or prompts are padded."""
     pattern, n = recipe.sparse, layout.length
-    if pattern.adaptive or pattern.dense or recipe.dense_layers or layout.padded:
+    if pattern.adaptive or pattern.dense or recipe.dense_layers or layout.has_padding:
         return None
     blank = torch.zeros(layout.batch, 1, n, 16, device=layout.position.device)
     plan = pattern.plan(blank, blank, layout, layout)

@@ -92,7 +92,7 @@ class Setup(NamedTuple):
         return cls(spans, tiles, own, in_place, bounds, seen, (queries, begin if own is None else own))
 
     @property
-    def by_key(self) -> bool:
+    def masks_by_key(self) -> bool:
         """Whether the mask compares key indices; otherwise it compares positions."""
         return all(span.keys is not None for span in self.spans)
 
@@ -101,20 +101,20 @@ class Setup(NamedTuple):
         """The `BlockLists` of all key spans."""
         return [span.of.lists for span in self.spans]
 
-    def tests(self, blocks: tuple[int, int]) -> list[Tensor]:
+    def mask_tensors(self, blocks: tuple[int, int]) -> list[Tensor]:
         """The tensors that the mask function reads: `key_runs` or `position_runs`; none if `bounds` describe the whole
         mask."""
         if self.bounds is not None:
             return []
-        return (key_runs if self.by_key else position_runs)(self.spans, self.tiles, blocks)
+        return (key_runs if self.masks_by_key else position_runs)(self.spans, self.tiles, blocks)
 
     def tables(self, heads: slice) -> tuple[Tensor, ...]:
         """The four block-sparse tensors of flash-attn for some heads."""
-        some = [lists.of(heads) for lists in self.lists]
+        some = [lists.for_heads(heads) for lists in self.lists]
         return block_tensors(some, self.tiles, *self.sizes, together=self.own is not None, seen=self.seen)
 
     @property
-    def small(self) -> bool:
+    def is_small(self) -> bool:
         """Whether the block-sparse tensors of all heads are small enough to be cached with the plan."""
         each = max(lists.row.shape[0] * lists.heads for lists in self.lists)
         return each * self.sizes[0] * self.sizes[1] <= KEPT * self.tiles.queries * self.tiles.keys
@@ -126,8 +126,8 @@ def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, 
 
     def made() -> list[Tensor]:
         setup = Setup.of(part, n, block_q, block_k, rows)
-        found = setup.tests((block_q, block_k))
-        if setup.small:
+        found = setup.mask_tensors((block_q, block_k))
+        if setup.is_small:
             found += [t for heads in head_slices(setup.lists, H, group) for t in setup.tables(heads)]
         return found
 
@@ -163,7 +163,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
         group = H // k.shape[2]
     else:
         k, v = (t[:, :, : setup.own].transpose(1, 2) for t in (key, value))
-    count = 0 if setup.bounds is not None else len(part.spans) + (not setup.by_key)
+    count = 0 if setup.bounds is not None else len(part.spans) + (not setup.masks_by_key)
     tests, tables = prepared[:count], prepared[count:]
     outs, sums = [], []
     for i, heads in enumerate(head_slices(setup.lists, H, H // key.shape[1])):
@@ -171,7 +171,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
         mine = [expand(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
         its = slice(heads.start // group, (heads.stop - 1) // group + 1)
         some = q[:, :, heads], k[:, :, its], v[:, :, its]
-        out, lse = launch(*some, tensors, tiles, mine, setup.by_key, scale, setup.bounds)
+        out, lse = launch(*some, tensors, tiles, mine, setup.masks_by_key, scale, setup.bounds)
         outs.append(out)
         sums.append(lse)
     out, lse = side_by_side(outs, 2).transpose(1, 2), side_by_side(sums, 1)
@@ -282,7 +282,7 @@ def launch(
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
     """Call flash-attn: out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]. The mask is
-    `bounds` (`key_bounds`), or else the tensors `tests` (`key_runs` if `by_key`, else `position_runs`)."""
+    `bounds` (`key_bounds`), or else the tensors `mask_tensors` (`key_runs` if `masks_by_key`, else `position_runs`)."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 

@@ -90,7 +90,7 @@ class BlockLists:
         """The index tensor of key blocks in the form that operators take: empty instead of None."""
         return self.row.new_empty(0, dtype=torch.int32) if self.index is None else self.index
 
-    def of(self, heads: slice) -> BlockLists:
+    def for_heads(self, heads: slice) -> BlockLists:
         """The block lists of a slice of heads."""
         row, kind = (t[:, heads] if t.shape[1] > 1 else t for t in (self.row, self.kind))
         return BlockLists(row, self.index, kind)
@@ -186,7 +186,7 @@ class HeadRange(NamedTuple):
     past: int
 
     @classmethod
-    def of(cls, heads: Sequence[int], group: int) -> HeadRange:
+    def covering(cls, heads: Sequence[int], group: int) -> HeadRange:
         """The smallest range of heads that contains `heads`, where `group` query heads share a key/value head."""
         first, last = min(heads), max(heads)
         if first // group != last // group:
@@ -197,7 +197,7 @@ class HeadRange(NamedTuple):
         return self.past - self.first
 
     @property
-    def slots(self) -> tuple[int, ...]:
+    def head_indices(self) -> tuple[int, ...]:
         """Indices of the wanted heads within the range of heads."""
         return tuple(head - self.first for head in self.heads)
 
@@ -228,7 +228,7 @@ class Part:
     edge: int | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def of(self, heads: int) -> slice:
+    def for_heads(self, heads: int) -> slice:
         """Slice of the `heads` query heads that this part of an attention plan applies to."""
         some = self.head_range
         return slice(0, heads) if some is None else slice(some.first, some.past)
@@ -245,7 +245,7 @@ class Part:
         own = any(span.bias is not None or span.key is not None for span in self.spans)
         return own or self.edge is not None
 
-    def first(self, rows: int) -> Part:
+    def first_rows(self, rows: int) -> Part:
         """This part of an attention plan, restricted to query rows < `rows`; cached."""
 
         def cut() -> Part:

@@ -56,14 +56,7 @@ def _reach_shapes(
 
 @operator("prefill.lists", fake=_reach_shapes)
 def reach(
-    q_row: Tensor,
-    k_row: Tensor,
-    q_pos: Tensor,
-    k_pos: Tensor,
-    lo: int,
-    hi: int,
-    block_q: int,
-    block_k: int,
+    q_row: Tensor, k_row: Tensor, q_pos: Tensor, k_pos: Tensor, lo: int, hi: int, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
     """For each query block, the run of key blocks that may hold a pair with ``lo <= q_pos - k_pos < hi``.
 

@@ -54,13 +54,7 @@ def delta_rows(
 
 
 def _ruled(
-    rows: Tensor,
-    conv: Tensor,
-    decay: Tensor,
-    shift: Tensor,
-    when: list[int],
-    journal: Tensor,
-    state: Tensor,
+    rows: Tensor, conv: Tensor, decay: Tensor, shift: Tensor, when: list[int], journal: Tensor, state: Tensor
 ) -> Tensor:
     """[n, H, V] float32 of one sequence, without norm and gate."""
     (heads, K, V), taps, here, (first, taken, upto) = state.shape, conv.shape[1], journal.shape[0], when

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops.layer_ops import MOST
 from mmaccel.core.adapter import Runner
-from mmaccel.core.decoding.draft import DraftStep, sent
+from mmaccel.core.decoding.draft import DraftStep, resume_draft
 from mmaccel.core.decoding.generate import Offer, Speculation
 from mmaccel.core.prefill.attention import ForwardPass
 
@@ -67,7 +67,7 @@ class Batch:
         """How many sequences are being decoded."""
         return len(self._live)
 
-    def share(self, runner: Any, of: Callable[[Any, Sequence[Any]], Any]) -> None:
+    def share_steps(self, runner: Any, of: Callable[[Any, Sequence[Any]], Any]) -> None:
         """Let steps of `runner`, and of drafts opened later, be shared with other sequences. `of(runner, known)` returns the
         `Runner.together` that runs its steps: one of the `known`, a new one, or None to share none."""
         with self._changed:
@@ -124,29 +124,29 @@ class Batch:
     def _round(self) -> None:
         with self._changed:
             live = list(self._live)
-        began, free = time.perf_counter(), [one for one in live if one.adapts]
-        most = self.load.most(len(live), len(free)) if free else None
+        began, free = time.perf_counter(), [one for one in live if one.adapts_length]
+        most = self.load.best_length(len(live), len(free)) if free else None
         # The others wait while a draft reads its prompt: one a round.
-        reads = [one for one in free if one.unread] if most else []
+        reads = [one for one in free if one.has_unread_draft] if most else []
         self._warm = not reads
         lengths = {**dict.fromkeys(live), **dict.fromkeys(free, most), **dict.fromkeys(reads[1:], 0)}
-        offers = self._offers({one: one.offer(lengths[one]) for one in live})
+        offers = self._offers({one: one.offer_rows(lengths[one]) for one in live})
         wanted, taken = list[Wanted](), 0
         for one, offered in offers.items():
             with self._careful(one):
                 if offered is None or len(offered) > 1:
-                    one.take(None if offered is None else one.target.step(*offered)[0])
+                    one.verify_logits(None if offered is None else one.target.step(*offered)[0])
                 else:
                     wanted.append((one, one.target, offered[0], one.target.together))
         for one, logits in self._steps(wanted, self._told):
             with self._careful(one):
                 if isinstance(logits, Exception):
                     raise logits
-                one.take(logits[0])
+                one.verify_logits(logits[0])
                 taken += 1
         if most is not None and taken == len(live) and self._warm:
             seconds = time.perf_counter() - began
-            self.load.took(len(live), most, seconds, [one.judged for one in live if one.judged[0]])
+            self.load.add_round(len(live), most, seconds, [one.judged for one in live if one.judged[0]])
         with self._changed:
             self._live = [one for one in self._live if not one.ended]
             if any(one.ended for one in live):  # though others may have come in their places
@@ -161,7 +161,7 @@ class Batch:
             for one, said in given.items():
                 with self._careful(one):
                     try:
-                        asked[one] = sent(works[one], said)
+                        asked[one] = resume_draft(works[one], said)
                     except StopIteration as over:
                         offers[one] = over.value
             given, groups, wanted = {}, defaultdict[Any, list[Speculation]](list), list[Wanted]()
@@ -228,7 +228,7 @@ class Batch:
 def _said(step: DraftStep, logits: dict[Speculation, Tensor]) -> dict[Speculation, Tensor | Exception | None]:
     """What the drafts of `logits` get of them, by steps of one kind; an error is of the draft that has it alone."""
     try:
-        return dict(zip(logits, step.said(torch.cat(list(logits.values()))), strict=True))
+        return dict(zip(logits, step.reduce_logits(torch.cat(list(logits.values()))), strict=True))
     except Exception as error:
         if len(logits) == 1:
             return dict.fromkeys(logits, error)
@@ -254,7 +254,7 @@ class AnswersTogether:
             (ForwardPass(one.adapter.attention, False, state=one.state, stream=True), count, one.live.hidden)
             for one, count in zip(runners, counts, strict=True)
         ]
-        rows, errors = adapter.run_each(passes, adapter.words(torch.cat(list(ids), 1)[0]))
+        rows, errors = adapter.run_each(passes, adapter.token_embeds(torch.cat(list(ids), 1)[0]))
         logits = adapter.logits(rows)[None].split(counts, 1)
         return [errors.get(number, own) for number, own in enumerate(logits)]
 
@@ -301,7 +301,7 @@ class DraftLength:
         self._seconds: defaultdict[tuple[int, int], deque[float]] = defaultdict(partial(deque, maxlen=TIMED))
         self._longest = dict[tuple[int, int], int]()
 
-    def most(self, count: int, drafting: int) -> int:
+    def best_length(self, count: int, drafting: int) -> int:
         """Return the draft length for a round of `count` sequences, `drafting` of which have a draft; 0: no drafting."""
         size, best, chosen = _size(count), 0.0, 0
         keep = self._kept / self._judged
@@ -318,7 +318,7 @@ class DraftLength:
                 break  # the draft proposes no more
         return chosen
 
-    def took(self, count: int, length: int, seconds: float, judged: Iterable[tuple[int, int]]) -> None:
+    def add_round(self, count: int, length: int, seconds: float, judged: Iterable[tuple[int, int]]) -> None:
         """Record that a round of `count` sequences took `seconds`, without one-off work such as graph capture; `judged`:
         (proposed, accepted) tokens of each that drafted."""
         size = _size(count)
@@ -334,7 +334,7 @@ class DraftLength:
             self._judged += kept + (kept < proposed)
             self._kept += kept
 
-    def times(self, count: int) -> dict[int, float]:
+    def round_times(self, count: int) -> dict[int, float]:
         """Return the median milliseconds of a round of `count` sequences, for each draft length that was tried."""
         size = _size(count)
         tried = [length for length in LENGTHS if self._seconds.get((size, length))]

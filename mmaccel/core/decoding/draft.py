@@ -59,7 +59,7 @@ class Proposal:
     def empty(cls, device: torch.device | str = "cpu") -> Proposal:
         return cls(torch.empty(0, dtype=torch.long, device=device))
 
-    def then(self, other: Proposal) -> Proposal:
+    def followed_by(self, other: Proposal) -> Proposal:
         """Return this proposed chain of tokens followed by the tokens of chain `other`."""
         if not other.ids.numel():
             return self
@@ -68,7 +68,7 @@ class Proposal:
         q = None
         if self.q is not None or other.q is not None:
             vocab = (self.q if self.q is not None else other.q).shape[-1]  # type: ignore[union-attr]
-            odds = [one.odds(vocab) for one in (self, other)]
+            odds = [one.distributions(vocab) for one in (self, other)]
             if odds[0].shape[1] != odds[1].shape[1]:
                 raise DraftError(
                     f"DraftState.tail has a q over {odds[1].shape[1]} tokens and the proposal one over {odds[0].shape[1]}; "
@@ -77,7 +77,7 @@ class Proposal:
             q = torch.cat([odds[0], odds[1].to(odds[0])])
         return Proposal(torch.cat([self.ids, other.ids.to(self.ids)]), q=q)
 
-    def odds(self, vocab: int) -> Tensor:
+    def distributions(self, vocab: int) -> Tensor:
         """Return the distribution [n, vocab] float32 of each token: `q`, or one-hot rows if it is None."""
         if self.q is not None:
             return self.q
@@ -103,8 +103,8 @@ class Prompt:
     `warp` turns the raw logits of one token into the distribution it is drawn from (temperature, top-k, penalties, given the
     ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream` is what `watch`
     gave, asked the question: `inputs` have its ids alone. In a later turn of a conversation `past` are the columns that the
-    target holds, `inputs` are of what comes after them, and `left` is what `DraftState.leave` gave (None: nothing); `lasts`
-    says that `leave` will be called. `deadline` is the call's (`generate.Deadline`), for long reads to check.
+    target holds, `inputs` are of what comes after them, and `left` is what `state_for_next_turn` gave (None: nothing);
+    `lasts` says that it will be called. `deadline` is the call's (`generate.Deadline`), for long reads to check.
     """
 
     inputs: Mapping[str, Any]
@@ -132,10 +132,10 @@ class DraftStep:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What must be equal for steps to be evaluated together by one call of `said`."""
+        """What must be equal for steps to be evaluated together by one call of `reduce_logits`."""
         return self.vocab, self.never, self.greedy
 
-    def said(self, logits: Tensor) -> Tensor:
+    def reduce_logits(self, logits: Tensor) -> Tensor:
         """Reduce the step's logits [m, V] to what drafts get: [m, vocab], or the argmax [m, 1] if `greedy`."""
         logits = resize_vocab(logits, self.vocab, float("-inf"))
         if never := [token for token in self.never if token < self.vocab]:
@@ -148,7 +148,7 @@ Drafting = Generator[DraftStep, Tensor, Any]
 
 
 class DraftState(ABC):
-    """The draft of one sequence, for one turn. `chooses`: `drafting` can limit its tokens; `unread`: it must prefill."""
+    """The draft of one sequence, for one turn. `chooses`: `draft_steps` can limit its tokens; `unread`: it must prefill."""
 
     chooses, unread = False, False
 
@@ -160,7 +160,7 @@ class DraftState(ABC):
         """Return the pruner of the draft's prompt: `given`, or None to read all of it. Called after `begin`."""
         return given
 
-    def keep(self, columns: Tensor) -> None:
+    def keep_columns(self, columns: Tensor) -> None:
         """Take the columns [n] of the prompt and of `Prompt.past` that the pruner keeps for the draft; called once, between
         `begin` and the first `observe`, as soon as the target's early layers have run."""
         raise DraftError(f"{type(self).__name__} cannot prune what its draft sees; leave prune out.")
@@ -173,13 +173,13 @@ class DraftState(ABC):
     def propose(self) -> Proposal:
         """Return the draft tokens that the target should verify next; may be empty."""
 
-    def drafting(self, most: int | None = None) -> Drafting:
+    def draft_steps(self, most: int | None = None) -> Drafting:
         """Generator form of `propose`: yields the draft model's steps for the caller to run, and returns a proposal of at
         most `most` tokens if the draft can choose."""
         yield from ()
         return self.propose()
 
-    def tail(self) -> Proposal:
+    def tail_token(self) -> Proposal:
         """Return one token that follows the whole proposal, or none; it is verified as the last one. Called after the
         target's step was launched, so work here overlaps verification."""
         return Proposal.empty()
@@ -188,7 +188,7 @@ class DraftState(ABC):
     def observe(self, committed: Tensor, kept: int) -> None:
         """Learn the `committed` [m] new tokens of the sequence; the first `kept` of them were in the last proposal."""
 
-    def leave(self) -> Any:
+    def state_for_next_turn(self) -> Any:
         """Return state from which the next turn's draft can continue (`Prompt.left`), or None. Called before `close`."""
         return None
 
@@ -211,7 +211,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     active  whether this strategy drafts at all; one that does not is never opened
     needs   what it requires of the recipe: "rollback", that the KV memory can drop the last `max_rollback` columns;
             "memory", that it holds every column of an accelerated model; "branches", that it takes trees; "prompt", the
-            prompt's own inputs, which a stream lacks; "video", these or a stream (`watch`); "model", a draft model
+            prompt's own inputs, which a stream lacks; "video", these or a stream (`open_stream`); "model", a draft model
 
     in_batches  whether the sequences of a batch are drafted for, each in its turn: "always"; "never"; or "measured": where
                 that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled
@@ -239,12 +239,12 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     @abstractmethod
     def open(self, target: ModelView) -> DraftState: ...
 
-    def watch(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
+    def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         """Open a stream for the frames of `session`; called once per session if "video" is in `needs`."""
         raise DraftError(f"{self.name}: it opens no stream of its own; leave 'video' out of needs.")
 
 
-def sent(work: Drafting, given: Tensor | Exception | None) -> DraftStep:
+def resume_draft(work: Drafting, given: Tensor | Exception | None) -> DraftStep:
     """Resume the generator `work` with the result or the error of its last step (None at first); return its next step."""
     return work.throw(given) if isinstance(given, Exception) else work.send(given)  # type: ignore[arg-type]
 
@@ -254,11 +254,11 @@ def run_draft(work: Drafting) -> Any:
     given: Tensor | Exception | None = None
     while True:
         try:
-            asked = sent(work, given)
+            asked = resume_draft(work, given)
         except StopIteration as over:
             return over.value
         try:
-            given = asked.said(asked.runner.step(asked.ids[None])[0, -1:])[0]
+            given = asked.reduce_logits(asked.runner.step(asked.ids[None])[0, -1:])[0]
         except Exception as error:
             given = error
 

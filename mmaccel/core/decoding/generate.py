@@ -65,7 +65,7 @@ class GuardedDraft:
     """Wraps a draft so that its failure ends only drafting, not decoding; `state` is None before it is opened and after it
     ends.
 
-    lasts  whether a later turn may follow; then `left` is what the draft keeps for it (`DraftState.leave`)
+    lasts  whether a later turn may follow; then `left` is what the draft keeps for it (`DraftState.state_for_next_turn`)
     """
 
     def __init__(self, meter: DraftRounds, state: DraftState | None = None, lasts: bool = False) -> None:
@@ -73,7 +73,7 @@ class GuardedDraft:
         self.left: Any = None
 
     @contextmanager
-    def dropping(self) -> Iterator[DraftState | None]:
+    def drop_on_error(self) -> Iterator[DraftState | None]:
         """Context that gives the draft's state (None if dropped); an error inside drops the draft and is not raised."""
         try:
             yield self.state
@@ -103,7 +103,7 @@ class GuardedDraft:
         if draft is not None:
             try:
                 try:
-                    self.left = draft.leave() if self._lasts else None
+                    self.left = draft.state_for_next_turn() if self._lasts else None
                 finally:
                     draft.close()
             except Exception as error:
@@ -158,22 +158,22 @@ class Speculation:
     @torch.no_grad()
     def advance(self) -> None:
         """Commit the next tokens: the first call the one after the prompt, later calls those of one round."""
-        offered = run_draft(self.offer())
-        self.take(None if offered is None else self.target.step(*offered)[0])
+        offered = run_draft(self.offer_rows())
+        self.verify_logits(None if offered is None else self.target.step(*offered)[0])
 
     @torch.no_grad()
-    def offer(self, most: int | None = None) -> Generator[DraftStep, Tensor, Offer | None]:
+    def offer_rows(self, most: int | None = None) -> Generator[DraftStep, Tensor, Offer | None]:
         """Return the rows of the target's next step: the last token and the draft's proposal (at most `most` tokens if it
         can choose; 0: none), with `Branches` for a tree; None for the first token, as the prompt's logits are there. The
-        draft's own steps are yielded. Call `take` next."""
+        draft's own steps are yielded. Call `verify_logits` next."""
         self._proposal, self._rests = Proposal.empty(), most == 0
         if self._first is not None:
             return None
         self.target.truncate(self._origin + self.ids.shape[1] - 1)  # what a step that broke off left is gone
         proposal = self._proposal
-        with self._draft.dropping() as draft:
+        with self._draft.drop_on_error() as draft:
             if draft is not None and not self._rests:
-                offered = yield from draft.drafting(most)
+                offered = yield from draft.draft_steps(most)
                 validate(offered)
                 proposal = offered
         self._proposal = proposal
@@ -183,7 +183,7 @@ class Speculation:
         return (rows,) if proposal.parents is None else (rows, proposal.branches)
 
     @torch.no_grad()
-    def take(self, logits: Tensor | None) -> None:
+    def verify_logits(self, logits: Tensor | None) -> None:
         """Verify the offered rows by the target's logits [n, V], and commit the accepted tokens."""
         first, self._first = self._first, None
         if first is not None:
@@ -212,7 +212,7 @@ class Speculation:
             self._emit(committed)
         if not self.ended:
             # Before anyone reads the tokens: a draft elsewhere goes on meanwhile.
-            with self._draft.dropping() as draft:
+            with self._draft.drop_on_error() as draft:
                 if draft is not None:
                     draft.observe(committed, kept)
         if first is None and self._emit is not None:
@@ -229,31 +229,31 @@ class Speculation:
             taken = torch.cat([path.new_zeros(1), path + 1])
             self.target.accept(taken)
             self.judged = proposal.ids.numel(), path.numel()
-            self._meter.round(*self.judged)
+            self._meter.count_round(*self.judged)
             return committed, path.numel(), logits[taken.to(logits.device)]
-        with self._draft.dropping() as draft:
+        with self._draft.drop_on_error() as draft:
             if draft is not None and not self._rests:
-                tail = draft.tail()
+                tail = draft.tail_token()
                 validate(tail)
                 if tail.ids.numel() > 1 or tail.parents is not None:
                     raise DraftError(f"DraftState.tail is one token or none; it is {tail.ids.tolist()}.")
-                proposal = proposal.then(tail)
+                proposal = proposal.followed_by(tail)
         try:
             committed, kept = accept(proposal, logits, ids[0], prompt.warp, prompt.generator)
         except DraftError as error:
             self._draft.drop(error)
             committed, kept = accept(Proposal.empty(), logits[:1], ids[0], prompt.warp, prompt.generator)
         self.judged = proposal.ids.numel(), kept
-        self._meter.round(*self.judged)
+        self._meter.count_round(*self.judged)
         return committed, kept, logits
 
     @property
-    def adapts(self) -> bool:
+    def adapts_length(self) -> bool:
         """Whether this sequence's number of drafted tokens may vary; under sampling it would change the random numbers."""
         return getattr(self._draft.state, "chooses", False) and self._prompt.warp is None
 
     @property
-    def unread(self) -> bool:
+    def has_unread_draft(self) -> bool:
         """Whether this sequence's draft must prefill the prompt before it proposes."""
         return self._first is None and getattr(self._draft.state, "unread", False)
 
@@ -286,19 +286,19 @@ class Deadline:
         """Ask the running call to end at its next check of the deadline; may be called from any thread."""
         self._cancelled.set()
 
-    def over(self) -> Over | None:
+    def end_reason(self) -> Over | None:
         """Return why the call must end now, "timeout" or "cancelled"; None: it may continue."""
         if self._cancelled.is_set() or self._event.is_set():
             return "cancelled"
         return "timeout" if self._end is not None and monotonic() >= self._end else None
 
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Return the seconds left until the deadline; None without a timeout."""
         return None if self._end is None else max(0.0, self._end - monotonic())
 
     def check(self) -> None:
         """Raise `Ended` if the running call must end now, because of its timeout or a cancellation."""
-        if (reason := self.over()) is not None:
+        if (reason := self.end_reason()) is not None:
             raise Ended(reason)
 
 

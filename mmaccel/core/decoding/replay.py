@@ -48,16 +48,16 @@ def _side(device: torch.device, replaying: int) -> Any:
 
 class Replays:
     """Caches CUDA graphs of repeated work, by name. The work reads and writes fixed addresses; the host passes inputs
-    through buffers (`room`).
+    through buffers (`get_buffer`).
 
     The first call of a name runs the work eagerly, the second captures it, later ones replay. Without CUDA, and for work
     that cannot be captured, every call is eager.
 
-    Captures are valid while `mark` (see `under`) stays the same, which must cover every address that the work reads, except
-    those that `at` names. For each name, captures are kept for the last `KEPT` values of `at`, so that sessions that share a
-    model each find theirs; over all names, about the last `MOST` used. What `at` names may be freed, and other data of the
-    same shape be allocated there: a capture then reads that. A capture reads nothing else that can be freed: rooms and
-    results are its own.
+    Captures are valid while `mark` (see `bind_data`) stays the same, which must cover every address that the work reads,
+    except those that `at` names. For each name, captures are kept for the last `KEPT` values of `at`, so that sessions that
+    share a model each find theirs; over all names, about the last `MOST` used. What `at` names may be freed, and other data
+    of the same shape be allocated there: a capture then reads that. A capture reads nothing else that can be freed: rooms
+    and results are its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class Replays:
         self._mark: Hashable = None
         self._pool: Any = None
 
-    def under(self, mark: Hashable) -> None:
+    def bind_data(self, mark: Hashable) -> None:
         """Declare by `mark` where the data lies that captured work reads; if `mark` differs from the last one, all captures
         and buffers are dropped."""
         if mark != self._mark:
@@ -81,14 +81,14 @@ class Replays:
             self._rooms.clear()
             self._mark, self._pool = mark, None
 
-    def ready(self, name: Hashable, at: Hashable = None) -> bool:
+    def is_captured(self, name: Hashable, at: Hashable = None) -> bool:
         """Return whether a call of `name` needs no capture any more: it would replay one, or can never be captured. `at`
         ...: for any `at`."""
         held = self._held.get(name, {})
         some = held.values() if at is ... else [held.get(at)]
         return not self.works or any(isinstance(one, _Replay | str) for one in some)
 
-    def room(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def get_buffer(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the input or output buffer `name` of captured work: allocated once, as zeros, and dropped when `mark`
         changes."""
         known = (name, shape, dtype)

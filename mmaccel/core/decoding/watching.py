@@ -61,25 +61,25 @@ class DraftStream(ABC):
     """What a strategy has measured of the answers so far, for the next one."""
 
     @abstractmethod
-    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+    def take_frames(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
         """Add frames [T, 3, H, W] uint8, shown at `times` in seconds, after the target did. `fps`: their clip's rate, if
         known; `timed`: whether the times are known, not made up."""
 
     @abstractmethod
-    def mark(self) -> Any:
-        """Return the present state of the draft's stream, for `back`; only one is in use at a time."""
+    def checkpoint(self) -> Any:
+        """Return the present state of the draft's stream, for `restore`; only one is in use at a time."""
 
     @abstractmethod
-    def back(self, mark: Any) -> None:
-        """Return the draft's stream to its state at `mark`."""
+    def restore(self, mark: Any) -> None:
+        """Return the draft's stream to its state at `checkpoint`."""
 
     @abstractmethod
-    def ask(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
+    def prepare_question(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
         """Prepare `question` for drafting, whose answer may have `room` tokens; the draft reads it when tokens are first
         needed. `heard`: the attention of the target's question, for a draft with a pruner."""
 
     @abstractmethod
-    def done(self) -> None:
+    def end_question(self) -> None:
         """End the question: return the draft's stream to its state before it."""
 
     @abstractmethod
@@ -90,11 +90,11 @@ class DraftStream(ABC):
     def load(self, folder: Path) -> None:
         """Read what `save` wrote into a newly opened draft stream; raises `ModelError` if it does not fit."""
 
-    def wait(self) -> None:
-        """Wait for what the device still has to do for others, so that `take` is timed alone. Nothing to do where the draft
-        computes elsewhere."""
+    def wait_for_others(self) -> None:
+        """Wait for what the device still has to do for others, so that `take_frames` is timed alone. Nothing to do where the
+        draft computes elsewhere."""
 
-    def idle(self) -> None:
+    def finish_intake(self) -> None:
         """Tell the draft's stream that no more frames come for now."""
 
     def close(self) -> None:

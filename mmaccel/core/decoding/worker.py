@@ -130,7 +130,7 @@ class Outbox:
         self.left = 0.0
 
     @property
-    def busy(self) -> bool:
+    def is_sending(self) -> bool:
         """Whether a message is being sent or waits to be sent."""
         return self._thread is not None
 
@@ -215,7 +215,7 @@ class Worker:
     def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
         """Send a message to the worker, as `Wire.send` does; from now on the worker must answer or send heartbeats."""
         self._heard = time.monotonic()
-        busy = self._outbox.busy  # asked first: what was busy and broke meanwhile takes nothing more
+        busy = self._outbox.is_sending  # asked first: what was busy and broke meanwhile takes nothing more
         self._got_through()
         if busy:
             self._outbox.put(kind, numbers, lambda: blob)
@@ -276,7 +276,7 @@ class Worker:
             except DraftError as error:
                 self._broken(error)
             # It cannot answer what it has not heard; the wire has a limit of its own.
-            self._heard = time.monotonic() if self._outbox.busy else max(self._heard, self._outbox.left)
+            self._heard = time.monotonic() if self._outbox.is_sending else max(self._heard, self._outbox.left)
             if message is None:
                 half = self.wire.begun
                 if time.monotonic() - min(self._heard, half or math.inf) > silence_s:

@@ -63,8 +63,8 @@ def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
 class UnitRows:
     """Maps the units (frames) of a stream to rows of a buffer, on the host, in NumPy; rows of forgotten units are reused.
 
-    The first rows belong to the units `old` [k], ascending, and each row n after them to unit n + `gap`; until `keep` is
-    called a unit's row is its number.
+    The first rows belong to the units `old` [k], ascending, and each row n after them to unit n + `gap`; until `keep_rows`
+    is called a unit's row is its number.
     """
 
     def __init__(self) -> None:
@@ -74,39 +74,39 @@ class UnitRows:
         """Reset the mapping: the buffer row of each unit (frame) is its number."""
         self.old, self.gap = np.zeros(0, dtype=np.int64), 0
 
-    def keep(self, rows: int, kept: Tensor) -> None:
-        """Keep of the buffer's `rows` rows only those at indices `kept` [k], and renumber them from 0."""
-        self.old, self.gap = self.units(rows)[kept.numpy()], self.gap + rows - len(kept)
+    def keep_rows(self, rows: int, kept: Tensor) -> None:
+        """Keep of the buffer's `rows_of` rows only those at indices `kept` [k], and renumber them from 0."""
+        self.old, self.gap = self.units_of(rows)[kept.numpy()], self.gap + rows - len(kept)
 
-    def cut(self, end: int) -> None:
+    def forget_from(self, end: int) -> None:
         """Forget the units (frames) from `end` on: others come under these numbers."""
         if end < self.gap + len(self.old):
-            self.old = self.old[: self.below(end)]
+            self.old = self.old[: self.count_rows_below(end)]
             self.gap = end - len(self.old)
 
-    def units(self, rows: int) -> Any:
-        """Return the units (frames) that the first `rows` rows of the buffer belong to."""
+    def units_of(self, rows: int) -> Any:
+        """Return the units (frames) that the first `rows_of` rows of the buffer belong to."""
         late = np.arange(len(self.old), max(rows, len(self.old))) + self.gap
         return np.concatenate([self.old, late])[:rows]
 
-    def rows(self, units: Any) -> Any:
-        """Return the buffer rows of `units` (frames), of any shape; -1 for forgotten ones."""
+    def rows_of(self, units: Any) -> Any:
+        """Return the buffer rows of `units_of` (frames), of any shape; -1 for forgotten ones."""
         if not self.gap:
             return units
         fresh, at = units - self.gap, np.searchsorted(self.old, units)
         known = np.append(self.old, -1)[at] == units
         return np.where(fresh >= len(self.old), fresh, np.where(known, at, -1))
 
-    def below(self, end: int) -> int:
+    def count_rows_below(self, end: int) -> int:
         """Return the number of buffer rows of units (frames) numbered below `end`."""
         return max(end - self.gap, int(np.searchsorted(self.old, end))) if self.gap else end
 
-    def told(self) -> dict[str, Any]:
-        """Return the mapping from units (frames) to buffer rows as a JSON-ready dictionary, for `read`."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the mapping from units (frames) to buffer rows as a JSON-ready dictionary, for `load_dict`."""
         return {"old": self.old.tolist(), "gap": self.gap} if self.gap else {}
 
-    def read(self, told: dict[str, Any], units: int) -> int:
-        """Restore the mapping that `told` returned, for a stream of `units` units (frames); return the number of rows."""
+    def load_dict(self, told: dict[str, Any], units: int) -> int:
+        """Restore the mapping that `to_dict` returned, for a stream of `units` units (frames); return the row count."""
         (gap,) = checkpoint_io.check_ints([told.get("gap", 0)], "index: gap", units + 1)
         old = checkpoint_io.check_ints(told.get("old", []), "index: old", units)
         if old != sorted(set(old)) or len(old) > units - gap:

@@ -62,7 +62,7 @@ class KVState(ABC):
     def view(self, layer: int, query: Tensor) -> KVView:
         """Return the keys and values of `layer` that `query` [B, H, n, D] of the last `n` appended columns may attend to."""
 
-    def ahead(self, layer: int, hidden: Tensor) -> None:
+    def take_hidden(self, layer: int, hidden: Tensor) -> None:
         """Take the hidden states [B, n, E] that enter `layer`; an offloaded memory can start to fetch for the next layer."""
 
     @abstractmethod
@@ -104,17 +104,17 @@ class KVState(ABC):
 
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values [B, G, capacity, D] of each layer, with room for `room` more columns after those held. Only
-        for a memory that is `in_place`: callers write new columns there instead of calling `append`, then call `wrote`."""
+        for a memory that is `in_place`: callers write new columns there instead of calling `append`, then `note_written`."""
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
-    def wrote(self, count: int) -> None:
+    def note_written(self, count: int) -> None:
         """Record that a caller wrote `count` new columns into the `buffers` of all layers, after those held."""
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     follows: ClassVar[bool] = False
     """Whether it is a part of the recipe's own memory, so that a pruner has been at work."""
 
-    def lacks(self, layer: int) -> int:
+    def count_dropped(self, layer: int) -> int:
         """Return how many columns of the prompt `layer` does not hold, as a pruner dropped them before it."""
         return 0
 
@@ -258,7 +258,7 @@ class StreamState(KVState):
     """
 
     recalls_alike: bool = False  # whether all layers show a question the same tokens of the same units
-    last_listed: dict[int, Any] | None = None  # by layer, of an ingestion's last pass (`ForwardPass.pays`)
+    last_listed: dict[int, Any] | None = None  # by layer, of an ingestion's last pass (`beats_dense`)
 
     @abstractmethod
     def begin_pass(self, stream_pass: StreamPass) -> None:
@@ -286,7 +286,7 @@ class StreamState(KVState):
         this memory. `stream` is the question's; `pause` lets frames come while `evidence` is computed."""
         return None
 
-    def between(self, first: int, end: int) -> None:
+    def limit_to_units(self, first: int, end: int) -> None:
         """Restrict this snapshot's question to the units (frames) ``first .. end``: it retrieves no others."""
 
     parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
@@ -299,7 +299,7 @@ class StreamState(KVState):
         """Return `write_slot` of all layers for an answer's tokens, before any layer runs; None: ask layer by layer."""
         return None
 
-    def fit(self, first: int, count: int) -> int:
+    def units_that_fit(self, first: int, count: int) -> int:
         """Return how many of `count` units (frames) from number `first` on may go in one pass, at least 1."""
         return count
 
@@ -310,13 +310,13 @@ class StreamState(KVState):
         return self.units(), True
 
     def begin_ingest(self) -> None:
-        """Start an ingestion: units (frames) until `idle` are of a stored video, each sees all earlier ones of it, and views
-        have a `layout`. Called before each clip, if the policy `ingests`."""
+        """Start an ingestion: units (frames) until `finish_intake` are of a stored video, each sees all earlier ones of it,
+        and views have a `layout`. Called before each clip, if the policy `ingests`."""
 
-    def idle(self) -> None:
+    def finish_intake(self) -> None:
         """End an ingestion, and do work that was put off while units (frames) came; no more units come for now."""
 
-    def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
+    def forget_old_units(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
         """Forget units (frames) that are too old, and return the numbers of all units forgotten since the last call. `shown`
         gives the seconds at which a unit was shown. Units that are `pinned` stay, from now on even if memory is full."""
         return []
@@ -325,11 +325,11 @@ class StreamState(KVState):
         """Return the units (frames) that the last question attended to: unit number -> `UnitEvidence`."""
         return {}
 
-    def summaries(self, layer: int) -> int:
+    def count_summary_columns(self, layer: int) -> int:
         """Return, in a question, how many columns of the view of `layer`, between head and frames, are summary tokens."""
         return 0
 
-    def seen(self, layer: int) -> Tensor | None:
+    def seen_tokens(self, layer: int) -> Tensor | None:
         """Return, during a question, the stream tokens [m] long that `layer` sees, without head and summaries: unit (frame)
         number * P + index in the unit. None: not known."""
         return None
@@ -349,14 +349,14 @@ class StreamState(KVState):
         (frame) has the same number of consecutive entries."""
         return {}
 
-    def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
+    def merge_units(self, features: Tensor) -> tuple[Tensor, list[int]]:
         """Merge similar units (frames) before they are run, given features [n, P, E]: return the features to run, [m, P, E],
         and for each how many consecutive units it represents. Units are numbered after merging; those that may be merged
-        with later units are held back (`waiting`)."""
+        with later units are held back (`waiting_features`)."""
         return features, [1] * features.shape[0]
 
-    def waiting(self) -> Tensor | None:
-        """Return the features [w, P, E] of frames that `merge` holds back, merged as of now; a question sees them last."""
+    def waiting_features(self) -> Tensor | None:
+        """Return the features [w, P, E] of frames that `merge_units` holds back, merged as of now; a question sees them."""
 
     def accept(self, keep: int | Tensor) -> None:
         raise ModelError("kv: this memory cannot verify token trees; use a draft that proposes chains.")
@@ -371,7 +371,7 @@ class StreamState(KVState):
 @dataclass(frozen=True, kw_only=True)
 class StreamPolicy(KVPolicy):
     """A KV memory for an endless video stream; `open_stream` opens it. Budgets are fields in frames.
-    needs    "hidden": the hidden states entering each layer (`ahead`); "look": the units' mean visual features;
+    needs    "hidden": the hidden states entering each layer (`take_hidden`); "look": the units' mean visual features;
              "proxy": passes of kind "proxy" after each chunk
     clip     units in one forward pass; None leaves it to the session
     query_time_fields  fields that matter only to a question: what is kept of a stream is the same for all their values

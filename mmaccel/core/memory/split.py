@@ -136,12 +136,12 @@ class SplitState(StreamState):
         """Whether the memories of all devices accept units (frames) between two layers of a question."""
         return all(state.parts for state in self._states)
 
-    append = view = ahead = write_slot = summaries = seen = note_shown_columns = note_listed_rows = relay(
-        _of_layer
-    )
-    end_pass = begin_ingest = idle = set_query_fields = between = relay(_each)
+    append = view = take_hidden = write_slot = count_summary_columns = seen_tokens = note_shown_columns = (
+        note_listed_rows
+    ) = relay(_of_layer)
+    end_pass = begin_ingest = finish_intake = set_query_fields = limit_to_units = relay(_each)
     accept = truncate = reset = relay(_each)
-    units = length = shown_units = waiting = relay(_first)
+    units = length = shown_units = waiting_features = relay(_first)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
         for state, device in zip(self._states, self._devices, strict=True):
@@ -149,19 +149,19 @@ class SplitState(StreamState):
             if layout is not None and layout.device != device:
                 moved = layout.to(device)
                 moved.__dict__["padded"] = (
-                    layout.padded
+                    layout.has_padding
                 )  # known: nothing is read of a device that has yet to get there
                 layout = moved
             look = stream_pass.look
             look = None if look is None else look.to(device, non_blocking=True)
             state.begin_pass(replace(stream_pass, layout=layout, look=look))
 
-    def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
-        return sorted({unit for state in self._states for unit in state.let_go(shown, pinned)})
+    def forget_old_units(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
+        return sorted({unit for state in self._states for unit in state.forget_old_units(shown, pinned)})
 
-    def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
+    def merge_units(self, features: Tensor) -> tuple[Tensor, list[int]]:
         # Each keeps the same features back.
-        first, *_ = [state.merge(features) for state in self._states]
+        first, *_ = [state.merge_units(features) for state in self._states]
         return first
 
     def close(self) -> None:
@@ -199,9 +199,9 @@ class SplitState(StreamState):
     def nbytes(self) -> int:
         return sum(state.nbytes() for state in self._states)
 
-    def fit(self, first: int, count: int) -> int:
+    def units_that_fit(self, first: int, count: int) -> int:
         for state in self._states:
-            count = state.fit(first, count)
+            count = state.units_that_fit(first, count)
         return count
 
     def evidence(self) -> dict[int, UnitEvidence]:

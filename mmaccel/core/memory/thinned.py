@@ -40,11 +40,11 @@ class PrunedKVState(KVState):
         self._shown: Tensor | None = None
         self._before: Tensor | None = None
 
-    def expect(self, count: int) -> None:
+    def expect_pass(self, count: int) -> None:
         """Announce the next forward pass: the number of its new columns, including those that will be pruned."""
         self._coming = count
 
-    def begin(self, layout: TokenLayout) -> None:
+    def begin_prompt(self, layout: TokenLayout) -> None:
         """Announce a prompt with this layout, before its columns are pruned."""
         self.prompt = layout.length
         self._visual = [self.pruner.candidates(layout).numel()]
@@ -64,7 +64,7 @@ class PrunedKVState(KVState):
         """Return the index of the part (run of layers between two pruning stages) that holds `layer`."""
         return self._owner[layer]
 
-    def size(self, part: int, length: int) -> int:
+    def held_count(self, part: int, length: int) -> int:
         """Return the number of columns that the layers of `part` hold, of the first `length` columns of the sequence."""
         kept = self.kept[part]
         if kept is None:
@@ -72,7 +72,7 @@ class PrunedKVState(KVState):
         inside = kept.numel() if length >= self.prompt else int((kept < length).sum())
         return inside + max(length - self.prompt, 0)
 
-    def held_by(self, part: int, length: int) -> Tensor | None:
+    def held_indices(self, part: int, length: int) -> Tensor | None:
         """Return which of the first `length` columns of the sequence the layers of `part` hold; None: all."""
         kept = self.kept[part]
         if kept is None:
@@ -81,9 +81,9 @@ class PrunedKVState(KVState):
             return kept[kept < length]
         return torch.cat([kept, torch.arange(self.prompt, length, device=kept.device)])
 
-    def thinned(self, part: int, layout: TokenLayout) -> TokenLayout:
+    def layout_of(self, part: int, layout: TokenLayout) -> TokenLayout:
         """Return the layout of the columns that the layers of `part` hold after pruning, given the layout of all."""
-        held = self.held_by(part, layout.length)
+        held = self.held_indices(part, layout.length)
         return layout if held is None else thin(layout, held)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -107,7 +107,7 @@ class PrunedKVState(KVState):
                     line = line[(column < view.sinks) | (column > column[-1] - view.window)]
                 self.recall(query, view.key.index_select(2, line), column[line])
         elif self._shown is not None and layer > (self.pruner.scoring_layer or 0):
-            prompt, end = self.size(part, self.prompt), self.size(part, self._seen)
+            prompt, end = self.held_count(part, self.prompt), self.held_count(part, self._seen)
             columns = torch.cat([self._shown, torch.arange(prompt, end, device=self._shown.device)])
             held = columns
             if view.column is not None:
@@ -135,26 +135,26 @@ class PrunedKVState(KVState):
             before, watched = None if before is None else before[seen], watched[seen]
             attention = attention[torch.searchsorted(column, watched)]
             self._before = torch.zeros(len(seen), device=seen.device).masked_scatter(seen, attention)
-        chosen = self.pruner.recall(attention, watched, before)
+        chosen = self.pruner.recalled_columns(attention, watched, before)
         if chosen is not None:
-            rest = complement(self._watched, self.size(0, self.prompt))
+            rest = complement(self._watched, self.held_count(0, self.prompt))
             self._shown = torch.cat([rest, chosen]).sort().values
         return self._shown
 
-    def lacks(self, layer: int) -> int:
+    def count_dropped(self, layer: int) -> int:
         kept = self.kept[self._owner[layer]]
         return 0 if kept is None else self.prompt - kept.numel()
 
-    def renumbers(self, layer: int) -> bool:
+    def has_renumbered(self, layer: int) -> bool:
         """Return whether the columns that `layer` holds have consecutive positions 0, 1, 2, ..."""
         return self.pruner.compact and self.kept[self._owner[layer]] is not None
 
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
         return [pair for part in self._parts for pair in part.buffers(room)]
 
-    def wrote(self, count: int) -> None:
+    def note_written(self, count: int) -> None:
         for part in self._parts:
-            part.wrote(count)
+            part.note_written(count)
         self._seen, self._last = self._seen + count, count
 
     def accept(self, keep: int | Tensor) -> None:
@@ -168,7 +168,7 @@ class PrunedKVState(KVState):
             raise ModelError(f"kv: the memory has {self._seen} columns; it cannot be cut to {length}.")
         gone = self._seen - length
         for k, part in enumerate(self._parts):
-            part.truncate(min(self.size(k, length), part.length()))
+            part.truncate(min(self.held_count(k, length), part.length()))
         if length < self.prompt:
             # What is looked at was chosen by a video of which a part is gone.
             self._watched = self._shown = self._before = None

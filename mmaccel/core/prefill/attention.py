@@ -66,7 +66,7 @@ class AttentionConfig:
     ) -> AttentionPlan | None:
         """Return the plan of a layer by its pattern (see `SparsePattern.plan_layer`). Where it pays, planning is compiled,
         from a prompt's second layer on: by then the facts that the host reads of the layouts are cached."""
-        pattern = self.recipe.sparse.at(layer)
+        pattern = self.recipe.sparse.for_layer(layer)
         plan = pattern.plan_layer
         if not pattern.compiles or not (query.is_cuda or COMPILE in os.environ):
             return plan(query, key, value, queries, keys)
@@ -87,7 +87,7 @@ class AttentionConfig:
         if context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
             return
         message = f"sparse: {self.recipe.sparse.name} was searched on {context} tokens, and this prompt has {tokens}"
-        self.meter.note(message)
+        self.meter.add_note(message)
         if not self._warned:
             self._warned = True
             warn(f"{message}; search at this length for budgets that fit it.")
@@ -154,7 +154,7 @@ class ForwardPass(PrefillPass):
     ticket: Tensor | None = field(default=None, init=False)
     """By what compiled layers find this pass, which is no tensor."""
 
-    def pays(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
+    def beats_dense(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
         """Return whether the pattern of `layer` is faster than dense attention to `view` (None: all columns), by sizes and
         measured costs.
 
@@ -169,13 +169,13 @@ class ForwardPass(PrefillPass):
         most_seen = n_key if view is None or view.window is None else min(view.sinks + view.window, n_key)
         few = max(most_seen - (n_key - n), 0)
         dense = B * H * (few * (2 * (n_key - n) + few + 1) / 2 + (n - few) * most_seen)
-        if not choice.pays(0, dense, B * n_key):
+        if not choice.beats_dense(0, dense, B * n_key):
             return False  # a short prompt: making the plan alone costs more
-        pattern = self.config.recipe.sparse.at(layer)
+        pattern = self.config.recipe.sparse.for_layer(layer)
         # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
         most = causal + n * pattern.block
         listed = min(pattern.max_blocks_total(n, n_key) * pattern.block**2, most)
-        if choice.pays(B * H * listed, dense, B * n_key):
+        if choice.beats_dense(B * H * listed, dense, B * n_key):
             return True
         expected = self._expected(layer, n, n_key, None if view is None else view.column)
         if (told := self._before.get(layer, self.listed.get(self.start))) is not None:
@@ -183,17 +183,17 @@ class ForwardPass(PrefillPass):
             if ready is not None:
                 ready.synchronize()
             expected *= float(value) / max(before, 1.0)
-        return choice.pays(B * H * min(expected, listed), dense, B * n_key)
+        return choice.beats_dense(B * H * min(expected, listed), dense, B * n_key)
 
     def _expected(self, layer: int, n: int, n_key: int, column: Tensor | None) -> float:
-        pattern = self.config.recipe.sparse.at(layer)
+        pattern = self.config.recipe.sparse.for_layer(layer)
         return pattern.expected_blocks(n, n_key, self._shown(column)) * pattern.block**2
 
     def _shown(self, column: Tensor | None) -> tuple[TokenLayout, TokenLayout]:
         """The layouts of the new columns and of those that a memory shows, `column` [N] (None: all), positions counted among
         them; one for all layers that are shown the same."""
         if column is None:
-            return self.queries, self.layout
+            return self.query_layout, self.layout
 
         def ranked() -> tuple[TokenLayout, TokenLayout]:
             keys = self.layout.take(column.to(self.layout.device))
@@ -206,8 +206,8 @@ class ForwardPass(PrefillPass):
         """Whether the window of `view` counts ranks among the columns that it shows: those are the first `sinks` and
         the last ones. Padding is in columns, and has no rank. Reads the device once for layers that are shown the same."""
         column, sinks = view.column, view.sinks
-        if view.window is None or self.layout.padded or column is None:
-            return view.window is None or not self.layout.padded
+        if view.window is None or self.layout.has_padding or column is None:
+            return view.window is None or not self.layout.has_padding
 
         def ends() -> bool:
             rank = torch.arange(len(column), device=column.device)
@@ -225,11 +225,11 @@ class ForwardPass(PrefillPass):
         return made
 
     @cached_property
-    def queries(self) -> TokenLayout:
+    def query_layout(self) -> TokenLayout:
         """Layout of the new columns. All layers share it, so that values derived from it are computed once."""
         return self.layout.take(slice(self.start, None))
 
-    def part(self, begin: int, end: int) -> ForwardPass:
+    def slice_columns(self, begin: int, end: int) -> ForwardPass:
         """Return the forward pass over only the new columns ``begin .. end`` of this one."""
         layout, start = self.layout.take(slice(0, self.start + end)), self.start + begin
         rest = self.layout.length - layout.length + self.rest
@@ -237,7 +237,7 @@ class ForwardPass(PrefillPass):
 
     @cached_property
     def _ends(self) -> tuple[int, ...] | None:
-        if self.ends is not None or not self.layout.padded:
+        if self.ends is not None or not self.layout.has_padding:
             return self.ends
         past = torch.arange(1, self.layout.length + 1, device=self.layout.device)
         return tuple((past * self.layout.valid).amax(1).tolist())
@@ -265,7 +265,7 @@ class ForwardPass(PrefillPass):
         # Layers without keys of their own may be run for the last rows alone.
         rows = self.layout.length - self.start - query.shape[2]
         if rows > 0 and not self.stream and self.pruning is None:
-            return self.part(rows, rows + query.shape[2]).attend(layer, query, key, value, scale)
+            return self.slice_columns(rows, rows + query.shape[2]).attend(layer, query, key, value, scale)
         window = self.config.sliding.get(layer)
         view = KVView(key, value, None, 0, window) if self.state is None else self.state.view(layer, query)
         key, value = view.key, view.value
@@ -274,7 +274,7 @@ class ForwardPass(PrefillPass):
             # Under autocast queries and keys are turned in float32, and attention is in the type of the products.
             query, key = query.to(value.dtype), key.to(value.dtype)
         for probe in self.probes:
-            probe.attending(self, layer, query, key, value, scale)
+            probe.read_attention_inputs(self, layer, query, key, value, scale)
         if self.branches is not None:
             end = key.shape[2] if self.stream else self.layout.length
             return attend_branches(self.branches, view, query, key, value, scale, end)
@@ -328,7 +328,7 @@ class ForwardPass(PrefillPass):
 
     def _valid(self, view: KVView, some: slice = slice(None)) -> Tensor | None:
         """[b, N] bool: which keys of a view are no padding, of some sequences; None where no token is padding."""
-        if not self.layout.padded:
+        if not self.layout.has_padding:
             return None
         valid = self.layout.valid[some]
         return valid if view.column is None else valid[:, view.column]
@@ -342,9 +342,9 @@ class ForwardPass(PrefillPass):
         if not self.prefill or exact or query.shape[2] < MIN_ROWS:
             return None
         if view.bias is not None:
-            (self.meter or self.config.meter).note(BIASED.format(recipe.sparse.name))
+            (self.meter or self.config.meter).add_note(BIASED.format(recipe.sparse.name))
             return None
-        if not self._counts_ranks(view) or not self.pays(layer, query, key.shape[2], view):
+        if not self._counts_ranks(view) or not self.beats_dense(layer, query, key.shape[2], view):
             return None
         # Estimates weigh scores by the size of a head.
         even = scale * query.shape[3] ** 0.5
@@ -353,8 +353,8 @@ class ForwardPass(PrefillPass):
         if plan is not None:
             if not self.stream:  # of which a pass is a part, and nobody knows how long the whole will be
                 self.config.check_length(self.layout.length + self.rest)
-            check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.padded)
-            plan = plan if view.window is None else plan.within(view.sinks, view.window)
+            check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.has_padding)
+            plan = plan if view.window is None else plan.limit_to_window(view.sinks, view.window)
         if plan is None or all(begin == end for _, begin, end in self._tails):
             return plan
         heads = [begin for _, begin, _ in self._tails]
@@ -379,7 +379,8 @@ class ForwardPass(PrefillPass):
             pairs = pairs.clamp(max=view.sinks + view.window)
         dense = pairs.sum(1, keepdim=True)
         if images is not None:
-            dense, causal = (pairs + images.pairs(len(query)).to(dense.device) for pairs in (dense, causal))
+            more = images.count_pairs(len(query)).to(dense.device)
+            dense, causal = dense + more, causal + more
         if plan is None:
             listed, names = dense.expand(-1, heads), ("dense",) * heads
         else:
@@ -391,9 +392,9 @@ class ForwardPass(PrefillPass):
             tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
             listed = listed + tails[:, None]
             if images is not None:
-                listed = listed + images.later(query, view.key).count_listed_pairs()
-            names = self.config.recipe.sparse.at(layer).per_head(heads)
+                listed = listed + images.later_plan(query, view.key).count_listed_pairs()
+            names = self.config.recipe.sparse.for_layer(layer).head_pattern_names(heads)
             if plan.dense is not None:
                 listed[:, numbered(plan.dense.heads, listed.device)] = dense
                 names = tuple("dense" if h in plan.dense.heads else name for h, name in enumerate(names))
-        (self.meter or self.config.meter).attention(layer, names, listed, causal)
+        (self.meter or self.config.meter).count_attention(layer, names, listed, causal)

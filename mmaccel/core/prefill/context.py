@@ -69,20 +69,20 @@ class Context:
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self._runs = False  # its share of `run_each`
 
-    def agreed(self, choice: Choice) -> Choice:
+    def agree_on_backend(self, choice: Choice) -> Choice:
         """Return the backend `choice` of the first process in every process, as all have to plan alike."""
         found = [choice]
         dist.broadcast_object_list(found, group=self.group, group_src=0)
         return found[0]
 
-    def sizes(self, rows: int) -> Sizes:
+    def rows_per_rank(self, rows: int) -> Sizes:
         """Return how many of `rows` rows each process takes, by rank: as even as possible."""
         ends = [rows * rank // self.size for rank in range(self.size + 1)]
         return tuple(end - begin for begin, end in pairwise(ends))
 
-    def gathered(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """Gather `x` from every process (all-gather): all of them along `dim`, in order of rank. `sizes` are their lengths
-        along `dim`, all other dimensions are equal. The result is `dim` first in memory."""
+    def all_gather(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
+        """Gather `x` from every process (all-gather): all of them along `dim`, in order of rank. `rows_per_rank` are their
+        lengths along `dim`, all other dimensions are equal. The result is `dim` first in memory."""
         most = max(sizes)
         rows = x.movedim(dim, 0)
         if len(rows) < most:
@@ -109,7 +109,7 @@ class Context:
         if len(items) < self.size:
             yield from map(run, items)
             return
-        sizes = self.sizes(len(items))
+        sizes = self.rows_per_rank(len(items))
         begin = sum(sizes[: self.rank])
         self._runs = True
         try:
@@ -120,7 +120,7 @@ class Context:
         shapes: list[list[list[torch.Size]]] = [[] for _ in sizes]
         dist.all_gather_object(shapes, [[x.shape for x in some] for some in mine], group=self.group)
         rows = tuple(sum(shape[:-1].numel() for some in each for shape in some) for each in shapes)
-        whole = self.gathered(torch.cat([x.flatten(0, -2) for some in mine for x in some]), 0, rows)
+        whole = self.all_gather(torch.cat([x.flatten(0, -2) for some in mine for x in some]), 0, rows)
         single, begin = isinstance(found[0], Tensor), 0
         for some in (some for each in shapes for some in each):
             made = []
@@ -130,7 +130,7 @@ class Context:
                 begin = end
             yield made[0] if single else made
 
-    def merged(self, out: Tensor, lse: Tensor, sizes: Sizes) -> Tensor:
+    def merge_attention(self, out: Tensor, lse: Tensor, sizes: Sizes) -> Tensor:
         """Return the attention [B, H, own rows, D] of this process's rows, merged from the partial results of all processes,
         out [B, H, n, D] with lse [B, H, n]."""
         own = sizes[self.rank]
@@ -143,11 +143,11 @@ class Context:
 
         return merge_parts(swapped(out), swapped(lse)).movedim(0, 2)
 
-    def state(self, memory: KVState) -> SharedState:
+    def share_state(self, memory: KVState) -> SharedState:
         """Return a `SharedState` around `memory`, which holds this process's columns of a sequence."""
         return SharedState(memory, self)
 
-    def around(
+    def wrap_forward(
         self, forward: Callable[..., Any], of_columns: Callable[..., dict[str, Any]], states: object
     ) -> Callable[..., Any]:
         """Wrap `forward` of the text model so that each process runs its own rows; the result has all rows. `of_columns`
@@ -165,7 +165,7 @@ class Context:
                     "output_attentions: under context_mesh no process has all attention weights; leave it out."
                 )
             rows = given.layout.length - given.start
-            sizes = self.sizes(rows) if given.prefill and rows >= MIN_ROWS else None
+            sizes = self.rows_per_rank(rows) if given.prefill and rows >= MIN_ROWS else None
             assert isinstance(given.state, SharedState)
             given.state.coming = sizes or (*[0] * (self.size - 1), rows)
             known = {f.name: getattr(given, f.name) for f in fields(given) if f.init}
@@ -175,9 +175,9 @@ class Context:
             begin = sum(sizes[: self.rank])
             mine = of_columns(kwargs, slice(begin, begin + sizes[self.rank]), given.start)
             out = forward(**{PASS: shared}, **mine)
-            out.last_hidden_state = self.gathered(out.last_hidden_state, 1, sizes)
+            out.last_hidden_state = self.all_gather(out.last_hidden_state, 1, sizes)
             if out.get("hidden_states") is not None:
-                out.hidden_states = tuple(self.gathered(x, 1, sizes) for x in out.hidden_states)
+                out.hidden_states = tuple(self.all_gather(x, 1, sizes) for x in out.hidden_states)
             return out
 
         return run
@@ -206,13 +206,13 @@ class SharedState(KVState):
         lambda self, name, *given, **named: getattr(self.memory, name)(*given, **named)
     )
 
-    def whole(self, layer: int, query: Tensor) -> KVView:
+    def gather_columns(self, layer: int, query: Tensor) -> KVView:
         """Return all columns of the sequence, in order, gathered from all processes."""
         held = self.memory.view(layer, query)
         sizes = tuple(sum(counts) for counts in zip(*self.pieces, strict=True))
 
         def whole(x: Tensor) -> Tensor:
-            found = self.context.gathered(x, 2, sizes)
+            found = self.context.all_gather(x, 2, sizes)
             if len(self.pieces) == 1:
                 return found.contiguous()
             counts = [piece[rank] for rank in range(len(sizes)) for piece in self.pieces]
@@ -260,12 +260,12 @@ class SharedPass(ForwardPass):
             view = state.view(layer, query)
             self._count(layer, None, view, query, None)
             return self._few(context, query.to(view.value.dtype), view, state.coming[context.rank], scale)
-        view = state.whole(layer, query)
+        view = state.gather_columns(layer, query)
         key, value = view.key.to(view.value.dtype), view.value
-        query = context.gathered(query.to(value.dtype), 2, self.sizes)
+        query = context.all_gather(query.to(value.dtype), 2, self.sizes)
         plan = self._plan(layer, view, query, key, value, scale)
         self._count(layer, plan, view, query, None)
-        return context.merged(*self._part(context, plan, query, key, value, scale), self.sizes)
+        return context.merge_attention(*self._part(context, plan, query, key, value, scale), self.sizes)
 
     def _part(
         self,
@@ -314,7 +314,7 @@ class SharedPass(ForwardPass):
         weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
         one = (1,) * context.size
         out = (weights.to(value.dtype) @ value).reshape(query.shape)
-        outs, sums = (context.gathered(x[None], 0, one) for x in (out, lse.view(query.shape[:3])))
+        outs, sums = (context.all_gather(x[None], 0, one) for x in (out, lse.view(query.shape[:3])))
         return merge_parts(outs, sums).to(query.dtype)
 
 

@@ -66,14 +66,14 @@ class NewImageColumns:
     start: int
     layout: TokenLayout
 
-    def pairs(self, batch: int) -> Tensor:
+    def count_pairs(self, batch: int) -> Tensor:
         """Count, for each sequence, the pairs of an image token and a later token of the same image: [batch, 1] float64."""
         counts = [[0.0] for _ in range(batch)]
         for b, begin, past in self.spans:
             counts[b][0] += (past - begin) * (past - begin - 1) / 2
         return torch.tensor(counts, dtype=torch.float64)
 
-    def opened(self, unseen: Tensor, columns: Tensor) -> Tensor:
+    def unhide_images(self, unseen: Tensor, columns: Tensor) -> Tensor:
         """Unhide pairs within one image in the mask `unseen` [B, 1, n, N], which is True where a new column may not see the
         key at `columns` [N]; return the new mask."""
         rows = torch.arange(self.start, self.layout.length, device=columns.device)[:, None]
@@ -82,7 +82,7 @@ class NewImageColumns:
             open_[b] |= (begin <= rows) & (rows < columns) & (columns < past)
         return unseen & ~open_
 
-    def later(self, query: Tensor, key: Tensor) -> AttentionPlan:
+    def later_plan(self, query: Tensor, key: Tensor) -> AttentionPlan:
         """Return the plan of the pairs that causal attention leaves out: an image token and a later one of its image. Cached
         for all layers."""
         sizes = len(query), query.shape[1], query.shape[2], key.shape[2], self.layout.length
@@ -115,7 +115,7 @@ class NewImageColumns:
             return dense(slice(None), 0, query.shape[2], query, key, value)
         assert backend is not None
         one = attend_plan(plan, query, key, value, scale, backend)
-        other = attend_plan(self.later(query, key), query, key, value, scale, backend)
+        other = attend_plan(self.later_plan(query, key), query, key, value, scale, backend)
         out = merge(*one, *other)[0].to(value.dtype)
         # Heads that the plan leaves dense have no log-sum-exp.
         for run in head_runs(() if plan.dense is None else plan.dense.heads, query.shape[1] // key.shape[1]):

@@ -67,7 +67,7 @@ def merge_plans(
             families.setdefault((number, in_order, own), []).append((some, parts))
     packer, blocks, makers = TensorPacker(), (first.block_q, first.block_k), []
     for _, members in sorted(families.items(), key=lambda family: family[0][0]):
-        head_range = HeadRange.of([head for some, _ in members for head in some], group)
+        head_range = HeadRange.covering([head for some, _ in members for head in some], group)
         makers.append(_part(packer, members, head_range, blocks))
     packer.flush()
     rest = DenseHeads(tuple(sorted(dense)), queries, keys, first.n_query) if dense else None
@@ -168,7 +168,7 @@ class Piece(NamedTuple):
     span: KeySpan
 
     @property
-    def hi(self) -> int:
+    def range_end(self) -> int:
         """The end of the span's range of distances, after a shift by which all ranges begin at 0."""
         return FAR if self.span.hi >= FAR else self.span.hi - self.span.lo
 
@@ -219,7 +219,7 @@ def _part(
             for span in sorted(part.spans, key=lambda s: -s.k_row.shape[-1]):
                 piece = Piece(heads, begin, span)
                 own = (None if t is None else _number(t, owned) for t in (span.key, span.value))
-                kind = piece.hi, span.lists.index is None, span.bias is None, *own
+                kind = piece.range_end, span.lists.index is None, span.bias is None, *own
                 number = seen[kind] = seen.get(kind, -1) + 1
                 slots.setdefault((*kind, number), []).append(piece)
     spans = [_span(packer, some, q_row, blocks) for some in slots.values()]
@@ -307,6 +307,6 @@ def _span(
         lists = BlockLists(tensor(row), None if index is None else tensor(index).flatten(), tensor(kind))
         extra: dict[str, Any] = dict(key=one.key, value=one.value)
         extra |= dict(bias=None if bias is None else tensor(bias).view(torch.float32))
-        return KeySpan(tensor(k_row), tensor(q_pos), tensor(k_pos), 0, some[0].hi, lists, **extra)
+        return KeySpan(tensor(k_row), tensor(q_pos), tensor(k_pos), 0, some[0].range_end, lists, **extra)
 
     return make

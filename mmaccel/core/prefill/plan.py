@@ -78,7 +78,7 @@ class DenseHeads:
     """The heads of a plan that use dense causal attention, computed by the dense operator.
 
     heads ascending; of the queries, whose layout is `queries`, only the first `rows`; `keys` is the layout of all keys.
-    sinks and window as in `AttentionPlan.within`; None for no window.
+    sinks and window as in `AttentionPlan.limit_to_window`; None for no window.
     """
 
     heads: tuple[int, ...]
@@ -97,7 +97,7 @@ class DenseHeads:
             seen &= (column < self.sinks) | (column[-q.length :, None] - column < self.window)
         return seen & (torch.arange(q.length, device=q.device) < self.rows)[:, None]
 
-    def pairs(self) -> Tensor:
+    def count_pairs(self) -> Tensor:
         """Return [B] float64: how many query-key pairs each dense head computes."""
         q = self.queries.take(slice(0, self.rows))
         most = self.keys.length if self.window is None else self.sinks + self.window
@@ -127,7 +127,7 @@ class AttentionPlan:
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
-    def overlap(self) -> bool:
+    def may_overlap(self) -> bool:
         """Whether parts of the plan may share query rows."""
         return any(part.merge_group for part in self.parts)
 
@@ -136,11 +136,11 @@ class AttentionPlan:
 
         def cut() -> AttentionPlan:
             dense = replace(self.dense, rows=rows) if self.dense is not None else None
-            return replace(self, parts=tuple(part.first(rows) for part in self.parts), dense=dense)
+            return replace(self, parts=tuple(part.first_rows(rows) for part in self.parts), dense=dense)
 
         return remember(self.memo, ("first", rows), cut)
 
-    def within(self, sinks: int, window: int) -> AttentionPlan:
+    def limit_to_window(self, sinks: int, window: int) -> AttentionPlan:
         """Return this plan restricted to the first `sinks` columns and those less than `window` columns behind each query
         (queries are the last columns); cached. All other pairs are dropped, and lists grow shorter.
 
@@ -194,7 +194,7 @@ class AttentionPlan:
             columns += key.shape[2]
         total = torch.zeros(B, H, self.n_query + 1, columns + 1, dtype=dtype, device=device)
         for part in self.parts:
-            some = total[:, part.of(H)]
+            some = total[:, part.for_heads(H)]
             h = some.shape[1]
             q_row = part.q_row.expand(B, h, -1).long()
             for span in part.spans:
@@ -225,9 +225,9 @@ class AttentionPlan:
             for span in part.spans:
                 lists = span.lists.row, span.lists.entries
                 area = listed_area(*lists, part.q_row, span.k_row, self.block_q, self.block_k)
-                total[:, part.of(H)] += area
+                total[:, part.for_heads(H)] += area
         if self.dense is not None:
-            total[:, numbered(self.dense.heads, device)] += self.dense.pairs()[:, None]
+            total[:, numbered(self.dense.heads, device)] += self.dense.count_pairs()[:, None]
         return total
 
     def to(self, device: torch.device | str) -> AttentionPlan:
@@ -250,7 +250,7 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
             )
     served = [0] * H
     for part in plan.parts:
-        own, group, rows = part.of(H), H // key.shape[1], part.q_row.shape[-1]
+        own, group, rows = part.for_heads(H), H // key.shape[1], part.q_row.shape[-1]
         heads = range(H)[own]
         sizes = B, len(heads), (own.stop - 1) // group - own.start // group + 1, key.shape[3]
         _check_rows(f"sparse {who!r}: q_row of a part", part.q_row, sizes, rows, plan.block_q)

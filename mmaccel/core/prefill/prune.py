@@ -59,14 +59,14 @@ class Probe:
     """Reads what the layers of one forward pass compute; subclasses override its methods. An error in one of them aborts the
     pass."""
 
-    def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
+    def read_layer_input(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
         """Read the input `hidden` [B, n, E] of `layer` for the new columns of `run`; the number of layers stands for the
         last output.
 
         Called only for the layers that the draft's pruner of the attached recipe reads.
         """
 
-    def attending(
+    def read_attention_inputs(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
         """Read the inputs of the attention of `layer`: query [B, H, n, D]; key, value [B, G, N, D]."""
@@ -88,7 +88,7 @@ class Stage:
     attention: tuple[tuple[int, ...], ...] = ()
     share: float = 1.0
 
-    def count(self, at: Tensor, total: int | None) -> int:
+    def kept_count(self, at: Tensor, total: int | None) -> int:
         """Return how many of the candidate tokens `at` [m] this stage keeps; `total` is their number before all stages."""
         return min(count_of_share(self.share, at.numel() if total is None else total), at.numel())
 
@@ -149,7 +149,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
         in the prompt before any stage, to which retention refers; None: those of `layout`.
         """
 
-    def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
+    def prune(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
         """Return the columns that `keep` keeps, with new hidden states if dropped tokens are merged into kept ones."""
         return Kept(self.keep(signals, layout, stage, total))
 
@@ -157,13 +157,13 @@ class TokenPruner(Policy, ABC, kind="prune"):
         """Return the pruner to use on a stream, where a question sees cached keys and values but no hidden states; None:
         unsupported. A pruner of stage "layer" acts on what the question retrieves (`RecallPruning`), in layouts whose frames
         are the units shown, by rank, without cells. A `compact` one of stage "frames" acts on each `group` of frames before
-        it is stored as one unit of `left` tokens."""
+        it is stored as one unit of `kept_token_count` tokens."""
         return self if self.stage == "layer" and self.needs <= {"attention"} else None
 
-    def left(self, tokens: int) -> int:
+    def kept_token_count(self, tokens: int) -> int:
         """Return how many tokens this pruner keeps of a group of frames of `tokens` tokens each, on a video stream."""
         raise RecipeError(
-            f"prune {self.name!r} does not say how many tokens of a frame are left; write left."
+            f"prune {self.name!r} does not say how many tokens of a frame are kept; write kept_token_count."
         )
 
     @property
@@ -171,7 +171,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
         """The layer whose attention chooses the video tokens that a decoded token sees in later layers; None: all."""
         return None
 
-    def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
+    def recalled_columns(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
         """Return the cached visual columns that a decoded token sees: [n] long, ascending, out of `columns` [m].
 
         attention [m]: the token's attention to them at `scoring_layer`, averaged over heads. before [m]: the same at the
@@ -195,7 +195,7 @@ class QuotaPruner(TokenPruner):
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         at = candidate_columns(layout)
-        count = stage.count(at, total)
+        count = stage.kept_count(at, total)
         return staying_columns(
             layout, at if count == at.numel() else at[self.choose(signals, layout, at, count)]
         )

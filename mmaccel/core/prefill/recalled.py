@@ -48,9 +48,9 @@ class WrappedMemory(StreamState):
         self._pass, self._tail = stream_pass, self.state.length() - self._start + stream_pass.rows
         self.state.begin_pass(stream_pass)
 
-    view = write_slot = summaries = seen = note_shown_columns = note_listed_rows = append = ahead = (
-        end_pass
-    ) = relay(_own)
+    view = write_slot = count_summary_columns = seen_tokens = note_shown_columns = note_listed_rows = (
+        append
+    ) = take_hidden = end_pass = relay(_own)
     accept = truncate = length = held_columns = units = reset = checkpoint = restore = relay(_own)
 
     @contextmanager
@@ -79,7 +79,7 @@ class WrappedMemory(StreamState):
 def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
     """Warn, and note in the report, that `pruner` had nothing to do: the prompt has no tokens of a kind that it prunes."""
     what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
-    meter.note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
+    meter.add_note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")
     warn(f"{sentence}.")
 
 
@@ -96,11 +96,11 @@ class TimeRangeMemory(WrappedMemory):
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         return None
 
-    def summaries(self, layer: int) -> int:
+    def count_summary_columns(self, layer: int) -> int:
         return 0
 
-    def seen(self, layer: int) -> Tensor | None:
-        tokens = self.state.seen(layer)
+    def seen_tokens(self, layer: int) -> Tensor | None:
+        tokens = self.state.seen_tokens(layer)
         return None if tokens is None else tokens[self._inside(tokens)]
 
     def _inside(self, tokens: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class TimeRangeMemory(WrappedMemory):
         view = self.state.view(layer, query)
         base, head = view.key.shape[2] - self._tail, self._stream.head
         if self._pass is not None and self._pass.kind == "question":
-            tokens, first = self.state.seen(layer), head + self.state.summaries(layer)
+            tokens, first = self.state.seen_tokens(layer), head + self.state.count_summary_columns(layer)
             tokens = torch.zeros(0, dtype=torch.long) if tokens is None else tokens
             if len(tokens) != base - first:
                 raise ModelError(
@@ -160,7 +160,7 @@ class RecallPruning(WrappedMemory):
         view, stream_pass = self.state.view(layer, query), self._pass
         assert stream_pass is not None
         base = view.key.shape[2] - self._tail
-        first = self._stream.head + self.state.summaries(layer)
+        first = self._stream.head + self.state.count_summary_columns(layer)
         alike = self.state.recalls_alike or base - first == self.state.units() * self._stream.unit
         query = query if view.query is None else view.query
         if stream_pass.kind == "question":
@@ -244,7 +244,7 @@ class RecallPruning(WrappedMemory):
             scale = view.key.shape[-1] ** -0.5
             looks = mean_weights(query[0], view.key[0], column, scale, view.bias)[0, at]
             before, chosen = self._glanced.get(layer, (None, None))
-            new = self.pruner.recall(looks, at, before)
+            new = self.pruner.recalled_columns(looks, at, before)
             self._glanced[layer] = looks, chosen if new is None else new
         chosen = self._glanced[by][1] if layer > self._scoring else None
         if chosen is None:

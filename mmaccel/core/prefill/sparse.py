@@ -130,7 +130,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         """The prompt length, in tokens, for which this pattern's budgets were chosen; None: any."""
         return None
 
-    def at(self, layer: int) -> SparsePattern:
+    def for_layer(self, layer: int) -> SparsePattern:
         """Return the pattern of one layer: itself, unless it differs between layers."""
         return self
 
@@ -146,7 +146,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         the estimate. Backend "auto" decides by it whether a prompt is planned or dense."""
         return self.max_blocks_total(n_query, n_key)
 
-    def per_head(self, heads: int) -> tuple[str, ...]:
+    def head_pattern_names(self, heads: int) -> tuple[str, ...]:
         """Return the name of each head's pattern in a layer, for the report; within a boundary as "boundary(pattern)"."""
         return (self.name,) * heads
 
@@ -164,7 +164,7 @@ def attend_plan(
     out, lse = None, None
     written: set[int] = set()
     for part in launches(plan):
-        own = part.of(len(all_heads))
+        own = part.for_heads(len(all_heads))
         groups = slice(own.start // group, (own.stop - 1) // group + 1)
         q, k, v = query[:, own], key[:, groups], value[:, groups]
         op = select.serving_extra(backend, query.device) if part.extra else backend
@@ -191,7 +191,7 @@ def attend_plan(
     if (dense := plan.dense) is not None:
         rows, start = dense.rows, key.shape[2] - n
         seen = slice(0, start + rows)
-        valid = dense.keys.valid[:, seen] if dense.keys.padded else None
+        valid = dense.keys.valid[:, seen] if dense.keys.has_padding else None
         for run in head_runs(dense.heads, query.shape[1] // key.shape[1]):
             k, v = key[:, run.groups, seen], value[:, run.groups, seen]
             q, at = run.of(query)[:, :, :rows], numbered(run.heads, query.device)
@@ -259,7 +259,7 @@ def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
     if recipe.sparse.dense and recipe.backend == "auto":
         return select.Choice(select.choose(device), "the recipe is dense and lists no block")
     dtype = next(view.model.parameters()).dtype
-    pattern = recipe.sparse.at(0)
+    pattern = recipe.sparse.for_layer(0)
     label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
     shape = measure.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
     plan = planner(pattern, shape, device)

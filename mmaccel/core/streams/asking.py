@@ -34,9 +34,9 @@ from mmaccel.core.streams.parts import (
     StreamInfo,
     TokenChoice,
     joined,
-    kept,
+    states_restored,
 )
-from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, filled, frame_size
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size, pad_to_units
 
 FEW = 4
 """Units of a memory of frames that go through the vision tower at a time."""
@@ -62,7 +62,7 @@ def asked(
     weigh   whether its evidence will be asked for
     beside  it sees the stream as it is now, and yields to frames between its layers and its tokens if the memory supports
             that (`StreamState.snapshot`); the caller holds the `turns` of the model
-    settings  by which tokens are chosen (`StreamAdapter.choosing`)
+    settings  by which tokens are chosen (`StreamAdapter.choose_tokens`)
     between   (begin, end) in seconds of the stream: it sees only units that were shown then
 
     Raises `ModelError`, before anything is run, if the model has no position left for an answer, and `Ended` if the deadline
@@ -81,20 +81,20 @@ def asked(
         if gives_way and (gives_way[0] or not reading):
             adapter.turns.yield_lock(inside=reading)
 
-    asking, waiting, positions = adapter.question(question), state.waiting(), stream.positions
+    asking, waiting, positions = adapter.question(question), state.waiting_features(), stream.positions
     inside = None if between is None else _units_between(info, *between)
     if between is not None and info.times[-1] > between[1]:
         waiting, info = None, replace(info, pending=None)
     choosing = TokenChoice()
     if settings:
         assert isinstance(adapter, StreamAdapter)
-        ids = torch.cat([adapter.head(), asking.ids])[None]
-        choosing = adapter.choosing(ids, room, settings, adapter.attention.recipe.draft.active)
+        ids = torch.cat([adapter.head_ids(), asking.ids])[None]
+        choosing = adapter.choose_tokens(ids, room, settings, adapter.attention.recipe.draft.active)
     if info.timed and not isinstance(state, FrameMemory):
         # Those of the units that the memory has not taken in yet.
         times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
         times += [] if info.pending is None else [info.times[-info.pending.shape[0]]]
-        positions.told(state.units(), times)
+        positions.record_times(state.units(), times)
     own_stream = replace(stream, positions=copy.copy(positions))
     taken = state.snapshot(own_stream, lambda: pause(False)) if beside else None
     if taken is not None:
@@ -102,7 +102,7 @@ def asked(
         state, stream, positions = taken, own_stream, own_stream.positions
         info = replace(info, spans=list(info.spans), times=list(info.times))
         if live.running is not None and (running := adapter.new_running_states()) is not None:
-            running.back(live.running.mark())
+            running.restore(live.running.checkpoint())
 
     def check() -> None:
         pause(True)
@@ -123,8 +123,8 @@ def asked(
             f"question: kv {live.kv.name!r} has no snapshot, which images need here; ask in words."
         )
     units, own = state.shown_units(stream_pass)
-    last, used = positions.ends(units, pending, rows, own)
-    if not positions.admits(units, pending, rows, own):
+    last, used = positions.last_position(units, pending, rows, own)
+    if not positions.admits_pass(units, pending, rows, own):
         raise ModelError(
             f"question: the stream and the question take {used} of the model's {positions.limit} positions "
             "(max_position_embeddings) and leave none for an answer; ask in fewer words, or choose a kv that "
@@ -135,7 +135,7 @@ def asked(
     deadline.check()
     seen_as, evidence, shows = state, state.evidence, list(range(len(info.spans)))
     if inside is not None:
-        state.between(*inside)
+        state.limit_to_units(*inside)
     if isinstance(state, FrameMemory):
         running = adapter.new_running_states()
         state, evidence = _picked(live, state, info, check, meter, running)
@@ -156,7 +156,7 @@ def asked(
         state = pruned = RecallPruning(state, acts, stream, depth, seen)
     parts = [info.marks, asking.embeds]
     if info.pending is not None:
-        unit = adapter.features(filled(info.pending, adapter.pace), info.size)[0]
+        unit = adapter.features(pad_to_units(info.pending, adapter.pace), info.size)[0]
         at = [len(info.times) - info.pending.shape[0]]
         parts.insert(0, adapter.unit_embeds(unit, info.moments(adapter.pace, at))[0])
         check()
@@ -169,7 +169,7 @@ def asked(
         *given, live.beside, live.around, check, pause, lambda: live.counters(seen_as), choosing
     )
     runner.shares = taken is not None and running is None and type(live.around) is MemoryWrapper
-    with state.question_scope(), kept(running):
+    with state.question_scope(), states_restored(running):
         runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts)})
         meter.prompt_tokens = runner.length()
         if timed is not None and not timed.count:
@@ -194,8 +194,8 @@ def _picked(
     running: RunningStates | None,
 ) -> tuple[StreamState, Callable[[], dict[int, UnitEvidence]]]:
     """A memory of the frames that a memory of frames picks, and what the answer is based on."""
-    fresh, picked = state.fresh(), state.pick(getattr(live.around, "paid", {}))
-    live.around.cut(0)
+    fresh, picked = state.new_state(), state.pick_units(getattr(live.around, "paid", {}))
+    live.around.forget_after(0)
     live.run_head(fresh, running=running)
     if live.kv.ingests:
         fresh.begin_ingest()
@@ -209,7 +209,7 @@ def _picked(
                 check()
         begins = [info.spans[number][0] for number, _ in some]
         live.run_units(fresh, torch.cat(runs), begins, meter=meter, check=check, running=running)
-    fresh.idle()
+    fresh.finish_intake()
     return fresh, lambda: {number: UnitEvidence(1.0, 1.0, None) for number, _ in picked}
 
 
@@ -307,7 +307,7 @@ class QuestionRunner(Runner):
         more: dict[str, Any] = {} if branches is None else {"branches": branches}
         stream_pass = StreamPass(kind="answer", rows=ids.shape[1], **more)
         hidden = self.live.run_pass(
-            self.state, stream_pass, self.adapter.words(ids[0]), few=True, running=self.running, **more
+            self.state, stream_pass, self.adapter.token_embeds(ids[0]), few=True, running=self.running, **more
         )
         return self.adapter.logits(hidden)[None]
 
@@ -329,8 +329,8 @@ class QuestionRunner(Runner):
         piece of text. Warns if the model's positions are used up."""
         adapter = self.adapter
         assert isinstance(adapter, StreamAdapter)
-        ends, tokens, shown = adapter.ends(), list[int](), ""
-        ids = torch.cat([adapter.head(), self.ids])[None]
+        ends, tokens, shown = adapter.end_token_ids(), list[int](), ""
+        ids = torch.cat([adapter.head_ids(), self.ids])[None]
         start = ids.shape[1]
         choosing, beside = self.choosing, self.beside
         reason: FinishReason = "stop"
@@ -338,7 +338,7 @@ class QuestionRunner(Runner):
         def stop(ids: Tensor) -> bool:
             """Whether the answer ends with the last of `ids` [1, S]; notes why."""
             nonlocal reason
-            count, over = ids.shape[1] - start, self.deadline.over()
+            count, over = ids.shape[1] - start, self.deadline.end_reason()
             if int(ids[0, -1]) in ends:
                 return True
             if count >= most:
@@ -366,13 +366,13 @@ class QuestionRunner(Runner):
             if put is not None:
                 text(whole=False)
 
-        meter = self.meter.sequence()
+        meter, around = self.meter.new_sequence(), self.around
         draft = GuardedDraft(meter)
         try:
-            with beside.dropping() as stream:
+            with beside.drop_on_error() as stream:
                 if stream is not None:
-                    heard = self.around.heard() if isinstance(self.around, AttentionRecording) else None
-                    stream.ask(self.question, most, *([] if heard is None else [heard]))
+                    heard = around.recorded_attention() if isinstance(around, AttentionRecording) else None
+                    stream.prepare_question(self.question, most, *([] if heard is None else [heard]))
             more: dict[str, Any] = {
                 "max_new_tokens": most,
                 "stream": beside.stream,
@@ -382,16 +382,16 @@ class QuestionRunner(Runner):
             if beside.failed:
                 meter.draft_failed(beside.failed)
             elif strategy.active:
-                with draft.dropping():
+                with draft.drop_on_error():
                     draft.state = strategy.open(adapter.view)
                     draft.state.begin(prompt)
             one = Speculation(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
             adapter.turns.decode(one, self.shares and not strategy.active)
         finally:
             draft.close()
-            with beside.dropping() as stream:
+            with beside.drop_on_error() as stream:
                 if stream is not None:
-                    stream.done()
+                    stream.end_question()
         if reason == "positions":
             warn(
                 "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); "

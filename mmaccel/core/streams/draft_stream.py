@@ -21,7 +21,7 @@ from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import QuestionRunner, asked
 from mmaccel.core.streams.listening import GuidedRetrievalWrapper
 from mmaccel.core.streams.parts import MemoryWrapper
-from mmaccel.core.streams.saved_stream import check_model, lasting, read_stream, write_stream
+from mmaccel.core.streams.saved_stream import check_model, lasting_fields, read_stream, write_stream
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 FACTS = "stream.json"
@@ -41,49 +41,49 @@ class LocalDraftStream(DraftStream):
         self._asked: tuple[str, int] | None = None
         self._question = ExitStack()
 
-    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+    def take_frames(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
         if self._live is None:
             parts = self._adapter, self._kv, self._chunk, frames, fps, timed
             self._live = StreamRunner.begin(*parts, quiet=True)
         live = self._live
-        live.take(frames, list(times), lambda done: None, Deadline())
-        live.state.let_go(live.shown, live.pinned)
+        live.take_frames(frames, list(times), lambda done: None, Deadline())
+        live.state.forget_old_units(live.shown_seconds, live.is_pinned)
 
-    def wait(self) -> None:
+    def wait_for_others(self) -> None:
         if self._adapter.device.type == "cuda":
             torch.cuda.synchronize(self._adapter.device)
 
-    def idle(self) -> None:
+    def finish_intake(self) -> None:
         if self._live is not None:
-            self._live.state.idle()
+            self._live.state.finish_intake()
 
-    def mark(self) -> Any:
-        return None if self._live is None else self._live.mark()
+    def checkpoint(self) -> Any:
+        return None if self._live is None else self._live.checkpoint()
 
-    def back(self, mark: Any) -> None:
-        self.done()
+    def restore(self, mark: Any) -> None:
+        self.end_question()
         if mark is None:
             self.close()
         elif self._live is not None:
-            self._live.back(mark)
+            self._live.restore(mark)
 
     @property
     def counts(self) -> dict[str, float]:
         return {} if self._guided is None else self._guided.counts
 
-    def ask(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
+    def prepare_question(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
         self._asked = question, room
         pruned = self._prune is not None and heard is not None
         self._guided = GuidedRetrievalWrapper(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
     def read(self, deadline: Deadline | None = None) -> QuestionRunner:
-        """Run the question that was asked; return its runner, valid until `done`. Raises `Ended` at the deadline."""
+        """Run the question that was asked; return its runner, valid until `end_question`. Raises `Ended` at the deadline."""
         if self._live is None or self._asked is None:
             raise ModelError("the draft has watched no frame, or has no question.")
         self._live.around = self._guided or MemoryWrapper()
         return self._question.enter_context(asked(self._live, *self._asked, weigh=False, deadline=deadline))
 
-    def done(self) -> None:
+    def end_question(self) -> None:
         self._asked = None
         self._question.close()
 
@@ -91,7 +91,7 @@ class LocalDraftStream(DraftStream):
         if self._live is None:
             raise ModelError("the draft has seen no frame.")
         facts = write_stream(folder, self._live)
-        checkpoint_io.write_json(folder / FACTS, {**facts, "kv": lasting(self._kv)})
+        checkpoint_io.write_json(folder / FACTS, {**facts, "kv": lasting_fields(self._kv)})
 
     def load(self, folder: Path) -> None:
         if not (folder / FACTS).is_file():
@@ -100,14 +100,14 @@ class LocalDraftStream(DraftStream):
         check_model(folder, facts, self._adapter)
         # Fields that are not there have their defaults; those of a question, which are not saved, may be any.
         free = {name: getattr(self._kv, name) for name in self._kv.query_time_fields}
-        if lasting(policy("kv", {**free, **facts["kv"]})) != lasting(self._kv):
+        if lasting_fields(policy("kv", {**free, **facts["kv"]})) != lasting_fields(self._kv):
             raise ModelError(f"{folder} was saved with another kv of the draft; give the draft that one.")
         self._live = read_stream(folder, folder / FACTS, facts, self._adapter, self._kv, self._chunk)
 
     def close(self) -> None:
         live, self._live = self._live, None
         try:
-            self.done()
+            self.end_question()
         finally:
             if live is not None:
                 live.close()

@@ -129,7 +129,7 @@ class FrameIntake:
                         if apart:
                             self._let_go()
                         if taken < len(clip.frames):
-                            over = deadline.over()
+                            over = deadline.end_reason()
                             break
                 except Ended as end:  # while frames were awaited
                     over = end.reason
@@ -182,15 +182,15 @@ class FrameIntake:
         """Tell the memory that no more frames come for now."""
         if self._live is not None:
             with self._turn():
-                self._live.state.idle()
-                self._live.beside.idle()
+                self._live.state.finish_intake()
+                self._live.beside.finish_intake()
 
     def _let_go(self) -> None:
         """Let the memory forget what it keeps no longer, and note it, as one event for all that goes in a row."""
         if (live := self._live) is None:
             return
         with self._turn():
-            gone = live.state.let_go(live.shown, live.pinned)
+            gone = live.state.forget_old_units(live.shown_seconds, live.is_pinned)
         if not gone:
             return
         spans, times = live.info.spans, live.info.times
@@ -213,7 +213,7 @@ class FrameIntake:
         with self._working(self._stream, *([self._asking] if alone else []), deadline=deadline):
             before, self._changed = self._live, False
             with self._turn(deadline):
-                mark = None if before is None else before.mark()
+                mark = None if before is None else before.checkpoint()
             try:
                 yield
             except BaseException:
@@ -221,7 +221,7 @@ class FrameIntake:
                     raise  # at once, beside an answer
                 with self._asking.holding(), turns.holding():
                     if before is not None:
-                        before.back(mark)
+                        before.restore(mark)
                     elif self._live is not None:
                         self._live.close()
                     self._live = before
@@ -249,13 +249,13 @@ class FrameIntake:
             nonlocal watched
             some, watched = slice(watched, through), through
             with self._turn():
-                live.beside.take(clip.frames[some], shown[some], clip.fps, live.info.timed)
+                live.beside.take_frames(clip.frames[some], shown[some], clip.fps, live.info.timed)
             for one in self._standing:
-                one.came()
+                one.notify_frames()
             if progress is not None:
                 progress(done + through, None if clip.part else done + count)
 
-        taken = live.take(clip.frames, shown, tell, deadline, ingest=how == "ingest")
+        taken = live.take_frames(clip.frames, shown, tell, deadline, ingest=how == "ingest")
         if not self.frames:
             live.close()
             self._live = None
@@ -265,4 +265,5 @@ class FrameIntake:
         """The stream of the draft, where it asks for one."""
         draft, told = self.recipe.draft, DraftStreamSettings(self._processor, self._kv, self.recipe.chunk)
         watches = draft.active and "video" in draft.needs
-        return GuardedDraftStream(partial(draft.watch, self._stream_adapter.view, told) if watches else None)
+        opens = partial(draft.open_stream, self._stream_adapter.view, told)
+        return GuardedDraftStream(opens if watches else None)

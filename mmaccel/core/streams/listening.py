@@ -48,7 +48,7 @@ class AttentionRecording(MemoryWrapper):
             self.states[layer] = [torch.cat(self.states[layer])]
         return self.states[layer][0] if self.states[layer] else torch.zeros(0, 1)
 
-    def cut(self, tokens: int) -> None:
+    def forget_after(self, tokens: int) -> None:
         self.states = {layer: [self.unit_states(layer)[:tokens]] if tokens else [] for layer in self.states}
 
     def _score(self, unit: int, words: tuple[int, int] | None, tokens: Tensor) -> Tensor:
@@ -75,10 +75,10 @@ class AttentionRecording(MemoryWrapper):
         self._made = [RecordingMemory(state, self._stage, stream, before, numbers)]
         return self._made[0]
 
-    def heard(self) -> QuestionAttention | None:
+    def recorded_attention(self) -> QuestionAttention | None:
         """Return the attention of the last question to frames, or None; can be read once."""
         made, self._made = self._made, []
-        return made[0].heard(self._score if self.states else None) if made else None
+        return made[0].recorded_attention(self._score if self.states else None) if made else None
 
 
 class RecordingMemory(WrappedMemory):
@@ -116,8 +116,9 @@ class RecordingMemory(WrappedMemory):
         view = self.state.view(layer, query)
         sees = bool(self._stage.hidden) and self._pass is not None and self._pass.kind == "question"
         if self._listens(layer) or sees:
-            base, first = view.key.shape[2] - self._tail, self._stream.head + self.state.summaries(layer)
-            tokens, rows = self.state.seen(layer), self._tail - self._before
+            base = view.key.shape[2] - self._tail
+            first = self._stream.head + self.state.count_summary_columns(layer)
+            tokens, rows = self.state.seen_tokens(layer), self._tail - self._before
             if tokens is not None and len(tokens) == base - first > 0:
                 if sees:
                     self._heard[layer] = (tokens.to(view.key.device),) * 2
@@ -128,7 +129,7 @@ class RecordingMemory(WrappedMemory):
                 self._heard[layer] = tokens.to(key.device), looks.mean(0)[first:base]
         return view
 
-    def heard(self, score: Callable[..., Tensor] | None = None) -> QuestionAttention:
+    def recorded_attention(self, score: Callable[..., Tensor] | None = None) -> QuestionAttention:
         """Return the recorded attention of the question to frames; `score` computes other scores for the tokens seen."""
         groups, unit = self._stage.attention, self._stream.unit
         if not self._heard:
@@ -199,8 +200,8 @@ class GuidedRetrieval(RecallPruning):
         return Signals(score=attention[0][0]) if self._heard.stage.hidden else super()._signals(attention)
 
     def _drop(self, layer: int, view: KVView, query: Tensor, layout: TokenLayout, alike: bool) -> None:
-        tokens, unit = self.state.seen(layer), self._stream.unit
-        first, base = self._stream.head + self.state.summaries(layer), layout.length - self._tail
+        tokens, unit = self.state.seen_tokens(layer), self._stream.unit
+        first, base = self._stream.head + self.state.count_summary_columns(layer), layout.length - self._tail
         looks = torch.zeros(len(self._heard.paid), 1, layout.length, device=layout.device)
         if tokens is not None and len(tokens) == base - first:
             tokens = tokens.to(layout.device)

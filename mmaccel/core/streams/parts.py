@@ -66,12 +66,12 @@ class RunningStates(ABC):
     rows of the stream; no memory policy selects among these."""
 
     @abstractmethod
-    def mark(self) -> Any:
-        """Return the present recurrent states, to which `back` can return."""
+    def checkpoint(self) -> Any:
+        """Return the present recurrent states, to which `restore` can return."""
 
     @abstractmethod
-    def back(self, mark: Any) -> None:
-        """Restore the recurrent states that `mark` returned."""
+    def restore(self, mark: Any) -> None:
+        """Restore the recurrent states that `checkpoint` returned."""
 
     @abstractmethod
     def crop(self, count: int) -> None:
@@ -82,7 +82,7 @@ class RunningStates(ABC):
         """Return all recurrent states by name, to be saved."""
 
     @abstractmethod
-    def put(
+    def load(
         self, read: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
     ) -> None:
         """Load saved recurrent states. `read` gets the shape and dtype wanted for each name, and returns tensors that fit,
@@ -97,14 +97,14 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def kept(running: RunningStates | None) -> Iterator[None]:
+def states_restored(running: RunningStates | None) -> Iterator[None]:
     """Context that restores the recurrent states at exit."""
-    mark = None if running is None else running.mark()
+    mark = None if running is None else running.checkpoint()
     try:
         yield
     finally:
         if running is not None:
-            running.back(mark)
+            running.restore(mark)
 
 
 @dataclass(eq=False)
@@ -156,7 +156,7 @@ class MemoryWrapper:
         """Return extra arguments of `StreamModel.run` for a forward pass of `kind` ("units", "question", ...)."""
         return {}
 
-    def cut(self, tokens: int) -> None:
+    def forget_after(self, tokens: int) -> None:
         """Forget what was recorded after the first `tokens` video tokens: the memory was rolled back to them."""
 
 
@@ -216,7 +216,7 @@ class FairLock:
         """In the middle of a pass, let answer tokens that have waited for `PATIENCE_S` have their turns, nothing else."""
         self._aside(lambda: self._still is None and self._late() is not None, still=True)
 
-    def between(self, device: torch.device, *_: Any) -> None:
+    def yield_between_layers(self, device: torch.device, *_: Any) -> None:
         """Called between two layers of a pass on `device`: lets waiting answer tokens have their turns. While one waits, the
         host runs at most one layer ahead of the device."""
         with self._lock:
@@ -290,7 +290,7 @@ class FairLock:
                 raise
             self._depth = depth
 
-    def forked(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset the lock after a fork: in the child process only the forking thread exists, so no other can hold it."""
         mine = self._holder == threading.get_ident()
         self._lock, self._waiting = threading.Lock(), deque()
@@ -361,7 +361,7 @@ def fair_lock_of(model: nn.Module) -> FairLock:
 
 def _forked() -> None:
     for turns in _turns.values():
-        turns.forked()
+        turns.reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -115,7 +115,7 @@ def read_stream(
     """
     for name, fits in SIZES.items():
         if name not in facts or not fits(facts[name]):
-            raise damaged(told.parent, f"{name} in {told.name} cannot be")
+            raise damaged_error(told.parent, f"{name} in {told.name} cannot be")
     live = StreamRunner(adapter, kv, chunk, _read_info(data, facts, adapter))
     try:
         if (tokens := live.stream.positions.tokens) != facts["unit"]:
@@ -124,12 +124,12 @@ def read_stream(
                 "that it was saved with."
             )
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
-            live.stream.positions.told(0, live.info.shown(0))
+            live.stream.positions.record_times(0, live.info.shown(0))
         load_stream(live.state, data / MEMORY)
         if live.running is not None and not isinstance(live.state, FrameMemory):
-            live.running.put(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))
+            live.running.load(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))
         if (units := live.state.units()) != facts["units"]:
-            raise damaged(data, f"the memory holds {units} units of {facts['units']}")
+            raise damaged_error(data, f"the memory holds {units} units of {facts['units']}")
         if (
             isinstance(live.around, AttentionRecording)
             and facts.get("heard") == sorted(live.around.states) != []
@@ -145,16 +145,16 @@ def read_stream(
     return live
 
 
-def lasting(kv: KVPolicy) -> dict[str, Any] | None:
+def lasting_fields(kv: KVPolicy) -> dict[str, Any] | None:
     """Return those fields of a stream memory on which its stored content depends, JSON-ready; None for a policy of another
     kind."""
     if not isinstance(kv, StreamPolicy):
         return None
-    fields = plain(Recipe(kv=kv).to_dict()["kv"]).items()
+    fields = as_json_value(Recipe(kv=kv).to_dict()["kv"]).items()
     return {name: value for name, value in fields if name not in kv.query_time_fields}
 
 
-def damaged(where: Path, fault: str) -> ModelError:
+def damaged_error(where: Path, fault: str) -> ModelError:
     return ModelError(f"{where}: {fault}; the session is damaged, save it again.")
 
 
@@ -162,7 +162,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def plain(value: Any) -> Any:
+def as_json_value(value: Any) -> Any:
     """Return `value` as it is after a round trip through JSON; raises `ModelError` if it cannot be stored."""
 
     def refuse(one: Any) -> None:
@@ -184,12 +184,12 @@ def _read_info(data: Path, facts: dict[str, Any], adapter: StreamAdapter) -> Str
     unbroken = all(count > 0 and first == end for (first, count), end in zip(spans, ends, strict=False))
     rising = all(map(math.isfinite, times)) and times == sorted(times)
     if not (unbroken and rising and ends[-1] <= len(times)):
-        raise damaged(data, f"spans or times in {FILM} cannot be")
+        raise damaged_error(data, f"spans or times in {FILM} cannot be")
     (height, width), raw = facts["size"], facts["raw"]
     raw = None if raw is None else (raw[0], raw[1])
     marks, timed = film["marks"].to(adapter.device), facts.get("timed") is True
     pins = facts.get("pins", [])
     if not (isinstance(pins, list) and all(map(_is_stretch, pins))):
-        raise damaged(data, "pins cannot be")
+        raise damaged_error(data, "pins cannot be")
     more = raw, spans, times, film.get("pending"), [(begin, end) for begin, end in pins]
     return StreamInfo((height, width), facts["fps"], facts["unit"], marks, timed, *more)

@@ -199,7 +199,7 @@ class VideoSession(FrameIntake):
 
     def _check(self, question: str | Messages) -> StreamRunner:
         """The stream to ask; raises `ModelError` where nothing was watched, or the question is none."""
-        self._stream_adapter.tail(question)
+        self._stream_adapter.tail_ids(question)
         if self._live is None or not self.frames:
             raise ModelError("ask: the session has seen no frame; watch something first.")
         return self._live
@@ -218,7 +218,7 @@ class VideoSession(FrameIntake):
         turns = self._asking, self._stream_adapter.turns
         if (schema := settings.get("schema")) is not None:
             # Compiled, and kept, before frames have to wait for it.
-            self._stream_adapter.choosing(
+            self._stream_adapter.choose_tokens(
                 torch.zeros(1, 1, dtype=torch.long), most, {"schema": schema}, False
             )
         try:
@@ -261,7 +261,7 @@ class VideoSession(FrameIntake):
         `call` runs in a thread of its own, as the questions do; frames do not wait for it. `StandingQuestion.cancel` ends
         it, and so does `close`. Raises `ModelError` for an invalid question.
         """
-        self._stream_adapter.tail(question)
+        self._stream_adapter.tail_ids(question)
         given = {"every": every, "last": last, "says": says, "most": max_new_tokens}
         self._standing.append(one := StandingQuestion(self, question, call, **given))  # type: ignore[arg-type]
         return one
@@ -295,7 +295,7 @@ class VideoSession(FrameIntake):
         own, device = self._stream_adapter.attention, self._stream_adapter.device
         whole = replace(meter, listed={}, causal={}, names={}, notes=[])
         for one in (own.meter, meter):
-            whole.planned(one)
+            whole.add_counts_of(one)
         why = "" if own.choice is None else own.choice.why
         return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 

@@ -32,10 +32,10 @@ from mmaccel.core.recipe import Recipe, saved_recipe
 from mmaccel.core.streams.saved_stream import (
     FILM,
     MEMORY,
+    as_json_value,
     check_model,
-    damaged,
-    lasting,
-    plain,
+    damaged_error,
+    lasting_fields,
     read_stream,
     write_stream,
 )
@@ -74,7 +74,7 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
                 except OSError:
                     raise  # nor could the target's stream be written there
                 except Exception:
-                    with live.beside.dropping():
+                    with live.beside.drop_on_error():
                         raise
             written = write_stream(part, live)
         if live.beside.failed:
@@ -82,7 +82,7 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
         facts = {
             "format": FORMAT,
             "version": VERSION,
-            "recipe": plain(recipe.to_dict()),
+            "recipe": as_json_value(recipe.to_dict()),
             **written,
             "data": part.name,
             "files": {name: _print_of(place, Path(name)) for name in sorted(_files(place, part))},
@@ -127,7 +127,7 @@ def load(
                     if left and _version_of(where) != before:
                         live.close()
                         continue
-                    with live.beside.dropping():
+                    with live.beside.drop_on_error():
                         raise
             return live
         except (MmaccelError, OSError) as error:
@@ -166,11 +166,11 @@ def _read(where: Path) -> dict[str, Any]:
             f"{where} is {shown(form)} of version {version}; this mmaccel reads version {VERSION}."
         )
     if not (all(map(is_session_file, facts["files"])) and (data is None or _is_data(data))):
-        raise damaged(where, f"the list of files in {FACTS} is none")
+        raise damaged_error(where, f"the list of files in {FACTS} is none")
     if version != UNSEALED and CHECKSUM not in facts:
-        raise damaged(where, f"{FACTS} has no {CHECKSUM}")
+        raise damaged_error(where, f"{FACTS} has no {CHECKSUM}")
     if CHECKSUM in facts and facts != add_checksum(facts):
-        raise damaged(where, f"{FACTS} is not what was written")
+        raise damaged_error(where, f"{FACTS} is not what was written")
     return facts
 
 
@@ -179,14 +179,14 @@ def _load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy)
     facts = _read(where)
     check_model(where, facts, adapter)
     saved = facts["recipe"].get("kv")
-    if lasting(saved_recipe(where, {"kv": saved}, again=True).kv) != lasting(recipe.kv):
+    if lasting_fields(saved_recipe(where, {"kv": saved}, again=True).kv) != lasting_fields(recipe.kv):
         raise ModelError(
             f"{where} was saved with kv {shown(saved, 200)}; open the session with the same kv and fields."
         )
     # Before version 4 the files were in the folder itself.
     data = where / facts.get("data", "")
     if not {str((data / FILM).relative_to(where)), *_files(where, data / MEMORY)} <= set(facts["files"]):
-        raise damaged(where, f"the list of files in {FACTS} is not whole")
+        raise damaged_error(where, f"the list of files in {FACTS} is not whole")
     for name, known in facts["files"].items():
         _check_file(where, name, known)
     with adapter.turns.holding():
@@ -208,15 +208,15 @@ def _print_of(where: Path, name: Path) -> list[int | None]:
 def _check_file(where: Path, name: str, known: Any) -> None:
     """Raise `ModelError` unless the file is the one that was written."""
     if not (isinstance(known, list) and len(known) == 2 and all(type(n) is int or n is None for n in known)):
-        raise damaged(where, f"the list of files in {FACTS} is none")
+        raise damaged_error(where, f"the list of files in {FACTS} is none")
     file = where / name
     size = file.stat().st_size if file.is_file() else None
     if size is None:
-        raise damaged(where, f"{name} is missing")
+        raise damaged_error(where, f"{name} is missing")
     if size != known[0]:
-        raise damaged(where, f"{name} has {size} bytes of {known[0]}")
+        raise damaged_error(where, f"{name} has {size} bytes of {known[0]}")
     if _print_of(where, Path(name)) != known:
-        raise damaged(where, f"{name} is not what was written")
+        raise damaged_error(where, f"{name} is not what was written")
 
 
 def check_writable(path: Path) -> None:

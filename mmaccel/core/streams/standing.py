@@ -52,7 +52,7 @@ class StandingQuestion:
         self._thread = threading.Thread(target=self._run, name="mmaccel-standing", daemon=True)
         self._thread.start()
 
-    def came(self) -> None:
+    def notify_frames(self) -> None:
         """Tell the question's thread that new frames came: it asks again if `every` seconds have passed. Returns at once."""
         self._came.set()
 

@@ -23,7 +23,7 @@ from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.listening import AttentionRecording
-from mmaccel.core.streams.parts import Clip, MemoryWrapper, StreamInfo, kept
+from mmaccel.core.streams.parts import Clip, MemoryWrapper, StreamInfo, states_restored
 
 WATCHED = (
     "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
@@ -51,11 +51,11 @@ class GuardedDraftStream:
         self.failed = ""
         self._born, self._held_up_s = monotonic(), 0.0
         if watch is not None:
-            with self.dropping():
+            with self.drop_on_error():
                 self.stream = watch()
 
     @contextmanager
-    def dropping(self) -> Iterator[DraftStream | None]:
+    def drop_on_error(self) -> Iterator[DraftStream | None]:
         """Context that gives the draft's stream (or None); an error inside drops the draft and is not raised."""
         try:
             yield self.stream
@@ -70,14 +70,14 @@ class GuardedDraftStream:
                 with suppress(Exception):
                     stream.close()
 
-    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+    def take_frames(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
         """Give frames to the draft's stream, if there are any."""
-        with self.dropping() as stream:
+        with self.drop_on_error() as stream:
             if stream is None or not len(frames):
                 return
-            stream.wait()  # for the target's pass, which the draft does not hold up
+            stream.wait_for_others()  # for the target's pass, which the draft does not hold up
             began = monotonic()
-            stream.take(frames, times, fps, timed)
+            stream.take_frames(frames, times, fps, timed)
             now = monotonic()
             self._held_up_s += now - began
             others_s = now - self._born - self._held_up_s
@@ -87,26 +87,26 @@ class GuardedDraftStream:
                     "a cheaper kv, or leave the draft out"
                 )
 
-    def idle(self) -> None:
+    def finish_intake(self) -> None:
         """Tell the draft's stream that no more frames come for now."""
-        with self.dropping() as stream:
+        with self.drop_on_error() as stream:
             if stream is not None:
-                stream.idle()
+                stream.finish_intake()
 
-    def mark(self) -> Any:
-        """Return the present state of the draft's stream, for `back`; None without a draft."""
-        with self.dropping() as stream:
-            return None if stream is None else stream.mark()
+    def checkpoint(self) -> Any:
+        """Return the present state of the draft's stream, for `restore`; None without a draft."""
+        with self.drop_on_error() as stream:
+            return None if stream is None else stream.checkpoint()
 
-    def back(self, mark: Any) -> None:
-        """Restore the draft's stream to its state at `mark`."""
-        with self.dropping() as stream:
+    def restore(self, mark: Any) -> None:
+        """Restore the draft's stream to its state at `checkpoint`."""
+        with self.drop_on_error() as stream:
             if stream is not None:
-                stream.back(mark)
+                stream.restore(mark)
 
     def close(self) -> None:
         """Release what the draft's stream holds; a second call does nothing."""
-        with self.dropping() as stream:
+        with self.drop_on_error() as stream:
             self.stream = None
             if stream is not None:
                 stream.close()
@@ -126,7 +126,7 @@ class StreamRunner:
         self.around = MemoryWrapper() if pruner is None else AttentionRecording(pruner, depth)
         self._warned, self._full, self.ingests, self.pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
-        ids, head = adapter.position_ids(info.size, fps), adapter.head().numel()
+        ids, head = adapter.position_ids(info.size, fps), adapter.head_ids().numel()
         words, pace, dtype = adapter.text_around_unit, adapter.pace, adapter.dtype
         self.stream = Stream(unit=info.unit, words=words, head=head, pace=pace, positions=ids, dtype=dtype)
         one = len(set(adapter.layer_devices)) == 1
@@ -150,7 +150,7 @@ class StreamRunner:
     ) -> StreamRunner:
         """Start a stream for frames like `frames`, and run the prompt before the video. `timed`: times are known."""
         size = frame_size(frames)
-        features, marks = adapter.features(filled(frames[: adapter.pace], adapter.pace), size)
+        features, marks = adapter.features(pad_to_units(frames[: adapter.pace], adapter.pace), size)
         unit = adapter.unit_embeds(features, [(0, [0.0])]).shape[1]
         live = cls(
             adapter,
@@ -169,7 +169,7 @@ class StreamRunner:
 
     # Frames come in.
 
-    def take(
+    def take_frames(
         self,
         frames: Tensor,
         moments: list[float],
@@ -179,12 +179,12 @@ class StreamRunner:
     ) -> int:
         """Take in frames [T, 3, H, W] shown at `moments` (seconds); `progress` gets the number read so far. Return the
         number taken in: if the deadline comes first, those of complete passes. `ingest`: they are of a stored video; call
-        the state's `idle` after it."""
+        the state's `finish_intake` after it."""
         step = self.bulk if ingest else self._step
         if ingest:
             self.state.begin_ingest()
         elif not (isinstance(self.state, FrameMemory) or self.adapter.attention.recipe.sparse.dense):
-            self.adapter.attention.meter.note(WATCHED)
+            self.adapter.attention.meter.add_note(WATCHED)
         info, pace = self.info, self.adapter.pace
         before = len(info.times)
         frames = self._alike(frames)
@@ -222,11 +222,11 @@ class StreamRunner:
         """Warn, once, when the stream leaves no position for a question."""
         positions = self.stream.positions
         units, own = self.state.shown_units(StreamPass(kind="question", rows=1))
-        if self._full or positions.admits(units, 0, 1, own):
+        if self._full or positions.admits_pass(units, 0, 1, own):
             return
         self._full = True
         warn(
-            f"the stream takes {positions.ends(units, 0, 1, own)[1]} of the model's {positions.limit} positions "
+            f"the stream takes {positions.last_position(units, 0, 1, own)[1]} of the model's {positions.limit} positions "
             f"(max_position_embeddings): kv {self.kv.name!r} cannot answer questions from now on; open a session with a kv "
             "that shows fewer frames."
         )
@@ -236,12 +236,12 @@ class StreamRunner:
         info, size, adapter = self.info, frame_size(frames), self.adapter
         if size == info.raw:
             return frames
-        if not self._warned and not adapter.fits(frames, info.size):
+        if not self._warned and not adapter.accepts_frames(frames, info.size):
             self._warned = True
             (height, width), (h, w) = info.size, size
             warn(f"frames of {w}x{h} are resized to {width}x{height}, the size with which the stream began.")
         if info.pending is not None and info.raw is not None:
-            return adapter.resized(frames, info.raw)
+            return adapter.resize_frames(frames, info.raw)
         info.raw = size
         return frames
 
@@ -250,10 +250,10 @@ class StreamRunner:
         info, state, pace = self.info, self.state, self.adapter.pace
         start = sum(info.spans[-1]) if info.spans else 0
         if isinstance(state, FrameMemory):
-            state.keep(frames)
+            state.store_frames(frames)
             info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
             return
-        features, counts = state.merge(self.adapter.features(frames, info.size)[0])
+        features, counts = state.merge_units(self.adapter.features(frames, info.size)[0])
         begins = (
             [start + pace * past for past in itertools.accumulate(counts[:-1], initial=0)] if counts else []
         )
@@ -264,10 +264,10 @@ class StreamRunner:
         """Run units with `features` [n, P, E], whose first frames have the `numbers`, into the memory `state`."""
         total, done, info, adapter = features.shape[0], 0, self.info, self.adapter
         if info.timed and state is self.state:
-            self.stream.positions.told(state.units(), info.shown(state.units()))
+            self.stream.positions.record_times(state.units(), info.shown(state.units()))
         while done < total:
             first = state.units()
-            count = state.fit(first, total - done)
+            count = state.units_that_fit(first, total - done)
             part, frames = features[done : done + count], numbers[done : done + count]
             shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
             look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
@@ -294,7 +294,7 @@ class StreamRunner:
         """Run `stream_pass` over `embeds` [n, E] with memory `state`; return final states [n, E] (`StreamModel.run`)."""
         how |= {} if self.beside.failed else self.around.run_options(stream_pass.kind)
         running = how.setdefault("running", self.running)
-        with kept(running if stream_pass.kind == "proxy" else None):
+        with states_restored(running if stream_pass.kind == "proxy" else None):
             stream_pass.pause()
             state.begin_pass(stream_pass)
             hidden = self.adapter.run(state, embeds, self.hidden, **how)
@@ -302,32 +302,32 @@ class StreamRunner:
             state.end_pass()
         return hidden
 
-    def shown(self, unit: int) -> float:
+    def shown_seconds(self, unit: int) -> float:
         """Return when a unit (frame) was shown, in seconds of the stream."""
         return self.info.times[self.info.spans[unit][0]]
 
-    def pinned(self, unit: int) -> bool:
+    def is_pinned(self, unit: int) -> bool:
         """Return whether the user pinned the time at which a unit (frame) was shown."""
-        return any(begin <= self.shown(unit) <= end for begin, end in self.info.pins)
+        return any(begin <= self.shown_seconds(unit) <= end for begin, end in self.info.pins)
 
     # Going back.
 
-    def mark(self) -> Any:
-        """Return the present state of the stream (memory, times, recurrent states, draft's stream), for `back`."""
+    def checkpoint(self) -> Any:
+        """Return the present state of the stream (memory, times, recurrent states, draft's stream), for `restore`."""
         info = self.info
-        lengths, states = (len(info.spans), len(info.times)), self.running and self.running.mark()
-        return self.state.checkpoint(), replace(info), *lengths, self.beside.mark(), states
+        lengths, states = (len(info.spans), len(info.times)), self.running and self.running.checkpoint()
+        return self.state.checkpoint(), replace(info), *lengths, self.beside.checkpoint(), states
 
-    def back(self, mark: Any) -> None:
-        """Restore the stream to its state at `mark`."""
+    def restore(self, mark: Any) -> None:
+        """Restore the stream to its state at `checkpoint`."""
         memory, info, spans, times, beside, states = mark
         del info.spans[spans:], info.times[times:]
         self.info = info
         self.state.restore(memory)
         if self.running is not None:
-            self.running.back(states)
-        self.beside.back(beside)
-        self.around.cut(self.state.units() * info.unit)
+            self.running.restore(states)
+        self.beside.restore(beside)
+        self.around.forget_after(self.state.units() * info.unit)
 
     def counters(self, state: StreamState | None = None) -> dict[str, float]:
         """Return figures of the memory (or of its snapshot `state`), and of what a pruner kept of all units (frames) or of
@@ -353,7 +353,7 @@ def frame_size(frames: Tensor) -> tuple[int, int]:
     return int(frames.shape[2]), int(frames.shape[3])
 
 
-def filled(frames: Tensor, pace: int) -> Tensor:
+def pad_to_units(frames: Tensor, pace: int) -> Tensor:
     """Pad `frames` to whole units of `pace` frames by repeating the last one, as processors do."""
     short = -len(frames) % pace
     return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames
@@ -377,10 +377,10 @@ def shown_at(
         raise ModelError(f"times: there are {len(times)} {whose}for {count} frames; give one for each frame.")
     last = info.times[-1] if info is not None and info.times else None
     rate = clip.fps if clip.fps or info is None else info.fps
-    return moments(last, times, count, rate, given is not None), times is not None or rate is not None
+    return frame_times(last, times, count, rate, given is not None), times is not None or rate is not None
 
 
-def moments(
+def frame_times(
     last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
 ) -> list[float]:
     """Return the seconds, ascending, of `count` new frames that follow a frame at `last`: the `given` ones, shifted to

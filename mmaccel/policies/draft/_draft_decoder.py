@@ -69,15 +69,15 @@ class DraftDecoder:
         self._run = 0
         self.prompt_s = 0.0
 
-    def tell(self, inputs: Mapping[str, Any]) -> None:
+    def announce_prompt(self, inputs: Mapping[str, Any]) -> None:
         """Announce the prompt `inputs`; it contains what was generated after the previous one and accepted."""
         inputs = dict(inputs)
         ids = inputs.pop(IDS, inputs["input_ids"])[0]
-        self.talk.said(torch.tensor(self.line[: self._run], dtype=torch.long))
+        self.talk.end_turn(torch.tensor(self.line[: self._run], dtype=torch.long))
         self.line, self._run, self._prompt = [], 0, ids.cpu()
-        self.talk.tell(inputs, ids)
+        self.talk.announce_prompt(inputs, ids)
 
-    def read(
+    def read_prompt(
         self,
         inputs: Mapping[str, Any],
         keep: Tensor | None,
@@ -95,12 +95,12 @@ class DraftDecoder:
             self._runner = runner = stream.read()
             self._after_prompt = runner.logits[0]
         else:
-            self.tell(inputs)
+            self.announce_prompt(inputs)
             self._after_prompt = self.talk.read(keep, compact)[0]
         self._origin = self._runner.length()
         self.prompt_s = time.perf_counter() - began
 
-    def write(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
+    def draft_tokens(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
         """Draft: go back to the first `length` tokens, append `fix`, and generate `count` more."""
         began = time.perf_counter()
         self.line[length:] = fix
@@ -177,16 +177,16 @@ class LocalDrafter:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def ask(self, length: int, fix: list[int], count: int) -> None:
+    def request_tokens(self, length: int, fix: list[int], count: int) -> None:
         self._asked = length, fix, count
 
-    def collect(self, limit_s: float) -> DraftedTokens | None:
+    def collect_tokens(self, limit_s: float) -> DraftedTokens | None:
         assert self._asked is not None
         with torch.cuda.stream(self._stream):
             if self._unread is not None:
-                self._writer.read(**self._unread)
+                self._writer.read_prompt(**self._unread)
                 self._unread = None
-            return self._writer.write(*self._asked)
+            return self._writer.draft_tokens(*self._asked)
 
     def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
         """Return whether the draft can continue from `left` of the previous turn with prompt `ids` [S], after `past`."""
@@ -198,7 +198,7 @@ class LocalDrafter:
     def leave(self, ids: Tensor) -> Any:
         """Return the draft's state, from which the turn after prompt `ids` [S] may continue."""
         if self._unread is not None:
-            self._writer.tell(self._unread["inputs"])
+            self._writer.announce_prompt(self._unread["inputs"])
         return self._writer
 
     def close(self) -> None:

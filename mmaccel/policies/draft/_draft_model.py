@@ -150,7 +150,7 @@ class DraftModelStrategy(DraftStrategy):
     def check(self, target: ModelView) -> None:
         self.peer(target)
 
-    def watch(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
+    def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         peer = self.peer(target)
         adapter = adapter_for(peer.model).stream_adapter(peer.model, session.processor)
         return LocalDraftStream(adapter, self.kv or session.kv, session.chunk, self.prune)
@@ -176,8 +176,8 @@ class DraftModelStrategy(DraftStrategy):
 class Conversation:
     """The tokens that a draft model's `runner` has run, pruned ones included: prompts, and the answers between them.
 
-    A prompt is read only when needed (`tell`, then `read`). Only the answer after the last prompt can be rolled back:
-    earlier there may be a video, whose pixels the next turn does not have.
+    A prompt is read only when needed (`announce_prompt`, then `read`). Only the answer after the last prompt can be rolled
+    back: earlier there may be a video, whose pixels the next turn does not have.
     """
 
     def __init__(self, runner: Runner, device: torch.device | str) -> None:
@@ -188,7 +188,7 @@ class Conversation:
         )
         self._told: list[tuple[Tensor, Mapping[str, Any]]] = []
 
-    def tell(self, inputs: Mapping[str, Any], ids: Tensor) -> None:
+    def announce_prompt(self, inputs: Mapping[str, Any], ids: Tensor) -> None:
         """Announce the next prompt `ids` [S]; `inputs` are its last columns, which follow those of earlier turns."""
         self._told.append((ids.cpu(), inputs))
 
@@ -238,7 +238,7 @@ class Conversation:
                 made["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (more, 0))
         return made
 
-    def said(self, tokens: Tensor) -> Conversation:
+    def end_turn(self, tokens: Tensor) -> Conversation:
         """End the turn, in which `tokens` [m] were generated after its prompt; those that the draft has run are kept."""
         if not self._told:
             run = min(self.runner.length() - self._origin, tokens.numel())
@@ -258,7 +258,7 @@ def continued_conversation(
             talk = left
         else:
             check_text(who, past)
-    talk.tell(inputs, ids)
+    talk.announce_prompt(inputs, ids)
     return talk
 
 
@@ -307,7 +307,7 @@ class DraftModelState(DraftState):
     def unread(self) -> bool:  # type: ignore[override]
         return self._unread is not None
 
-    def keep(self, columns: Tensor) -> None:
+    def keep_columns(self, columns: Tensor) -> None:
         self._columns = columns
 
     def _open(self) -> Runner:
@@ -346,12 +346,12 @@ class DraftModelState(DraftState):
     def notes(self) -> list[str]:
         return self._unused
 
-    def leave(self) -> Any:
+    def state_for_next_turn(self) -> Any:
         if self._runner is None or self._stream is not None:
             return None
         if self._unread is not None:
             self._tell(self._unread)  # for the next turn to read
-        return self._talk.said(self._said)
+        return self._talk.end_turn(self._said)
 
     def close(self) -> None:
         self._runner = self._stream = None

@@ -71,7 +71,7 @@ class RemoteTurn:
 
 
 class RemoteDrafter(ProcessClient):
-    """The target's end of one sequence in a draft's process: one `ask` at a time, whose tokens are then `collect`ed.
+    """The target's end of one sequence in a draft's process: one `request_tokens` at a time, then `collect_tokens`.
 
     Several sequences may share the process, which serves requests in order of arrival.
     """
@@ -118,12 +118,12 @@ class RemoteDrafter(ProcessClient):
         """Send to the draft's process which columns of the prompt to run."""
         self._worker.send(KEEP, self.number, blob=[columns.cpu().long().numpy().tobytes()])
 
-    def ask(self, length: int, fix: Sequence[int], count: int) -> None:
+    def request_tokens(self, length: int, fix: Sequence[int], count: int) -> None:
         """Request to go back to `length` tokens, append `fix`, and generate `count` more."""
         self._asked = count
         self._worker.send(WRITE, self.number, length, count, *fix)
 
-    def collect(self, limit_s: float) -> DraftedTokens | None:
+    def collect_tokens(self, limit_s: float) -> DraftedTokens | None:
         """Return the result of the request, or None if it does not arrive within `limit_s`."""
         until = time.monotonic() + limit_s
         while not self._answers:
@@ -257,7 +257,7 @@ def serve_decoder(
         with send_heartbeats(wire):
             writers[number] = writers.pop(after) if after in writers else fresh()
             writers[number].talk.runner.lasting = bool(lasts)
-            writers[number].read(inputs, columns, compact, _unpacked(wire, warp, device), seed, stream)
+            writers[number].read_prompt(inputs, columns, compact, _unpacked(wire, warp, device), seed, stream)
 
     for message in incoming_messages(wire):
         number = message.numbers[0]
@@ -272,7 +272,7 @@ def serve_decoder(
         elif message.kind == WRITE and number in writers:
             _, length, count, *fix = message.numbers
             with send_heartbeats(wire):
-                written = writers[number].write(length, fix, count)
+                written = writers[number].draft_tokens(length, fix, count)
             micros = int(written.seconds / MICRO), int(written.prompt_s / MICRO)
             wire.send(WROTE, number, *micros, *written.ids, blob=[one.packed() for one in written.odds])
         elif message.kind == END:

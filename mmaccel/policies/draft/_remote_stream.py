@@ -56,22 +56,23 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         self._out = 0  # calls not answered yet
         self._call("open", session.processor, session.kv, session.chunk, session.prune)
 
-    def take(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
-        self.settle()
+    def take_frames(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+        self.wait_until_done()
         own = frames.to("cpu", copy=True).contiguous()  # the caller's may change as soon as this returns
-        self._call("take", own.numpy(), list(times), None if fps is None else float(fps), timed, later=True)
+        rate = None if fps is None else float(fps)
+        self._call("take_frames", own.numpy(), list(times), rate, timed, later=True)
 
-    def mark(self) -> bool:
-        self._call("mark")
+    def checkpoint(self) -> bool:
+        self._call("checkpoint")
         return True
 
-    def back(self, mark: Any) -> None:
-        self._call("back")
+    def restore(self, mark: Any) -> None:
+        self._call("restore")
 
-    def ask(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
+    def prepare_question(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
         if heard is not None:
             heard = replace(heard, tokens=heard.tokens.cpu(), paid=heard.paid.cpu())
-        self._call("ask", question, room, heard)
+        self._call("prepare_question", question, room, heard)
 
     def _call(self, name: str, *given: Any, later: bool = False) -> None:
         """Have the process call the method `name` of its stream; frames travel as they are, `later` by a thread."""
@@ -84,21 +85,21 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         else:
             self._worker.send(*numbers, blob=blob)
 
-    done = idle = relay(_call)
+    end_question = finish_intake = relay(_call)
 
     def save(self, folder: Path) -> None:
         self._call("save", folder.resolve())
-        self.settle()
+        self.wait_until_done()
 
     def load(self, folder: Path) -> None:
         self._call("load", folder.resolve())
-        self.settle()
+        self.wait_until_done()
 
     def close(self) -> None:
         if self._open.pop(self.number, None) is not None and self._worker.alive:
             self._call("close")
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Wait until the draft's process has done all that was requested."""
         while self._out:
             message = None if self._answers else self._worker.receive(WAIT_S)
@@ -127,10 +128,10 @@ class ServedStreams:
             if name == "open":
                 assert self._watch is not None
                 self.streams[number] = self._watch(*given)
-            elif name == "mark":
-                self._marks[number] = self.streams[number].mark()
-            elif name == "back":
-                self.streams[number].back(self._marks[number])
+            elif name == "checkpoint":
+                self._marks[number] = self.streams[number].checkpoint()
+            elif name == "restore":
+                self.streams[number].restore(self._marks[number])
             else:
                 given = (torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in given)
                 getattr(self.streams[number], name)(*given)

@@ -74,16 +74,16 @@ class PipelineTimes:
     pauses: int = 0
     rest: int = 0
 
-    def go_on(self) -> None:
+    def begin_answer(self) -> None:
         """Begin another answer: of the tokens verified so far, only the last `KNOWN` count for the acceptance rate."""
         share = min(1.0, KNOWN / self.judged)
         self.judged, self.kept = self.judged * share, self.kept * share
 
-    def step(self, seconds: float) -> None:
+    def record_target_step(self, seconds: float) -> None:
         """Record the seconds of one target step."""
         self.step_s = self._mean(self.step_s, seconds)
 
-    def drafted(self, seconds: float, count: int) -> None:
+    def record_draft_steps(self, seconds: float, count: int) -> None:
         """Record that `count` draft steps took `seconds` together."""
         self.draft_s = self._mean(self.draft_s, seconds / count)
 
@@ -92,13 +92,13 @@ class PipelineTimes:
             return now
         return before + self.rate * (min(now, 2 * before) - before)
 
-    def judge(self, kept: int, refused: bool) -> None:
+    def record_verification(self, kept: int, refused: bool) -> None:
         """Record that `kept` tokens of a window were accepted, and, if `refused`, that the next one was not."""
         self.rounds += 1
         self.judged += kept + refused
         self.kept += kept
 
-    def pause(self, gain: float) -> int:
+    def pause_length(self, gain: float) -> int:
         """Return for how many tokens drafting pauses, given the expected gain: 0 if it pays, else more each time in a
         row."""
         if self.rounds < SETTLED or gain > 1.0:
@@ -112,7 +112,7 @@ class PipelineTimes:
         return self.kept / self.judged
 
     @property
-    def known(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether the step times of both target and draft were measured."""
         return self.step_s > 0 and self.draft_s > 0
 
@@ -139,7 +139,7 @@ class PipelineStats:
     prompt_s: float = 0.0
     gain: float | None = None
 
-    def judged(self, kept: int, refused: bool) -> None:
+    def record_round(self, kept: int, refused: bool) -> None:
         """Record a round in which `kept` drafted tokens were accepted, and then one rejected if `refused`."""
         self.streaks[-1] += kept
         if refused:
@@ -192,7 +192,7 @@ class ReadingStats:
         self.answers += 1
         self.judged += pace.judged - TOKENS_KNOWN
         self.kept += pace.kept - TOKENS_KNOWN * ASSUMED
-        if pace.known:
+        if pace.is_measured:
             self.step_s, self.draft_s = pace.step_s, pace.draft_s
 
     @property
@@ -237,7 +237,7 @@ class ReadingChoice:
         `sampled` tokens and a given window the whole is read: times must not change which tokens are sampled.
         """
         whole, less = self.ways.setdefault(length.bit_length(), (ReadingStats(), ReadingStats()))
-        gain, of_part, thinned = whole.gain(window, most), less.gain(window, most), share_text(pruner)
+        gain, of_part, thinned = (whole.gain(window, most), less.gain(window, most), kept_share_text(pruner))
         at_best = math.inf
         if self.bare_s and whole.draft_s:
             at_best = replace(whole, draft_s=min(self.bare_s, whole.draft_s)).gain(window, most)
@@ -253,13 +253,13 @@ class ReadingChoice:
         else:
             prunes, why = True, "to measure it"
         way, chosen = (less, pruner) if prunes else (whole, None)
-        return PromptReading(way, chosen, f"it read {share_text(chosen)}: {why}")
+        return PromptReading(way, chosen, f"it read {kept_share_text(chosen)}: {why}")
 
     def close(self) -> None:
         """Do nothing, as there is nothing to free."""
 
 
-def share_text(pruner: Any) -> str:
+def kept_share_text(pruner: Any) -> str:
     """Say which share of the video `pruner` keeps; None: the whole."""
     if pruner is None:
         return "the whole video"

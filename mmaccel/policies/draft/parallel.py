@@ -116,9 +116,9 @@ class Parallel(DraftModelStrategy):
         else:
             super().check(target)
 
-    def watch(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
+    def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         if not self.process:
-            return super().watch(target, session)
+            return super().open_stream(target, session)
         return RemoteDraftStream(
             self._worker(target), replace(session, kv=self.kv or session.kv, prune=self.prune)
         )
@@ -134,7 +134,7 @@ class Parallel(DraftModelStrategy):
         else:
             engine = LocalDrafter(self.peer(target), vocab, target.device)
         measured = self.prune_when == "measured"
-        shares = target.hold("parallel shares", lambda: ReadingChoice(bare_s)) if measured else None
+        shares = target.cached("parallel shares", lambda: ReadingChoice(bare_s)) if measured else None
         return Pipeline(engine, self, model_devices(target.model), vocab, shares)
 
     def _worker(self, target: ModelView) -> Worker:
@@ -159,7 +159,7 @@ class Parallel(DraftModelStrategy):
                 raise DraftError(f"parallel: {error}") from error
             return worker
 
-        worker: Worker = target.hold(f"parallel {options}", begin, lambda worker: worker.alive)
+        worker: Worker = target.cached(f"parallel {options}", begin, lambda worker: worker.alive)
         worker.wire.silence_s = self.timeout_s
         return worker
 
@@ -235,7 +235,7 @@ class Pipeline(DraftState):
         self._unsent = inputs, prompt.warp, pruned, compact, seed, prompt.stream, prompt.lasts
         if prompt.stream is not None:
             self._pace = prompt.stream.pace = prompt.stream.pace or PipelineTimes()
-            self._pace.go_on()
+            self._pace.begin_answer()
             self._resume = self._pace.rest
         if not self._resume:
             self._send()
@@ -257,14 +257,14 @@ class Pipeline(DraftState):
         check_text("parallel", past)
         return None
 
-    def leave(self) -> _Turn:
+    def state_for_next_turn(self) -> _Turn:
         self._send()
         return _Turn(self._engine.leave(self._prompt), self._pruner is not None)
 
     def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
         return self._pruner
 
-    def keep(self, columns: Tensor) -> None:
+    def keep_columns(self, columns: Tensor) -> None:
         self._engine.keep(columns)
         self._ask()
 
@@ -281,10 +281,10 @@ class Pipeline(DraftState):
         q = TokenDistribution.dense(odds, self._vocab, self._last) if odds else None
         return Proposal(torch.tensor(tokens, dtype=torch.long), q=q)
 
-    def tail(self) -> Proposal:
+    def tail_token(self) -> Proposal:
         for device in self._waited:
             torch.cuda.current_stream(device).synchronize()
-        self._pace.step(time.perf_counter() - self._began)
+        self._pace.record_target_step(time.perf_counter() - self._began)
         # A window is waited for twice as long as a round takes; not at all while the draft reads, or is late already.
         if self._busy:
             round_s = max(self._pace.step_s, self._window * self._pace.draft_s)
@@ -303,10 +303,10 @@ class Pipeline(DraftState):
             mode = "post_verify" if self._ahead else "pre_verify" if self._due else "alone"
             self._tally.figures[mode] += 1
             if mode != "alone":
-                self._pace.judge(kept, len(tokens) > kept)
+                self._pace.record_verification(kept, len(tokens) > kept)
         self._said += tokens
         self._odds = {place: odds for place, odds in self._odds.items() if place >= len(self._said)}
-        self._tally.judged(kept, len(tokens) > kept)
+        self._tally.record_round(kept, len(tokens) > kept)
         if not self._busy:
             self._ask()
 
@@ -319,10 +319,10 @@ class Pipeline(DraftState):
         if said < self._resume:
             return
         self._send()
-        if choice.window is None and pace.known:
+        if choice.window is None and pace.is_measured:
             self._window, gain = best_window(pace.step_s, pace.draft_s, pace.keep, choice.most)
             self._tally.gain = gain
-            if len(self._line) <= said and (rest := pace.pause(gain)):
+            if len(self._line) <= said and (rest := pace.pause_length(gain)):
                 self._tally.figures["pauses"] += 1
                 self._resume, self._due = said + rest, False
                 return
@@ -334,12 +334,12 @@ class Pipeline(DraftState):
         count = min(self._window, self._left - len(self._line))
         if count < 1:
             return
-        self._engine.ask(length, fix, count)
+        self._engine.request_tokens(length, fix, count)
         self._busy, self._asked = True, time.perf_counter()
         self._tally.windows.append(count)
 
     def _collect(self, limit_s: float) -> None:
-        written = self._engine.collect(limit_s)
+        written = self._engine.collect_tokens(limit_s)
         if written is None:
             self._tally.figures["late"] += self._due
             self._due = False
@@ -349,7 +349,7 @@ class Pipeline(DraftState):
         self._line += written.ids
         self._tally.figures["drafted"] += len(written.ids)
         self._tally.prompt_s = written.prompt_s
-        self._pace.drafted(written.seconds, len(written.ids))
+        self._pace.record_draft_steps(written.seconds, len(written.ids))
 
     def close(self) -> None:
         """Close the draft; raises `DraftError` at the end if it has been silent for `QUIET_S` or more."""

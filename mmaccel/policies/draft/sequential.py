@@ -74,9 +74,9 @@ class Drafter(DraftModelState):
         self._left = prompt.max_new_tokens or sys.maxsize
 
     def propose(self) -> Proposal:
-        return run_draft(self.drafting())  # type: ignore[no-any-return]
+        return run_draft(self.draft_steps())  # type: ignore[no-any-return]
 
-    def drafting(self, most: int | None = None) -> Drafting:
+    def draft_steps(self, most: int | None = None) -> Drafting:
         # The target adds a token of its own to whatever it keeps.
         count = min(self._choice.window if most is None else min(most, self._choice.window), self._left - 1)
         if count < 1:
@@ -121,12 +121,12 @@ class Drafter(DraftModelState):
         self._fed = 0
         self._left -= committed.numel()
 
-    def leave(self) -> Any:
+    def state_for_next_turn(self) -> Any:
         if self._fed:
             self._open().truncate(self._mark)  # what was drafted last may have been refused
             self._fed = 0
         self._said = torch.cat(self._tokens)[self._prompt :]
-        return super().leave()
+        return super().state_for_next_turn()
 
     def counters(self) -> dict[str, float]:
         return {"drafted": float(self._drafted), "draft_steps": float(self._steps)}

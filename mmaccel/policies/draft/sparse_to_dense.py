@@ -83,7 +83,7 @@ class _Memory(FullState):
     def follow(self, dense: KVState, length: int) -> None:
         """After verification, replace the drafted columns by those of `dense` state from the prompt's end to `length`."""
         for layer in range(len(self._buffers)):
-            view, lacks = dense.view(layer, torch.empty(0)), dense.lacks(layer)
+            view, lacks = dense.view(layer, torch.empty(0)), dense.count_dropped(layer)
             new = slice(self._prompt - lacks, length - lacks)
             self._counts[layer] = self._chosen[layer]
             self.append(layer, view.key[:, :, new], view.value[:, :, new])
@@ -123,13 +123,13 @@ class _Sparse(DraftState, Probe):
         self._prompt = prompt
         self._left = prompt.max_new_tokens or sys.maxsize
         layout = self._target.adapter.layout(self._target.model, prompt.inputs)
-        self._layout = layout if prompt.past is None else prompt.past.turn(layout)
+        self._layout = layout if prompt.past is None else prompt.past.with_new_turn(layout)
         self._asked = observers(self._layout, layout.length)
 
     def probe(self) -> Probe:
         return self
 
-    def attending(
+    def read_attention_inputs(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
         self._dense = run.state
@@ -160,7 +160,7 @@ class _Sparse(DraftState, Probe):
         dense = self._dense
         if not isinstance(dense, PrunedKVState):
             return None
-        held = dense.held_by(dense.part_of(layer), self._layout.length)
+        held = dense.held_indices(dense.part_of(layer), self._layout.length)
         return None if held is None else held.to(self._asked.device)
 
     def observe(self, committed: Tensor, kept: int) -> None:

@@ -248,23 +248,23 @@ class SharedArchive(ArchivedMemory):
         return bool(self.store.spill != "drop_oldest")
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
-        self.idle()
+        self.finish_intake()
         taken: Any = super().snapshot(stream, pause)
         self._lent, self._question = taken, weakref.ref(taken)
         return taken  # type: ignore[no-any-return]
 
-    def between(self, first: int, end: int) -> None:
+    def limit_to_units(self, first: int, end: int) -> None:
         self._main._part()
         self.index.forget([*range(first), *range(end, self._count)])
         self.local = 0
-        self.idle()
+        self.finish_intake()
 
     def _part(self) -> None:
         """Something comes that changes what a question reads: from now on that reads copies."""
         taken, self._lent = self._lent, None
         if taken is not None:
             told = self._numbers
-            taken.index, taken.prefetcher = self.index.copied(), self.prefetcher.apart(self.window)
+            taken.index, taken.prefetcher = (self.index.copy(), self.prefetcher.uncached(self.window))
             taken.replays, taken.prefetch, taken._apart = Replays(self.device), "off", True
             taken._numbers.copy_(told)
 
@@ -280,7 +280,7 @@ class SharedArchive(ArchivedMemory):
 
     # What is let go of.
 
-    def let_go(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
+    def forget_old_units(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
         held, policy = self.store.units(0), self.policy
         self.store.pinned = _weakly(pinned)
         gone: list[int] = self.store.lost
@@ -289,7 +289,7 @@ class SharedArchive(ArchivedMemory):
             newest = shown(self._count - 1)
             old = [unit for unit in held if policy.is_expired(unit, newest - shown(unit))]
             self._forget(old := [unit for unit in old if not pinned(unit)])
-            self.store.drop(old)
+            self.store.drop_units(old)
             gone += old
         return gone
 
@@ -307,7 +307,7 @@ class SharedArchive(ArchivedMemory):
         # Not so that the two change places.
         if most is None or most.store.slabs.memory_bytes() <= own + most.store.slabs.slab_bytes:
             return False
-        most.prefetcher.settle()
+        most.prefetcher.update_counters()
         units = most.store.shrink()
         most._forget(units or ())
         return units is not None
@@ -319,7 +319,7 @@ class SharedArchive(ArchivedMemory):
 
     def _show(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> KVView:
         # The host clusters the pass before in between the layers of this one, which it launches faster than they run.
-        self.index.digest_some()
+        self.index.cluster_some_units()
         return super()._show(layer, query, key, value)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
@@ -327,9 +327,9 @@ class SharedArchive(ArchivedMemory):
             self._part()
         super().begin_pass(stream_pass)
 
-    def idle(self) -> None:
+    def finish_intake(self) -> None:
         self._part()
-        super().idle()
+        super().finish_intake()
 
     def checkpoint(self) -> Any:
         self._part()

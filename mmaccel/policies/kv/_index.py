@@ -103,7 +103,7 @@ class Index(ABC):
     """
 
     by_look = False
-    """Whether searches go by visual embeddings too; see `by`."""
+    """Whether searches go by visual embeddings too; see `set_visual_query`."""
     retrievals_split = False
     """Whether what questions retrieve changes the index, even where passes of the stream retrieve too."""
 
@@ -135,27 +135,27 @@ class Index(ABC):
     # The stream comes in.
 
     @abstractmethod
-    def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
+    def add_units(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
         """Add n new units (frames). look [n, E]: visual features, None if the index needs none; pairs: each layer's keys and
         values [1, G, n * P, D], before RoPE; retrieved [L, k]: the older units that their own pass retrieved."""
 
-    def digest(self, keep: int = 0) -> None:
+    def cluster_units(self, keep: int = 0) -> None:
         """Sort the units (frames) that arrived into clusters, except those of the last `keep` passes."""
 
-    def digest_some(self) -> None:
+    def cluster_some_units(self) -> None:
         """Sort a few of the units (frames) that arrived into clusters, if that does not wait for the device."""
 
     def forget(self, units: Sequence[int]) -> None:
         """Exclude `units` (frames), whose keys and values are gone, from searches."""
-        rows = torch.from_numpy(self._at.rows(np.array(units, dtype=np.int64)))
+        rows = torch.from_numpy(self._at.rows_of(np.array(units, dtype=np.int64)))
         rows = rows[rows >= 0]
         self.absent = grow_buffer(self.absent, 0, int(rows.max()) + 1 if len(rows) else 0, fill=0, share=1.0)
         self.absent[rows] = True
         self._ready = None
 
-    def cut(self, end: int) -> None:
+    def forget_from(self, end: int) -> None:
         """Forget the units (frames) from `end` on; their numbers will be used for others."""
-        self.absent = self.absent[: self._at.below(end)].clone()
+        self.absent = self.absent[: self._at.count_rows_below(end)].clone()
         self._ready = None
 
     def compact(self) -> None:
@@ -164,7 +164,7 @@ class Index(ABC):
         if not rows or gone < LEAST or 2 * gone <= rows:
             return
         kept = (~grow_buffer(self.absent, 0, rows, fill=0, share=0.0)[:rows]).nonzero()[:, 0]
-        self._at.keep(rows, kept)
+        self._at.keep_rows(rows, kept)
         self.absent, self._ready, self._fixed = torch.zeros(0, dtype=torch.bool), None, {}
         self._keep(kept)
 
@@ -178,7 +178,7 @@ class Index(ABC):
     def refresh(self) -> None:
         """Update the index's tensors on the device."""
 
-    def touched(self, found: dict[int, SearchResult]) -> None:
+    def note_retrieved(self, found: dict[int, SearchResult]) -> None:
         """Take note, after a question, of what each layer retrieved (layer -> `SearchResult`): it is on the device now, so
         deferred splits can be made."""
 
@@ -198,7 +198,7 @@ class Index(ABC):
         assert self._ready is not None
         return self._ready
 
-    def by(self, look: Tensor) -> None:
+    def set_visual_query(self, look: Tensor) -> None:
         """Set the mean visual embedding [E] (of frames, or of a question's words) that the next searches compare with."""
 
     def search(self, layer: int, query: Tensor, budget: int, end: int) -> SearchResult:
@@ -254,14 +254,14 @@ class Index(ABC):
 
     # Summary tokens: clusters that stand for their units.
 
-    def count(self, layer: int, budget: int, most: int) -> int:
+    def summary_count(self, layer: int, budget: int, most: int) -> int:
         """Return the number of summary tokens to show beside a search for `budget` units (frames), at most `most`. There is
         one for each cluster (retrieved ones last); none if everything is retrieved."""
         now = self._now
         return min(now.alive[layer] * (len(now.entries) > budget), most) if now.ready else 0
 
     @property
-    def room(self) -> int:
+    def cluster_capacity(self) -> int:
         """Number of places for clusters per layer, empty ones included."""
         return int(self._now.lists.size.shape[1])
 
@@ -293,14 +293,14 @@ class Index(ABC):
     def _surveyed(self, end: int, room: int, absent: Tensor) -> dict[str, Any]:
         """Of the `SearchTables` of units below `end`, by `room` rows: those that are not `absent` [rows], and numbers."""
         rows, some = len(absent), bool(absent.any())
-        number = self._fix("number", torch.from_numpy(self._at.units(room))) if self._at.gap else None
+        number = self._fix("number", torch.from_numpy(self._at.units_of(room))) if self._at.gap else None
         here = torch.arange(rows, device=self.device)
         if number is not None or some:
             # By the host, which knows them: a mask on the device would be waited for.
-            here = self._sent(torch.from_numpy(self._at.units(rows))[~absent])
+            here = self._sent(torch.from_numpy(self._at.units_of(rows))[~absent])
         return {"end": end, "entries": here, "number": number, "rows": rows}
 
-    def copied(self) -> Index:
+    def copy(self) -> Index:
         """A copy that later changes leave as it is, with the same search results; `prepare` was called on this one."""
         other = copy.copy(self)
         for name, value in vars(self).items():
@@ -328,7 +328,7 @@ class Index(ABC):
         """The tensors that searches read, but for the fixed ones."""
         return self.key, self.value, self.time
 
-    def mark(self) -> Hashable:
+    def addresses(self) -> Hashable:
         """Return the addresses and shapes of all tensors that searches read; it changes when one is moved."""
         return tuple((one.data_ptr(), one.shape) for one in (*self._places(), *self._fixed.values()))
 
@@ -346,7 +346,7 @@ class Index(ABC):
     def clear(self) -> None:
         """Remove all units (frames) from the index."""
 
-    def owners(self) -> dict[str, Tensor]:
+    def cluster_of_units(self) -> dict[str, Tensor]:
         """Return level name -> the cluster [L or 1, N] of each unit (frame) at each layer; empty without clusters."""
         return {}
 
@@ -373,8 +373,8 @@ def unit_positions(positions: PositionIds, entries: Tensor, count: int, compact:
     if compact:
         return positions.units(0, len(entries))
     if len(entries) == count:
-        return positions.own(0, count)
-    return positions.chosen(entries, count - 1, own=True)
+        return positions.by_time(0, count)
+    return positions.of_units(entries, count - 1, own=True)
 
 
 def summary_positions(
@@ -387,8 +387,8 @@ def summary_positions(
     else:
         numbers = time.round().long()
     # What is no cluster may have any time. (Not below `count`: that is another at the next question.)
-    numbers = numbers.clamp(0, positions.known(count, not compact) - 1)
-    return positions.chosen(numbers, count - 1, middle, not compact)
+    numbers = numbers.clamp(0, positions.table_units(count, not compact) - 1)
+    return positions.of_units(numbers, count - 1, middle, not compact)
 
 
 def compact_slots(units: Tensor, base: int, first: int, even: bool) -> Tensor:

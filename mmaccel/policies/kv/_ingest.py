@@ -42,25 +42,25 @@ class Bases:
 
     def __init__(self, positions: PositionIds, window: int, spare: int = 0) -> None:
         low, high = 0, 1
-        while high < MOST and positions.span(high) < positions.limit:
+        while high < MOST and positions.largest(high) < positions.limit:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if positions.span(middle) < positions.limit else (low, middle)
+            low, high = (middle, high) if positions.largest(middle) < positions.limit else (low, middle)
         self._positions, self.window, self.reach = positions, window + spare, low
         # Spare units take no position that a window of up to half the limit has without them.
         self.every = max(low - self.window, window - spare, 1)
 
-    def of(self, unit: int) -> int:
+    def base_of_unit(self, unit: int) -> int:
         """Return the offset that is subtracted from positions in the pass of unit (frame) `unit`."""
-        return int(self._positions.at(max(0, unit - self.window)) // self.every * self.every)
+        return int(self._positions.time_slot(max(0, unit - self.window)) // self.every * self.every)
 
-    def same(self, unit: int, count: int) -> int:
+    def count_same_base(self, unit: int, count: int) -> int:
         """Return how many of `count` units (frames) from `unit` on have the same offset as it has."""
-        if self._positions.even:
-            return min(count, self.of(unit) + self.every + self.window - unit)
-        base = self.of(unit)
-        return next((some for some in range(1, count) if self.of(unit + some) != base), count)
+        if self._positions.is_even:
+            return min(count, self.base_of_unit(unit) + self.every + self.window - unit)
+        base = self.base_of_unit(unit)
+        return next((some for some in range(1, count) if self.base_of_unit(unit + some) != base), count)
 
 
 class Ingested:
@@ -87,17 +87,19 @@ class Ingested:
         self._sides[layer] = keys, values
         return keys[:, :, :end], values[:, :, :end]
 
-    def of(self, layer: int, first: int, count: int) -> Pair:
+    def kv_pair(self, layer: int, first: int, count: int) -> Pair:
         """Return keys and values [1, G, count * P, D] of `count` units (frames) of a layer from `first` on, as views."""
         begin = self._head + first * self._unit
         key, value = (side[:, :, begin : begin + count * self._unit] for side in self._sides[layer])
         return key, value
 
-    def drop(self, count: int) -> None:
+    def drop_first_units(self, count: int) -> None:
         """Forget the first `count` units (frames) of all layers."""
         left = self.units - count
         for layer in range(len(self._sides) if count else 0):
-            for side, kept in zip(self.of(layer, 0, left), self.of(layer, count, left), strict=True):
+            for side, kept in zip(
+                self.kv_pair(layer, 0, left), self.kv_pair(layer, count, left), strict=True
+            ):
                 side.copy_(kept.clone())  # they may overlap
         self.units = left
 
@@ -205,9 +207,9 @@ class IngestState(PassState):
         self._ingested = Ingested(sides, self.stream.head, self.stream.unit, most)
         self.last_listed = {}
 
-    def fit(self, first: int, count: int) -> int:
+    def units_that_fit(self, first: int, count: int) -> int:
         if self._ingested is None:
-            return self.bases.same(first, count)
+            return self.bases.count_same_base(first, count)
         # Each unit of a pass sees at least what it would see under the window.
         before = min(self.window - 1, first - self._first)
         count = min(count, max(1, self._ingested.most - before))
@@ -221,8 +223,8 @@ class IngestState(PassState):
     def _admits(self, first: int, end: int) -> bool:
         """Whether units ``first .. end`` find positions within the model's limit, less a base if need be."""
         positions, reach = self.stream.positions, self.bases.reach
-        last = positions.slots(end)
-        return last <= reach or last - int(positions.at(first)) + self._spare <= reach
+        last = positions.slot_count(end)
+        return last <= reach or last - int(positions.time_slot(first)) + self._spare <= reach
 
     def _make_way(self, held: Ingested, stream_pass: StreamPass) -> None:
         """Units that a pass of an ingestion cannot see any more leave."""
@@ -230,15 +232,15 @@ class IngestState(PassState):
         some = range(max(self._first, end - held.most), self._count)
         first = next((unit for unit in some if self._admits(unit, end)), self._count)
         self._leave(held, first - self._first)
-        held.drop(first - self._first)
-        far = positions.slots(end) > self.bases.reach
-        self._first, self._base = first, max(0, int(positions.at(first)) - self._spare) if far else 0
+        held.drop_first_units(first - self._first)
+        far = positions.slot_count(end) > self.bases.reach
+        self._first, self._base = first, max(0, int(positions.time_slot(first)) - self._spare) if far else 0
 
     def _leave(self, held: Ingested, count: int) -> None:
         for begin in range(0, count, self.together):
             some = min(self.together, count - begin)
             for layers in some_layers(self.geometry.layers, some):
-                pairs = [held.of(layer, begin, some) for layer in layers]
+                pairs = [held.kv_pair(layer, begin, some) for layer in layers]
                 self._gone(layers, self._first + begin, some, pairs)
 
     def _show(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> KVView:
@@ -248,8 +250,9 @@ class IngestState(PassState):
         between = self._retrieved(layer, query)
         key, value = held.append(layer, key, value)
         made, count = self.stream.positions, (key.shape[2] - head) // self.stream.unit
-        cos, sin = self.rope.at(
-            "ingested", lambda: torch.cat([made.head(), made.own(self._first, count, self._base)], -1)
+        cos, sin = self.rope.cached(
+            "ingested",
+            lambda: torch.cat([made.head_positions(), made.by_time(self._first, count, self._base)], -1),
         )
         query = self.rope.apply(query, (cos[:, :, -rows:], sin[:, :, -rows:]))
         key = self.rope.apply(key, (cos, sin))
@@ -267,8 +270,8 @@ class IngestState(PassState):
         held.share += sum((end - self._first) / end for end in range(stream_pass.first + 1, total + 1))
         self._count = total
 
-    def idle(self) -> None:
-        super().idle()
+    def finish_intake(self) -> None:
+        super().finish_intake()
         held, self._ingested, self.last_listed = self._ingested, None, None
         if held is None:
             return
@@ -276,10 +279,10 @@ class IngestState(PassState):
         self._leave(held, gone)
         for layer in range(self.geometry.layers if held.units else 0):
             # Copied: a slice would keep the whole.
-            key, value = (side.clone() for side in held.of(layer, gone, held.units - gone))
+            key, value = (side.clone() for side in held.kv_pair(layer, gone, held.units - gone))
             self._rings[layer] = Ring(key, key, value)
         self._first += gone
-        self._base = self.bases.of(max(self._count - 1, 0))
+        self._base = self.bases.base_of_unit(max(self._count - 1, 0))
         self._turn_rings()
         self._taken, self._share = self._taken + held.taken, self._share + held.share
 
@@ -289,8 +292,8 @@ class IngestState(PassState):
         positions = self.stream.positions
         # Units before the base are those that no query of a new unit sees; they are turned at the base's own position.
         numbers = (torch.arange(self._first, self._count) - self._base).clamp(min=0)
-        own = None if positions.even else positions.own(self._first, len(numbers), self._base)
-        angles = self.rope.angles(positions.chosen(numbers, int(numbers[-1])) if own is None else own)
+        own = None if positions.is_even else positions.by_time(self._first, len(numbers), self._base)
+        angles = self.rope.angles(positions.of_units(numbers, int(numbers[-1])) if own is None else own)
         for layer, ring in enumerate(self._rings):
             if ring is not None:
                 self._rings[layer] = ring._replace(turned=self.rope.apply(ring.key, angles))

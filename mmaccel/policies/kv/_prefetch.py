@@ -25,8 +25,8 @@ NEVER = torch.iinfo(torch.long).max
 
 @dataclass(frozen=True, eq=False)
 class _Brought:
-    """When the units of one `bring` were there: codes [n] of what was wanted, and marks (CUDA events) of when prefetched
-    units arrived, when the units were asked for, and when all had arrived."""
+    """When the units of one `copy_units` were there: codes [n] of what was wanted, and marks (CUDA events) of when
+    prefetched units arrived, when the units were asked for, and when all had arrived."""
 
     layer: int
     code: Tensor
@@ -45,11 +45,11 @@ class Prefetcher:
     store's slots are, allocated at its first write and never moved. It is written on the compute lane (CUDA stream) and read
     on the copy lane; a writer waits for readers.
 
-    A question calls `begin`; for each layer `codes` of its units and `predict_codes` for the next layer, `bring`,
-    `prefetch`, and `keep`. `codes`, `predict_codes` and `keep` read tensors at fixed addresses while `mark` is unchanged, so
-    that a CUDA graph can replay them. A wrong prediction is never seen, and what it missed is copied before `bring` returns:
-    results do not depend on it. All copies run in order on the copy lane, so prefetched units are read before the next
-    layer's replace them.
+    A question calls `begin`; for each layer `location_codes` of its units and `predict_codes` for the next layer,
+    `copy_units`, `prefetch`, and `cache_units`. `location_codes`, `predict_codes` and `cache_units` read tensors at fixed
+    addresses while `addresses` is unchanged, so that a CUDA graph can replay them. A wrong prediction is never seen,
+    and what it missed is copied before `copy_units` returns: results do not depend on it. All copies run in order on the
+    copy lane, so prefetched units are read before the next layer's replace them.
 
     counts  entries needed; of these cached, covered (prefetched), missing; entries guessed; entries covered by
             prefetches that had ended before the device waited for them ("in_time"); prefetches ("ahead");
@@ -83,10 +83,10 @@ class Prefetcher:
         self._crossing: list[Tensor] = []
         self._crossed: Tensor | None = None
 
-    def apart(self, window: int) -> Prefetcher:
+    def uncached(self, window: int) -> Prefetcher:
         """Return a prefetcher without cache and prediction, for a question that runs beside others; it shares the
         counters."""
-        self.settle()
+        self.update_counters()
         other = Prefetcher(self._store, len(self._tables), window, 0)
         other._counts, other._seconds = self._counts, self._seconds
         return other
@@ -96,7 +96,7 @@ class Prefetcher:
     def begin(self, first: int) -> None:
         """Start a question: build the tables of where units (frames) are; those from `first` on are in the window."""
         self._first, at = first, self._store.table.at
-        begins, rows = self._begins(), self._store.table.rows()
+        begins, rows = self._begins(), self._store.table.device_slots()
         if at.gap != self._gap or (at.gap and at.old is not self._units):
             self._gap, self._units = at.gap, at.old
             self._old = on_device(torch.from_numpy(at.old), self._store.device)
@@ -120,8 +120,8 @@ class Prefetcher:
             table.scatter_(1, row, code)
         table[:, -1].fill_(-1)
 
-    def mark(self) -> Hashable:
-        """Return addresses and shapes of what `codes`, `predict_codes`, `keep` use; while equal, CUDA graphs can replay."""
+    def addresses(self) -> Hashable:
+        """Return addresses and shapes of what `location_codes` and the like use; while equal, CUDA graphs can replay."""
         read = self._known, self._tables, self._cached, self._old
         return self._gap, tuple((one.data_ptr(), one.shape) for one in read)
 
@@ -132,13 +132,13 @@ class Prefetcher:
         row = torch.maximum(entries - self._gap, torch.searchsorted(self._old, entries))
         return torch.where(entries < 0, entries, row)
 
-    def codes(self, layer: int, entries: Tensor) -> Tensor:
+    def location_codes(self, layer: int, entries: Tensor) -> Tensor:
         """Return codes [n] long of where (host, window, cache, prefetched) each unit (frame) of `entries` [n] is."""
         return self._tables[layer][self._rows(entries)]
 
     def predict_codes(self, layer: int, entries: Tensor) -> Tensor:
         """Return the codes [n] that `prefetch` copies: of `entries` [n] (-1: none), those only on the host; -1 for others.
-        Afterwards `codes` says of these that they are where `prefetch` copies them."""
+        Afterwards `location_codes` says of these that they are where `prefetch` copies them."""
         return clusters.host_slots(self._tables[layer], self._rows(entries), self._known[:1], self._known[1:])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
@@ -147,18 +147,18 @@ class Prefetcher:
             self._sizes[AHEAD], self._listed = len(wanted), None
             old = self._places.pop(AHEAD, None)
             if old is not None:
-                self._store.lanes.wire.uses(old)
+                self._store.lanes.wire.keep_alive(old)
         place = self._place(AHEAD)[: len(wanted)]
         _, self._ahead[layer] = self._gather(wanted, place.permute(1, 2, 0, 3, 4))
         self._guessed.append(wanted)
         self._counts["ahead"] += 1
 
-    def bring(
+    def copy_units(
         self, layer: int, entries: Tensor, code: Tensor | None, recalled: int, out: Tensor, window: Pair
     ) -> LaneMark | None:
-        """Copy keys and values of `entries` [n], by codes if the store is `indexed`, to `out` [2, G, n * P, D]; return the
-        mark after which they are there (None: they are). `window` [1, G, n * P, D]: the window's keys and values. Only the
-        first `recalled` entries are counted."""
+        """Copy keys and values of `entries` [n], by codes if the store is `can_gather`, to `out` [2, G, n * P, D]; return
+        the mark after which they are there (None: they are). `window` [1, G, n * P, D]: the window's keys and values. Only
+        the first `recalled` entries are counted."""
         tokens = self._store.shape.tokens
         if code is None:
             gone = [unit for unit in entries.tolist() if unit < self._first]
@@ -180,18 +180,18 @@ class Prefetcher:
         self._brought.append(_Brought(layer, code[:recalled], self._ahead.pop(layer, None), asked, ready))
         return ready
 
-    def recall(self, layer: int, entries: Tensor) -> Tensor:
+    def retrieve(self, layer: int, entries: Tensor) -> Tensor:
         """Return keys and values [2, G, n * P, D] of `entries` [n] outside the window, for a pass of the stream; after
         `begin`. They are not counted, and the cache stays that of the last question."""
         out = self._store.buffer(len(entries))
-        if not self._store.indexed:
+        if not self._store.can_gather:
             self._store.fetch(layer, entries.tolist(), out)
             return out
-        _, ready = self._gather(self.codes(layer, entries), out)
+        _, ready = self._gather(self.location_codes(layer, entries), out)
         self._store.lanes.compute.wait(ready)
         return out
 
-    def keep(self, layer: int, entries: Tensor, rows: Tensor) -> None:
+    def cache_units(self, layer: int, entries: Tensor, rows: Tensor) -> None:
         """Cache `entries` [k], ascending, with `rows` [2, G, k * P, D], in place of the former; of too many, the last."""
         count, skip = min(self.room, len(entries)), max(0, len(entries) - self.room)
         if count:
@@ -201,16 +201,16 @@ class Prefetcher:
             self._cached[layer, :count] = entries[skip:]
             self._cached[layer, count:].fill_(NEVER)
 
-    def cut(self, end: int) -> None:
+    def forget_from(self, end: int) -> None:
         """Remove the units (frames) from `end` on from the cache."""
         # As if they were of a window: never marked.
         self._cached.masked_fill_(self._cached >= end, NEVER)
 
-    def drop(self) -> None:
+    def drop_prefetched(self) -> None:
         """Discard prefetched units (frames) that were not used."""
         self._ahead.clear()
 
-    def tally(self) -> None:
+    def count_copies(self) -> None:
         """Add what was copied to counters on the device. Call it before slots are added to the store, which changes what
         codes mean."""
         crossing, self._crossing = self._crossing, []
@@ -219,9 +219,9 @@ class Prefetcher:
             count = ((code >= 0) & (code < self._store.slot_count)).sum()
             self._crossed = count if self._crossed is None else self._crossed + count
 
-    def settle(self) -> None:
+    def update_counters(self) -> None:
         """Bring the counters of copied and prefetched units (frames) up to date; waits for the device."""
-        self.tally()
+        self.count_copies()
         if self._crossed is not None:
             self._store.count_copied(int(self._crossed))
             self._crossed = None
@@ -237,7 +237,7 @@ class Prefetcher:
 
     def counts(self) -> dict[str, float]:
         """Return the counters of copied and prefetched frames as numbers; waits for the device."""
-        self.settle()
+        self.update_counters()
         return {**{name: float(count) for name, count in self._counts.items()}, **self._seconds}
 
     def coverage(self) -> float:
@@ -293,7 +293,7 @@ class Prefetcher:
         """Units by codes [n] into `out` [2, G, n * P, D], on the wire's lane; the marks before and after."""
         self._crossing.append(code)
         # A question that breaks off gives `out` back while it is being written to.
-        self._store.lanes.wire.uses(out)
+        self._store.lanes.wire.keep_alive(out)
         if not self._store.slot_count:
             return self._store.gather(code, out, [self._places[WINDOW]])
         if self._listed is None:
@@ -314,7 +314,7 @@ class QueryPrediction:
     query finds 84% of what the next layer retrieves, with a quarter more units (frames) asked for; that of unchanged states
     68%.
 
-    All tensors stay at fixed addresses on the device, so that `next` can be replayed: known, seen [L, E] float32.
+    All tensors stay at fixed addresses on the device, so that `predict_hidden` can be replayed: known, seen [L, E] float32.
     """
 
     def __init__(self, layers: int, hidden: int, device: torch.device) -> None:
@@ -328,17 +328,17 @@ class QueryPrediction:
         self._known.zero_()
         self._reached = -1
 
-    def next(self, layer: int, rows: Tensor, count: Tensor) -> Tensor:
+    def predict_hidden(self, layer: int, rows: Tensor, count: Tensor) -> Tensor:
         """Predict the hidden states [1, n, E] that will enter the next layer, from those entering this one, of which the
         first `count` [1] are the question's words. Records the change that the previous layer made."""
         seen = self._seen[layer - 1] if layer else None
         return clusters.moved(rows[0], count, self._known[layer], self._before, seen)[None]
 
-    def entered(self, layer: int) -> None:
-        """Record that a layer's input was given to `next`, directly or by a graph replay."""
+    def note_input(self, layer: int) -> None:
+        """Record that a layer's input was given to `predict_hidden`, directly or by a graph replay."""
         self._reached = layer if layer == self._reached + 1 else -1
 
-    def settle(self) -> None:
+    def end_question(self) -> None:
         """End the question: the changes that its layers made predict the next question."""
         if self._reached > 0:
             self._known[: self._reached] = self._seen[: self._reached]

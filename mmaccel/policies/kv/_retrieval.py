@@ -75,10 +75,10 @@ class ArchivedMemory(StreamMemory):
         self.policy, self.budget = policy, self.stream.units(policy.frames)
 
     def clusters(self) -> dict[str, Tensor]:
-        return self.index.owners()
+        return self.index.cluster_of_units()
 
-    def fit(self, first: int, count: int) -> int:
-        return super().fit(first, 1 if self.policy.encode_by == "frame" else count)
+    def units_that_fit(self, first: int, count: int) -> int:
+        return super().units_that_fit(first, 1 if self.policy.encode_by == "frame" else count)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
         super().begin_pass(stream_pass)
@@ -86,7 +86,7 @@ class ArchivedMemory(StreamMemory):
             self._found = {}
             self._questions += 1
             if self._main is None:
-                self.idle()
+                self.finish_intake()
             begin, end = words_of(stream_pass)
             self._numbers[0].fill_(end - begin)
         elif stream_pass.kind == "units":
@@ -94,13 +94,13 @@ class ArchivedMemory(StreamMemory):
             if self.encode_budget and self._first:
                 # From the clusters of all that came before, wherever calls of `watch` and questions lie. The host makes
                 # them while the device runs the vision tower for this pass, which was begun already.
-                self.index.digest()
+                self.index.cluster_units()
                 self.index.refresh()
                 self._encodes = len(self.index.prepare(self._first).entries) > 0
             if self._encodes:
                 self.prefetcher.begin(self._first)
                 if stream_pass.look is not None and self.index.by_look:
-                    self.index.by(stream_pass.look.mean(0))
+                    self.index.set_visual_query(stream_pass.look.mean(0))
 
     def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
         if not self._encodes:
@@ -109,11 +109,11 @@ class ArchivedMemory(StreamMemory):
         mean = self._folded(query[0].mean(1, keepdim=True, dtype=torch.float32))
         units = self.index.search(layer, mean, self.encode_budget, self._first).entries
         self._encoded.append(units)
-        rows, positions, base = self.prefetcher.recall(layer, units), self.stream.positions, self._base
+        rows, positions, base = (self.prefetcher.retrieve(layer, units), self.stream.positions, self._base)
         # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
-        slots = positions.slots(self._first)
-        where = positions.chosen(
-            compact_slots(units, base, slots, positions.even) if base else units, slots, own=not base
+        slots = positions.slot_count(self._first)
+        where = positions.of_units(
+            compact_slots(units, base, slots, positions.is_even) if base else units, slots, own=not base
         )
         self.rope.apply_(rows[:1], self.rope.angles(where))
         return [(rows[:1], rows[1:])]
@@ -121,11 +121,11 @@ class ArchivedMemory(StreamMemory):
     def _move(self, stream_pass: StreamPass) -> None:
         encoded, self._encoded = self._encoded, []
         if encoded:
-            self.prefetcher.tally()
+            self.prefetcher.count_copies()
         retrieved = torch.stack(encoded) if encoded else None
-        self.index.arrived(stream_pass.look, [*self._new.values()], retrieved)
+        self.index.add_units(stream_pass.look, [*self._new.values()], retrieved)
         # Until passes retrieve, the host clusters what came before while the device still computes this one.
-        self.index.digest(keep=1)
+        self.index.cluster_units(keep=1)
         super()._move(stream_pass)
 
     def _gone(self, layers: Sequence[int], first: int, count: int, pairs: Sequence[Pair]) -> None:
@@ -141,31 +141,33 @@ class ArchivedMemory(StreamMemory):
     @property
     def _numbers(self) -> Tensor:
         """[2 + L] on the device: words of the question, units of the stream, summary tokens of each layer."""
-        return self.replays.room("told", (2 + self.geometry.layers,), torch.long)
+        return self.replays.get_buffer("told", (2 + self.geometry.layers,), torch.long)
 
-    def idle(self) -> None:
+    def finish_intake(self) -> None:
         """Prepare the search tables for the next question; numbers that the device already has are not sent again."""
-        super().idle()
-        self.index.digest()
+        super().finish_intake()
+        self.index.cluster_units()
         self.index.prepare(self._begin)
         if self._first:
             self.prefetcher.begin(self._first)
-        fetched = self.prefetcher.mark() if self._first else None
-        self.replays.under((self.index.mark(), self.stream.positions.mark(self._count), fetched))
+        fetched = self.prefetcher.addresses() if self._first else None
+        self.replays.bind_data(
+            (self.index.addresses(), self.stream.positions.table_address(self._count), fetched)
+        )
         layers = range(self.geometry.layers) if self.reps else ()
-        self._left = [self.index.count(layer, self.budget, self.reps) for layer in layers]
+        self._left = [self.index.summary_count(layer, self.budget, self.reps) for layer in layers]
         numbers, sent = self._numbers, [self._count, *self._left]
         if self._known[0] is not numbers or self._known[1] != sent:
             self._known = numbers, sent
             numbers[1 : 1 + len(sent)] = on_device(sent, self.device)
 
-    def ahead(self, layer: int, hidden: Tensor) -> None:
+    def take_hidden(self, layer: int, hidden: Tensor) -> None:
         stream_pass, self._entering = self._stream_pass, None
         if stream_pass is None or stream_pass.kind != "question":
             return
         begin, end = words_of(stream_pass)
         if layer == 0 and self.index.by_look:
-            self.index.by(hidden[0, begin:end].float().mean(0))
+            self.index.set_visual_query(hidden[0, begin:end].float().mean(0))
         if self.prefetch == "projected" and self._first:
             self._entering = hidden[:, begin:end]
 
@@ -188,7 +190,7 @@ class ArchivedMemory(StreamMemory):
         if self._first:
             assert ring is not None
             window = ring.key, ring.value
-            ready = self.prefetcher.bring(layer, entries, code, recalled, out, window)
+            ready = self.prefetcher.copy_units(layer, entries, code, recalled, out, window)
         elif ring is not None:  # of the first unit all frames have come
             for side, rows in enumerate((ring.key, ring.value)):
                 in_units(out[side], unit).copy_(in_units(rows[0], unit).index_select(1, entries))
@@ -201,7 +203,7 @@ class ArchivedMemory(StreamMemory):
         def finish() -> tuple[Tensor, ...]:
             """What was brought is kept in the cache; all of it is turned."""
             if code is not None:
-                self.prefetcher.keep(layer, found.entries, raw[:, :, few : few + recalled * unit])
+                self.prefetcher.cache_units(layer, found.entries, raw[:, :, few : few + recalled * unit])
             self.rope.apply_(raw[:1], angles)
             return ()
 
@@ -227,17 +229,17 @@ class ArchivedMemory(StreamMemory):
         again = bool(self._first) and len(now.entries) > budget and not planned
         if again and self.replays.works and reps:
             # Clusters come and go with every question: a replay has places for some more, which nobody sees.
-            reps = min(-(-reps // STEP) * STEP, self.index.room)
+            reps = min(-(-reps // STEP) * STEP, self.index.cluster_capacity)
         last = layer + 1 == self.geometry.layers
-        coded = bool(self._first) and self.store.indexed
+        coded = bool(self._first) and self.store.can_gather
         guessing, wide = self.prefetch != "off" and coded and not last, int(budget * AHEAD)
         numbers, query = self._numbers, self._laid("query", query)
         hidden = None if self._entering is None else self._laid("hidden", self._entering)
         if hidden is not None:
-            self.prediction.entered(layer)
+            self.prediction.note_input(layer)
 
         def choose() -> tuple[Tensor, ...]:
-            entering = None if hidden is None else self.prediction.next(layer, hidden, numbers[:1])
+            entering = None if hidden is None else self.prediction.predict_hidden(layer, hidden, numbers[:1])
             asked, words, model = [query], None, self._model
             if not last:
                 # Without a guess too: what else is computed beside it may change the last bit of a score.
@@ -251,7 +253,7 @@ class ArchivedMemory(StreamMemory):
             found, ahead = self.index.search_ahead(layer, queries, budget, 0 if last else wide, late, words)
             made = list[Tensor]()
             if coded:
-                made.append(self.prefetcher.codes(layer, found.entries))
+                made.append(self.prefetcher.location_codes(layer, found.entries))
             if guessing and ahead is not None:
                 made.append(self.prefetcher.predict_codes(layer + 1, ahead))
             return *found, *made
@@ -273,11 +275,11 @@ class ArchivedMemory(StreamMemory):
         positions, compact, count = self.stream.positions, self.compact, self._count
         if not reps and (len(entries) == count or compact):
             # What all layers share is made once.
-            return self.rope.at(
+            return self.rope.cached(
                 ("ranks", len(entries)), lambda: unit_positions(positions, entries, count, compact)
             ), None
-        size = 2, 1, 1, out.shape[2], self.rope.size(positions.head())
-        room = self.replays.room("angles", size, self.stream.dtype)  # of all layers, which turn one by one
+        size = 2, 1, 1, out.shape[2], self.rope.rotated_dims(positions.head_positions())
+        room = self.replays.get_buffer("angles", size, self.stream.dtype)  # of all layers, in turn
         left = self._numbers[2 + layer, None] if name is not None and self.replays.works else None
 
         def stand() -> tuple[Tensor, ...]:
@@ -301,7 +303,7 @@ class ArchivedMemory(StreamMemory):
     def _laid(self, name: str, x: Tensor) -> Tensor:
         """`x` [a, n, b] where replays read it, with rows to a multiple of `ROWS` that may be anything."""
         few = x.shape[1]
-        room = self.replays.room(name, (x.shape[0], -(-few // ROWS) * ROWS, x.shape[2]), x.dtype)
+        room = self.replays.get_buffer(name, (x.shape[0], -(-few // ROWS) * ROWS, x.shape[2]), x.dtype)
         room[:, :few] = x
         return room
 
@@ -319,18 +321,18 @@ class ArchivedMemory(StreamMemory):
         finally:
             # A question that broke off may still be written to where the next one's columns go.
             self.store.lanes.join()
-            self.prefetcher.drop()
-            self.prediction.settle()
+            self.prefetcher.drop_prefetched()
+            self.prediction.end_question()
             self._entering = None
             # What was retrieved has been on the device: the splits that it owed are made, if passes of the stream make none.
             found, self._found = self._found, {}
             if found and (not self.encode_budget or self.index.retrievals_split):
-                main.index.touched(found)
-            self.prefetcher.settle()
+                main.index.note_retrieved(found)
+            self.prefetcher.update_counters()
             # The next question need not wait for what this one split.
-            main.idle()
+            main.finish_intake()
 
-    def seen(self, layer: int) -> Tensor | None:
+    def seen_tokens(self, layer: int) -> Tensor | None:
         return self._tokens_of(self._found[layer].entries, self._begin) if layer in self._found else None
 
     def _looked(self) -> dict[int, Look]:
@@ -356,9 +358,9 @@ class ArchivedMemory(StreamMemory):
     def restore(self, mark: Any) -> None:
         inner, index = mark
         self._found, self._encoded = {}, []
-        self.prefetcher.drop()
+        self.prefetcher.drop_prefetched()
         # What a broken pass brought has crossed: counted while its codes mean the places that they did.
-        self.prefetcher.tally()
+        self.prefetcher.count_copies()
         self.index.restore(index)
         super().restore(inner)
         self.index.refresh()
@@ -370,9 +372,9 @@ class ArchivedMemory(StreamMemory):
 
     def _rewind(self, units: int, first: int) -> None:
         # Units that were forgotten to make room do not come back.
-        self.index.cut(first)
-        self.prefetcher.cut(first)
-        self.store.cut(first)
+        self.index.forget_from(first)
+        self.prefetcher.forget_from(first)
+        self.store.forget_from(first)
 
     def nbytes(self) -> int:
         return super().nbytes() + sum(one.nbytes() for one in (self.index, self.prefetcher, self.store))

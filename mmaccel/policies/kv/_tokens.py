@@ -34,12 +34,12 @@ class HeldTokens(NamedTuple):
     value: Tensor
     column: Tensor
 
-    def take(self, index: Tensor) -> HeldTokens:
+    def select_tokens(self, index: Tensor) -> HeldTokens:
         """Return only the kept tokens at indices `index` [k]."""
         key, value = (side.index_select(2, index) for side in (self.key, self.value))
         return HeldTokens(key, value, self.column[index])
 
-    def and_then(self, other: HeldTokens) -> HeldTokens:
+    def followed_by(self, other: HeldTokens) -> HeldTokens:
         """Return these kept tokens followed by those of `other`."""
         key, value = (torch.cat(both, 2) for both in zip(self[:2], other[:2], strict=True))
         return HeldTokens(key, value, torch.cat([self.column, other.column]))
@@ -114,16 +114,16 @@ class TokenMemory(StreamMemory):
     def _closed(self, stream_pass: StreamPass) -> bool:
         positions, every = self.stream.positions, self.bases.every
         if stream_pass.kind == "units":
-            return self._always or positions.slots(stream_pass.first + stream_pass.count) > every
-        fits = positions.slots(self._count) <= every
+            return self._always or positions.slot_count(stream_pass.first + stream_pass.count) > every
+        fits = positions.slot_count(self._count) <= every
         return self._always or not (
-            fits and positions.admits(self._count, stream_pass.pending, stream_pass.rows, own=True)
+            fits and positions.admits_pass(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )
 
     def _most(self) -> int:
         return -(-(self.held_columns() - self._headed) // self.stream.unit)
 
-    def fit(self, first: int, count: int) -> int:
+    def units_that_fit(self, first: int, count: int) -> int:
         return min(count, self.clip - first % self.clip)
 
     def _encode(
@@ -134,7 +134,7 @@ class TokenMemory(StreamMemory):
             stream_pass.first * P, (stream_pass.first + stream_pass.count) * P, device=key.device
         )
         new, old = HeldTokens(key, value, column), self._held[layer]
-        whole = new if old is None else old.and_then(new)
+        whole = new if old is None else old.followed_by(new)
         total = whole.column.shape[0]
         start = total - column.shape[0]
         # Angles of the new columns are those of the last of all.
@@ -156,7 +156,7 @@ class TokenMemory(StreamMemory):
             cos, sin = self._angles(layer, held.column)
             seen = -(-held.column.shape[0] // self.stream.unit)
             if index is not None:
-                held, cos, sin = held.take(index), cos[:, :, index], sin[:, :, index]
+                held, cos, sin = held.select_tokens(index), cos[:, :, index], sin[:, :, index]
             part = self.rope.apply(held.key, (cos, sin)), held.value
         parts = [self._head(layer), *([] if part is None else [part])]
         base = sum(one.shape[2] for one, _ in parts)
@@ -175,21 +175,21 @@ class TokenMemory(StreamMemory):
                 raise ModelError(f"kv: layer {layer} was left out of a pass.")
             column = torch.arange(stream_pass.first * P, total * P, device=new[0].device)
             old, fresh = self._held[layer], HeldTokens(new[0], new[1], column)
-            self._held[layer] = fresh if old is None else old.and_then(fresh)
+            self._held[layer] = fresh if old is None else old.followed_by(fresh)
         self._count = self._first = total
 
-    def between(self, first: int, end: int) -> None:
+    def limit_to_units(self, first: int, end: int) -> None:
         for layer, held in enumerate(self._held):
             if held is not None:
                 units = held.column // self.stream.unit
-                self._held[layer] = held.take(((units >= first) & (units < end)).nonzero()[:, 0])
+                self._held[layer] = held.select_tokens(((units >= first) & (units < end)).nonzero()[:, 0])
 
     def _keep(self, layer: int, index: Tensor) -> None:
         """Of the tokens of a layer keep those at `index` [k], in order of time."""
         held = self._held[layer]
         assert held is not None
         self._facts["pruned"] += (held.column.shape[0] - index.shape[0]) / self.geometry.layers
-        self._held[layer] = held.take(index.sort().values)
+        self._held[layer] = held.select_tokens(index.sort().values)
 
     def _angles(self, layer: int, column: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines for tokens [N] of the stream, in order of time.
@@ -199,15 +199,15 @@ class TokenMemory(StreamMemory):
         positions, count = self.stream.positions, column.shape[0]
 
         def ranks() -> Tensor:
-            return positions.cells(torch.arange(count), count // self.stream.unit)
+            return positions.token_positions(torch.arange(count), count // self.stream.unit)
 
         def own() -> Tensor:
-            return positions.cells(column, self._count + self.clip, own=True)
+            return positions.token_positions(column, self._count + self.clip, own=True)
 
         if self.compact and positions.moved == positions.axes:
-            return self.rope.at(("ranks", count), ranks)
+            return self.rope.cached(("ranks", count), ranks)
         if not self._facts["pruned"]:
-            return self.rope.at(("all", count), own)
+            return self.rope.cached(("all", count), own)
         # Every layer has tokens of its own: theirs are not worth keeping for the others.
         return self.rope.angles(torch.cat([ranks()[:1], own()[1:]]) if self.compact else own())
 
@@ -228,7 +228,7 @@ class TokenMemory(StreamMemory):
     def reset(self) -> None:
         self.restore(self._blank)
 
-    def seen(self, layer: int) -> Tensor | None:
+    def seen_tokens(self, layer: int) -> Tensor | None:
         return self._seen[layer][0] if layer in self._seen else None
 
     def _looked(self) -> dict[int, Look]:

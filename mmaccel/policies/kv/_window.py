@@ -31,7 +31,7 @@ Look = tuple[Tensor, int]
 """What a layer looked at: the units [k] that it recalled, and the first local one."""
 
 OWN = 1 / 6
-"""What is left of a row by itself behind all layers (`QuestionRows.reached`); measured, see lab/LOG.md."""
+"""What is left of a row by itself behind all layers (`QuestionRows.shares`); measured, see lab/LOG.md."""
 WEIGHTS = 1 << 24  # attention weights in float32 that are there at a time
 
 
@@ -109,12 +109,12 @@ class Rope:
         """Apply RoPE with `angles` to `x` in place."""
         self.model.apply_rope_(x, angles)
 
-    def size(self, positions: Tensor) -> int:
+    def rotated_dims(self, positions: Tensor) -> int:
         """Return how many of the D dimensions of a head RoPE rotates."""
         self._size = self._size or self.angles(positions[..., :1])[0].shape[-1]
         return self._size
 
-    def at(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
+    def cached(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
         """Return the cosines and sines of `positions()` [n] or [3, n], cached under `name`."""
         if name not in self._kept:
             self._kept[name] = self.angles(positions())
@@ -163,9 +163,9 @@ class PassState(StreamState):
         Those of a tree stand at their depth. `own`: units are at their own times."""
         positions, branches, rows = self.stream.positions, stream_pass.branches, stream_pass.rows
         if branches is None:
-            return positions.after(units, self._pending, extra, rows, own)
+            return positions.positions_after(units, self._pending, extra, rows, own)
         start = extra - (branches.sees.shape[1] - rows)
-        line = positions.after(units, self._pending, start, int(branches.depth.max()) + 1, own)
+        line = positions.positions_after(units, self._pending, start, int(branches.depth.max()) + 1, own)
         return line[..., branches.depth.to(line.device)]
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
@@ -209,7 +209,7 @@ class PassState(StreamState):
     def begin_ingest(self) -> None:
         self._ingests = True
 
-    def idle(self) -> None:
+    def finish_intake(self) -> None:
         self._ingests = False
 
     def _layout(self, columns: int, few: int = 0) -> TokenLayout | None:
@@ -302,7 +302,7 @@ class _Row(NamedTuple):
 class QuestionRows:
     """The queries of a question's rows at each layer, from its first word on, kept to compute evidence after the question.
 
-    Before `reached` is called, it only copies queries, whose buffers the next question overwrites.
+    Before `shares` is called, it only copies queries, whose buffers the next question overwrites.
     """
 
     def __init__(self) -> None:
@@ -315,9 +315,9 @@ class QuestionRows:
         self._rows, self._first, self._count = {}, words_of(stream_pass)[0], stream_pass.rows
         self._listed, self._kept = 0, stream_pass.weigh
 
-    def at(self, layer: int, query: Tensor, slot: CacheSlot, turned: bool) -> None:
+    def record_queries(self, layer: int, query: Tensor, slot: CacheSlot, turned: bool) -> None:
         """Record queries [1, H, n, D] of all its rows at a layer, and their cache slot; those without RoPE (not `turned`)
-        are copied by `hold`. They are kept only if evidence will be asked for."""
+        are copied by `copy_queries`. They are kept only if evidence will be asked for."""
         if not self._kept:
             return
         own = query[0, :, self._first :]
@@ -334,10 +334,10 @@ class QuestionRows:
             self._rows[layer] = row._replace(slot=replace(row.slot, bias=bias))
 
     def note_listed_rows(self, rows: int) -> None:
-        """Record that the first `rows` rows used sparse attention, so their weights are unknown; `reached` skips them."""
+        """Record that the first `rows` rows used sparse attention, so their weights are unknown; `shares` skips them."""
         self._listed = max(self._listed, rows)
 
-    def hold(self) -> None:
+    def copy_queries(self) -> None:
         """Copy queries that are still in the layers' buffers; called when the question has passed all layers."""
         raw = {layer: row for layer, row in self._rows.items() if not row.turned}
         if raw:
@@ -351,7 +351,7 @@ class QuestionRows:
         self._rows = {}
 
     @torch.no_grad()
-    def reached(self, rope: Rope, head: int, units_of: UnitsOf, pause: Callable[[], None]) -> Tensor | None:
+    def shares(self, rope: Rope, head: int, units_of: UnitsOf, pause: Callable[[], None]) -> Tensor | None:
         """Return [U]: each unit's (frame's) share of all that reaches the last row, which predicts the first token; or None.
 
         Attention rollout (Abnar and Zuidema, 2020): after each layer a row consists of its own former part, of what it gets

@@ -86,7 +86,7 @@ class StreamMemory(IngestState):
         if stream_pass.kind == "units" and self._ingested is not None:
             self._make_way(self._ingested, stream_pass)
         elif stream_pass.kind == "units":
-            if (base := self.bases.of(stream_pass.first)) != self._base:
+            if (base := self.bases.base_of_unit(stream_pass.first)) != self._base:
                 self._base = base
                 self._turn_rings()
         elif stream_pass.kind != "answer":
@@ -109,9 +109,9 @@ class StreamMemory(IngestState):
     def _closed(self, stream_pass: StreamPass) -> bool:
         """Whether units are closed up for this pass, as the fields say or because their own positions leave it none."""
         positions = self.stream.positions
-        fits = positions.slots(self._count) < self.bases.reach
+        fits = positions.slot_count(self._count) < self.bases.reach
         return self._always or not (
-            fits and positions.admits(self._count, stream_pass.pending, stream_pass.rows, own=True)
+            fits and positions.admits_pass(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )
 
     def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
@@ -126,7 +126,7 @@ class StreamMemory(IngestState):
     def view(self, layer: int, query: Tensor) -> KVView:
         stream_pass, key, value = self._appended(layer)
         if stream_pass.kind == "head":
-            angles = self.rope.at("head", self.stream.positions.head)
+            angles = self.rope.cached("head", self.stream.positions.head_positions)
             self._fresh[layer] = self.rope.apply(key, angles)
             return KVView(self._fresh[layer], value, query=self.rope.apply(query, angles))
         show = self._encode if stream_pass.kind == "units" else self._answer
@@ -140,7 +140,7 @@ class StreamMemory(IngestState):
         elif kind == "proxy":
             self._asked.clear()
         elif kind == "question":
-            self._rows.hold()
+            self._rows.copy_queries()
         super().end_pass()
 
     def _break_off(self) -> None:
@@ -165,8 +165,8 @@ class StreamMemory(IngestState):
         """What new units see: the head, what is retrieved for them, and the window, their own columns in it."""
         if self._ingested is not None:
             return self._show(layer, query, key, value)
-        own, ring = self.stream.positions.own, self._rings[layer]
-        angles = self.rope.at("units", lambda: own(stream_pass.first, stream_pass.count, self._base))
+        own, ring = self.stream.positions.by_time, self._rings[layer]
+        angles = self.rope.cached("units", lambda: own(stream_pass.first, stream_pass.count, self._base))
         turned = self._fresh[layer] = self.rope.apply(key, angles)
         sinks = [self._head(layer), *self._retrieved(layer, query)]
         parts = [*sinks, *([(ring.turned, ring.value)] if ring else []), (turned, value)]
@@ -181,7 +181,7 @@ class StreamMemory(IngestState):
             return None
         slot = self._slot(layer, query, stream_pass)
         if stream_pass.kind == "question":
-            self._rows.at(layer, query, slot, turned=False)
+            self._rows.record_queries(layer, query, slot, turned=False)
         return slot
 
     @torch.no_grad()
@@ -197,7 +197,7 @@ class StreamMemory(IngestState):
         asked = self._asked[layer]
         extra = 0 if stream_pass.kind == "proxy" else self._extra
         seen = asked.seen if self.compact else self._count
-        angles = self.rope.at(
+        angles = self.rope.cached(
             ("tail", seen, extra, stream_pass.rows),
             lambda: self._after(seen, extra, stream_pass, not self.compact),
         )
@@ -216,7 +216,7 @@ class StreamMemory(IngestState):
         query = query.contiguous()
         self.rope.apply_(query, slot.angles)
         if stream_pass.kind == "question":
-            self._rows.at(layer, query, slot, turned=True)
+            self._rows.record_queries(layer, query, slot, turned=True)
         layout = self._layout(own.stop, self._asked[layer].few)
         key, value = (side[:, :, : own.stop] for side in (slot.key, slot.value))
         return KVView(key, value, query=query, bias=slot.bias, layout=layout)
@@ -238,11 +238,11 @@ class StreamMemory(IngestState):
         positions = self.stream.positions
         if self.compact or numbers is None or count == self._count:
             first = 0 if self.compact or count == self._count else begin
-            stand = positions.units if self.compact else positions.own
-            angles = self.rope.at(("units of a question", first, count), lambda: stand(first, count))
+            stand = positions.units if self.compact else positions.by_time
+            angles = self.rope.cached(("units of a question", first, count), lambda: stand(first, count))
         else:
             numbers = torch.cat([numbers, torch.arange(begin, self._count, device=numbers.device)])
-            angles = self.rope.angles(positions.chosen(numbers, self._count - 1, own=True))
+            angles = self.rope.angles(positions.of_units(numbers, self._count - 1, own=True))
         self.rope.apply_(raw[:1], angles)
         asked.seen = count
         return asked
@@ -316,13 +316,13 @@ class StreamMemory(IngestState):
         self.restore((0, 0, 0, [None] * len(self._heads), [None] * len(self._rings)))
 
     def evidence(self) -> dict[int, UnitEvidence]:
-        parts = self._rows.reached(self.rope, self.stream.head, self._units_of, self._pause)
+        parts = self._rows.shares(self.rope, self.stream.head, self._units_of, self._pause)
         return weigh(self._looked(), self._count, parts)
 
-    def summaries(self, layer: int) -> int:
+    def count_summary_columns(self, layer: int) -> int:
         return self._asked[layer].few
 
-    def seen(self, layer: int) -> Tensor | None:
+    def seen_tokens(self, layer: int) -> Tensor | None:
         return None if layer not in self._looks else self._tokens_of(*self._looks[layer])
 
     def _tokens_of(self, numbers: Tensor, begin: int) -> Tensor:
@@ -387,12 +387,12 @@ class StreamMemory(IngestState):
         }
         found = checkpoint_io.read_tensors(folder / "window.safetensors", wanted, self.device)
         self.rope.forget()
-        head = self.rope.at("head", stream.positions.head)
+        head = self.rope.cached("head", stream.positions.head_positions)
         for name, rings in (("head", self._heads), ("window", self._rings)):
             for layer in range(geometry.layers if name in columns else 0):
                 key, value = (found[f"{name}.{layer}.{side}"] for side in ("key", "value"))
                 rings[layer] = Ring(key, self.rope.apply(key, head) if name == "head" else key, value)
         self._headed, self._count, self._first = stream.head, count, first
-        self._base = self.bases.of(max(count - 1, 0))
+        self._base = self.bases.base_of_unit(max(count - 1, 0))
         self._turn_rings()
         self._load(folder)

@@ -140,7 +140,7 @@ class FullState(LayeredState):
         # Layers whose buffers another state writes to, behind the columns of this one.
         self._lent = set[int]()
 
-    def lent(self) -> FullState:
+    def share_columns(self) -> FullState:
         """Return a second state over these columns, which may append others until `end_sharing`; meanwhile this one writes
         to copies."""
         other = copy.copy(self)
@@ -149,7 +149,7 @@ class FullState(LayeredState):
         return other
 
     def end_sharing(self, other: FullState) -> None:
-        """End the sharing with a state from `lent`; buffers that it enlarged are kept."""
+        """End the sharing with a state from `share_columns`; buffers that it enlarged are kept."""
         for layer in self._lent:
             self._buffers[layer] = other._buffers[layer]
         self._lent.clear()
@@ -172,7 +172,7 @@ class FullState(LayeredState):
             found.append((key, value))
         return found
 
-    def wrote(self, count: int) -> None:
+    def note_written(self, count: int) -> None:
         self._counts = [held + count for held in self._counts]
         self._last = count
 
@@ -230,7 +230,7 @@ class WholeStream(PassState):
     @torch.no_grad()
     def view(self, layer: int, query: Tensor) -> KVView:
         _, key, value = self._appended(layer)
-        angles = self.rope.at("pass", self._positions)
+        angles = self.rope.cached("pass", self._positions)
         key, value = self._show(layer, self.rope.apply(key, angles), value)
         del self._new[layer]
         query = self.rope.apply(query, angles)
@@ -240,9 +240,9 @@ class WholeStream(PassState):
         stream_pass, positions = self._stream_pass, self.stream.positions
         assert stream_pass is not None
         if stream_pass.kind == "head":
-            return positions.head()
+            return positions.head_positions()
         if stream_pass.kind == "units":
-            return positions.own(stream_pass.first, stream_pass.count)
+            return positions.by_time(stream_pass.first, stream_pass.count)
         return self._after(self._count, self._extra, stream_pass, own=True)
 
     def end_pass(self) -> None:
@@ -261,7 +261,7 @@ class WholeStream(PassState):
     def reset(self) -> None:
         self.restore((0, 0))
 
-    def seen(self, layer: int) -> Tensor | None:
+    def seen_tokens(self, layer: int) -> Tensor | None:
         return torch.arange(self._count * self.stream.unit, device=self.device)
 
     def evidence(self) -> dict[int, UnitEvidence]:
@@ -304,7 +304,7 @@ class FullStream(WholeStream):
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         taken: Any = super().snapshot(stream, pause)
-        taken._state = self._state.lent()
+        taken._state = self._state.share_columns()
         return taken  # type: ignore[no-any-return]
 
     def _answered(self, taken: Any) -> None:

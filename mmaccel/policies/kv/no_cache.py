@@ -81,7 +81,7 @@ class _Frames(FrameMemory):
         assert isinstance(policy, NoCache)
         self.budget = max(1, policy.frames // self.stream.pace)
 
-    def keep(self, frames: Tensor) -> None:
+    def store_frames(self, frames: Tensor) -> None:
         pace = self.stream.pace
         for start in range(0, len(frames), pace):
             if self._count % self._stride == 0:
@@ -98,10 +98,10 @@ class _Frames(FrameMemory):
         taken._held = dict(self._held)
         return taken
 
-    def between(self, first: int, end: int) -> None:
+    def limit_to_units(self, first: int, end: int) -> None:
         self._held = {number: frames for number, frames in self._held.items() if first <= number < end}
 
-    def pick(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
+    def pick_units(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
         numbers = list(self._held)
         count = min(self.budget, len(numbers))
         if paid:
@@ -118,7 +118,7 @@ class _Frames(FrameMemory):
     def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
         return min(self.budget, len(self._held)), False
 
-    def fresh(self) -> StreamState:
+    def new_state(self) -> StreamState:
         return Full().open_stream(*self._parts)
 
     def begin_pass(self, *_: Any, **named: Any) -> Any:

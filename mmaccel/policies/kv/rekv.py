@@ -25,7 +25,7 @@ from mmaccel.policies.kv._window import Pair
 class FrameIndex(Index):
     """An index in which every unit (frame) is its own cluster: cluster n is unit n. It is kept entirely on the device."""
 
-    def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
+    def add_units(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
         first, end = self._units, self._units + pairs[0][0].shape[2] // self._tokens
         sides = ("key", "value") if self.summaries else ("key",)
         for side, name in enumerate(sides):
@@ -45,7 +45,7 @@ class FrameIndex(Index):
         self.time, self._units = self.time[:, :0], len(kept)
 
     def _survey(self, end: int) -> SearchTables:
-        room, rows = self.key.shape[1], self._at.below(end)
+        room, rows = self.key.shape[1], self._at.count_rows_below(end)
         number = torch.arange(room, device=self.device)
         gone = grow_buffer(self.absent, 0, room, fill=0, share=0.0)[:room]
         told = self._surveyed(end, room, gone[:rows])
@@ -53,7 +53,7 @@ class FrameIndex(Index):
         if count < rows:
             here &= ~self._sent(gone)
         if self.time.shape[1] != room:
-            self.time = self._sent(torch.from_numpy(self._at.units(room))).float().repeat(self.layers, 1)
+            self.time = self._sent(torch.from_numpy(self._at.units_of(room))).float().repeat(self.layers, 1)
 
         owner, within = torch.where(here, number, room + 1), torch.zeros_like(number)
         made = {"owner": owner, "within": within, "flat": number, "size": here.long()}
@@ -87,12 +87,12 @@ class FrameIndex(Index):
                 if self._units
             },
         )
-        facts = {"gone": self.absent.nonzero()[:, 0].tolist(), **self._at.told()}
+        facts = {"gone": self.absent.nonzero()[:, 0].tolist(), **self._at.to_dict()}
         checkpoint_io.write_json(folder / "index.json", facts)
 
     def load(self, folder: Path, units: int) -> None:
         facts = checkpoint_io.read_json(folder / "index.json", {"gone": list})
-        units = self._at.read(facts, units)
+        units = self._at.load_dict(facts, units)
         groups, size = self.geometry.kv_heads, self.geometry.head_dim
         names = ("mean", "mean_value") if self.summaries else ("mean",)
         wanted = {

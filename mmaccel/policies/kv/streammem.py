@@ -71,9 +71,9 @@ class StreamMemMemory(TokenMemory):
     _come = 0
     _open: Tensor | None = None
 
-    def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
+    def merge_units(self, features: Tensor) -> tuple[Tensor, list[int]]:
         if self.policy.similar is None:
-            return super().merge(features)
+            return super().merge_units(features)
         whole = features if self._open is None else torch.cat([self._open.to(features), features])
         first = self._come - (whole.shape[0] - features.shape[0])
         self._come += features.shape[0]
@@ -91,7 +91,7 @@ class StreamMemMemory(TokenMemory):
         self._facts["merged"] += sum(part.shape[0] - 1 for part in parts)
         return torch.stack([_mean(part) for part in parts]) if parts else features[:0], counts[: len(parts)]
 
-    def waiting(self) -> Tensor | None:
+    def waiting_features(self) -> Tensor | None:
         return None if self._open is None else _mean(self._open)[None]
 
     def end_pass(self) -> None:
@@ -126,8 +126,8 @@ class StreamMemMemory(TokenMemory):
         if made is not None:
             kept = self._held[layer]
             assert kept is not None
-            whole = kept.and_then(made)
-            self._held[layer] = whole.take(torch.sort(whole.column, stable=True).indices)
+            whole = kept.followed_by(made)
+            self._held[layer] = whole.select_tokens(torch.sort(whole.column, stable=True).indices)
             self._facts["prototypes"] += count / self.geometry.layers
         return True
 

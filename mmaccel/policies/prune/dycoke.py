@@ -82,14 +82,14 @@ class DyCoke(TokenPruner):
     def on_stream(self) -> DyCoke:
         return replace(self, compact=self.drop > 0)
 
-    def left(self, tokens: int) -> int:
+    def kept_token_count(self, tokens: int) -> int:
         return tokens + (self.group - 1) * count_of_share(1 - self.drop, tokens)
 
     @property
     def scoring_layer(self) -> int | None:
         return self.layer - 1 if self.forget else None
 
-    def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
+    def recalled_columns(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
         if before is not None and float(cosine_similarity(attention, before, dim=0)) >= self.refresh:
             return None
         return columns[best(attention, count_of_share(1 - self.forget, columns.numel()))]

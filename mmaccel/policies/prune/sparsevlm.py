@@ -101,11 +101,11 @@ class SparseVLM(TokenPruner):
         )
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
-        return self.cut(signals, layout, stage, total).columns
+        return self.prune(signals, layout, stage, total).columns
 
-    def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
+    def prune(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
         at = candidate_columns(layout)
-        count = stage.count(at, total)
+        count = stage.kept_count(at, total)
         if count == at.numel():
             return Kept(staying_columns(layout, at))
         score = self._score(signals, layout, at)

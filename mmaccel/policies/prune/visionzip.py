@@ -59,7 +59,7 @@ class VisionZip(TokenPruner):
     def on_stream(self) -> VisionZip | None:
         return None if self.carry else replace(self, compact=True)
 
-    def left(self, tokens: int) -> int:
+    def kept_token_count(self, tokens: int) -> int:
         return count_of_share(self.retention, tokens)
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
@@ -74,9 +74,9 @@ class VisionZip(TokenPruner):
         ]
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
-        return self.cut(signals, layout, stage, total).columns
+        return self.prune(signals, layout, stage, total).columns
 
-    def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
+    def prune(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
         states = signals["hidden"][0]
         chosen: list[Tensor] = []
         changed = states.clone()

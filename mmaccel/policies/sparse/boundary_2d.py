@@ -113,7 +113,7 @@ class Boundary(RegionPattern):
                     total += pattern.estimate_blocks(rows, among, share, layer.region(q, k))
         return total
 
-    def per_head(self, heads: int) -> tuple[str, ...]:
+    def head_pattern_names(self, heads: int) -> tuple[str, ...]:
         """Return, for each head, the boundary and in brackets its pattern for video (else text, else images)."""
         for m in (VIDEO, TEXT, IMAGE):
             patterns = self.groups[m if m in self.groups else None]

@@ -41,14 +41,14 @@ class SampleLayout:
     final: bool
     runs: int
 
-    def of(self, query: Tensor) -> Tensor:
+    def select_queries(self, query: Tensor) -> Tensor:
         """Return the sampled queries [B, H, L, D] of query [B, H, n_query, D]."""
         L = self.at.shape[1]
         if self.final:
             return query[:, :, query.shape[2] - L :]
         return query.gather(2, self.query_row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3]))
 
-    def before(self) -> Tensor:
+    def key_mask(self) -> Tensor:
         """Return [B, L, n] bool: the keys before each sampled query."""
         return torch.arange(self.seen.shape[1], device=self.at.device) < self.at[..., None]
 
@@ -80,7 +80,7 @@ class LastQueries:
     pooled: bool
     runs: tuple[HeadRun, ...] = ()
 
-    def each(self) -> Iterator[LastQueries]:
+    def by_heads(self) -> Iterator[LastQueries]:
         """Yield the queries of each run of heads, with its keys."""
         first = 0
         for run in self.runs:
@@ -91,28 +91,28 @@ class LastQueries:
             yield self
 
     @property
-    def at(self) -> Tensor:
+    def ranks(self) -> Tensor:
         """Rank of each sampled query among the keys, as in `SampleLayout`."""
         return self.sample.at
 
     @property
-    def width(self) -> int:
+    def key_count(self) -> int:
         """n, the largest number of keys that a query can see."""
         return self.sample.seen.shape[1]
 
     @property
-    def fused(self) -> bool:
+    def has_kernel(self) -> bool:
         """Whether a fused kernel reduces the attention weights without storing them."""
         return self.query.is_cuda and has_kernel(self.query.device, self.query.dtype, *self.query.shape[2:])
 
     @property
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, int, bool]:
+    def kernel_args(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, int, bool]:
         """The first arguments of the operators that reduce attention weights to sums of columns and diagonals."""
-        return self.query, self.key, self.sample.row, self.at, self.total, self.width, self.pooled
+        return self.query, self.key, self.sample.row, self.ranks, self.total, self.key_count, self.pooled
 
     def weights(self) -> Iterator[Tensor]:
         """Yield softmax weights [B, h, L, n] float32 of consecutive heads, of a whole run if memory allows."""
-        for one in self.each():
+        for one in self.by_heads():
             yield from one._weights()
 
     def _weights(self) -> Iterator[Tensor]:
@@ -130,10 +130,10 @@ class LastQueries:
 
     def totals(self) -> Tensor:
         """Return the log-sum-exp [B, H, L] float32 of each query's scores."""
-        if self.fused:
-            made = [row_totals(*one.operands[:4], self.width) for one in self.each()]
+        if self.has_kernel:
+            made = [row_totals(*one.kernel_args[:4], self.key_count) for one in self.by_heads()]
         else:
-            made = [scores.logsumexp(-1) for one in self.each() for scores in one._scores()]
+            made = [scores.logsumexp(-1) for one in self.by_heads() for scores in one._scores()]
         return cat_heads(made)
 
     def lines(self) -> tuple[Tensor, Tensor]:
@@ -142,8 +142,8 @@ class LastQueries:
 
         The sums are over queries; divided by `query_counts`, they are means over the queries that have a key there.
         """
-        if self.fused and self.sample.runs <= ROUNDS:
-            each = [[one.spread(t) for t in line_sums(*one.operands)] for one in self.each()]
+        if self.has_kernel and self.sample.runs <= ROUNDS:
+            each = [[one.expand_heads(t) for t in line_sums(*one.kernel_args)] for one in self.by_heads()]
             column, diagonal = map(cat_heads, zip(*each, strict=True))
             return column, diagonal
         columns, diagonals = [], []
@@ -153,7 +153,7 @@ class LastQueries:
                 diagonals.append(_skewed(weight))
                 continue
             # Queries at any ranks: the key of each on each diagonal.
-            key = (self.at[..., None] - torch.arange(self.width, device=weight.device))[:, None]
+            key = (self.ranks[..., None] - torch.arange(self.key_count, device=weight.device))[:, None]
             across = weight.gather(3, key.clamp(min=0).expand_as(weight))
             diagonals.append(across.masked_fill_(key < 0, 0.0).sum(2))
         return torch.cat(columns, 1), torch.cat(diagonals, 1)
@@ -162,7 +162,7 @@ class LastQueries:
         """Return the entropy [B, H, L] of each query's attention weights."""
         return torch.cat([torch.special.entr(weight).sum(-1) for weight in self.weights()], 1)
 
-    def spread(self, found: Tensor) -> Tensor:
+    def expand_heads(self, found: Tensor) -> Tensor:
         """Expand results [B, h, ...] to all query heads, [B, H, ...]: `pooled` results are one for each key/value head."""
         times = self.query.shape[1] // found.shape[1]
         return found if times == 1 else found.repeat_interleave(times, 1)
@@ -170,12 +170,12 @@ class LastQueries:
     def _scores(self) -> Iterator[Tensor]:
         """Scaled scores [B, h, L, n] float32, -inf where a key is after the query."""
         B, H, L, D = self.query.shape
-        G, n = self.key.shape[1], self.width
+        G, n = self.key.shape[1], self.key_count
         group = H // G
         column = torch.arange(n, device=self.key.device)
         # Queries that are the last keys see all but the last.
         first = max(0, n - L) if self.sample.final else 0
-        hidden = (column[first:] > self.at[..., None])[:, None]
+        hidden = (column[first:] > self.ranks[..., None])[:, None]
         step = max(1, min(G, BUDGET // max(1, B * group * L * n)))
         for g in range(0, G, step):
             run = min(step, G - g)
@@ -215,7 +215,7 @@ def _skewed(weight: Tensor) -> Tensor:
     return found.scatter_add_(2, index, (corner * inside).flatten(2))
 
 
-def standing(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
+def score_lines(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
     """Score lines (columns or diagonals) by their `weight` [..., B, H, n] as `score` says; seen [B, n]: which lines exist.
 
     For "contrast" it is the logarithm of the weight, in standard deviations above the mean over the lines, which limits the
@@ -233,7 +233,7 @@ def standing(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
 
 
 def class_scores(value: Tensor, number: Tensor, seen: Tensor, classes: int, score: Score) -> Tensor:
-    """Return scores [..., B, H, classes] of classes of lines; value [..., B, H, n]: the lines' scores (from `standing`).
+    """Return scores [..., B, H, classes] of classes of lines; value [..., B, H, n]: the lines' scores (from `score_lines`).
 
     number [B or 1, H or 1, n]: class of each line; seen [B, n]: which lines exist.
     """

@@ -158,7 +158,7 @@ class Grid(IntraPattern):
             return framed
         lines = dict(by_columns=self.horizontal or self.vertical, by_diagonals=self.slash)
         free = strided_classes(sample, region.keys, search, **lines)
-        return free if frames is None or framed is None else framed.where(frames.fits, free)
+        return free if frames is None or framed is None else framed.select_sequences(frames.fits, free)
 
     def _uncovered(self, region: Region) -> tuple[Tensor, Tensor]:
         """What the spans of the window and the sink leave to the lines: for each query the rank [B, P] of the last key, -1

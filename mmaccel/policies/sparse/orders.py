@@ -53,7 +53,7 @@ def natural(
     B, S = chosen.shape
     n = S if size is None else size
     n += -n % block if n else block
-    if member is None and size is None and not layout.padded:
+    if member is None and size is None and not layout.has_padding:
         ends = torch.nn.functional.pad(layout.position.long(), (0, n - S), value=FAR)
         row = torch.arange(n, dtype=torch.int32, device=chosen.device)
         return TokenOrder(row.masked_fill(row >= S, -1).repeat(B, 1), ends, S)
@@ -171,7 +171,7 @@ class Region:
         """
         layer, (query_kind, key_kind) = self.layer, self.kinds
         sample = self.once(("sample", count), lambda: self._sample(count))
-        query = sample.of(layer.query)
+        query = sample.select_queries(layer.query)
         total = None
         if key_kind is not None:
             everything = layer.region(query_kind, None)
@@ -193,7 +193,7 @@ class Region:
         row = rows.gather(1, last.clamp(min=0)).long().clamp(min=0)
         at = torch.where(last >= 0, self.at.gather(1, last.clamp(min=0)).long(), -1)
         seen = (keys >= 0) & (torch.arange(self.max_keys, device=rows.device) <= at[:, -1:])
-        gathered = key_kind is not None or self.layer.k_layout.padded
+        gathered = key_kind is not None or self.layer.k_layout.has_padding
         return SampleLayout(row, at, keys.clamp(min=0).long() if gathered else None, seen, self.final, runs)
 
 
@@ -243,7 +243,7 @@ class LayerInputs:
         queries, keys = self.q_layout, self.k_layout
 
         def last() -> bool:
-            whole = not (queries.padded or keys.padded)
+            whole = not (queries.has_padding or keys.has_padding)
             return whole and queries.position.is_set_to(keys.position[:, keys.length - queries.length :])
 
         return remember(self.memo, "final", last)

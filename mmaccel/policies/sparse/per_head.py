@@ -171,7 +171,7 @@ class PerHead(SparsePattern):
         object.__setattr__(bound, "heads", adapter.local_heads(whole))
         return bound
 
-    def at(self, layer: int) -> SparsePattern:
+    def for_layer(self, layer: int) -> SparsePattern:
         if layer not in self._layers:
             rest = self.default if isinstance(self.default, SparsePattern) else Dense(block=self.block)
             named, count = self._named.get(layer, {}), None
@@ -185,14 +185,14 @@ class PerHead(SparsePattern):
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        """Return the plan of layer 0; callers use `at(layer)` for other layers."""
-        return self.at(0).plan(query, key, q_layout, k_layout)
+        """Return the plan of layer 0; callers use `for_layer(layer)` for other layers."""
+        return self.for_layer(0).plan(query, key, q_layout, k_layout)
 
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
-        return max(self.at(layer).max_blocks_total(n_query, n_key) for layer in (0, *self._named))
+        return max(self.for_layer(layer).max_blocks_total(n_query, n_key) for layer in (0, *self._named))
 
-    def per_head(self, heads: int) -> tuple[str, ...]:
-        return self.at(0).per_head(heads)
+    def head_pattern_names(self, heads: int) -> tuple[str, ...]:
+        return self.for_layer(0).head_pattern_names(heads)
 
 
 def _number(what: str, value: Any) -> int:
@@ -269,8 +269,8 @@ class LayerHeads(SparsePattern):
         kinds = self.kinds(self.heads)
         return sum(len(some) * p.expected_blocks(n_query, n_key, layouts) for p, some in kinds) / self.heads
 
-    def per_head(self, heads: int) -> tuple[str, ...]:
-        return tuple(self.of(head).per_head(1)[0] for head in range(heads))
+    def head_pattern_names(self, heads: int) -> tuple[str, ...]:
+        return tuple(self.of(head).head_pattern_names(1)[0] for head in range(heads))
 
 
 def read_table(path: str | Path) -> dict[str, Any]:

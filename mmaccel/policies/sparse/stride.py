@@ -17,7 +17,7 @@ from mmaccel.policies.sparse.estimate import (
     cat_heads,
     class_scores,
     judged,
-    standing,
+    score_lines,
 )
 from mmaccel.policies.sparse.orders import Region, TokenOrder, once
 
@@ -45,7 +45,7 @@ class Classes:
     count: int
     frames: Frames | None = None
 
-    def where(self, chosen: Tensor, other: Classes) -> Classes:
+    def select_sequences(self, chosen: Tensor, other: Classes) -> Classes:
         """Return these classes for the sequences `chosen` [B], and those of `other` for the rest."""
         mixed: dict[str, Any] = {
             name: torch.where(chosen[:, None, None], getattr(self, name), getattr(other, name))
@@ -86,9 +86,9 @@ def strided_classes(
     its best class of columns and its best class of diagonals, -inf if three strides do not fit in the sequence. With fewer
     than 3 * low keys the stride is 1: one class, attended densely.
     """
-    layout, n, at = sample.sample, sample.width, sample.at[:, -1]
+    layout, n, at = sample.sample, sample.key_count, sample.ranks[:, -1]
     # There is a diagonal of each distance at which the last query sees a column.
-    value = standing(torch.stack(sample.lines()) / layout.query_counts, layout.seen, search.score)
+    value = score_lines(torch.stack(sample.lines()) / layout.query_counts, layout.seen, search.score)
     columns, diagonals = value
     low, high = search.low, max(search.low, min(search.most, search.keys // 3))
     width = min(n, REACH * high)
@@ -97,7 +97,7 @@ def strided_classes(
     lines = [columns.gather(2, recent.expand(*columns.shape[:2], -1))] if by_columns else []
     near = torch.stack([*lines, diagonals[..., :width]] if by_diagonals else lines)
     strides = torch.arange(low, high + 1, device=at.device)
-    if sample.fused:
+    if sample.has_kernel:
         # All strides in one launch; one by one they are ten thousand.
         score = stride_scores(near, at, low, high, search.score)
     else:
@@ -113,7 +113,7 @@ def strided_classes(
     number = torch.where((keys.row >= 0)[:, None], keys.rank[:, None] % stride, search.most)
     own, classes = number[..., :n], search.most + 1
     line, shift = class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
-    dense = most_even_class(sample.entropy(), sample.at, own, classes) if search.rows else line
+    dense = most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
     return Classes(number, stride, line, dense, shift, most_keys(search.keys, low), classes)
 
 
@@ -207,7 +207,7 @@ class Pairing:
         own = number.gather(2, sample.at.clamp(min=0)[:, None])
         bins = number[:, :, None].expand(B, 1, L, -1)
         count = number.new_zeros(B, 1, L, high + 1, dtype=torch.float32)
-        count = count.scatter_add_(3, bins, sample.before()[:, None].float())
+        count = count.scatter_add_(3, bins, sample.key_mask()[:, None].float())
         phase, stride = torch.arange(high, device=number.device), frames.stride[..., None]
         paired = torch.where(phase < stride, (own[..., None] - phase) % stride, high)
         order = by_class(number[:, 0], high)
@@ -220,23 +220,23 @@ class Pairing:
 def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes:
     """Return the classes of `frames`, with the phases of the lines that get most attention."""
     layout, classes = sample.sample, search.most + 1
-    own = frames.number[..., : sample.width]
+    own = frames.number[..., : sample.key_count]
     pairing = once(frames.memo, ("pairing", id(layout)), lambda: Pairing.of(layout, frames, search.most))
-    if sample.fused:
+    if sample.has_kernel:
         order = pairing.order, pairing.start, pairing.own, pairing.members, frames.stride[:, 0, 0]
         found = []
-        for one in sample.each():
-            made = class_phases(*one.operands, order, search.score, search.rows)
-            found.append([one.spread(t) for t in (made if search.rows else made[:2])])
+        for one in sample.by_heads():
+            made = class_phases(*one.kernel_args, order, search.score, search.rows)
+            found.append([one.expand_heads(t) for t in (made if search.rows else made[:2])])
         line, shift, *spread = map(cat_heads, zip(*found, strict=True))
-        dense = most_even_class(spread[0], sample.at, own, classes) if search.rows else line
+        dense = most_even_class(spread[0], sample.ranks, own, classes) if search.rows else line
     else:
         # What each query gives to each class of keys, its own key left out: that one is heavy whatever the phase.
-        before = layout.before()[:, None]
+        before = layout.key_mask()[:, None]
         bins = own[:, :, None].expand(*before.shape)
         lines, shifts = [], []
         for weight in sample.weights():
-            value = standing(weight.sum(2) / layout.query_counts, layout.seen, search.score)
+            value = score_lines(weight.sum(2) / layout.query_counts, layout.seen, search.score)
             lines.append(
                 class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
             )
@@ -246,7 +246,7 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
             score = total if search.score == "sum" else total / pairing.members[:, None].clamp(min=1)
             shifts.append(score.argmax(-1, keepdim=True))
         line, shift = torch.cat(lines, 1), torch.cat(shifts, 1)
-        dense = most_even_class(sample.entropy(), sample.at, own, classes) if search.rows else line
+        dense = most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
     most, whole = (frames.most_keys, frames) if frames.whole else (most_keys(search.keys, search.low), None)
     return Classes(frames.number, frames.stride, line, dense, shift, most, classes, whole)
 

@@ -50,7 +50,7 @@ class VerticalSlash(IntraPattern):
 
     def parts(self, region: Region) -> tuple[Part, ...]:
         sample = region.last(self.last_q, self.estimate == "group")
-        columns, diagonals = self._strongest(*sample.lines(), sample.at)
+        columns, diagonals = self._strongest(*sample.lines(), sample.ranks)
         keys, at, heads = region.keys, region.at[:, None], columns.shape[1]
         left, kind, kept, k_row, k_pos = split_line_keys(
             keys.row, columns, diagonals, region.max_keys, self.block

@@ -46,9 +46,9 @@ def test_sampled_triples_of_a_late_draft_have_the_targets_joint_distribution(
     dice, late = random.Random(2), []  # type: random.Random, list[bool]
 
     class Late(parallel.LocalDrafter):
-        def collect(self, limit_s: float) -> DraftedTokens | None:
+        def collect_tokens(self, limit_s: float) -> DraftedTokens | None:
             late.append(dice.random() < 0.3)
-            return None if late[-1] else super().collect(limit_s)
+            return None if late[-1] else super().collect_tokens(limit_s)
 
     monkeypatch.setattr(parallel, "LocalDrafter", Late)
     assert sampled("plain", 1_500) > 1e-4 and sum(late) > 300
@@ -64,15 +64,15 @@ class Softmax:
 def test_what_a_token_was_drawn_from_crosses_the_wire() -> None:
     """The process draws what a writer here draws with its seed, from the same distributions."""
     here = DraftDecoder(ToyRunner(bigram(table(1))), "cpu", VOCAB)
-    here.read({"input_ids": torch.tensor([[1, 0]])}, None, False, Softmax(), 9)
+    here.read_prompt({"input_ids": torch.tensor([[1, 0]])}, None, False, Softmax(), 9)
     worker = Worker(SERVICE, {"model": "1"}, silence_s=20.0)
     try:
         worker.wait(READY, 20.0)
         engine = _remote_drafter.RemoteDrafter(worker, VOCAB)
         engine.begin({"input_ids": torch.tensor([[1, 0]])}, Softmax(), False, False, 9)
         for length, fix in ((0, []), (3, [5])):
-            engine.ask(length, fix, 4)
-            there, mine = engine.collect(20.0), here.write(length, fix, 4)
+            engine.request_tokens(length, fix, 4)
+            there, mine = engine.collect_tokens(20.0), here.draft_tokens(length, fix, 4)
             assert there is not None and there.ids == mine.ids and len(there.odds) == 4
             for one, other in zip(there.odds, mine.odds, strict=True):
                 assert torch.equal(one.ids, other.ids) and torch.equal(one.weights, other.weights)

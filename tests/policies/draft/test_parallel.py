@@ -110,13 +110,13 @@ def test_a_draft_that_falls_silent_is_told_of(
     monkeypatch.setattr(parallel, "QUIET_S", quiet)
     target = bigram(torch.eye(5).roll(1, 1))
     state = pipeline(target, target, 5, window=4)
-    collect, heard = state._engine.collect, [3]
+    collect, heard = state._engine.collect_tokens, [3]
 
     def silent(limit_s: float) -> DraftedTokens | None:
         heard[0] -= 1
         return collect(limit_s) if heard[0] >= 0 else None
 
-    monkeypatch.setattr(state._engine, "collect", silent)
+    monkeypatch.setattr(state._engine, "collect_tokens", silent)
     warns = "had said nothing for" if told else None
     ids, _, meter = run(target, state, limit(34), toy_prompt([0], max_new_tokens=33), warns)
     assert ids == decode_greedily(target, [0], limit(34))
@@ -161,7 +161,7 @@ def test_after_a_refusal_the_draft_goes_on_from_what_was_said() -> None:
 
 def test_a_writer_goes_back_to_any_token() -> None:
     writer = DraftDecoder(ToyRunner(bigram(torch.eye(7).roll(1, 1))), "cpu", 7)
-    writer.read({"input_ids": torch.tensor([[3, 1]])}, None, False, None, 0)
+    writer.read_prompt({"input_ids": torch.tensor([[3, 1]])}, None, False, None, 0)
     for length, fix, count, line in (
         (0, [], 4, [2, 3, 4, 5]),
         (2, [0, 0, 6], 2, [2, 3, 0, 0, 6, 0, 1]),
@@ -170,7 +170,7 @@ def test_a_writer_goes_back_to_any_token() -> None:
         (0, [5], 1, [5, 6]),
         (0, [], 2, [2, 3]),
     ):
-        written = writer.write(length, fix, count)
+        written = writer.draft_tokens(length, fix, count)
         assert writer.line == line and written.ids == line[-count:]
         run = writer._runner.tokens  # type: ignore[attr-defined]
         assert run == [3, 1, *line][: len(run)] and len(run) == 2 + len(line) - 1
@@ -183,8 +183,8 @@ class Sluggish(parallel.LocalDrafter):
         self._writer, self._dice = writer, dice
         self._stream = None
 
-    def collect(self, limit_s: float) -> DraftedTokens | None:
-        return super().collect(limit_s) if self._dice.random() < 0.4 else None
+    def collect_tokens(self, limit_s: float) -> DraftedTokens | None:
+        return super().collect_tokens(limit_s) if self._dice.random() < 0.4 else None
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5))
@@ -266,7 +266,7 @@ def test_the_sampled_test_sees_uniforms_shared_between_tokens(monkeypatch: pytes
     def shared(proposal: Proposal, logits: Tensor, ids: Tensor, warp: Any, generator: Any) -> Any:
         if ids.numel() <= 2:
             held.clear()
-        tokens, q = proposal.ids, proposal.odds(V)
+        tokens, q = proposal.ids, proposal.distributions(V)
         p = torch.stack([warp(torch.cat([ids, tokens[:i]]), row) for i, row in enumerate(logits)])
         for i, token in enumerate(tokens.tolist()):
             place = (ids.numel() + i) // 2
@@ -315,12 +315,12 @@ def test_rounding_goes_the_way_that_gains_more() -> None:
 
 def test_a_pace_follows_what_it_is_told() -> None:
     pace = PipelineTimes()
-    assert not pace.known and pace.keep == pytest.approx(0.8)
+    assert not pace.is_measured and pace.keep == pytest.approx(0.8)
     for _ in range(60):
-        pace.step(2.0)
-        pace.drafted(1.5, 3)
-        pace.judge(1, True)
-    assert pace.known and pace.step_s == pytest.approx(2.0) and pace.draft_s == pytest.approx(0.5)
+        pace.record_target_step(2.0)
+        pace.record_draft_steps(1.5, 3)
+        pace.record_verification(1, True)
+    assert pace.is_measured and pace.step_s == pytest.approx(2.0) and pace.draft_s == pytest.approx(0.5)
     assert pace.keep == pytest.approx(0.5, abs=0.02)
 
 
@@ -328,21 +328,21 @@ def test_a_pace_forgets_steps_that_were_compiled_and_captured() -> None:
     """Two slow steps, then even ones; and later a slow one again, after which the window would be of another size."""
     pace = PipelineTimes()
     for seconds in (3.0, 0.06, 0.02, 0.02, 0.02):
-        pace.step(seconds)
-        pace.drafted(seconds, 1)
+        pace.record_target_step(seconds)
+        pace.record_draft_steps(seconds, 1)
     assert pace.step_s == pytest.approx(0.02) and pace.draft_s == pytest.approx(0.02)
-    pace.step(3.0)
+    pace.record_target_step(3.0)
     assert pace.step_s == pytest.approx(0.024)
     for _ in range(20):
-        pace.step(0.04)
+        pace.record_target_step(0.04)
     assert pace.step_s == pytest.approx(0.04, rel=0.02), "a step that takes longer from now on is believed"
 
 
 def test_the_window_follows_the_measured_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     target = bigram(torch.eye(5).roll(1, 1))
     state = pipeline(target, target, 5, most=9)
-    monkeypatch.setattr(state._pace, "step", lambda s: setattr(state._pace, "step_s", 7.2e-3))
-    monkeypatch.setattr(state._pace, "drafted", lambda s, n: setattr(state._pace, "draft_s", 1e-3))
+    monkeypatch.setattr(state._pace, "record_target_step", lambda s: setattr(state._pace, "step_s", 7.2e-3))
+    monkeypatch.setattr(state._pace, "record_draft_steps", lambda s, n: setattr(state._pace, "draft_s", 1e-3))
     _, _, meter = run(target, state, limit(80), toy_prompt([0]))
     assert state.counters()["window"] in (7, 8) and meter.rounds[-2][0] in (7, 8)
 
@@ -350,7 +350,7 @@ def test_the_window_follows_the_measured_ratio(monkeypatch: pytest.MonkeyPatch) 
 def test_a_draft_that_cannot_gain_rests_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     target = bigram(torch.eye(5).roll(1, 1))
     state = pipeline(target, bigram(torch.eye(5)), 5)
-    monkeypatch.setattr(state._pace, "drafted", lambda s, n: setattr(state._pace, "draft_s", 1.0))
+    monkeypatch.setattr(state._pace, "record_draft_steps", lambda s, n: setattr(state._pace, "draft_s", 1.0))
     ids, _, _ = run(target, state, limit(60), toy_prompt([0]))
     told = state.counters()
     assert ids == decode_greedily(target, [0], limit(60))

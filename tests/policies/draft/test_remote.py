@@ -61,7 +61,7 @@ def decode(target: ModelView, choice: Parallel, **said: Any) -> tuple[list[int],
     assert isinstance(state, Pipeline)
     state.begin(told)
     if choice.prune is not None:
-        state.keep(torch.tensor([1]))
+        state.keep_columns(torch.tensor([1]))
     ids = speculate(runner, state, told, runner.prefill(told.inputs), stop=STOP, meter=meter)
     return ids[0].tolist(), state, meter
 
@@ -248,13 +248,13 @@ def test_a_prompt_is_taken_while_the_process_reads_another(target: ModelView) ->
     ids = torch.tensor([[1, 0]])
     first.begin({"input_ids": ids}, None, False, False, 0)
     for _ in range(10):
-        first.ask(0, [], 1)
+        first.request_tokens(0, [], 1)
     began = time.monotonic()
     second.begin({"input_ids": ids, "pixel_values": torch.zeros(1 << 21)}, None, False, False, 0)
     assert time.monotonic() - began < 1.5, "ten windows take two seconds"
-    second.ask(0, [], 1)
+    second.request_tokens(0, [], 1)
     # Read by the other of the two, the first one's answers are handed on.
-    assert second.collect(10.0) is not None and len(first._answers) == 10
+    assert second.collect_tokens(10.0) is not None and len(first._answers) == 10
     first.close()
     second.close()
 

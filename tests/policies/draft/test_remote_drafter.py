@@ -66,10 +66,10 @@ def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> No
     stop(worker)
     first.begin(given, None, True, False, 0)
     first.keep(torch.tensor([1]))
-    first.ask(0, [], 3)
-    assert first.collect(0.1) is None
+    first.request_tokens(0, [], 3)
+    assert first.collect_tokens(0.1) is None
     os.kill(worker.process.pid, signal.SIGCONT)
-    written = first.collect(10.0)
+    written = first.collect_tokens(10.0)
     assert written is not None and [1, 0, *written.ids] == decode_greedily(TARGET, [1, 0], limit(5))
     first.close()
     stop(worker)
@@ -122,7 +122,7 @@ def test_a_process_may_be_ended_while_its_prompt_is_on_the_way(worker: Worker) -
     worker.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
     began = time.monotonic()
     worker.close()
-    assert time.monotonic() - began < 10 and not worker._outbox.busy
+    assert time.monotonic() - began < 10 and not worker._outbox.is_sending
     assert worker.process.poll() is not None
 
 
@@ -280,24 +280,24 @@ def watching(kv: str = "mosaic") -> DraftStreamSettings:
 
 def take(stream: DraftStream, frames: torch.Tensor, start: float) -> None:
     times = [start + i / FPS for i in range(len(frames))]
-    stream.take(frames, times, FPS, False)
+    stream.take_frames(frames, times, FPS, False)
 
 
 def written(stream: DraftStream, target: ModelView) -> list[int]:
     """What a draft says to a question, after its first token is fixed."""
-    stream.ask(QUESTION, COUNT)
+    stream.prepare_question(QUESTION, COUNT)
     inputs: Any = {"input_ids": torch.tensor([[1, 0]])}
     if isinstance(stream, RemoteDraftStream):
         with closing(RemoteDrafter(stream._worker, target.geometry.vocab)) as remote:
             remote.begin(inputs, None, False, False, 0, stream)
-            remote.ask(0, [7], COUNT)
-            found = remote.collect(60.0)
+            remote.request_tokens(0, [7], COUNT)
+            found = remote.collect_tokens(60.0)
     else:
         assert isinstance(stream, LocalDraftStream)
         writer = DraftDecoder(target.runner(), "cpu", target.geometry.vocab)
-        writer.read(inputs, None, False, None, 0, stream)
-        found = writer.write(0, [7], COUNT)
-    stream.done()
+        writer.read_prompt(inputs, None, False, None, 0, stream)
+        found = writer.draft_tokens(0, [7], COUNT)
+    stream.end_question()
     assert found is not None
     return found.ids
 
@@ -309,21 +309,21 @@ def test_it_says_what_a_stream_here_says(target: ModelView, tmp_path: Path, kv: 
     for process in (False, True):
         said, folder = [], tmp_path / str(process)
         folder.mkdir()
-        with closing(parallel(process).watch(target, watching(kv))) as stream:
+        with closing(parallel(process).open_stream(target, watching(kv))) as stream:
             assert isinstance(stream, RemoteDraftStream) == process
             frames = film(20).clone()
             take(stream, frames[:9], 0.0)
             frames.zero_()  # what was sent may be written over
             said.append(written(stream, target))
-            mark = stream.mark()
+            mark = stream.checkpoint()
             take(stream, film(20, seed=4)[:8], 4.5)
             said.append(written(stream, target))
-            stream.back(mark)
+            stream.restore(mark)
             said.append(written(stream, target))
             stream.save(folder)
             take(stream, film(20)[9:], 4.5)
             said.append(written(stream, target))
-        with closing(parallel(process).watch(target, watching(kv))) as stream:
+        with closing(parallel(process).open_stream(target, watching(kv))) as stream:
             stream.load(folder)
             take(stream, film(20)[9:], 4.5)
             said.append(written(stream, target))
@@ -369,7 +369,7 @@ def test_a_session_drafts_in_the_process(resumed: bool, tmp_path: Path) -> None:
 
 def test_what_the_process_cannot_do_ends_the_stream(target: ModelView, tmp_path: Path) -> None:
     with (
-        closing(parallel(True).watch(target, watching())) as stream,
+        closing(parallel(True).open_stream(target, watching())) as stream,
         pytest.raises(DraftError, match="saved without this draft's stream"),
     ):
         stream.load(tmp_path / "draft")

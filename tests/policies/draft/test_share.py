@@ -105,7 +105,7 @@ def test_either_way_the_text_is_the_plain_one_and_the_report_says_which(
     inputs = prompt(family, PROMPTS["video"])
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**inputs, **options)
-    told: list[int] = heard(monkeypatch, Pipeline, "keep", lambda state, columns: columns.numel())
+    told: list[int] = heard(monkeypatch, Pipeline, "keep_columns", lambda state, columns: columns.numel())
     draft = Parallel(model=copy.deepcopy(model), process=False, prune=UV, prune_when="measured", window=3)
     notes = []
     with mmaccel.accelerate(model, draft=draft) as fast:
@@ -129,15 +129,15 @@ def test_a_draft_that_pauses_is_judged_anew_before_it_pauses_again() -> None:
     """Target steps without a draft say nothing of it; what was found in a row doubles the pause."""
     pace = PipelineTimes(step_s=1.0, draft_s=4.0)
     for _ in range(SETTLED):
-        pace.step(1.0)
-        pace.judge(0, True)
-    assert pace.pause(0.5) == PAUSE
+        pace.record_target_step(1.0)
+        pace.record_verification(0, True)
+    assert pace.pause_length(0.5) == PAUSE
     for _ in range(PAUSE):
-        pace.step(1.0)
-    assert pace.pause(0.5) == 0
+        pace.record_target_step(1.0)
+    assert pace.pause_length(0.5) == 0
     for _ in range(SETTLED):
-        pace.judge(0, True)
-    assert pace.pause(0.5) == 2 * PAUSE
+        pace.record_verification(0, True)
+    assert pace.pause_length(0.5) == 2 * PAUSE
     for _ in range(SETTLED):
-        pace.judge(3, False)
-    assert pace.pause(2.0) == 0 and pace.pauses == 0
+        pace.record_verification(3, False)
+    assert pace.pause_length(2.0) == 0 and pace.pauses == 0

@@ -34,14 +34,14 @@ class Faulty(DraftDecoder):
         super().__init__(ToyRunner(bigram(table(seed))), "cpu", VOCAB)
         self.fault, self.hour, self.wire, self.windows = fault, hour, wire, 0
 
-    def read(self, *given: Any, **named: Any) -> None:
+    def read_prompt(self, *given: Any, **named: Any) -> None:
         if self.fault == "prompt":
             os.kill(os.getpid(), signal.SIGKILL)
-        super().read(*given, **named)
+        super().read_prompt(*given, **named)
 
-    def write(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
+    def draft_tokens(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
         self.windows += 1
-        written = super().write(length, fix, count)
+        written = super().draft_tokens(length, fix, count)
         if self.windows < self.hour:
             return written
         if self.fault == "killed":

@@ -87,7 +87,7 @@ def history(frames: int, recent: int, units: int, policy: LiveVLM, layer: int) -
         made = position_ids()
         key = torch.cat([raw(layer, c // TOKENS)[1][:, :, c % TOKENS : c % TOKENS + 1] for c in columns], 2)
         key = turned(key, HEAD + torch.tensor(columns))
-        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head())
+        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head_positions())
         query = turned(raw(layer, end - 1)[0], made.units(end - 1, 1))
         score = share(query, torch.cat([head, key], 2))[HEAD:]
         budget = frames * TOKENS
@@ -141,7 +141,7 @@ def test_a_pass_sees_the_head_and_all_that_is_held_at_true_positions() -> None:
             key = torch.cat([raw(layer, unit)[1] for unit in range(last)], 2)
             query = torch.cat([raw(layer, unit)[0] for unit in range(first, last)], 2)
             head = draw((1, layer, -1), 1, GROUPS, HEAD, SIZE)
-            expected = torch.cat([turned(head, made.head()), turned(key, made.units(0, last))], 2)
+            expected = torch.cat([turned(head, made.head_positions()), turned(key, made.units(0, last))], 2)
             torch.testing.assert_close(view.key, expected)
             assert view.query is not None and view.window is None and view.column is None
             torch.testing.assert_close(view.query, turned(query, made.units(first, last - first)))
@@ -179,7 +179,7 @@ def test_a_question_sees_the_best_pages_and_the_recent_frames(axes: int, limit: 
             index += range(len(old) // 5 * 5, len(columns))
             ranks = torch.tensor(index)
             own = held.column[ranks]
-            long = made.span(CLIP + 20) >= limit
+            long = made.largest(CLIP + 20) >= limit
             if axes == 1:
                 at = HEAD + (ranks if long else own)
             else:
@@ -189,8 +189,12 @@ def test_a_question_sees_the_best_pages_and_the_recent_frames(axes: int, limit: 
             head = draw((1, layer, -1), 1, GROUPS, HEAD, SIZE)
             after = len(columns) // TOKENS if long else CLIP + 20
             _, key, _ = words(layer, 5, 7)
-            tail = made.tail(after, 0, 5)
-            parts = [turned(head, made.head()), turned(held.key[:, :, ranks], at), turned(key, tail)]
+            tail = made.text_positions(after, 0, 5)
+            parts = [
+                turned(head, made.head_positions()),
+                turned(held.key[:, :, ranks], at),
+                turned(key, tail),
+            ]
             torch.testing.assert_close(keys[layer], torch.cat(parts, 2))
             torch.testing.assert_close(queries[layer], turned(words(layer, 5, 7)[0], tail))
         assert long == (limit < 1000), "the case is what it says"
@@ -272,4 +276,6 @@ def test_every_query_of_the_pass_is_asked_of_probes_at_most() -> None:
 def test_clips_and_budgets_are_counted_in_frames() -> None:
     state = opened(LiveVLM(frames=5, recent=3), pace=2)
     assert (state.clip, state.budget, state.recent) == (16, 3 * TOKENS, 2)  # type: ignore[attr-defined]
-    assert [state.fit(first, 99) for first in (0, 5, 16)] == [16, 11, 16] and state.fit(3, 2) == 2
+    assert [state.units_that_fit(first, 99) for first in (0, 5, 16)] == [16, 11, 16] and state.units_that_fit(
+        3, 2
+    ) == 2

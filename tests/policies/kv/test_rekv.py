@@ -54,7 +54,7 @@ def test_scores_are_those_of_the_paper(similarity: str) -> None:
     index, key = index_of(2, similarity), keys(400)
     for first, count in ((0, 5), (5, 1), (6, 394)):
         some = key[:, :, first * TOKENS : (first + count) * TOKENS]
-        index.arrived(None, [(some, some), (2 * some, some)], None)
+        index.add_units(None, [(some, some), (2 * some, some)], None)
     query = torch.randn(HEADS, SIZE, generator=torch.Generator().manual_seed(1))
     for layer in range(2):
         for end in (400, 12):
@@ -72,7 +72,7 @@ def test_scores_are_those_of_the_paper(similarity: str) -> None:
 def test_ties_go_to_the_older_unit_and_forgotten_ones_are_not_found() -> None:
     index, ones = index_of(1), torch.ones(1, GROUPS, 6 * TOKENS, SIZE)
     assert index.search(0, folded(torch.ones(HEADS, SIZE)), 3, 0).entries.tolist() == []
-    index.arrived(None, [(ones, ones)], None)
+    index.add_units(None, [(ones, ones)], None)
 
     def best(count: int) -> list[int]:
         return index.search(0, folded(torch.ones(HEADS, SIZE)), count, 6).entries.tolist()
@@ -151,18 +151,18 @@ def grid(limit: int, pace: float = 1.5) -> PositionIds:
 
 def test_positions_are_those_of_a_prompt() -> None:
     positions = line(4, 1000)
-    assert positions.head().tolist() == list(range(HEAD)) and positions.axes == 1
+    assert positions.head_positions().tolist() == list(range(HEAD)) and positions.axes == 1
     assert positions.units(0, 3).tolist() == list(range(HEAD, HEAD + 12))
     assert positions.units(300, 2).tolist() == list(range(HEAD + 1200, HEAD + 1208))
-    assert torch.equal(positions.chosen(torch.tensor([2, 200]), 200)[4:], positions.units(200, 1))
-    assert positions.tail(3, 2, 2).tolist() == [HEAD + 12 + 2, HEAD + 12 + 3]
-    assert positions.span(3) == HEAD + 12
+    assert torch.equal(positions.of_units(torch.tensor([2, 200]), 200)[4:], positions.units(200, 1))
+    assert positions.text_positions(3, 2, 2).tolist() == [HEAD + 12 + 2, HEAD + 12 + 3]
+    assert positions.largest(3) == HEAD + 12
     three = grid(1000)
     assert three.units(0, 3)[0].tolist() == [5] * 4 + [6] * 4 + [8] * 4
     for unit in (2, 2, 0):
         assert three.units(unit, 1)[0].tolist() == [5 + int(1.5 * unit)] * 4, "whatever was asked for before"
     assert three.units(2, 1)[1].tolist() == [5, 5, 6, 6] and three.units(2, 1)[2].tolist() == [5, 6, 5, 6]
-    assert three.tail(9, 1, 2).tolist() == [[8, 9]] * 3 and three.span(100) == 5 + 148
+    assert three.text_positions(9, 1, 2).tolist() == [[8, 9]] * 3 and three.largest(100) == 5 + 148
 
 
 @given(
@@ -178,11 +178,11 @@ def test_bases_keep_positions_under_the_limit_and_windows_whole(
 ) -> None:
     positions = grid(limit) if three else line(unit, limit)
     bases = Bases(positions, window, spare)
-    fits = max(n for n in range(1, 500) if n == 1 or positions.span(n) < limit)
+    fits = max(n for n in range(1, 500) if n == 1 or positions.largest(n) < limit)
     least = max(2 * window, window + spare)
     units = range(0, 1500, 31)
     for one in units:
-        base = bases.of(one)
+        base = bases.base_of_unit(one)
         assert base <= max(0, one - window - spare), (
             "all of the window can be placed, and what is spared before it"
         )
@@ -190,19 +190,19 @@ def test_bases_keep_positions_under_the_limit_and_windows_whole(
         if one < fits:
             assert base == 0 or fits <= least, "true positions as long as they fit"
         if fits > least:
-            assert positions.span(one - base + 1) <= limit
+            assert positions.largest(one - base + 1) <= limit
         count = data.draw(st.integers(1, 40))
-        same = bases.same(one, count)
-        assert 1 <= same <= count and {bases.of(one + i) for i in range(same)} == {base}
-        assert same == count or bases.of(one + same) != base
+        same = bases.count_same_base(one, count)
+        assert 1 <= same <= count and {bases.base_of_unit(one + i) for i in range(same)} == {base}
+        assert same == count or bases.base_of_unit(one + same) != base
 
 
 def test_spare_units_push_no_window_of_half_the_limit_past_it() -> None:
     positions = line(196, 32768)
     for window in range(1, 84):
         bases = Bases(positions, window, 8)
-        furthest = max(one - bases.of(one) for one in range(1000))
-        assert positions.span(furthest + 1) <= 32768
+        furthest = max(one - bases.base_of_unit(one) for one in range(1000))
+        assert positions.largest(furthest + 1) <= 32768
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
@@ -229,7 +229,7 @@ def test_past_the_limit_the_cut_of_the_stream_changes_nothing(
                 if len(part) > 1:
                     session.watch(part[1:], fps=FPS)
                 _check_turned(state)
-            assert state.bases.of(state.units()) > 0
+            assert state.bases.base_of_unit(state.units()) > 0
             found.append(logits(session))
     assert (found[0] - found[1]).abs().max() <= 1e-5
     assert max(used) < limit
@@ -239,7 +239,7 @@ def _check_turned(state: Any) -> None:
     """All keys of the window stand where the base in force puts them."""
     if not state.units():
         return
-    base = state.bases.of(state.units() - 1)
+    base = state.bases.base_of_unit(state.units() - 1)
     positions = state.stream.positions.units(state._first - base, state.units() - state._first)
     for ring in state._rings:
         want = state.rope.apply(ring.key, state.rope.angles(positions))

@@ -50,8 +50,8 @@ def history(policy: StreamMem, units: int, layer: int) -> list[Token]:
             continue
         made = position_ids()
         query, key, _ = words(layer, 2, end)
-        tail = made.tail(end, 0, 2)
-        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head())
+        tail = made.text_positions(end, 0, 2)
+        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head_positions())
         past = turned(
             torch.stack([k for _, k, _ in held], 1)[None], HEAD + torch.tensor([c for c, _, _ in held])
         )
@@ -116,7 +116,7 @@ def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
         position_ids(axes, limit),
     )
     views = run(state, StreamPass(kind="question", rows=4), lambda layer: words(layer, 4, 1))
-    long = made.span(19) >= limit
+    long = made.largest(19) >= limit
     assert long == (limit < 1000)
     for layer, view in enumerate(views):
         held = state._held[layer]
@@ -128,8 +128,8 @@ def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
             at = HEAD + (torch.arange(count) if long else held.column)
         else:
             at = torch.stack([HEAD + 2 * time, HEAD + cell // 3, HEAD + cell % 3])
-        tail = made.tail(count // TOKENS if long else 19, 0, 4)
-        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head())
+        tail = made.text_positions(count // TOKENS if long else 19, 0, 4)
+        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head_positions())
         expected = [head, turned(held.key, at), turned(words(layer, 4, 1)[1], tail)]
         torch.testing.assert_close(view.key, torch.cat(expected, 2))
     evidence = state.evidence()
@@ -146,20 +146,20 @@ def test_frames_like_the_one_before_are_merged() -> None:
     expected = [torch.stack([one, 3 * one, one + 0.01]).mean(0), two, one, -one, -one]
     for step in (1, 2, 3, 10):
         state = opened(StreamMem(similar=0.9))
-        made = [state.merge(part) for part in frames.split(step)]
+        made = [state.merge_units(part) for part in frames.split(step)]
         assert [n for _, counts in made for n in counts] == [3, 1, 1, 3, 1], (
             "the ninth begins a clip of its own"
         )
         torch.testing.assert_close(torch.cat([features for features, _ in made]), torch.stack(expected))
-        waiting = state.waiting()
+        waiting = state.waiting_features()
         assert waiting is not None and torch.equal(waiting, two[None])
         assert state.counters()["merged"] == 4
     for other in (opened(StreamMem(similar=None)), opened(StreamMem(similar=1.0))):
-        features, counts = other.merge(frames[:8])
+        features, counts = other.merge_units(frames[:8])
         assert set(counts) <= {1, 2, 3} and len(counts) >= 7 and len(features) == len(counts)
-        assert other.waiting() is None
-    assert opened(StreamMem(similar=None)).merge(frames)[0] is frames
-    half, _ = state.merge(frames.half())
+        assert other.waiting_features() is None
+    assert opened(StreamMem(similar=None)).merge_units(frames)[0] is frames
+    half, _ = state.merge_units(frames.half())
     assert half.dtype == torch.float16
 
 
@@ -167,7 +167,7 @@ def test_what_was_broken_off_is_taken_back_and_what_was_saved_goes_on(tmp_path: 
     state, plain = (watched(opened(SMALL), 13, CLIP, proxy=True) for _ in range(2))
     mark = state.checkpoint()
     watched(state, 9, CLIP, proxy=True)
-    state.merge(torch.ones(4, TOKENS, 3))
+    state.merge_units(torch.ones(4, TOKENS, 3))
     state.restore(mark)
     state.save(tmp_path)
     other = opened(SMALL)

@@ -73,7 +73,7 @@ def watch(state: TokenMemory, count: int, step: int = 8, proxy: bool = False) ->
     end = state.units() + count
     while state.units() < end:
         first = state.units()
-        n = state.fit(first, min(step, end - first))
+        n = state.units_that_fit(first, min(step, end - first))
 
         def rows(layer: int, first: int = first, n: int = n) -> list[Tensor]:
             made = [raw(layer, unit) for unit in range(first, first + n)]

@@ -48,7 +48,7 @@ def test_everything_and_nothing(name: str, layout) -> None:
         pruner = build(name, **fields.get(name, {"retention": 1.0 if fields is EVERYTHING else 0.0}))
         stage = pruner.stages(DEPTH)[-1]
         signals = random_signals(layout, stage)
-        kept = pruner.cut(signals, layout, stage)
+        kept = pruner.prune(signals, layout, stage)
         if name == "dycoke" and fields is NOTHING:
             # The first of every four frames stays, and frames of unlike grids.
             assert set(frames_of(layout)[0] if frames_of(layout) else []) <= set(kept.columns.tolist())

@@ -142,7 +142,7 @@ def test_a_run_is_read_by_its_own_probes_alone(family: str, shallow: Any) -> Non
         def __init__(self) -> None:
             self.seen: list[int] = []
 
-        def attending(self, run: PrefillPass, layer: int, *rest: Any) -> None:
+        def read_attention_inputs(self, run: PrefillPass, layer: int, *rest: Any) -> None:
             self.seen.append(layer)
 
     with torch.no_grad(), mmaccel.accelerate(shallow) as fast:
@@ -168,8 +168,8 @@ def test_eight_threads_all_draft_and_say_the_plain_text(
         pruner = UVPrune(retention=0.5, layer=2) if draft == "uv" else AttentionPrune(retention=0.5)
         choice = Sequential(model=copy.deepcopy(shallow), window=3, prune=pruner)
     meters: list[SequenceMeter] = []
-    sequence = Meter.sequence
-    monkeypatch.setattr(Meter, "sequence", lambda self: meters.append(sequence(self)) or meters[-1])
+    sequence = Meter.new_sequence
+    monkeypatch.setattr(Meter, "new_sequence", lambda self: meters.append(sequence(self)) or meters[-1])
     with mmaccel.accelerate(shallow, draft=choice), ThreadPoolExecutor(8) as threads:
         got = list(threads.map(lambda inputs: shallow.generate(**inputs, **told), work))
     assert all(torch.equal(one, plain) for one, plain in zip(got, want, strict=True))
@@ -289,7 +289,7 @@ def test_images_are_pruned(family: str, model: Any, name: str, kind: str) -> Non
     with torch.no_grad(), mmaccel.accelerate(model, prune=PRUNERS[name]) as fast:
         out = fast(**inputs)
         state, told = out.past_key_values.state, fast.report().kv
-    held = set(state.held_by(len(state.kept) - 1, layout.length).tolist())
+    held = set(state.held_indices(len(state.kept) - 1, layout.length).tolist())
     assert told["visual"] == len(visual(layout)) and told["held_mean"] < layout.length
     gone = set(range(layout.length)) - held
     assert gone & set(images) and gone <= set(visual(layout))
@@ -304,7 +304,7 @@ def test_visionzip_reads_the_tower_of_images(family: str, model: Any, kind: str)
     with torch.no_grad(), Hooks() as hooks:
         probe = VisionProbe(hooks, model, adapter)
         adapter.embed(model, inputs)
-        told = probe.take(layout)["vision_attention"]
+        told = probe.take_signals(layout)["vision_attention"]
     at = [c for c in visual(layout) if int(layout.modality[0, c]) == IMAGE]
     # A mean over the patches that pay: what all tokens of a frame or a tile receive adds up to one.
     assert bool((told[at] > 0).all())

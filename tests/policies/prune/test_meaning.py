@@ -217,7 +217,7 @@ def test_sparsevlm_raters_scores_and_recycling(recycle: float) -> None:
     assert (stage.layer, stage.hidden, stage.attention) == (3, (0, 3), ((2,),))
     signals = random_signals(layout, stage, asked=7)
     columns, merged = sparse_by_hand(signals, layout, 48, recycle)
-    kept = pruner.cut(signals, layout, stage, 96)
+    kept = pruner.prune(signals, layout, stage, 96)
     assert kept.columns.tolist() == columns and pruner.keep(signals, layout, stage, 96).tolist() == columns
     extra = (48 * 3 // 10 // 10 + 1) if recycle == 0.3 else (5 if recycle else 0)
     assert len(merged) == extra and len(columns) == 48 + extra + 3 + 1 + 7
@@ -280,10 +280,10 @@ def test_dycoke_looks_again_when_attention_turns() -> None:
     pruner = DyCoke(forget=0.6, refresh=0.9)
     columns = torch.tensor([3, 4, 7, 8, 9])
     first = torch.tensor([0.1, 0.5, 0.2, 0.05, 0.15])
-    assert pruner.recall(first, columns, None).tolist() == [4, 7]
+    assert pruner.recalled_columns(first, columns, None).tolist() == [4, 7]
     near, far = first + 0.01, torch.tensor([0.5, 0.1, 0.05, 0.2, 0.15])
-    assert pruner.recall(near, columns, first) is None
-    assert pruner.recall(far, columns, first).tolist() == [3, 8]
+    assert pruner.recalled_columns(near, columns, first) is None
+    assert pruner.recalled_columns(far, columns, first).tolist() == [3, 8]
 
 
 @pytest.mark.parametrize("retention, contextual", [(0.5, 0.4), (0.34, 1.0), (0.7, 0.0), (64 / 196, 10 / 64)])
@@ -309,7 +309,7 @@ def test_visionzip_dominant_and_contextual(layout: TokenLayout, retention: float
         for middle, group in groups.items():
             want[middle] = states[group].mean(0)
         kept += [*dominant, *middles]
-    got = pruner.cut(signals, layout, stage)
+    got = pruner.prune(signals, layout, stage)
     assert got.columns.tolist() == whole(layout, kept) == pruner.keep(signals, layout, stage).tolist()
     assert got.states is not None
     torch.testing.assert_close(got.states, want[got.columns])
@@ -320,7 +320,7 @@ def test_visionzip_counts_as_its_paper_does() -> None:
     pruner = VisionZip()
     (stage,) = pruner.stages(8)
     signals = random_signals(layout, stage)
-    kept = pruner.cut(signals, layout, stage)
+    kept = pruner.prune(signals, layout, stage)
     assert len(kept.columns) == 2 * 64 + 1 + 2
     assert kept.states is not None
     changed = (kept.states != signals["hidden"][0][kept.columns]).any(-1)
@@ -346,7 +346,7 @@ def test_visionzip_takes_all_frames_at_once() -> None:
         layout = layout_of([("video", [(4, 4)] * many, 1), ("text", 2)])
         signals = random_signals(layout, stage)
         with Ops() as ops:
-            pruner.cut(signals, layout, stage)
+            pruner.prune(signals, layout, stage)
         query, key = torch.randn(2, many, 2, 16, 8)
         with ops:
             received_attention(query, key, 0.3)

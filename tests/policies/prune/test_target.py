@@ -149,14 +149,16 @@ def test_dropped_columns_leave_the_cache_and_the_layers(family: str, model: Any)
     rows: dict[int, tuple[int, int]] = {}
 
     class Rows(Probe):
-        def attending(self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, *rest: Any) -> None:
+        def read_attention_inputs(
+            self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, *rest: Any
+        ) -> None:
             rows[layer] = query.shape[2], key.shape[2]
 
     with torch.no_grad(), mmaccel.accelerate(model, prune=FastV(retention=0.25, layer=3)) as fast:
         logits = fast(**inputs, **{NOTE: Note(probes=(Rows(),))}).logits
         out = fast(**inputs, logits_to_keep=1)
         last = out.logits
-        held = out.past_key_values.state.held_by(1, inputs["input_ids"].shape[1])
+        held = out.past_key_values.state.held_indices(1, inputs["input_ids"].shape[1])
     S = inputs["input_ids"].shape[1]
     m = len(videos(layout_in(model, inputs)))
     left = S - m + m // 4
@@ -272,7 +274,7 @@ def test_visionzip_reads_the_vision_tower(family: str, model: Any, plain: Any, k
             "vision_attention": signals[:, 0],
             "vision_key": signals[:, 1:],
         }
-        kept = pruner.cut(given, layout, stage)
+        kept = pruner.prune(given, layout, stage)
         return kept.columns, kept.states
 
     want = by_hand.run(plain, inputs, tokens[:-1], {0: cut})
@@ -287,7 +289,7 @@ def test_a_sparse_prefill_of_what_is_left(family: str, model: Any, pattern: str)
     seen: dict[int, TokenLayout] = {}
 
     class Seen(Probe):
-        def attending(self, run: PrefillPass, layer: int, *rest: Any) -> None:
+        def read_attention_inputs(self, run: PrefillPass, layer: int, *rest: Any) -> None:
             seen[layer] = run.layout
 
     pruner = VisionZip(retention=0.5)

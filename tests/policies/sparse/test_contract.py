@@ -100,7 +100,7 @@ def attend(pattern: SparsePattern, scene: Scene, tensors: tuple[Tensor, Tensor, 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_names_each_head_and_its_blocks_are_powers_of_two(name: str) -> None:
     pattern = registry("sparse")[name]()
-    assert len(pattern.per_head(7)) == 7
+    assert len(pattern.head_pattern_names(7)) == 7
     for block in (0, 8, 48):
         with pytest.raises(RecipeError, match="block"):
             dataclasses.replace(pattern, block=block)
@@ -122,7 +122,7 @@ def test_plans_keep_the_contract(name: str, scene: Scene) -> None:
 def listed_by_hand(plan: AttentionPlan) -> Tensor:
     total = torch.zeros(plan.batch, plan.heads, dtype=torch.float64)
     for part in plan.parts:
-        own = total[:, part.of(plan.heads)]
+        own = total[:, part.for_heads(plan.heads)]
         for span in part.spans:
             table = span.lists.table().expand(*own.shape, -1, -1)
             rows, keys = (

@@ -159,7 +159,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(operator, "why_not", untraceable)
     monkeypatch.setattr(operator, "find_spec", lambda name: untraceable(name) or name)
     told = property(lambda self: has_kernel(self.query.device, self.query.dtype, *self.query.shape[2:]))
-    monkeypatch.setattr(LastQueries, "fused", told)
+    monkeypatch.setattr(LastQueries, "has_kernel", told)
     operator.usable.cache_clear()  # type: ignore[attr-defined]
     yield
     operator.usable.cache_clear()  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ def test_what_a_device_is_asked_is_a_constant_of_the_graph(name: str, fused: Non
         return attend_plan(plan, query, key, value, 0.25, kernel)[0]
 
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(LastQueries, "fused", False)
+        plain.setattr(LastQueries, "has_kernel", False)
         plain.setattr(operator, "why_not", lambda *_: "no kernel runs here")
         layer(query, key, value)  # the host knows the layout
     operator.usable.cache_clear()  # type: ignore[attr-defined]
@@ -272,9 +272,9 @@ def window_mask(plan: AttentionPlan, sinks: int, window: int) -> Tensor:
 
 
 def check(plan: AttentionPlan, sinks: int, window: int) -> AttentionPlan:
-    narrow = plan.within(sinks, window)
+    narrow = plan.limit_to_window(sinks, window)
     assert torch.equal(narrow.to_mask(), plan.to_mask() & window_mask(plan, sinks, window))
-    assert plan.overlap or int(narrow.count_mask().max()) <= 1
+    assert plan.may_overlap or int(narrow.count_mask().max()) <= 1
     listed = narrow.count_listed_pairs()
     assert (listed >= narrow.to_mask().sum((2, 3))).all() and (listed <= plan.count_listed_pairs()).all()
     if narrow.dense is None:
@@ -315,14 +315,14 @@ def test_blocks_that_a_window_leaves_out_are_not_listed(name: str, shown: tuple[
     sinks, window = shown
     plan = LONG.plan(small(name))
     with NoReads():
-        plan.within(sinks, window)
+        plan.limit_to_window(sinks, window)
     narrow = check(plan, sinks, window)
     for part in narrow.parts:
         for span in part.spans:
             ends_show_something(narrow, part, span, window_mask(plan, sinks, window))
     if window < 16:
         assert (narrow.count_listed_pairs() < plan.count_listed_pairs()).all()
-    assert narrow is plan.within(sinks, window)
+    assert narrow is plan.limit_to_window(sinks, window)
     assert torch.equal(
         narrow.first(37).to_mask(), narrow.to_mask() * (torch.arange(plan.n_query) < 37)[:, None]
     )
@@ -351,19 +351,19 @@ def test_backends_compute_the_narrowed_pairs(name: str, backend: str, shown: tup
     query, key, value = LONG.tensors(torch.float32)
     exact, allowed = budget(query, key, value, plan.to_mask() & window_mask(plan, sinks, window), 0.25)
     out, _ = attend_plan(
-        plan.within(sinks, window), query, key, value, 0.25, select.get(backend, query.device)
+        plan.limit_to_window(sinks, window), query, key, value, 0.25, select.get(backend, query.device)
     )
     assert float((out.double() - exact).abs().max()) <= allowed
 
 
 def test_a_window_that_shows_all_is_none_and_what_cannot_be_narrowed_is_refused() -> None:
     plan = random_plan(3, lead="h", n_query=50, n_key=90)
-    assert plan.within(4, 90) is plan and plan.within(0, 1000) is plan
+    assert plan.limit_to_window(4, 90) is plan and plan.limit_to_window(0, 1000) is plan
     with pytest.raises(ValueError, match="has a window already"):
-        plan.within(4, 20).within(0, 10)
+        plan.limit_to_window(4, 20).limit_to_window(0, 10)
     extra = with_extras(plan, 2, 16, 3)
     with pytest.raises(RecipeError, match="stand for many and have no column"):
-        extra.within(4, 20)
+        extra.limit_to_window(4, 20)
     biased = replace(
         extra,
         parts=tuple(
@@ -372,4 +372,4 @@ def test_a_window_that_shows_all_is_none_and_what_cannot_be_narrowed_is_refused(
     )
     assert any(span.bias is not None for part in biased.parts for span in part.spans)
     mask = window_mask(biased, 4, 20)
-    assert torch.equal(biased.within(4, 20).to_bias(), biased.to_bias() * mask)
+    assert torch.equal(biased.limit_to_window(4, 20).to_bias(), biased.to_bias() * mask)

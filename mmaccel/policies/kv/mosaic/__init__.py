@@ -66,47 +66,47 @@ class ClusterIndex(Index):
 
     # The stream comes in.
 
-    def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
+    def add_units(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
         assert look is not None
-        self.tree.means.arrived(self._tokens, look, pairs, retrieved)
+        self.tree.means.start_copy(self._tokens, look, pairs, retrieved)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def digest(self, keep: int = 0) -> None:
+    def cluster_units(self, keep: int = 0) -> None:
         """Cluster the frames that arrived; the device is updated later, unless it is too far behind, or `keep` is 0."""
-        if self.tree.behind:
+        if self.tree.has_unclustered:
             self.tree.insert(self._window)
-        while self.tree.means.waiting > keep:
-            retrieved = self.tree.means.take()
-            retrieved = None if retrieved is None else torch.from_numpy(self._at.rows(retrieved.numpy()))
-            if retrieved is not None and self.tree.started:
+        while self.tree.means.waiting_passes > keep:
+            retrieved = self.tree.means.add_arrived()
+            retrieved = None if retrieved is None else torch.from_numpy(self._at.rows_of(retrieved.numpy()))
+            if retrieved is not None and self.tree.has_clusters:
                 for layer, owners in enumerate(self.tree.semantic.owner.gather(1, retrieved)):
-                    self.tree.touch(layer, owners.unique())
+                    self.tree.split_deferred(layer, owners.unique())
             self.tree.insert(self._window, retrieved)
         if self.tree.units - self._units > BEHIND * bool(keep):
             self.refresh()
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def digest_some(self) -> None:
-        if self.tree.behind or self.tree.means.here:
-            if not self.tree.behind:
-                self.tree.means.take()
+    def cluster_some_units(self) -> None:
+        if self.tree.has_unclustered or self.tree.means.has_arrived:
+            if not self.tree.has_unclustered:
+                self.tree.means.add_arrived()
             self.tree.insert(self._window, most=1)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def touched(self, found: dict[int, SearchResult]) -> None:
+    def note_retrieved(self, found: dict[int, SearchResult]) -> None:
         picked = torch.stack([one.picked for one in found.values()]).cpu()
         for layer, one in zip(found, picked, strict=True):
-            self.tree.touch(layer, one.nonzero()[:, 0])
+            self.tree.split_deferred(layer, one.nonzero()[:, 0])
         self.refresh()
 
     def refresh(self) -> None:
         level, kept = self.tree.semantic, self.tree.means
         if self.tree.units != self._units or bool(level.dirty.any()):
             self._ready, self._units = None, self.tree.units
-        layer, cluster = level.changed()
+        layer, cluster = level.changed_clusters()
         if layer.numel():
             # What was taken back may lie beyond all that is in use.
             room = max(level.used, int(cluster.max()) + 1)
@@ -123,14 +123,14 @@ class ClusterIndex(Index):
                 self.value[at] = self._sent(kept.means(kept.value, layer, members), self.value)
             unit = members
             if self._at.gap:
-                unit = torch.from_numpy(self._at.units(kept.units))[members.clamp_min(0)]
+                unit = torch.from_numpy(self._at.units_of(kept.units))[members.clamp_min(0)]
             time = unit.masked_fill(members < 0, 0).sum(1) / level.size[layer, cluster].clamp_min(1)
             self.time[at] = self._sent(time, self.time)
         self._refresh_visual()
 
     def _refresh_visual(self) -> None:
         level, kept = self.tree.visual, self.tree.means
-        _, cluster = level.changed()
+        _, cluster = level.changed_clusters()
         if not cluster.numel():
             return
         room = max(level.used, int(cluster.max()) + 1)
@@ -144,7 +144,7 @@ class ClusterIndex(Index):
             looks = torch.stack([kept.look[some].sum(0) / max(1, len(some)) for some in members])
             self.visual_look[at] = self._sent(looks, self.visual_look)
 
-    def by(self, look: Tensor) -> None:
+    def set_visual_query(self, look: Tensor) -> None:
         self._asked.copy_(look)
 
     def _candidates(
@@ -171,20 +171,20 @@ class ClusterIndex(Index):
         return means.all_keys, layer, lambda units: means.key_rows(layer, units)
 
     def _known(self) -> int:
-        self.digest()
-        return self.tree.units if self.tree.started else 0
+        self.cluster_units()
+        return self.tree.units if self.tree.has_clusters else 0
 
     def _keep(self, kept: Tensor) -> None:
-        self.tree.keep(kept)
+        self.tree.keep_units(kept)
         self._owner = self._owner[:, :0]
         self.refresh()
 
     def _survey(self, end: int) -> SearchTables:
-        tree, layers, whole, end = self.tree, self.layers, end, self._at.below(end)
+        tree, layers, whole, end = self.tree, self.layers, end, self._at.count_rows_below(end)
         absent = grow_buffer(self.absent, 0, end, fill=0, share=0.0)[:end]
         some = bool(absent.any())
         visual = parent = None
-        if tree.started:
+        if tree.has_clusters:
             count, above = self.key.shape[1], self.visual_key.shape[1]
             size = self._visible(tree.semantic, absent, count)
             visual = self._fix("visual", self._visible(tree.visual, absent, above)[0])
@@ -198,7 +198,7 @@ class ClusterIndex(Index):
         room = max(end, self._fixed["owner"].shape[1] if "owner" in self._fixed else 0)
         room = room if room > end else end + max(int(SPARE * end), PLACES)
         number = torch.arange(room, device=self.device)
-        if tree.started:
+        if tree.has_clusters:
             owner = pad(self._owner[:, :room], (0, max(0, room - self._owner.shape[1])))
         else:
             owner = number.expand(layers, -1)
@@ -214,7 +214,7 @@ class ClusterIndex(Index):
         lists = ops.Lists(owners, self._fix("within", within), flat, first, self._fix("size", size), largest)
         told, alive = self._surveyed(whole, room, absent), (size > 0).sum(1).tolist()
         return SearchTables(
-            lists=lists, alive=alive, visual=visual, parent=parent, ready=tree.started, **told
+            lists=lists, alive=alive, visual=visual, parent=parent, ready=tree.has_clusters, **told
         )
 
     def _visible(self, level: ClusterTable, absent: Tensor, count: int) -> Tensor:
@@ -235,7 +235,7 @@ class ClusterIndex(Index):
     # The stream as a whole.
 
     def checkpoint(self) -> Any:
-        self.digest()
+        self.cluster_units()
         return self.tree.checkpoint()
 
     def restore(self, mark: Any) -> None:
@@ -246,11 +246,11 @@ class ClusterIndex(Index):
         self.tree.clear()
         self.refresh()
 
-    def owners(self) -> dict[str, Tensor]:
+    def cluster_of_units(self) -> dict[str, Tensor]:
         rows, found = self.tree.units, dict[str, Tensor]()
         for name, level in self.tree.levels().items():
             found[name] = level.owner.new_full((level.layers, rows + self._at.gap), -1)
-            found[name][:, self._at.units(rows)] = level.owner[:, :rows]
+            found[name][:, self._at.units_of(rows)] = level.owner[:, :rows]
         return found
 
     def nbytes(self) -> int:
@@ -268,11 +268,11 @@ class ClusterIndex(Index):
         return {**super().counters(), **{name: float(count) for name, count in own.items()}}
 
     def save(self, folder: Path) -> None:
-        self.digest()
-        self.tree.save(folder, {"absent": self.absent.nonzero()[:, 0].tolist(), **self._at.told()})
+        self.cluster_units()
+        self.tree.save(folder, {"absent": self.absent.nonzero()[:, 0].tolist(), **self._at.to_dict()})
 
     def load(self, folder: Path, units: int) -> None:
-        units = self._at.read(checkpoint_io.read_json(folder / "clusters.json", {}), units)
+        units = self._at.load_dict(checkpoint_io.read_json(folder / "clusters.json", {}), units)
         gone = self.tree.load(folder, units)
         self.absent = torch.zeros(units, dtype=torch.bool)
         self.absent[gone] = True

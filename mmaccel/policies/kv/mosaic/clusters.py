@@ -70,8 +70,8 @@ class ClusterTable:
     centroid [L, C, d], variance, size [L, C]; members [L, C, M] units, -1 past the size; owner [L, N] the cluster of each
     unit, -1 for none; parent [L, C] the cluster of the level above; home [L, C] the cluster that a buffered one will be
     merged into, -1 for others; lazy [L, C] whether a split is deferred; limit [L, C] a threshold raised for this cluster
-    alone; dirty [L, C] whether it has changed since the last call of `changed`. Read them freely, but write only by methods,
-    which record former values for `restore`.
+    alone; dirty [L, C] whether it has changed since the last call of `changed_clusters`. Read them freely, but write only by
+    methods, which record former values for `restore`.
     """
 
     def __init__(self, layers: int, width: int, dtype: torch.dtype) -> None:
@@ -102,12 +102,12 @@ class ClusterTable:
         """Return [L]: the number of clusters with units (frames)."""
         return (self.size > 0).sum(1)
 
-    def reach(self, units: int) -> None:
+    def reserve_units(self, units: int) -> None:
         """Enlarge the table so that it has room for `units` units (frames)."""
         self.owner = grow_buffer(self.owner, 1, units, fill=-1, share=1.0)
         self._units = max(self._units, units)
 
-    def take(self, layer: Tensor, parent: Tensor) -> Tensor:
+    def allocate_ids(self, layer: Tensor, parent: Tensor) -> Tensor:
         """Allocate new cluster ids [b], one for each of `layer` [b], under `parent` [b]: the lowest free ones."""
         ids = []
         for at in layer.tolist():
@@ -163,7 +163,7 @@ class ClusterTable:
         self._own(layer, cluster, packed)
         self.dirty[layer, cluster] = True
 
-    def set(self, name: str, layer: Tensor, cluster: Tensor, value: Tensor | float) -> None:
+    def set_row(self, name: str, layer: Tensor, cluster: Tensor, value: Tensor | float) -> None:
         """Write one of the other rows (`name`) of the clusters (layer [b], cluster [b])."""
         self._note(layer, cluster)
         if name == "parent":
@@ -195,7 +195,7 @@ class ClusterTable:
         self.dirty[at] = True
         heapq.heappush(self._free[layer], cluster)
 
-    def keep(self, kept: Tensor, points: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def keep_units(self, kept: Tensor, points: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Keep only the units (frames) at rows `kept` [k], renumbered from 0; `points` returns the vectors of units by new
         numbers. Statistics of clusters that lose some are recomputed; those that lose all are freed."""
         place = torch.full((self.owner.shape[1],), -1, dtype=torch.long)
@@ -238,7 +238,7 @@ class ClusterTable:
             self._children[parent] = torch.tensor(padded, dtype=torch.long).view(self.layers, width)
         return self._children[parent]
 
-    def changed(self) -> tuple[Tensor, Tensor]:
+    def changed_clusters(self) -> tuple[Tensor, Tensor]:
         """Return (layer [b], cluster [b]) of the clusters that have changed since the last call."""
         layer, cluster = self.dirty.nonzero(as_tuple=True)
         self.dirty.zero_()
@@ -271,7 +271,7 @@ class ClusterTable:
         rows = {name: getattr(self, name)[:, : self.used].contiguous() for name in ROWS}
         return {**rows, "owner": self.owner[:, : self._units].contiguous()}
 
-    def wanted(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def saved_shapes(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shapes and types of saved `tensors` of `units` units (frames); -1: any number of clusters or members."""
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"owner": ((self.layers, units), torch.long)}
         for name in ROWS:
@@ -366,7 +366,7 @@ class NearestCluster:
             cosine[changed] = _cosines(own, self._level.centroid[0].index_select(0, changed))[0]
         return int(cosine.argmax())
 
-    def renew(self, clusters: Iterable[int]) -> None:
+    def update_clusters(self, clusters: Iterable[int]) -> None:
         """Record that `clusters` have changed or are new, so that later points are compared with them again."""
         self._changed.update(dict.fromkeys(clusters))
 

@@ -47,7 +47,7 @@ class Hierarchy:
         """Of the visual and of the semantic level, once there are clusters."""
         self.units = units
         means.centre = None
-        means.cut(units)
+        means.forget_from(units)
 
     def checkpoint(self) -> Any:
         """Return the clusters' present state, for `restore`; only one is in use at a time."""
@@ -62,16 +62,16 @@ class Hierarchy:
             self.visual.restore()
             self.semantic.restore()
             self.buffer = [list(ids) for ids in buffer]
-            self.means.cut(units)
+            self.means.forget_from(units)
         else:
             self.clear(units)
         self.units, self.counters = units, Counter(counters)
 
-    def keep(self, kept: Tensor) -> None:
+    def keep_units(self, kept: Tensor) -> None:
         """Keep only the units (frames) at rows `kept` [k], renumbered; clusters that lose all units are removed."""
-        self.means.keep(kept)
+        self.means.keep_rows(kept)
         for level, points in ((self.visual, self.means.look_points), (self.semantic, self.means.key_points)):
-            level.keep(kept, points)
+            level.keep_units(kept, points)
         level, self.units = self.semantic, len(kept)
         self.buffer = [[one for one in ids if level.size[at, one]] for at, ids in enumerate(self.buffer)]
         for layer, ids in enumerate(self.buffer):
@@ -92,7 +92,7 @@ class Hierarchy:
                 kept |= {f"{name}.{row}": value for row, value in level.tensors().items()}
                 kept[f"{name}.threshold"] = torch.stack([bounds.small, bounds.large])
         checkpoint_io.write_tensors(folder / "clusters.safetensors", kept)
-        facts = {"units": self.units, "started": self.started, "buffer": self.buffer}
+        facts = {"units": self.units, "started": self.has_clusters, "buffer": self.buffer}
         told = {**facts, **more, "counters": dict(self.counters)}
         checkpoint_io.write_json(folder / "clusters.json", told)
 
@@ -109,7 +109,7 @@ class Hierarchy:
         wanted |= dict.fromkeys(("key", "value"), ((units, layers, width), means.key.dtype))
         levels = {"visual": self.visual, "semantic": self.semantic} if facts["started"] else {}
         for name, level in levels.items():
-            wanted |= {f"{name}.{row}": one for row, one in level.wanted(units).items()}
+            wanted |= {f"{name}.{row}": one for row, one in level.saved_shapes(units).items()}
             wanted[f"{name}.threshold"] = (2, level.layers), means.work
             wanted["centre_look"] = (look + 1,), means.work
             wanted["centre_key"] = (layers, width + 1), means.work
@@ -122,7 +122,7 @@ class Hierarchy:
         self.units, self.counters = units, Counter(facts["counters"])
         for name, level in levels.items():
             above = self.visual.size if level is self.semantic else None
-            if not level.load({row: found[f"{name}.{row}"] for row in level.wanted(units)}, above):
+            if not level.load({row: found[f"{name}.{row}"] for row in level.saved_shapes(units)}, above):
                 raise ModelError(f"{folder}: {name} clusters do not fit together; the file is damaged.")
             small, large = found[f"{name}.threshold"]
             self.bounds += (rules.bounds(small, large, visual=above is None),)
@@ -130,7 +130,7 @@ class Hierarchy:
         return absent
 
     @property
-    def started(self) -> bool:
+    def has_clusters(self) -> bool:
         """Whether there are clusters yet; before, units (frames) are only counted."""
         return bool(self.bounds)
 
@@ -139,9 +139,9 @@ class Hierarchy:
         return {"visual": self.visual, "semantic": self.semantic} if self.bounds else {}
 
     @property
-    def behind(self) -> bool:
+    def has_unclustered(self) -> bool:
         """Whether there are units (frames) that have means and no cluster."""
-        return self.started and self.units < self.means.units
+        return self.has_clusters and self.units < self.means.units
 
     @one_thread()
     def insert(self, window: int, retrieved: Tensor | None = None, most: int | None = None) -> None:
@@ -152,12 +152,12 @@ class Hierarchy:
         most     process at most `most` times `TOGETHER` units; None: all
         """
         have = self.means.units
-        self.visual.reach(have)
-        self.semantic.reach(have)
-        if not self.started and have >= self.rules.init:
+        self.visual.reserve_units(have)
+        self.semantic.reserve_units(have)
+        if not self.has_clusters and have >= self.rules.init:
             self._construct(self.rules.init)
             self.units = self.rules.init
-        if not self.started:
+        if not self.has_clusters:
             self.units = have
             return
         cached = None
@@ -180,13 +180,13 @@ class Hierarchy:
         cut before they are measured, for thresholds taken from mixtures would allow mixtures for ever.
         """
         rules, means = self.rules, self.means
-        means.settle(units)
+        means.fix_origin(units)
         count = max(1, round(units / rules.visual))
         looks = means.look_points(ZERO, torch.arange(units))
         label = kmeans(looks[None], count)[0]
         for one in range(count):
             members = (label == one).nonzero().T
-            self.visual.fill(ZERO, self.visual.take(ZERO, ZERO - 1), members, looks[members])
+            self.visual.fill(ZERO, self.visual.allocate_ids(ZERO, ZERO - 1), members, looks[members])
         self._unmix(self.visual, means.look_points)
         visual = rules.calibrate(self.visual, visual=True)
         self.bounds = (visual,)
@@ -199,7 +199,7 @@ class Hierarchy:
             labels = kmeans(x, k)
             for cluster in range(k):
                 members = inside.masked_fill(labels != cluster, -1)
-                ids = self.semantic.take(everything, torch.full_like(everything, one))
+                ids = self.semantic.allocate_ids(everything, torch.full_like(everything, one))
                 self.semantic.fill(everything, ids, members, x)
         self._unmix(self.semantic, means.key_points)
         self.bounds = visual, rules.calibrate(self.semantic, visual=False)
@@ -212,7 +212,7 @@ class Hierarchy:
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
         split_exceeding(level, bounds, points, layer, cluster, rules.unmix)
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
-        level.set("limit", layer, cluster, 0.0)
+        level.set_row("limit", layer, cluster, 0.0)
 
     def _place_look(self, unit: int, row: int, matching: NearestCluster) -> int:
         """The visual cluster of `unit`, the `row`-th of those being matched."""
@@ -222,14 +222,14 @@ class Hierarchy:
         centroid, n = level.centroid[0, near], level.size[0, near]
         apart = (u - centroid).square().sum(-1)
         if bool(apart > rules.new_scene * bounds.threshold(ZERO, n + 1)):
-            cluster = level.take(ZERO, ZERO - 1)
+            cluster = level.allocate_ids(ZERO, ZERO - 1)
             level.add(ZERO, cluster, unit, u, u.new_zeros(1))
             self.counters["scenes"] += 1
         else:
             cluster = torch.tensor([best])
             level.add(ZERO, cluster, unit, *insert(centroid, level.variance[0, near], n, u))
         new = self._refine_visual(cluster) if bounds.exceeded_in_first_layer(level, int(cluster)) else []
-        matching.renew([int(cluster), *new])
+        matching.update_clusters([int(cluster), *new])
         return int(level.owner[0, unit]) if new else int(cluster)
 
     def _refine_visual(self, cluster: Tensor) -> list[int]:
@@ -260,13 +260,13 @@ class Hierarchy:
         if bool(torn.any()):
             at, ids, members, gone = layer[torn], cluster[torn], members[torn], gone[torn]
             x = self.means.key_points(at, members)
-            piece = level.take(at, torch.full_like(at, new))
+            piece = level.allocate_ids(at, torch.full_like(at, new))
             level.fill(at, piece, members.masked_fill(~gone, -1), x)
             level.fill(at, ids, members.masked_fill(gone, -1), x)
-            level.set("limit", at, piece, level.limit[at, ids])
+            level.set_row("limit", at, piece, level.limit[at, ids])
             self.counters["cuts"] += at.numel()
             apart = torch.cat([at, at]), torch.cat([ids, piece])
-        level.set("parent", layer[whole], cluster[whole], new)
+        level.set_row("parent", layer[whole], cluster[whole], new)
         self._part_buffers()
         if apart is not None:
             # A part may vary more than the whole did.
@@ -315,7 +315,7 @@ class Hierarchy:
             self._defer(layer[wait], near[wait], children[wait], cosine[wait], parent, unit, u[wait])
 
     def _alone(self, layer: Tensor, parent: int, unit: int, u: Tensor) -> Tensor:
-        ids = self.semantic.take(layer, torch.full_like(layer, parent))
+        ids = self.semantic.allocate_ids(layer, torch.full_like(layer, parent))
         self.semantic.add(layer, ids, unit, u, u.new_zeros(len(u)))
         return ids
 
@@ -350,8 +350,8 @@ class Hierarchy:
         single, home = layer[~fits], home[~fits]
         if single.numel():
             new = self._alone(single, parent, unit, u[~fits])
-            level.set("home", single, new, home)
-            level.set("lazy", single, home, 1)
+            level.set_row("home", single, new, home)
+            level.set_row("lazy", single, home, 1)
             for at, one in zip(single.tolist(), new.tolist(), strict=True):
                 self.buffer[at].append(one)
         self.counters["deferred"] += layer.numel()
@@ -372,12 +372,12 @@ class Hierarchy:
         level, at = self.semantic, (torch.tensor([layer]), torch.tensor([cluster]))
         home = level.home[at]
         self.buffer[layer].remove(cluster)
-        level.set("home", *at, -1)
+        level.set_row("home", *at, -1)
         if not bool((level.home[layer, self.buffer[layer]] == home).any()):
-            level.set("lazy", at[0], home, 0)
+            level.set_row("lazy", at[0], home, 0)
 
     @one_thread()
-    def touch(self, layer: int, clusters: Tensor) -> None:
+    def split_deferred(self, layer: int, clusters: Tensor) -> None:
         """Make the deferred splits of the semantic `clusters` [b] of `layer`, which were retrieved to the device."""
         level = self.semantic
         for home in clusters[level.lazy[layer, clusters]].tolist():
@@ -391,7 +391,7 @@ class Hierarchy:
                 level.release(layer, one)
                 level.write(*at, both, *joined, size)
                 self.buffer[layer].remove(one)
-            level.set("lazy", *at, 0)
+            level.set_row("lazy", *at, 0)
             self.counters["deferred_splits"] += self._refine(*at)
             self.counters["resolved"] += 1
 

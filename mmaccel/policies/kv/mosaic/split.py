@@ -150,15 +150,15 @@ def split_exceeding(
         weak = pooled(s2_a, n_a, s2_b, n_b) > (1 - gain) * s2 if depth < DEEPEST else torch.ones_like(forced)
         label = torch.where((weak & forced)[:, None], halve(present), label)
         refused = weak & ~forced
-        level.set("limit", layer[refused], cluster[refused], RAISED * s2[refused])
+        level.set_row("limit", layer[refused], cluster[refused], RAISED * s2[refused])
         layer, cluster, members, x, label = (t[~refused] for t in (layer, cluster, members, x, label))
         if not layer.numel():
             break
-        new = level.take(layer, level.parent[layer, cluster])
+        new = level.allocate_ids(layer, level.parent[layer, cluster])
         for ids, side in ((cluster, 0), (new, 1)):
             mine = label == side
             level.fill(layer, ids, members.masked_fill(~mine, -1), x)
-            level.set("limit", layer, ids, 0.0)
+            level.set_row("limit", layer, ids, 0.0)
         if split is not None:
             split(layer, cluster, new)
         splits += layer.numel()
@@ -192,8 +192,8 @@ class UnitMeans:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def arrived(self, tokens: int, look: Tensor, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
-        """Start copying the means of new units (frames) of `tokens` tokens to the host; arguments as in `Index.arrived`."""
+    def start_copy(self, tokens: int, look: Tensor, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
+        """Start copying the means of units (frames) of `tokens` tokens to the host; arguments as of `Index.add_units`."""
         # [L, n, G * D] to [n, L, G * D].
         kind = pairs[0][0].dtype
         key, value = (
@@ -208,20 +208,20 @@ class UnitMeans:
         self._inbox.append((sent, event))
 
     @property
-    def waiting(self) -> int:
+    def waiting_passes(self) -> int:
         """Number of passes whose unit (frame) means have arrived and are not added yet."""
         return len(self._inbox)
 
     @property
-    def here(self) -> bool:
-        """Whether the means of the first `waiting` pass have arrived on the host, and its units retrieved nothing."""
+    def has_arrived(self) -> bool:
+        """Whether the means of the first `waiting_passes` pass have arrived on the host, and its units retrieved nothing."""
         if not self._inbox or len(self._inbox[0][0]) > 3:
             return False
         event = self._inbox[0][1]
         return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
-    def take(self) -> Tensor | None:
-        """Add the first of the `waiting` passes; return the units (frames) [L, k] that it retrieved, if any."""
+    def add_arrived(self) -> Tensor | None:
+        """Add the first of the `waiting_passes` passes; return the units (frames) [L, k] that it retrieved, if any."""
         (look, key, value, *rest), event = self._inbox.popleft()
         if event is not None:
             event.synchronize()
@@ -240,12 +240,12 @@ class UnitMeans:
             setattr(self, name, grown)
         self.units = end
 
-    def cut(self, units: int) -> None:
+    def forget_from(self, units: int) -> None:
         """Forget all but the first `units` units (frames), and the waiting ones."""
         self._inbox.clear()
         self.units = min(self.units, units)
 
-    def keep(self, kept: Tensor) -> None:
+    def keep_rows(self, kept: Tensor) -> None:
         """Keep only the rows `kept` [k], as the first ones; there must be no waiting passes."""
         rows = self.look[kept], self.key[kept], self.value[kept]
         self._look, self.all_keys, self._value = self._look[:0], self.all_keys[:0], self._value[:0]
@@ -264,7 +264,7 @@ class UnitMeans:
     def value(self) -> Tensor:
         return self._value[: self.units]
 
-    def settle(self, units: int) -> None:
+    def fix_origin(self, units: int) -> None:
         """Fix the mean of the first `units` units (frames) as the origin of all points."""
         self.centre = self._origin(self.look[:units]), self._origin(self.key[:units].to(self.work))
 

@@ -35,8 +35,8 @@ class HostStore:
     to the host by a copy for each run of slots, back by one launch that reads host memory by an index, or, if units are in
     files, which a device cannot read, by copies of runs. Units are numbered by the caller, from 0; numbers may have gaps and
     need not be the same in every layer. All device work goes through `lanes` (CUDA streams): all methods but `counters`,
-    `settle`, `save`, `load`, `close` and those that use the disk return before their transfers have ended; what is returned
-    may be used on the current CUDA stream.
+    `wait_for_copies`, `save`, `load`, `close` and those that use the disk return before their transfers have ended; what is
+    returned may be used on the current CUDA stream.
 
     device      where units come from and go to; its host memory is pinned on CUDA, and plain elsewhere
     cap         most bytes of host memory; None: as much as the host can spare
@@ -107,14 +107,14 @@ class HostStore:
         self._open()
         n, L = len(units), len(layers)
         sides = [
-            [self.shape.side(name, x, n) for x in some]
+            [self.shape.as_heads(name, x, n) for x in some]
             for name, some in zip(("key", "value"), zip(*pairs, strict=True), strict=True)
         ]
         if len(set(units)) < n or any(unit < 0 for unit in units):
             raise StoreError("host store: units to store are different numbers from 0 on; number each once.")
         if not units:
             return []
-        for layer, unit in np.argwhere(self.table.look(layers, units) >= 0):
+        for layer, unit in np.argwhere(self.table.find_slots(layers, units) >= 0):
             told = f"layer {layers[layer]} holds unit {units[unit]} already"
             raise StoreError(f"host store: {told}; drop it first.")
         # First what may fail on the device: nothing has been forgotten or noted yet.
@@ -127,7 +127,7 @@ class HostStore:
 
         self.lanes.compute.run(pack)
         gone = self._make_room(L * n, n, keep=units)
-        entries = self.slabs.entries(self.table.put(layers, units))
+        entries = self.slabs.entries(self.table.assign_slots(layers, units))
         _, began = self._begin(packed)
         parts = torch.split(packed.flatten(0, 1), [len(one) for one in entries])
         for entry, part in zip(entries, parts, strict=True):
@@ -148,7 +148,7 @@ class HostStore:
         slots = self._slots(layer, units)
         if not slots:
             return target[0], target[1]
-        if self.indexed:
+        if self.can_gather:
             _, ended = self.gather(on_device(slots, self.device), target)
         else:
             # Ascending runs into a piece of device memory, few and large; from there to their places.
@@ -201,7 +201,7 @@ class HostStore:
         self._counts["bytes_in"] += units * self.shape.nbytes
 
     @property
-    def indexed(self) -> bool:
+    def can_gather(self) -> bool:
         """Whether `gather` can be used: all units (frames) are in memory, none in files."""
         return not self.slabs.files
 
@@ -224,18 +224,18 @@ class HostStore:
         self._open()
         return self._make_room(units * self.shape.layers, units)
 
-    def cut(self, end: int) -> None:
+    def forget_from(self, end: int) -> None:
         """Forget the units (frames) from number `end` on, in all layers."""
         self._open()
-        self.table.drop([unit for unit in self.units() if unit >= end])
-        self.table.at.cut(end)
+        self.table.free_slots([unit for unit in self.units() if unit >= end])
+        self.table.at.forget_from(end)
         self.lost = [unit for unit in self.lost if unit < end]
         self.written = {place: one for place, one in self.written.items() if one.units[-1] < end}
 
-    def drop(self, units: Sequence[int]) -> None:
+    def drop_units(self, units: Sequence[int]) -> None:
         """Forget `units` (frames) in all layers, whether held or not."""
         self._open()
-        self.table.drop(units)
+        self.table.free_slots(units)
 
     def shrink(self) -> list[int] | None:
         """Free the last slab, and forget the oldest units (frames) for which the others have no room; return these units.
@@ -245,12 +245,12 @@ class HostStore:
         left, held = (len(slabs.slabs) - 1) * slabs.per, self.units()
         old = [unit for unit in held if not self.pinned(unit)]
         over = int((table.slot >= 0).sum()) - left
-        sizes = (table.look(range(len(table.slot)), old) >= 0).sum(0).cumsum()
+        sizes = (table.find_slots(range(len(table.slot)), old) >= 0).sum(0).cumsum()
         count = int(np.searchsorted(sizes, over)) + 1 if over > 0 else 0
         if slabs.files or left <= 0 or count > len(old):
             return None
-        self.settle()
-        table.drop(old[:count])
+        self.wait_for_copies()
+        table.free_slots(old[:count])
         table.free = [slot for slot in table.free if slot < left]
         heapq.heapify(table.free)
         for layer, row in np.argwhere(table.slot >= left):
@@ -267,18 +267,18 @@ class HostStore:
         """Return the units (frames) that a layer (None: any) holds, ascending."""
         slot = self.table.slot if layer is None else self.table.slot[[layer]]
         rows = np.flatnonzero((slot >= 0).any(0))
-        found: list[int] = self.table.at.units(slot.shape[1])[rows].tolist()
+        found: list[int] = self.table.at.units_of(slot.shape[1])[rows].tolist()
         return found
 
-    def entry(self, layer: int, unit: int) -> Tensor:
-        """Return a view [1, 2, G, P, D] of a unit (frame) on the host; valid after `settle`, while the unit is held."""
+    def unit_view(self, layer: int, unit: int) -> Tensor:
+        """Return a view [1, 2, G, P, D] of a unit (frame) on the host; valid after `wait_for_copies`, while it is held."""
         return self.slabs.entries(self._slots(layer, [unit]))[0]
 
     def nbytes(self) -> int:
         """Return the bytes that the store holds on the device."""
         return self.table.copy.nbytes
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all transfers between host and device have ended."""
         self._open()
         self.lanes.wire.mark().sync()
@@ -307,13 +307,13 @@ class HostStore:
 
     def save(self, folder: Path) -> None:
         """Write all units (frames) to `folder`; raises `StoreError` if that fails."""
-        self.settle()
+        self.wait_for_copies()
         saved.write_store(self, folder)
 
     def load(self, folder: Path, end: int = MOST) -> None:
         """Replace the contents by the units (frames) below `end` saved in `folder`; these are not counted. Raises
         `StoreError` if files are damaged or do not fit here: then close the store, which may hold a part."""
-        self.cut(0)
+        self.forget_from(0)
         self._settle_times(0)
         before = dict(self._counts), self._dropped
         try:
@@ -336,7 +336,7 @@ class HostStore:
             raise StoreError("host store: it is closed; open another.")
 
     def _slots(self, layer: int, units: Sequence[int]) -> list[int]:
-        slots: list[int] = self.table.look([layer], units)[0].tolist()
+        slots: list[int] = self.table.find_slots([layer], units)[0].tolist()
         if -1 in slots:
             unit = units[slots.index(-1)]
             raise StoreError(
@@ -350,7 +350,7 @@ class HostStore:
         gone: list[int] = []
         while len(self.table.free) < slots:
             size = len(self.slabs.slabs) * self.slabs.per
-            if self.slabs.grow():
+            if self.slabs.add_slab():
                 # Behind all others: it stays a heap.
                 self.table.free += range(size, size + self.slabs.per)
                 self._laid = None
@@ -366,7 +366,7 @@ class HostStore:
                 if drops and held and all(map(self.pinned, held)):
                     why = "all of them are pinned; unpin some"
                 raise StoreError(f"host store: full with {len(held)} frames or units held: {why}.")
-            self.table.drop([old])
+            self.table.free_slots([old])
             gone.append(old)
             self.lost.append(old)
             self._dropped += 1
@@ -377,7 +377,7 @@ class HostStore:
         wire, made = self.lanes.wire, self.lanes.compute.mark(timed=True)
         wire.wait(made)
         for tensor in reads:
-            wire.uses(tensor)
+            wire.keep_alive(tensor)
         return made, wire.mark(timed=True)
 
     def _end(self, kind: str, began: LaneMark, **counts: float) -> LaneMark:

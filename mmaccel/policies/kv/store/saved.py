@@ -48,7 +48,7 @@ def write_store(store: Any, folder: Path) -> None:
                 units, path = list(some), folder / f"store-{len(told):05d}.safetensors"
                 piece = _again(store.written.get((layer, number)), units, path)
                 if piece is None:
-                    kept = torch.cat([store.entry(layer, unit) for unit in units])
+                    kept = torch.cat([store.unit_view(layer, unit) for unit in units])
                     checkpoint_io.write_tensors(path, {"units": kept})
                     piece = SavedFile(units, path, _checksum(kept), path.stat().st_size)
                 written[layer, number] = piece

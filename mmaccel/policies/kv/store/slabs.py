@@ -62,7 +62,7 @@ class UnitShape:
         """Return the shape's fields as JSON-ready values, for a saved store."""
         return {**vars(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
-    def side(self, name: str, tensor: Tensor, n: int) -> Tensor:
+    def as_heads(self, name: str, tensor: Tensor, n: int) -> Tensor:
         """Return `tensor` as [G, n * P, D], without a batch of 1; raises `StoreError` for another shape or type."""
         found = tensor[0] if tensor.dim() == 4 and tensor.shape[0] == 1 else tensor
         wanted = self.groups, n * self.tokens, self.size
@@ -117,7 +117,7 @@ class Slabs:
         self._remove = weakref.finalize(self, _remove, self.files, self._own_folder)
         _open[self] = None
 
-    def grow(self) -> bool:
+    def add_slab(self) -> bool:
         """Allocate a slab; return False if memory is full and there is no disk. Raises `StoreError` if the disk is full."""
         if not self.files:
             with _taking:
@@ -273,30 +273,30 @@ class SlotTable:
     @torch.inference_mode(False)
     def __init__(self, layers: int, device: torch.device) -> None:
         self.slot, self.at = np.full((layers, 0), -1, dtype=np.int64), UnitRows()
-        self.copy = torch.zeros(layers, 0, dtype=torch.long, device=device)  # what `rows` gave last
+        self.copy = torch.zeros(layers, 0, dtype=torch.long, device=device)  # what `rows_of` gave last
         self.free, self.stale = list[int](), True
 
-    def put(self, layers: Sequence[int], units: Sequence[int]) -> list[int]:
+    def assign_slots(self, layers: Sequence[int], units: Sequence[int]) -> list[int]:
         """Assign the lowest free slots to units (frames) of some layers, and return them, layer by layer."""
         slots = [heapq.heappop(self.free) for _ in range(len(layers) * len(units))]
         if (self._row(units) < 0).any():
             old, held = self.slot, np.flatnonzero((self.slot >= 0).any(0))
-            known = self.at.units(old.shape[1])[held]
+            known = self.at.units_of(old.shape[1])[held]
             every = np.union1d(known, units)
             self.at.old, self.at.gap = every, int(every[-1]) + 1 - len(every)
             size = min(old.shape[1], 2 * len(held)) if held.max(initial=0) + 1 == len(held) else len(held)
             self.slot = np.full((len(old), max(len(every), 2 * size)), -1, dtype=np.int64)
-            self.slot[:, self.at.rows(known)] = old[:, held]
+            self.slot[:, self.at.rows_of(known)] = old[:, held]
         self.slot[np.ix_(layers, self._row(units))] = np.reshape(slots, (len(layers), -1))
         self.stale = True
         return slots
 
     def _row(self, units: Sequence[int]) -> Any:
         """The rows [n] of units, -1 for none."""
-        row = self.at.rows(np.array(units, dtype=np.int64))
+        row = self.at.rows_of(np.array(units, dtype=np.int64))
         return np.where((row >= 0) & (row < self.slot.shape[1]), row, -1)
 
-    def drop(self, units: Sequence[int]) -> None:
+    def free_slots(self, units: Sequence[int]) -> None:
         """Free the slots of units (frames) in all layers, if they have any."""
         row = self._row(units)
         held = self.slot[:, row := row[row >= 0]]
@@ -305,13 +305,13 @@ class SlotTable:
             self.stale = True
         self.slot[:, row] = -1
 
-    def look(self, layers: Sequence[int], units: Sequence[int]) -> Any:
+    def find_slots(self, layers: Sequence[int], units: Sequence[int]) -> Any:
         """Return the slots [L, n] of units (frames) in some layers, -1 for none."""
         row, found = self._row(units), np.full((len(layers), len(units)), -1)
         found[:, row >= 0] = self.slot[np.ix_(layers, row[row >= 0])]
         return found
 
-    def rows(self) -> Tensor:
+    def device_slots(self) -> Tensor:
         """Return the slots on the device, uploaded whole at the first call after a change (streams change in one phase and
         are asked in another). The address is the same until the number of rows changes."""
         if self.stale:
@@ -375,7 +375,7 @@ class Lane:
         if self.stream is not None:
             self.stream.wait_event(mark.event)
 
-    def uses(self, tensor: Tensor) -> None:
+    def keep_alive(self, tensor: Tensor) -> None:
         """Keep the memory of `tensor`, made on another lane, until the work issued here has read it (`record_stream`)."""
         if self.stream is not None:
             tensor.record_stream(self.stream)

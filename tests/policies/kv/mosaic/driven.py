@@ -90,7 +90,7 @@ class Driven:
         for layer in range(LAYERS):
             query, key, value = rows(layer)
             if hidden is not None:
-                self.state.ahead(layer, hidden(layer))
+                self.state.take_hidden(layer, hidden(layer))
             self.state.append(layer, key, value)
             views.append(self.state.view(layer, query))
         self.state.end_pass()
@@ -101,7 +101,7 @@ class Driven:
         out, end = [], self.state.units() + count
         while self.state.units() < end:
             first = self.state.units()
-            n = self.state.fit(first, min(step, end - first))
+            n = self.state.units_that_fit(first, min(step, end - first))
             stream_pass = StreamPass(
                 kind="units", rows=n * TOKENS, first=first, count=n, look=self.looks(first, n)
             )

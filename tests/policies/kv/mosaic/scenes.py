@@ -92,7 +92,7 @@ def partition(tree: Hierarchy) -> tuple[list[list[frozenset[int]]], frozenset[fr
 
 def audit(tree: Hierarchy, tolerance: float = 1e-9) -> None:
     """Raise unless the hierarchy is what its invariants say, with everything recomputed from the units."""
-    if not tree.started:
+    if not tree.has_clusters:
         return
     count = tree.units
     for level, points in ((tree.visual, tree.means.look_points), (tree.semantic, tree.means.key_points)):

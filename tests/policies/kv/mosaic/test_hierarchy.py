@@ -59,7 +59,7 @@ def test_touching_everything_makes_all_owed_splits(
     feed(tree, stream, 5)
     assert any(tree.buffer)
     for layer in range(tree.layers):
-        tree.touch(layer, (tree.semantic.size[layer] > 0).nonzero()[:, 0])
+        tree.split_deferred(layer, (tree.semantic.size[layer] > 0).nonzero()[:, 0])
     audit(tree)
     assert not any(tree.buffer) and not bool(tree.semantic.lazy.any())
     assert tree.counters["deferred_splits"] > 0 and tree.counters["resolved"] > 0
@@ -181,7 +181,7 @@ def test_inserting_and_splitting_take_one_thread(
     feed(tree, plant(runs(40)), 5)
     assert {*placed, *refined} == {1} and torch.get_num_threads() == 3
     refined.clear()
-    tree.touch(0, (tree.semantic.size[0] > 0).nonzero()[:, 0])
+    tree.split_deferred(0, (tree.semantic.size[0] > 0).nonzero()[:, 0])
     assert {*refined} == {1} and torch.get_num_threads() == 3
 
 
@@ -200,7 +200,7 @@ class Machine(RuleBasedStateMachine):
         n = len(self.scenes)
         feed(self.tree, (data[0][:n], data[1][:n], data[2][:n]), chunk, window)
 
-    @precondition(lambda self: self.tree.started)
+    @precondition(lambda self: self.tree.has_clusters)
     @rule(seed=st.integers(0, 50), layer=st.integers(0, 1), budget=st.integers(1, 12))
     def retrieve(self, seed: int, layer: int, budget: int) -> None:
         index = index_of(self.tree)
@@ -209,7 +209,7 @@ class Machine(RuleBasedStateMachine):
         clusters = found.picked.nonzero()[:, 0]
         lazy = self.tree.semantic.lazy[layer, clusters].sum()
         before = self.tree.counters["resolved"]
-        self.tree.touch(layer, clusters)
+        self.tree.split_deferred(layer, clusters)
         assert self.tree.counters["resolved"] == before + int(lazy)
 
     @rule()
@@ -217,7 +217,7 @@ class Machine(RuleBasedStateMachine):
         self.mark = (
             self.tree.checkpoint(),
             len(self.scenes),
-            partition(self.tree) if self.tree.started else None,
+            partition(self.tree) if self.tree.has_clusters else None,
         )
 
     @precondition(lambda self: self.mark is not None)
@@ -226,7 +226,7 @@ class Machine(RuleBasedStateMachine):
         mark, units, before = self.mark  # type: ignore[misc]
         self.tree.restore(mark)
         self.scenes = self.scenes[:units]
-        assert self.tree.started == (before is not None)
+        assert self.tree.has_clusters == (before is not None)
         if before is not None:
             assert partition(self.tree) == before
         self.mark = None

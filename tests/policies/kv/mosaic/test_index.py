@@ -26,7 +26,7 @@ def rest(
 ) -> tuple[torch.Tensor, ...]:
     """Keys, values and times of the summary tokens around a search."""
     index.prepare(end)
-    rows = torch.full((2, 1, index.count(layer, budget, most), WIDTH), torch.nan)
+    rows = torch.full((2, 1, index.summary_count(layer, budget, most), WIDTH), torch.nan)
     time, added = index.summarise(layer, found, rows, 0, None)
     assert not added.any()
     return rows[0, 0], rows[1, 0], time
@@ -168,7 +168,7 @@ def test_a_cluster_that_is_taken_back_is_found_no_more(count: int) -> None:
     index = index_of(tree)
     mark, zero = tree.checkpoint(), torch.zeros(1, dtype=torch.long)
     for _ in range(count):
-        new = tree.semantic.take(zero, zero)
+        new = tree.semantic.allocate_ids(zero, zero)
         tree.semantic.dirty[zero, new] = True
     tree.restore(mark)
     index.refresh()
@@ -181,7 +181,7 @@ def test_the_first_stage_may_go_by_looks(tree: Hierarchy) -> None:
     index = index_of(tree, first_stage="look")
     for seed in range(5):
         look = torch.randn(LOOK, generator=torch.Generator().manual_seed(seed))
-        index.by(look)
+        index.set_visual_query(look)
         found, end, budget = index.search(1, query(seed), 3, tree.units), tree.units, 3
         means = {
             v: tree.means.look[tree.visual.members_of(torch.tensor([0]), torch.tensor([v]))[0]]
@@ -244,11 +244,11 @@ def check(index: ClusterIndex, tree: Hierarchy, end: int) -> None:
     present = [e for e in range(end) if not (e < len(index.absent) and index.absent[e])]
     assert there.entries.tolist() == present
     lists, count = there.lists, there.lists.size.shape[1]
-    whole = [tree.visual.owner[0, e].item() for e in present] if tree.started else []
+    whole = [tree.visual.owner[0, e].item() for e in present] if tree.has_clusters else []
     if there.visual is not None:
         assert [whole.count(v) for v in range(len(there.visual))] == there.visual.tolist()
     for layer in range(tree.layers):
-        of = {e: int(tree.semantic.owner[layer, e]) if tree.started else e for e in present}
+        of = {e: int(tree.semantic.owner[layer, e]) if tree.has_clusters else e for e in present}
         own = lists.owner[layer].tolist()
         assert [own[e] for e in present] == [of[e] for e in present]
         assert all(owner >= count for e, owner in enumerate(own) if e not in of)
@@ -261,7 +261,7 @@ def check(index: ClusterIndex, tree: Hierarchy, end: int) -> None:
             assert lists.flat[layer, first : first + len(some)].tolist() == some
             assert lists.within[layer, some].tolist() == list(range(len(some)))
         assert there.alive[layer] == sum(map(bool, members))
-        assert (there.parent is not None) == tree.started == there.ready
+        assert (there.parent is not None) == tree.has_clusters == there.ready
         if there.parent is not None and there.visual is not None:
             up, none = tree.semantic.parent[layer], len(there.visual)
             assert there.parent[layer].tolist() == [int(up[c]) if members[c] else none for c in range(count)]
@@ -282,23 +282,23 @@ def test_it_is_what_counting_anew_finds(seed: int) -> None:
         broken = draw.random() < 0.3
         mark = tree.checkpoint()
         come(draw.randint(1, 9))
-        if tree.started and draw.random() < 0.5:
+        if tree.has_clusters and draw.random() < 0.5:
             layer = draw.randrange(tree.layers)
-            tree.touch(layer, (tree.semantic.size[layer] > 0).nonzero()[:, 0])
+            tree.split_deferred(layer, (tree.semantic.size[layer] > 0).nonzero()[:, 0])
         index.refresh()
         have = tree.units
         index.forget(draw.sample(range(have), draw.randint(0, 3)))
         check(index, tree, draw.randint(have // 2, have))
         if broken:
             tree.restore(mark)
-            index.cut(tree.units)
+            index.forget_from(tree.units)
             index.refresh()
             check(index, tree, tree.units)
     index.forget(range(tree.units - 30))
     check(index, tree, tree.units - 4)
     tree.clear()
     index.refresh()
-    index.cut(0)
+    index.forget_from(0)
     come(40)
     index.refresh()
     check(index, tree, 30)
@@ -314,7 +314,7 @@ def test_of_entries_a_survey_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     index.refresh()
     told.clear()
     index.prepare(396)
-    assert tree.started and 0 < max(told) <= tree.semantic.size.shape[1] < 396
+    assert tree.has_clusters and 0 < max(told) <= tree.semantic.size.shape[1] < 396
 
 
 def test_cluster_assignment_is_one_graph_by_inductor() -> None:

@@ -156,7 +156,7 @@ def test_a_question_leaves_the_stream_as_it_was(encode_frames: int) -> None:
         outputs = []
         for one in (asked, silent):
             outputs.append(torch.cat(one.watch(16), 2))
-            one.state.idle()
+            one.state.finish_intake()
         assert torch.equal(*outputs) and asked.state.length() == silent.state.length()
         for name in (2, 0, 5):
             asked.ask(name)
@@ -203,9 +203,9 @@ def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, field
     """In order, at their own positions, or, where these pass the model's limit, one after the other before the window."""
     driven = watched(60, 4, encode_frames=3, axes=axes, limit=limit, **fields)
     state, seen = driven.state, list[Any]()
-    first, base = state._first, state.bases.of(60)
+    first, base = state._first, state.bases.base_of_unit(60)
     assert (base > 0) == (limit == 150 and axes == 1)
-    run, recall = driven.run, state.prefetcher.recall
+    run, recall = driven.run, state.prefetcher.retrieve
     retrieved: list[list[int]] = []
 
     def told(layer: int, entries: torch.Tensor) -> Any:
@@ -216,7 +216,7 @@ def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, field
         seen.extend(run(*given))
         return seen
 
-    driven.run, state.prefetcher.recall = kept, told  # type: ignore[method-assign]
+    driven.run, state.prefetcher.retrieve = kept, told  # type: ignore[method-assign]
     driven.watch(1)
     assert len(seen) == len(retrieved) == LAYERS
     for layer, (view, units) in enumerate(zip(seen, retrieved, strict=True)):
@@ -328,7 +328,7 @@ def test_a_stream_begun_anew_knows_nothing_of_the_old_one() -> None:
     driven = watched()
     driven.ask(1)
     (state := driven.state).reset()
-    assert not state.prediction._known.any() and not driven.index.tree.started and not state.units()
+    assert not state.prediction._known.any() and not driven.index.tree.has_clusters and not state.units()
 
 
 def called(sizes: list[int], ask: bool, **fields: Any) -> tuple[Driven, torch.Tensor]:
@@ -337,7 +337,7 @@ def called(sizes: list[int], ask: bool, **fields: Any) -> tuple[Driven, torch.Te
     for size in sizes:
         driven.state.checkpoint()
         out += driven.watch(size)
-        driven.state.idle()
+        driven.state.finish_intake()
         if ask:
             driven.ask(driven.scenes[3])
     return driven, torch.cat(out, 2)

@@ -57,23 +57,23 @@ class Replay:
             out = self.store.buffer(len(units) + len(rest))
             self.hold_up()
             every = self.told([*units, *rest])
-            code = self.prefetcher.codes(layer, every)
-            ready = self.prefetcher.bring(layer, every, code, len(units), out, self.windows[layer])
+            code = self.prefetcher.location_codes(layer, every)
+            ready = self.prefetcher.copy_units(layer, every, code, len(units), out, self.windows[layer])
             if later and self.draw.random() < 0.8:
                 self.prefetcher.prefetch(
                     layer + 1, self.prefetcher.predict_codes(layer + 1, self.told([*guess, -1]))
                 )
             self.store.lanes.compute.wait(ready)
-            self.prefetcher.keep(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])
+            self.prefetcher.cache_units(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])
             self.read(layer, [*units, *rest], out)
-        self.prefetcher.drop()
+        self.prefetcher.drop_prefetched()
         # As a pass of the stream does, whose cache stays a question's.
         self.prefetcher.begin(FIRST)
         for layer in range(LAYERS):
             units = self.units(FIRST, 4)
             self.hold_up()
-            self.read(layer, units, self.prefetcher.recall(layer, self.told(units)))
-        self.prefetcher.tally()
+            self.read(layer, units, self.prefetcher.retrieve(layer, self.told(units)))
+        self.prefetcher.count_copies()
 
     def told(self, units: list[int]) -> Tensor:
         return torch.tensor(units, dtype=torch.long, device=self.store.device)
@@ -119,7 +119,7 @@ class Deaf:
     """A lane that waits for nothing."""
 
     def __init__(self, lane: SimLane) -> None:
-        self.run, self.mark, self.uses = lane.run, lane.mark, lane.uses
+        self.run, self.mark, self.uses = lane.run, lane.mark, lane.keep_alive
 
     def wait(self, mark: LaneMark) -> None:
         return
@@ -192,9 +192,9 @@ def states(seed: int) -> torch.Tensor:
 
 def foretold(drift: QueryPrediction, layer: int, words: torch.Tensor) -> torch.Tensor:
     """By rows of which the last ones are no words."""
-    drift.entered(layer)
+    drift.note_input(layer)
     rows = torch.cat([words, torch.full((1, 3, 4), torch.nan)], 1)
-    return drift.next(layer, rows, WORD_COUNT)[:, :WORDS]
+    return drift.predict_hidden(layer, rows, WORD_COUNT)[:, :WORDS]
 
 
 def ask(drift: QueryPrediction, start: torch.Tensor, added: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -202,7 +202,7 @@ def ask(drift: QueryPrediction, start: torch.Tensor, added: list[torch.Tensor]) 
     told = []
     for layer in range(len(added) + 1):
         told.append(foretold(drift, layer, start + sum(added[:layer], torch.zeros(4))))
-    drift.settle()
+    drift.end_question()
     return told
 
 
@@ -223,7 +223,7 @@ def test_a_layer_s_words_are_moved_by_what_it_added_in_the_mean() -> None:
     before, after = states(3), states(4)
     foretold(drift, 0, before)
     foretold(drift, 1, after)
-    drift.settle()
+    drift.end_question()
     moved = (after - before).mean(1, keepdim=True)
     torch.testing.assert_close(foretold(drift, 0, before), before + moved)
 
@@ -231,9 +231,9 @@ def test_a_layer_s_words_are_moved_by_what_it_added_in_the_mean() -> None:
 def test_a_question_that_broke_off_tells_nothing_of_layers_it_did_not_reach() -> None:
     drift = drifting()
     foretold(drift, 0, states(5))
-    drift.settle()
+    drift.end_question()
     foretold(drift, 1, states(6))
-    drift.settle()
+    drift.end_question()
     assert torch.equal(foretold(drift, 0, states(7)), states(7))
 
 

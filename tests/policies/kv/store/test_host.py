@@ -77,20 +77,20 @@ def replay(folder: Path, seed: int, files: bool) -> None:
                 expect(found[side], layer, held, side)
         elif kind == "index" and not files and plain:
             index, out = torch.full((len(units),), -5), store.buffer(len(units))
-            rows = torch.from_numpy(store.table.at.rows(np.array(units, dtype=np.int64)))
-            slots = torch.nn.functional.pad(store.table.rows()[layer], (0, 10), value=-1)[rows]
+            rows = torch.from_numpy(store.table.at.rows_of(np.array(units, dtype=np.int64)))
+            slots = torch.nn.functional.pad(store.table.device_slots()[layer], (0, 10), value=-1)[rows]
             lanes.compute.run(lambda index=index, slots=slots: index.copy_(slots))
             lanes.compute.wait(store.gather(index, out)[1])
             expect(out[1], layer, units, 1)
         elif kind == "drop":
-            store.drop(units)
+            store.drop_units(units)
             plain = {key: salt for key, salt in plain.items() if key[1] not in units}
         elif kind == "save" and draw.random() < 0.5:
             store.save(folder)
             store.load(folder)
         elif kind == "cut":
             end = draw.randint(0, 12)
-            store.cut(end)
+            store.forget_from(end)
             plain = {key: salt for key, salt in plain.items() if key[1] < end}
     for layer in range(LAYERS):
         held = sorted(unit for at, unit in plain if at == layer)
@@ -113,7 +113,7 @@ def test_units_come_back_in_the_order_asked_twice_if_asked_twice(
     made = {layer: torch.randn(2, GROUPS, 9 * TOKENS, SIZE).to(dtype) for layer in range(LAYERS)}
     for layer, (key, value) in made.items():
         store.put(layer, range(9), key[None], value[None])
-    assert store.indexed is not files
+    assert store.can_gather is not files
     order = [8, 0, 1, 2, 8, 5, 4]
     for layer, both in made.items():
         expected = both.unflatten(2, (9, TOKENS))[:, :, order].flatten(2, 3)
@@ -133,7 +133,7 @@ def test_an_index_is_read_once_the_model_has_made_it() -> None:
     fill(store, [0, 1, 2, 3])
     lanes.drain()
     index, out = torch.full((3,), 3), store.buffer(3)
-    lanes.compute.run(lambda: index.copy_(torch.tensor([*store.table.rows()[0, [2, 0]], -1])))
+    lanes.compute.run(lambda: index.copy_(torch.tensor([*store.table.device_slots()[0, [2, 0]], -1])))
     with mock.patch.object(torch, "empty", poisoned):
         store.gather(index, out)
     lanes.rush()
@@ -176,7 +176,7 @@ def test_a_store_at_its_cap_refuses_and_loses_nothing() -> None:
         check(store, layer, [3, 0, 2])
     assert store.reserve(1) == []
     fill(store, [4])
-    store.table.drop([0, 1])
+    store.table.free_slots([0, 1])
     assert store.reserve(2) == []
     fill(store, [5, 6])
     check(store, 2, [2, 3, 4, 5, 6])
@@ -237,7 +237,7 @@ def test_files_take_what_memory_does_not_and_go_with_the_store(tmp_path: Path) -
     assert sum(file.stat().st_size for file in files) == counted["disk_bytes"]
     for layer in range(LAYERS):
         check(store, layer, [19, 0, 7, 1, 2, 18])
-    assert store.counters()["disk_in"] > 0 and not store.indexed
+    assert store.counters()["disk_in"] > 0 and not store.can_gather
     store.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -283,7 +283,7 @@ def test_wrong_calls_are_told_and_change_nothing() -> None:
     ):
         with pytest.raises(StoreError, match=told):
             store.put(0, units, *pair)
-    for call in (lambda: store.fetch(0, [0, 9]), lambda: store.entry(0, 9)):
+    for call in (lambda: store.fetch(0, [0, 9]), lambda: store.unit_view(0, 9)):
         with pytest.raises(StoreError, match="layer 0 does not hold unit 9"):
             call()
     for field, value in (("layers", 0), ("slab_bytes", 0), ("cap", -1), ("spill", "sink")):
@@ -304,7 +304,7 @@ def test_a_closed_store_holds_and_serves_nothing() -> None:
         lambda: store.fetch(0, [0]),
         lambda: fill(store, [1]),
         lambda: store.reserve(1),
-        store.settle,
+        store.wait_for_copies,
     ):
         with pytest.raises(StoreError, match="it is closed; open another"):
             call()
@@ -323,7 +323,7 @@ def test_a_store_outlives_inference_mode() -> None:
     check(store, 2, list(range(10)))
     with torch.inference_mode():
         empty = open_store(4)
-    assert empty.table.rows().shape == (LAYERS, 0)
+    assert empty.table.device_slots().shape == (LAYERS, 0)
 
 
 def test_work_is_done_at_once_without_streams() -> None:
@@ -343,22 +343,22 @@ def test_the_table_is_as_wide_as_what_is_held(tmp_path: Path) -> None:
     store, pinned, last = open_store(12), [3, 40], 20
     for unit in range(600):
         fill(store, [unit])
-        store.drop([one for one in store.units(0) if one <= unit - last and one not in pinned])
+        store.drop_units([one for one in store.units(0) if one <= unit - last and one not in pinned])
         if unit % 97 == 96:
-            store.cut(unit - 5)
+            store.forget_from(unit - 5)
             fill(store, list(range(unit, unit - 6, -1)))
     held = [*pinned, *range(580, 600)]
     store.save(tmp_path)
     for _ in range(2):
-        assert store.table.rows().shape[1] == store.table.slot.shape[1] <= 4 * len(held)
+        assert store.table.device_slots().shape[1] == store.table.slot.shape[1] <= 4 * len(held)
         for layer in range(LAYERS):
-            assert store.units(layer) == held and store.table.look([layer], [2, 41, 579]).max() == -1
+            assert store.units(layer) == held and store.table.find_slots([layer], [2, 41, 579]).max() == -1
             check(store, layer, held[::-1])
         with pytest.raises(StoreError, match="does not hold unit 41"):
             store.fetch(0, [40, 41])
         store.load(tmp_path)
     assert store.table.slot.shape[1] <= 4 * len(held)
-    store.cut(0)
+    store.forget_from(0)
     fill(store, [0, 1])
     check(store, 1, [1, 0])
     assert store.units() == [0, 1] and store.table.at.gap == 0

@@ -57,7 +57,7 @@ def test_what_is_cut_is_written_anew(tmp_path: Path) -> None:
     store = open_store()
     fill(store, list(range(8)))
     store.save(tmp_path / "one")
-    store.cut(6)
+    store.forget_from(6)
     for layer in range(LAYERS):
         store.put(layer, [6, 7], *contents(layer, [6, 7], salt=1))
     store.save(tmp_path / "two")

@@ -211,8 +211,7 @@ def _encode(
     trained = torch.is_grad_enabled() and any(p.requires_grad for one in outside for p in one.parameters())
     if states or trained or given.get("return_dict") is False or not bare.isdisjoint(WHOLE):
         return whole(*args, **kwargs)
-    run_each = map if context is None else context.run_each
-    return joined(family, model, kind, whole, name, given, most, run_each)
+    return joined(family, model, kind, whole, name, given, most, context.run_each if context else map)
 
 
 def _joined(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from mmaccel import models
 from mmaccel.backends import flash, select, triton
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import KERNELS
@@ -121,6 +122,16 @@ def test_what_is_not_installed_is_said(
     assert found["kernels"][KERNELS["flash_2"]] == "flash-attn is not installed"
     assert "mmaccel needs triton>=3.6; it is not installed" in found["problems"]
     assert "mmaccel needs av<20; 99.0 is installed" in found["problems"]
+
+
+def test_a_torchvision_of_another_torch_is_a_problem(
+    examined: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "99.0" if name == "torchvision" else real(name))
+    for declared, count in (["nms"], 1), ([], 0):
+        monkeypatch.setattr(models, "DECLARED", declared)
+        assert sum("import mmaccel before transformers" in one for one in examined()["problems"]) == count
 
 
 def test_what_is_broken_is_said(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from mmaccel.backends import flash, select, triton
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import KERNELS
 from mmaccel.cli.choices import parse_size
+from mmaccel.core import rates
 from tests import SOURCES, python
 from tests.cli import Call
 
@@ -157,6 +159,19 @@ def test_it_names_one_preset_and_says_what_does_not_fit(call: Call) -> None:
     assert (status, err) == (0, "")
     assert "take film-many-questions: film-many-questions alone fits: " in out and out.count("lacks") == 2
     assert "captions: no, for it takes a draft model" in out
+
+
+def test_of_a_cpu_it_counts_one_memory(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(rates.DEVICES["h200"], name="cpu", products={256: 1e11, 1024: 2e11})
+    monkeypatch.setitem(rates.DEVICES, "slow", slow)
+    words = ("recommend", "--minutes", 60, "--questions", 5, "--device", "slow", "--host-memory", "64GB")
+    status, out, _ = call(*words, "--memory", "24GB")
+    head, _, title, first, *_ = out.splitlines()
+    assert status == 0 and head == "qwen2.5-vl-7b on cpu, 1800 frames:"
+    assert "memory" in title and "host" not in title and " h " in first and "Nothing fits" not in first
+    lacks = call.object(*words, "--memory", "24GB", "--json")["presets"]["exact"]
+    assert lacks["lacks_device_bytes"] > 0 == lacks["lacks_host_bytes"]
+    assert f"lacks {lacks['lacks_device_bytes'] / 1e9:.1f} GB of memory" in first
 
 
 def test_json_has_each_preset(call: Call) -> None:

@@ -186,4 +186,8 @@ def test_json_has_each_preset(call: Call) -> None:
 
 
 def test_sizes_are_decimal_or_binary() -> None:
-    assert [parse_size(text, "") for text in ("24GB", "1.5 gib", "2000000")] == [24 * 10**9, 3 << 29, 2 * 10**6]
+    assert [parse_size(text, "") for text in ("24GB", "1.5 gib", "2000000")] == [
+        24 * 10**9,
+        3 << 29,
+        2 * 10**6,
+    ]

@@ -202,6 +202,18 @@ def test_a_draft_is_found_out(what: str) -> None:
         check_policy(strategy())
 
 
+def test_a_class_that_is_not_registered_is_told_to_be() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Ahead(SparsePattern):
+        """Of no name."""
+
+        plan, max_blocks_total = Sound.plan, Sound.max_blocks_total
+
+    for use in (check_policy, lambda one: mmaccel.Recipe.load(sparse=one)):
+        with sentence(RecipeError, "sparse: Ahead has no name; write @register('sparse', NAME) above"):
+            use(Ahead())
+
+
 def test_nothing_else_is_a_policy() -> None:
     for sound in (Sound(), Half()):
         check_policy(sound)

@@ -350,12 +350,14 @@ class ForwardPass(PrefillPass):
         even = scale * query.shape[3] ** 0.5
         query = query if abs(even - 1) < 1e-3 else query * even
         plan = self.config.plan(layer, query, key, value, *self._shown(view.column))
-        if plan is not None:
-            if not self.stream:  # of which a pass is a part, and nobody knows how long the whole will be
-                self.config.check_length(self.layout.length + self.rest)
-            check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.padded)
-            plan = plan if view.window is None else plan.within(view.sinks, view.window)
-        if plan is None or all(begin == end for _, begin, end in self._tails):
+        if plan is None:
+            (self.meter or self.config.meter).unplanned(recipe.sparse.at(layer), query.shape[1])
+            return None
+        if not self.stream:  # of which a pass is a part, and nobody knows how long the whole will be
+            self.config.check_length(self.layout.length + self.rest)
+        check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.padded)
+        plan = plan if view.window is None else plan.within(view.sinks, view.window)
+        if all(begin == end for _, begin, end in self._tails):
             return plan
         heads = [begin for _, begin, _ in self._tails]
         if len(heads) == 1:
@@ -371,8 +373,7 @@ class ForwardPass(PrefillPass):
     def _count(self, layer: int, plan: Any, view: KVView, query: Tensor, images: Any) -> None:
         if not self.prefill:
             return
-        heads = query.shape[1]
-        new = slice(self.start, self.start + query.shape[2])
+        heads, new = query.shape[1], slice(self.start, self.start + query.shape[2])
         pairs = ((self.layout.position[:, new] + 1) * self.layout.valid[:, new]).double()
         causal = pairs.sum(1, keepdim=True)
         if view.window is not None:

@@ -7,11 +7,15 @@ it is a stock script.
 """
 
 import sys
-
-from qwen_vl_utils import process_vision_info
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from importlib.util import find_spec
 
 import mmaccel
+
+# isort: split
+# After it: a torchvision built for CUDA then imports beside a torch for CPUs too (docs/troubleshooting.md).
+import torchvision
+from qwen_vl_utils import process_vision_info
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
 def answer(name, video, question, recipe="long-video", max_new_tokens=128):
@@ -32,4 +36,6 @@ def answer(name, video, question, recipe="long-video", max_new_tokens=128):
 
 
 if __name__ == "__main__":
+    if not (find_spec("torchcodec") or find_spec("decord") or hasattr(torchvision.io, "read_video")):
+        sys.exit("qwen_vl_utils finds nothing to read video with; pip install torchcodec, or decord.")
     print(answer(*sys.argv[1:4])[0])

@@ -132,9 +132,10 @@ SHARES = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "M
 
 
 def parse_size(text: str, option: str) -> int:
-    """Parse a size such as 24GB or 22.5GiB to bytes; raises `RecipeError`."""
+    """Parse a size such as 24GB or 22.5GiB to bytes; raises `RecipeError`, also for a few bytes, which lack their unit."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2].upper() not in SHARES or not float(found[1]):
+    least = 1 if found and found[2] else 1 << 20
+    if not found or found[2].upper() not in SHARES or float(found[1]) * SHARES[found[2].upper()] < least:
         raise RecipeError(f"{option}: {text!r} is not a size; give one such as 24GB or 22.5GiB.")
     return int(float(found[1]) * SHARES[found[2].upper()])
 

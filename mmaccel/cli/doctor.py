@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from typer import Option
 
+from mmaccel import models
 from mmaccel.backends import measure, select
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.select import version
@@ -56,6 +57,11 @@ def system_report() -> dict[str, Any]:
                     import_module(module)
             except Exception as error:  # whatever a broken package raises
                 problems.append(f"{name} {versions[name]} cannot be imported: {_line(error)}")
+        if versions["torchvision"] is not None and models.DECLARED:
+            problems.append(
+                f"torchvision {versions['torchvision']} is built for CUDA, and torch for CPUs: it imports only after "
+                "mmaccel; import mmaccel before transformers, or install the torchvision of this torch"
+            )
         device = _device(problems)
     # PyTorch warns of a driver that is too old or a device that it cannot use.
     problems += [_line(one.message) for one in heard if "CUDA" in str(one.message)]

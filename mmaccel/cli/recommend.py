@@ -41,7 +41,7 @@ def recommend(
     """Which preset to take for a video and its questions: predicted seconds and memory of each, and whether it fits."""
     import torch
 
-    from mmaccel.models.recommend import device_of, sizes_of
+    from mmaccel.models.recommend import device_of, sizes_of, spelled
     from mmaccel.models.recommend import recommend as run
 
     given = re.fullmatch(r"(\d+)x(\d+)", frame_size)
@@ -69,20 +69,18 @@ def recommend(
         told = {"take": found.name, "why": found.why, "device": rates.name, "frames": work.frames}
         print_json({**told, "presets": presets, "cannot": found.unfit})
         return
+    say(f"{model} on {rates.name}, {work.frames} frames:\n")
     table = Table(box=None, pad_edge=False)
-    for title in ("preset", "first answer", "a question", "tokens/s", "device", "host", ""):
+    memories = ("device", "host") if rates.cuda else ("memory",)  # a CPU has one memory
+    for title in ("preset", "first answer", "a question", "tokens/s", *memories, ""):
         table.add_column(title, justify="left" if title in ("preset", "") else "right")
     for preset, one in found.costs.items():
-        device_lacks, host_lacks = found.lacks[preset]
-        lacks = [
-            f"{n / 1e9:.1f} GB {where}"
-            for n, where in ((device_lacks, "of device"), (host_lacks, "of host"))
-            if n
-        ]
-        asked = f"{one.question_s:.2g} s" if one.session else ""
-        seconds = f"{one.first_s:.3g} s", asked, f"{1 / one.token_s:.3g}"
-        held = f"{one.device_bytes / 1e9:.1f} GB", f"{one.host_bytes / 1e9:.1f} GB"
-        table.add_row(preset, *seconds, *held, f"lacks {' and '.join(lacks)}" if lacks else "fits")
+        parts = zip(memories, found.lacks[preset], strict=False)
+        lacks = " and ".join(f"{n / 1e9:.1f} GB of {where}" for where, n in parts if n)
+        asked = spelled(one.question_s) if one.session else ""
+        held = [f"{n / 1e9:.1f} GB" for n in (one.device_bytes, one.host_bytes)][: len(memories)]
+        times = spelled(one.first_s), asked, f"{1 / one.token_s:.3g}"
+        table.add_row(preset, *times, *held, f"lacks {lacks}" if lacks else "fits")
     out().print(table)
     for preset, why in found.unfit.items():
         say(f"{preset}: no, for {why}.")

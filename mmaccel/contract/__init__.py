@@ -13,6 +13,7 @@ from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import SparsePattern
+from mmaccel.core.registry import Policy, check_registered
 
 __all__ = ["check_family", "check_policy"]
 
@@ -27,6 +28,8 @@ def check_policy(policy: Any, *, rounds: int = 12, seed: int = 0) -> None:
     Prompts have 20 to 600 tokens: give fields small enough to leave something out of these. `rounds` prompts of `seed` are
     tested. It does not measure how good the policy is.
     """
+    if isinstance(policy, Policy):
+        check_registered(policy)
     if isinstance(policy, SparsePattern):
         check_pattern(policy, rounds, seed)
     elif isinstance(policy, TokenPruner):

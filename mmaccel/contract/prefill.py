@@ -86,6 +86,7 @@ def random_signals(layout: TokenLayout, stage: Stage, seed: int = 0, asked: int 
 
 def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
     """Test the plans of a sparse pattern on `rounds` random prompts; raises `RecipeError` for the first violation."""
+    planned = pattern.dense or set(pattern.head_pattern_names(1)) == {"dense"}
     for n in range(rounds):
         rng, g = Random(seed * 1000 + n), torch.Generator().manual_seed(seed * 1000 + n)
         keys = layout(rng, LENGTHS[n % len(LENGTHS)], batch=1 + n % 2)
@@ -93,6 +94,7 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
         heads, groups = rng.choice(((4, 2), (2, 2), (3, 1)))
         query, key = (torch.randn(keys.batch, h, keys.length, 16, generator=g) for h in (heads, groups))
         plan = check_plan(pattern, query[:, :, start:], key, keys.take(slice(start, None)), keys)
+        planned = planned or plan is not None
         require(
             len(pattern.head_pattern_names(heads)) == heads,
             f"sparse {pattern.name!r}: per_head({heads}) names not {heads} patterns; name one a head.",
@@ -106,6 +108,11 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
                 f"sparse {pattern.name!r}: other queries and keys give another plan; set the class field adaptive = True, "
                 "or a plan may serve all layers.",
             )
+    require(
+        planned,
+        f"sparse {pattern.name!r}: plan gives None, which means dense, for each of {rounds} prompts of 20 to 600 tokens; "
+        "return an AttentionPlan, or give fields that plan for prompts so short.",
+    )
 
 
 def check_plan(

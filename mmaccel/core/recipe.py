@@ -20,7 +20,7 @@ from mmaccel.core.files import outside
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.prefill.prune import ScorePruner, TokenPruner
 from mmaccel.core.prefill.sparse import SparsePattern
-from mmaccel.core.registry import BASES, DEFAULTS, policy, registry
+from mmaccel.core.registry import BASES, DEFAULTS, check_registered, policy, registry
 
 YAML_BYTES = 1 << 18
 """Most bytes of a recipe's file."""
@@ -73,6 +73,8 @@ class Recipe:
                 raise RecipeError(
                     f"{name}: {shown(value)} is not a {base.__name__}; give a name, a mapping with a name, or an instance."
                 )
+            if value is not None:
+                check_registered(value)
         if self.backend not in ("auto", *select.BACKENDS):
             raise UnknownName("backend", str(self.backend), ("auto", *select.BACKENDS))
         if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 64):

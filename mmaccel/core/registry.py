@@ -171,6 +171,15 @@ def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping
     return {**fields, name: str(folder / path)} if isinstance(path, str) and path else fields
 
 
+def check_registered(policy: Policy) -> None:
+    """Raise `RecipeError` for a policy without a name, whose class is not registered."""
+    if not hasattr(policy, "name"):
+        kind = next(kind for kind, base in BASES.items() if isinstance(policy, base))
+        raise RecipeError(
+            f"{kind}: {type(policy).__name__} has no name; write @register({kind!r}, NAME) above its @dataclass."
+        )
+
+
 BASES: dict[str, type[Policy]] = dict.fromkeys(("sparse", "kv", "draft", "prune"), Policy)
 """The kinds of policy, each a field of a recipe, and the contract of each, once it is imported."""
 PARTS = ("index", "store")

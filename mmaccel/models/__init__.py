@@ -58,7 +58,10 @@ def _declare_operators() -> None:
         for name in ("nms", "qnms"):
             if not hasattr(torch.ops.torchvision, name):
                 _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                DECLARED.append(name)
 
 
+DECLARED: list[str] = []
+"""Operators of torchvision that this process declared, since torchvision is built for another torch."""
 _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 _declare_operators()

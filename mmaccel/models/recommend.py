@@ -220,7 +220,8 @@ def recommend(
         own = draft if "model" in recipe.draft.needs else None
         one = found[name] = costs.cost(recipe, sizes, work, device, own)
         room = work.memory if device.cuda else min(work.memory, work.host)
-        lacks[name] = max(0, one.device_bytes - room), max(0, one.host_bytes - work.host)
+        # A CPU has one memory: what it lacks is counted once.
+        lacks[name] = max(0, one.device_bytes - room), device.cuda * max(0, one.host_bytes - work.host)
     fits = [name for name in found if lacks[name] == (0, 0)]
     if not fits:
         return Recommendation(None, _none(lacks), found, lacks, unfit)
@@ -233,7 +234,7 @@ def recommend(
         why = f"{name} takes least seconds of those that fit"
     else:
         why = f"{name} says what the plain model says, and takes little longer than {best}"
-    return Recommendation(name, f"{why}: {found[name].total_s:.3g} s in all.", found, lacks, unfit)
+    return Recommendation(name, f"{why}: {spelled(found[name].total_s)} in all.", found, lacks, unfit)
 
 
 def _unfit(
@@ -255,6 +256,14 @@ def _unfit(
     if (recipe.kv.sequences or kept.shown is None) and columns > sizes.limit:
         return f"the video takes {columns} of the model's {sizes.limit} positions"
     return None
+
+
+def spelled(seconds: float) -> str:
+    """Return a time as words: 93 s, 4.2 min, 18.3 h."""
+    for unit, size in ("h", 3600), ("min", 60):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def _none(lacks: dict[str, tuple[int, int]]) -> str:

@@ -155,7 +155,7 @@ class Engine:
 
     def _checked(self, request: ChatRequest) -> int:
         """How many tokens an answer may have. Raises `Refused` or `ModelError` for what is too much, or nothing."""
-        limits, parts = self.settings.limits, [one for message in request.messages for one in message.parts()]
+        limits, parts = self.settings.limits, [one for message in request.messages for one in message.content]
         texts = [part.text for part in parts if isinstance(part, Text)]
         if len(texts) == len(parts) and not any(map(str.strip, texts)):
             raise ModelError("messages: they are empty; ask something.")
@@ -173,7 +173,7 @@ class Engine:
     ) -> list[sources.FetchedSource]:
         """The sources of a request, in order, which together have no more bytes than one may have."""
         found, limits = list[sources.FetchedSource](), self.settings.limits
-        for part in (part for message in request.messages for part in message.parts()):
+        for part in (part for message in request.messages for part in message.content):
             if isinstance(part, Text):
                 continue
             address = part.video_url if isinstance(part, VideoPart) else part.image_url
@@ -229,7 +229,7 @@ class Engine:
     def _alone(self, asked: ActiveRequest) -> str | None:
         """The question of a request that is one on a single video, greedily, under a memory of streams."""
         first, *more = asked.request.messages
-        parts = first.parts()
+        parts = first.content
         fits = asked.recipe in self.streams() and self.recipes[asked.recipe].prune is None
         if more or first.role != "user" or not asked.request.greedy or not fits or len(parts) != 2:
             return None
@@ -334,7 +334,7 @@ class Engine:
             return found
 
         roles = {"developer": "system"}
-        said = [(one.role, [piece(part) for part in one.parts()]) for one in request.messages]
+        said = [(one.role, [piece(part) for part in one.content]) for one in request.messages]
         return [{"role": roles.get(role, role), "content": parts} for role, parts in said]
 
     @contextmanager

@@ -175,8 +175,16 @@ class Guard:
 def validation_error(error: Any) -> tuple[str, str]:
     """The first schema error of a request as (one sentence, field name)."""
     first = error.errors()[0]
-    field = ".".join(str(one) for one in first["loc"] if one != "body") or "the body"
-    return f"{field[:100]}: {str(first['msg'])[:200].rstrip('.').lower()}.", field[:100]
+    if first["type"] in ("json_invalid", "model_attributes_type") and first["loc"][:1] == ("body",):
+        return "the body: it is not a JSON object; send one, as Content-Type: application/json.", "the body"
+    place = [str(one) for one in first["loc"] if one != "body"]
+    # The tag of a part, as in "video_url.video_url.url", is none of the client's fields.
+    field = (
+        ".".join(one for one, after in zip(place, [*place[1:], ""], strict=False) if one != after)
+        or "the body"
+    )
+    told = str(first["msg"]).removeprefix("Value error, ")
+    return f"{field[:100]}: {told[:200].rstrip('.').lower()}.", field[:100]
 
 
 def error_message(error: BaseException) -> str:

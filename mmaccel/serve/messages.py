@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -16,10 +27,33 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        for name in given if isinstance(given, dict) else ():
+            if name not in known and (near := get_close_matches(str(name)[:64], known, n=1)):
+                wrong = PydanticCustomError(
+                    "unknown_field", "there is no such field; take '{near}'", {"near": near[0]}
+                )
+                details = InitErrorDetails(type=wrong, loc=(name,), input=None)
+                raise ValidationError.from_exception_data(cls.__name__, [details])
+        return given
 
-class Address(StrictModel):
+
+class AddressObject(StrictModel):
     url: str
     detail: str | None = None
+
+
+def _as_address(given: Any) -> Any:
+    if not isinstance(given, str | dict | AddressObject):
+        raise ValueError('it is no address; give a text, or {"url": ...}')
+    return {"url": given} if isinstance(given, str) else given
+
+
+Address = Annotated[AddressObject, BeforeValidator(_as_address, json_schema_input_type=str | AddressObject)]
+"""An address, by itself or in OpenAI's object."""
 
 
 class Text(StrictModel):
@@ -40,14 +74,18 @@ class VideoPart(StrictModel):
 Part = Annotated[Text | ImagePart | VideoPart, Field(discriminator="type")]
 
 
+def _as_parts(content: Any) -> Any:
+    if not isinstance(content, str | list):
+        raise ValueError("it is neither a text nor a list of parts; give one of the two")
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(max_length=256)]
+    content: Annotated[
+        list[Part], Field(max_length=256), BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])
+    ]
     name: str | None = None
-
-    def parts(self) -> list[Text | ImagePart | VideoPart]:
-        """The message's content as a list of parts, in order."""
-        return [Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
 class MmaccelOptions(StrictModel):

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from mmaccel import models
 from mmaccel.backends import flash, select, triton
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import KERNELS
 from mmaccel.cli.choices import parse_size
+from mmaccel.core import rates
 from tests import SOURCES, python
 from tests.cli import Call
 
@@ -123,6 +126,16 @@ def test_what_is_not_installed_is_said(
     assert "mmaccel needs av<20; 99.0 is installed" in found["problems"]
 
 
+def test_a_torchvision_of_another_torch_is_a_problem(
+    examined: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "99.0" if name == "torchvision" else real(name))
+    for declared, count in (["nms"], 1), ([], 0):
+        monkeypatch.setattr(models, "DECLARED", declared)
+        assert sum("import mmaccel before transformers" in one for one in examined()["problems"]) == count
+
+
 def test_what_is_broken_is_said(tmp_path: Path) -> None:
     """A Triton that was built for something else: everything but that is still told."""
     (tmp_path / "triton").mkdir()
@@ -148,6 +161,19 @@ def test_it_names_one_preset_and_says_what_does_not_fit(call: Call) -> None:
     assert "captions: no, for it takes a draft model" in out
 
 
+def test_of_a_cpu_it_counts_one_memory(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(rates.DEVICES["h200"], name="cpu", products={256: 1e11, 1024: 2e11})
+    monkeypatch.setitem(rates.DEVICES, "slow", slow)
+    words = ("recommend", "--minutes", 60, "--questions", 5, "--device", "slow", "--host-memory", "64GB")
+    status, out, _ = call(*words, "--memory", "24GB")
+    head, _, title, first, *_ = out.splitlines()
+    assert status == 0 and head == "qwen2.5-vl-7b on cpu, 1800 frames:"
+    assert "memory" in title and "host" not in title and " h " in first and "Nothing fits" not in first
+    lacks = call.object(*words, "--memory", "24GB", "--json")["presets"]["exact"]
+    assert lacks["lacks_device_bytes"] > 0 == lacks["lacks_host_bytes"]
+    assert f"lacks {lacks['lacks_device_bytes'] / 1e9:.1f} GB of memory" in first
+
+
 def test_json_has_each_preset(call: Call) -> None:
     told = call.object(*FILM, "--memory", "80GiB", "--draft", "qwen2.5-vl-3b", "--json")
     assert set(told["presets"]) == {"exact", "long-video", "film-many-questions", "captions", "everything"}
@@ -160,4 +186,8 @@ def test_json_has_each_preset(call: Call) -> None:
 
 
 def test_sizes_are_decimal_or_binary() -> None:
-    assert [parse_size(text, "") for text in ("24GB", "1.5 gib", "7")] == [24 * 10**9, 3 << 29, 7]
+    assert [parse_size(text, "") for text in ("24GB", "1.5 gib", "2000000")] == [
+        24 * 10**9,
+        3 << 29,
+        2 * 10**6,
+    ]

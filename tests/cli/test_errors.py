@@ -128,6 +128,7 @@ ERRORS: dict[str, tuple[str, str]] = {
         "--out: no/where.jsonl is not a place for a file",
     ),
     "memory": (f"{RECOMMEND} --memory much", "--memory: 'much' is not a size; give one such as 24GB"),
+    "memory of no unit": (f"{RECOMMEND} --memory 24", "--memory: '24' is not a size; give one such as 24GB"),
     "host memory": (f"{RECOMMEND} --host-memory 0GB", "--host-memory: '0GB' is not a size"),
     "frame size": (f"{RECOMMEND} --frame-size big", "--frame-size: 'big' is not HEIGHTxWIDTH"),
     "a device by no name": (f"{RECOMMEND} --device h900", "Devices known by name are h200, h100"),

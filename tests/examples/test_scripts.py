@@ -19,6 +19,7 @@ import mmaccel
 from mmaccel import media
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
+from tests import python
 from tests.examples import EXAMPLES, example
 from tests.media.films import write_film
 
@@ -80,6 +81,18 @@ def test_the_script_is_a_stock_one_but_for_the_line() -> None:
         if "mmaccel" in line
     ]
     assert lines == ["import mmaccel", "    with mmaccel.accelerate(model, recipe):  # the line"]
+
+
+def test_the_script_runs_as_installed() -> None:
+    """Its imports stand in an order that a torchvision of another build survives; a missing reader is a sentence."""
+    pytest.importorskip("qwen_vl_utils")
+    if hasattr(pytest.importorskip("torchvision").io, "read_video"):
+        pytest.skip("torchvision reads video itself")
+    lines = ["import runpy, sys", "sys.modules['decord'] = sys.modules['torchcodec'] = None", "try:"]
+    lines += [f"    runpy.run_path({str(EXAMPLES / 'stock_qwen.py')!r}, run_name='__main__')"]
+    lines += ["except SystemExit as told:", "    print(told)"]
+    told = python("-c", "\n".join(lines)).stdout
+    assert told == "qwen_vl_utils finds nothing to read video with; pip install torchcodec, or decord.\n"
 
 
 SPARSE = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "dense_tail": 0}

@@ -22,7 +22,7 @@ from mmaccel.policies.sparse import PerHead
 from tests import sentence
 from tests.core.toy import ToyModel, bigram
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.policies.faulty import DRAFTS, MEMORIES, PRUNE, SPARSE, Half, Pooled, Sound
+from tests.policies.faulty import DRAFTS, MEMORIES, PRUNE, SPARSE, Half, Pooled, Sound, wrong
 from tests.policies.kv.memory import open_state, written
 
 EVERY = [(kind, name) for kind in BASES for name in registry(kind)]
@@ -132,6 +132,17 @@ def test_a_plan_of_other_sizes(model: Any, what: str) -> None:
         forward(model, sparse=pattern(), dense_tail=0)
 
 
+def test_a_pattern_that_plans_nothing_says_so(model: Any) -> None:
+    plan_less = wrong(Sound, plan=lambda *_: None)()
+    with torch.no_grad(), mmaccel.accelerate(model, sparse=plan_less) as fast:
+        fast(**prompt("llava", PROMPTS["long"]))
+        assert fast.report().notes == (
+            "sparse: sound planned nothing for some layers or passes; these are dense",
+        )
+    with sentence(RecipeError, "plan gives None, which means dense, for each of 12 prompts"):
+        check_policy(plan_less)
+
+
 def test_a_sound_pattern_and_pruner_run(model: Any) -> None:
     plain = forward(model, sparse="dense")
     torch.testing.assert_close(forward(model, sparse=Sound(), dense_tail=0), plain, atol=1e-5, rtol=0)
@@ -200,6 +211,18 @@ def test_a_draft_is_found_out(what: str) -> None:
     with sentence(RecipeError, words), warnings.catch_warnings():
         warnings.simplefilter("ignore", MmaccelWarning)
         check_policy(strategy())
+
+
+def test_a_class_that_is_not_registered_is_told_to_be() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Ahead(SparsePattern):
+        """Of no name."""
+
+        plan, max_blocks_total = Sound.plan, Sound.max_blocks_total
+
+    for use in (check_policy, lambda one: mmaccel.Recipe.load(sparse=one)):
+        with sentence(RecipeError, "sparse: Ahead has no name; write @register('sparse', NAME) above"):
+            use(Ahead())
 
 
 def test_nothing_else_is_a_policy() -> None:

@@ -69,6 +69,14 @@ def test_an_answer_is_that_of_generate(served: Served, recipe: str, streamed: bo
     assert ours["report"]["new_tokens"] == usage["completion_tokens"]
 
 
+def test_an_address_may_be_a_plain_text(served: Served) -> None:
+    short = {"type": "video_url", "video_url": frames_url()}
+    told = [
+        served.chat([one, text()], max_tokens=4).json()["choices"] for one in (short, video(frames_url()))
+    ]
+    assert told[0] == told[1]
+
+
 def test_evidence_names_frames_and_shows_them(served: Served) -> None:
     ours = {"recipe": "mosaic", "thumbnails": True}
     answer = served.chat([video(frames_url()), text()], mmaccel=ours).json()
@@ -246,7 +254,16 @@ def test_metrics_count(served: Served) -> None:
         ({"messages": []}, "messages: list should have at least 1 item"),
         ({"response_format": {"type": "json_schema"}}, "json_schema goes with the type json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type: input should be"),
-        ({"stop": ["", "a"]}, "stop: value error, a stop text is empty"),
+        ({"stop": ["", "a"]}, "stop: a stop text is empty"),
+        ({"mmaccel": {"recip": "mosaic"}}, "mmaccel.recip: there is no such field; take 'recipe'"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.content: it is neither a text nor a list",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]},
+            "messages.0.content.0.video_url.url: field required",
+        ),
         ({"mmaccel": {"frames": 10**7}}, "frames: 10000000 is more than the 4096"),
     ],
 )

@@ -172,6 +172,14 @@ def test_a_body_that_is_none_is_refused(served: Served, name: str, body: bytes) 
         assert client.get("/health").json()["status"] == "ok"
 
 
+@pytest.mark.parametrize("kind", ["application/json", "application/x-www-form-urlencoded", None])
+def test_a_body_that_is_no_json_is_called_so(served: Served, kind: str | None) -> None:
+    head = {} if kind is None else {"Content-Type": kind}
+    with served.client() as client:
+        told = client.post(CHAT, content=b"{bad", headers=head).json()["error"]["message"]
+    assert told == "the body: it is not a JSON object; send one, as Content-Type: application/json."
+
+
 def test_pictures_and_videos_of_too_many_pixels_are_refused_before_they_are_decoded(
     served: Served, tmp_path: Path
 ) -> None:

@@ -330,8 +330,7 @@ class ForwardPass(PrefillPass):
         """[b, N] bool: which keys of a view are no padding, of some sequences; None where no token is padding."""
         if not self.layout.has_padding:
             return None
-        valid = self.layout.valid[some]
-        return valid if view.column is None else valid[:, view.column]
+        return self.layout.valid[some] if view.column is None else self.layout.valid[some][:, view.column]
 
     def _plan(
         self, layer: int, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -341,8 +340,9 @@ class ForwardPass(PrefillPass):
         exact = recipe.sparse.dense or layer in recipe.dense_layers or layer in self.config.sliding
         if not self.prefill or exact or query.shape[2] < MIN_ROWS:
             return None
+        meter = self.meter or self.config.meter
         if view.bias is not None:
-            (self.meter or self.config.meter).add_note(BIASED.format(recipe.sparse.name))
+            meter.add_note(BIASED.format(recipe.sparse.name))
             return None
         if not self._counts_ranks(view) or not self.beats_dense(layer, query, key.shape[2], view):
             return None
@@ -350,12 +350,14 @@ class ForwardPass(PrefillPass):
         even = scale * query.shape[3] ** 0.5
         query = query if abs(even - 1) < 1e-3 else query * even
         plan = self.config.plan(layer, query, key, value, *self._shown(view.column))
-        if plan is not None:
-            if not self.stream:  # of which a pass is a part, and nobody knows how long the whole will be
-                self.config.check_length(self.layout.length + self.rest)
-            check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.has_padding)
-            plan = plan if view.window is None else plan.limit_to_window(view.sinks, view.window)
-        if plan is None or all(begin == end for _, begin, end in self._tails):
+        if plan is None:
+            meter.note_unplanned(recipe.sparse.for_layer(layer), query.shape[1])
+            return None
+        if not self.stream:  # of which a pass is a part, and nobody knows how long the whole will be
+            self.config.check_length(self.layout.length + self.rest)
+        check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.has_padding)
+        plan = plan if view.window is None else plan.limit_to_window(view.sinks, view.window)
+        if all(begin == end for _, begin, end in self._tails):
             return plan
         heads = [begin for _, begin, _ in self._tails]
         if len(heads) == 1:
@@ -371,8 +373,7 @@ class ForwardPass(PrefillPass):
     def _count(self, layer: int, plan: Any, view: KVView, query: Tensor, images: Any) -> None:
         if not self.prefill:
             return
-        heads = query.shape[1]
-        new = slice(self.start, self.start + query.shape[2])
+        heads, new = query.shape[1], slice(self.start, self.start + query.shape[2])
         pairs = ((self.layout.position[:, new] + 1) * self.layout.valid[:, new]).double()
         causal = pairs.sum(1, keepdim=True)
         if view.window is not None:
@@ -387,8 +388,7 @@ class ForwardPass(PrefillPass):
             listed = plan.count_listed_pairs()
             if self.config.choice is not None and self.config.choice.costs is not None:
                 expected = self._expected(layer, query.shape[2], view.key.shape[2], view.column)
-                told = *to_host(listed.mean()), expected
-                self.listed[self.start] = self._before[layer] = told
+                self.listed[self.start] = self._before[layer] = (*to_host(listed.mean()), expected)
             tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
             listed = listed + tails[:, None]
             if images is not None:

@@ -156,7 +156,7 @@ class Scenes:
             own = out.float() / out.float().square().mean(-1, keepdim=True).sqrt()
             return (STRENGTH * about + own).to(out.dtype)
 
-        hook = self.family.words(self.model).register_forward_hook(tell)
+        hook = self.family.token_embedding(self.model).register_forward_hook(tell)
         try:
             yield
         finally:

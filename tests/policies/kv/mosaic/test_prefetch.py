@@ -119,7 +119,7 @@ class Deaf:
     """A lane that waits for nothing."""
 
     def __init__(self, lane: SimLane) -> None:
-        self.run, self.mark, self.uses = lane.run, lane.mark, lane.keep_alive
+        self.run, self.mark, self.keep_alive = lane.run, lane.mark, lane.keep_alive
 
     def wait(self, mark: LaneMark) -> None:
         return

@@ -61,7 +61,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     WAITS: [(FairLock, "_aside"), (FairLock, "_acquire")],
     "clip": [(StreamRunner, "take_frames")],
     "pixels": [(HFStreamAdapter, "features")],
-    "tower": [(StreamPasses, "encode_pixels")],
+    "tower": [(StreamPasses, "encoded")],
     "layers": [(StreamRunner, "run_units")],
     "token": [(QuestionRunner, "step")],
     "question": [(QuestionRunner, "prefill")],

@@ -249,7 +249,9 @@ def test_ask_gives_programs_the_tokens_left(call: Call, clip: str, ov: str, tmp_
 def test_ask_names_what_the_draft_read(
     call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pruner: str
 ) -> None:
-    read: list[int] = heard(monkeypatch, DraftModelState, "keep", lambda state, columns: columns.numel())
+    read: list[int] = heard(
+        monkeypatch, DraftModelState, "keep_columns", lambda state, columns: columns.numel()
+    )
     recipe = tmp_path / "pruned.yaml"
     fields = f"prune: {{name: {pruner}, retention: 0.07}}"
     recipe.write_text(f"draft: {{name: sequential, model: {ov}, {fields}}}")

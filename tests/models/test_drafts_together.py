@@ -193,13 +193,13 @@ def test_tokens_that_are_never_said_are_those_in_every_type(dtype: torch.dtype) 
 class Stand:
     """A sequence of so many rounds in `Batch`, whose draft's logits end in an error if it is `bad`."""
 
-    adapts, has_unread_draft, judged, together = False, False, (0, 0), None
+    adapts_length, has_unread_draft, judged, together = False, False, (0, 0), None
 
     def __init__(self, rounds: int, bad: bool = False, begun: Callable[[], object] = lambda: None) -> None:
         self.left, self.bad, self.ended, self.target, self.dropped = rounds, bad, False, self, 0
         self.begun = begun
 
-    def offer(self, most: int | None) -> Any:
+    def offer_rows(self, most: int | None) -> Any:
         self.begun()
         kind = DraftStep(self, torch.zeros(1).long(), 8, ("?",) if self.bad else ())  # type: ignore[arg-type]
         try:
@@ -232,9 +232,9 @@ def test_logits_that_one_draft_cannot_take_are_nothing_to_the_others() -> None:
 class Adapts(Stand):
     """One whose draft reads its prompt in the first round in which it drafts."""
 
-    adapts, has_unread_draft = True, True
+    adapts_length, has_unread_draft = True, True
 
-    def offer(self, most: int | None) -> Any:
+    def offer_rows(self, most: int | None) -> Any:
         self.asked = most
         self.has_unread_draft = self.has_unread_draft and not most
         yield from ()

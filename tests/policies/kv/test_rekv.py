@@ -248,7 +248,7 @@ def _check_turned(state: Any) -> None:
 
 def _spy(state: Any, used: list[int]) -> None:
     positions = state.stream.positions
-    for method in ("units", "chosen"):
+    for method in ("units", "of_units"):
         inner = getattr(positions, method)
 
         def spied(*args: Any, inner: Any = inner) -> Tensor:

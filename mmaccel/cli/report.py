@@ -22,6 +22,8 @@ Page = Annotated[
     Option("--report", help="Also write the run to this file, as one page of HTML that needs no network."),
 ]
 
+FIX = "give a file of what `mmaccel ask --json` or `mmaccel watch --json` printed"
+
 
 def report(
     run: Annotated[
@@ -36,14 +38,12 @@ def report(
 
     Frames are read from the video again; for a camera or URL the page shows times only.
     """
-    told = outside.read_json(run, f"run {shown(run, outside.PATH)}", RecipeError)
+    told = outside.read_json(run, f"run {shown(run, outside.PATH)}", RecipeError, fix=FIX)
     output = Path(run).with_suffix(".html") if output is None else output
     try:
         write_page(told, output, told["video"] if video is None else video)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise RecipeError(
-            f"{shown(run, outside.PATH)} is no run; give what `mmaccel ask --json` or `mmaccel watch --json` printed."
-        ) from error
+        raise RecipeError(f"{shown(run, outside.PATH)} is no run; {FIX}.") from error
 
 
 def check_page(path: Path | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,8 @@ def serve(
         private=private,
         origins=tuple(origin or ()),
     )
+    if not ray:
+        _check_port(host, port)
     chosen = choices.load_recipes(recipe or list(DEFAULT), draft)
     lets_go = [name for name, one in chosen.items() if hasattr(one.kv, "keep_seconds")]
     for name in lets_go or list(chosen):
@@ -94,6 +97,17 @@ def serve(
         deploy(make, settings, replicas, (device != "cpu") if gpus is None else gpus)
     else:
         run(make())
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise `MmaccelError` where nothing can listen, before a model is loaded."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        why = str(error.strerror).partition(" (")[0].lower()  # Python adds the address
+        raise MmaccelError(
+            f"--port: {host}:{port} cannot be served ({why}); free it, or give another --port."
+        ) from error
 
 
 def _engine(model: str, device: str, dtype: str, chosen: Mapping[str, Recipe], settings: Settings) -> Engine:

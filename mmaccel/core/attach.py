@@ -345,10 +345,10 @@ def accelerate(
     """Attach a recipe to an unmodified Hugging Face model, whose `generate` is then accelerated. For a model in a PEFT
     wrapper, the recipe is attached to the inner model, and the wrapper's `generate` is accelerated too.
 
-    recipe: a preset's or policy's name, a YAML path, a mapping or a `Recipe`; `choices` set its fields (``sparse=...``,
-    ``kv=...``, ``draft=...``). context_mesh: processes with the whole model each, which share the rows of every prompt and
-    make the same calls (docs/several_gpus.md). Use the result as a context manager, or call its `detach`. Waits until calls
-    in other threads have ended. Raises `RecipeError` or `ModelError` in one sentence; the model is then as it was before.
+    recipe: a preset's or policy's name, a YAML path, a mapping, a `Recipe`, or None, which only measures the plain model;
+    `choices` set its fields (``sparse=...``, ``kv=...``). context_mesh: processes with the whole model each, which share the
+    rows of every prompt and make the same calls (docs/several_gpus.md). Use the result as a context manager, or `detach` it.
+    Waits until calls in other threads have ended. Raises `RecipeError` or `ModelError`; the model is then as it was before.
     """
     chosen = Recipe.load(recipe, **choices)
     if attached(model) is not None:

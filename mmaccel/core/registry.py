@@ -239,6 +239,11 @@ class Registry(Mapping[str, type[Any]]):
         cls = self[name]
         given = dict(cls.upgrade(fields or {}) if issubclass(cls, Policy) else fields or {})
         known = [f.name for f in dataclasses.fields(cls) if f.init]
+        if given and not known:
+            field = next(iter(given))
+            having = self.names_where(lambda one: field in {f.name for f in dataclasses.fields(one)})
+            more = f", or take {self.kind} {having}" if having else ""
+            raise RecipeError(f"{self.kind} {name!r} has no fields; remove {shown(field)}{more}.")
         for field in given:
             if field not in known:
                 unknown = field if isinstance(field, str) else shown(field)

@@ -257,7 +257,10 @@ def memory_text(kv: Fields) -> str:
     if held := kv.get("held"):
         mean = kv.get("held_mean", held)
         least = ", the mean of the layers" if mean < held else ""
-        parts.append(f"{mean:.0f} of {plural(round(kv.get('seen', held)), 'token')} held{least}")
+        of, seen = (
+            ("of", " held") if mean <= kv.get("seen", held) else ("places for", ": a question holds copies")
+        )
+        parts.append(f"{mean:.0f} {of} {plural(round(kv.get('seen', held)), 'token')}{seen}{least}")
     return ", ".join(parts)
 
 

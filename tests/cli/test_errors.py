@@ -99,6 +99,11 @@ ERRORS: dict[str, tuple[str, str]] = {
     "no time at all": ("ask CLIP 'what ?' --model OV --timeout 0", "--timeout 0 must be"),
     "no name": ("ask '' 'what ?' --model OV", "check the path."),
     "a recipe that is a folder": ("ask CLIP 'what ?' --recipe FOLDER/a.yaml", "is a folder, not a file"),
+    "a field of full": (
+        "ask CLIP 'what ?' --recipe FOLDER/full.yaml",
+        "kv 'full' has no fields; remove 'frames'",
+    ),
+    "a report of a recipe": ("report FOLDER/full.yaml", "give a file of what `mmaccel ask --json` or"),
     "a recipe in UTF-16": ("ask CLIP 'what ?' --recipe FOLDER/16.yaml", "is not UTF-8 text: line 1 has"),
     "words": ("eval caption --model OV --words 2", "max_words must be 17 or more"),
     "near memory": ("watch CLIP --model OV --recipe rekw", "rekv"),
@@ -144,6 +149,7 @@ def test_a_users_error_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "a.yaml").mkdir()
+    (tmp_path / "full.yaml").write_text("kv: {name: full, frames: 64}")
     (tmp_path / "16.yaml").write_text("sparse: a_shape", encoding="utf-16")
     stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
     given = (stand.get(one, one) for one in shlex.split(arguments))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +33,16 @@ httpx = pytest.importorskip("httpx2")
 )
 def test_what_is_wrong_is_one_sentence(arguments: list[str], told: str, call: Call) -> None:
     assert told in call.error("serve", *arguments)
+
+
+def test_a_port_that_is_taken_is_named(call: Call) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = call.error("serve", "--port", port)
+    assert (
+        f"--port: 127.0.0.1:{port} cannot be served (address already in use); free it, or give another"
+        in told
+    )
 
 
 @pytest.mark.parametrize(("name", "extra", "option"), [("fastapi", "serve", ()), ("ray", "ray", ("--ray",))])

@@ -75,7 +75,7 @@ class KVState(ABC):
 
     @abstractmethod
     def held_columns(self) -> int:
-        """Return the number of columns whose keys are still held (by the layer that holds most)."""
+        """Return how many columns' keys are held (by the layer that holds most), with the copies that a question made."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -173,7 +173,7 @@ def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping
 
 def check_registered(policy: Policy) -> None:
     """Raise `RecipeError` for a policy without a name, whose class is not registered."""
-    if not hasattr(policy, "name"):
+    if "name" not in dir(policy):
         kind = next(kind for kind, base in BASES.items() if isinstance(policy, base))
         raise RecipeError(
             f"{kind}: {type(policy).__name__} has no name; write @register({kind!r}, NAME) above its @dataclass."

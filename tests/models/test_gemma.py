@@ -46,7 +46,7 @@ FAULTS = {
     "later": (Images, "next_cut", lambda self, end: end, "in chunks"),
     "windows": (
         gemma.Gemma3,
-        "sliding",
+        "sliding_layers",
         lambda *a: dict.fromkeys(NARROW(*a), 1 << 16),
         "dense, text|dense, a video",
     ),

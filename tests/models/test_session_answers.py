@@ -177,7 +177,7 @@ def test_a_timeout_holds_inside_a_long_question(clock: SimpleNamespace) -> None:
         answer = session.ask("what was it ? " * 100, timeout=2.0)
         assert (answer.ids, answer.text, answer.ttft_s, answer.finish_reason) == ((), "", 0.0, "timeout")
         assert slow.calls == 1 and answer.evidence == ()
-        del session._stream_adapter.__dict__["words"]
+        del session._stream_adapter.__dict__["token_embeds"]
         assert session.ask(QUESTION, 3).ids == before.ids
 
 

@@ -171,12 +171,12 @@ def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping
     return {**fields, name: str(folder / path)} if isinstance(path, str) and path else fields
 
 
-def check_registered(policy: Policy) -> None:
+def check_registered(made: Policy) -> None:
     """Raise `RecipeError` for a policy without a name, whose class is not registered."""
-    if "name" not in dir(policy):
-        kind = next(kind for kind, base in BASES.items() if isinstance(policy, base))
+    if not hasattr(made, "name"):
+        kind = next(kind for kind, base in BASES.items() if isinstance(made, base))
         raise RecipeError(
-            f"{kind}: {type(policy).__name__} has no name; write @register({kind!r}, NAME) above its @dataclass."
+            f"{kind}: {type(made).__name__} has no name; write @register({kind!r}, NAME) above its @dataclass."
         )
 
 

@@ -254,7 +254,7 @@ class Meter(DraftRounds):
     def note_unplanned(self, pattern: Any, heads: int) -> None:
         """Note that `pattern` planned nothing for a layer, unless all its heads are dense by choice."""
         if set(pattern.head_pattern_names(heads)) != {DEFAULTS["sparse"]}:
-            self.add_note(f"sparse: {pattern.name} planned nothing for some passes; these are dense")
+            self.add_note(f"sparse: {pattern.name} planned nothing for some layers; these are dense")
 
     def add_counts_of(self, other: Meter) -> None:
         """Add to this meter the query-key pairs and the notes that the meter `other` has counted."""

@@ -136,9 +136,7 @@ def test_a_pattern_that_plans_nothing_says_so(model: Any) -> None:
     plan_less = wrong(Sound, plan=lambda *_: None)()
     with torch.no_grad(), mmaccel.accelerate(model, sparse=plan_less) as fast:
         fast(**prompt("llava", PROMPTS["long"]))
-        assert fast.report().notes == (
-            "sparse: sound planned nothing for some passes; these are dense",
-        )
+        assert fast.report().notes == ("sparse: sound planned nothing for some layers; these are dense",)
     with sentence(RecipeError, "plan gives None, which means dense, for each of 12 prompts"):
         check_policy(plan_less)
 

@@ -240,7 +240,7 @@ class MoveInputs(PromptHook):
         if isinstance(x, ForwardPass) and x.layout.device != self.device:
             layout = x.layout.to(self.device)
             # Known of the one it comes from: nothing is read of a device that has yet to get there.
-            layout.__dict__["padded"] = x.layout.has_padding
+            layout.__dict__["has_padding"] = x.layout.has_padding
             return replace(x, layout=layout)
         return x
 

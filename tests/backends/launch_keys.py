@@ -117,7 +117,7 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
     keys = Keys()
     with ExitStack() as stack:
         held = {
-            LastQueries: dict(fused=True),
+            LastQueries: dict(has_kernel=True),
             lists: dict(
                 copy_pieces=_filled(lists.copy_pieces, block_lists.copy_pieces.plain),
                 reach=_filled(lists.reach, block_lists.reach.plain),

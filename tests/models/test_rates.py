@@ -31,7 +31,7 @@ def test_rates_on_disk_are_of_this_machine_as_it_is(monkeypatch: pytest.MonkeyPa
 
         def step(layers: int) -> None: ...
 
-        store = Store(path, rates.Device.of)
+        store = Store(path, rates.Device.from_dict)
         return rates.measured(torch.device("cpu"), SIZES, step, step, None, store=store, bench=bench)
 
     def runs_of() -> int:

@@ -92,7 +92,7 @@ def test_kept_is_the_listed_share_of_causal_pairs(family, name, monkeypatch):
     for plan in plans:
         listed = torch.zeros(4, dtype=torch.float64)
         for part in plan.parts:
-            own = listed[part.of(4)]
+            own = listed[part.for_heads(4)]
             h = len(own)
             rows = ((part.q_row >= 0) & (part.q_row < length - tail)).expand(1, h, -1)[0]
             for span in part.spans:

@@ -148,7 +148,7 @@ class SplitState(StreamState):
             layout = stream_pass.layout
             if layout is not None and layout.device != device:
                 moved = layout.to(device)
-                moved.__dict__["padded"] = (
+                moved.__dict__["has_padding"] = (
                     layout.has_padding
                 )  # known: nothing is read of a device that has yet to get there
                 layout = moved

@@ -77,7 +77,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (ClusterIndex, "refresh"),
         (Index, "prepare"),
     ],
-    "brings": [(Prefetcher, one) for one in ("recall", "settle")],
+    "brings": [(Prefetcher, one) for one in ("retrieve", "update_counters")],
     "slabs": [(Slabs, "add_slab")],
     "puts": [(HostStore, "put_layers")],
     "captures": [(replay, "capture_graph")],

@@ -41,13 +41,14 @@ HOLES[1, 700:720] = False
         (2000, {}),
         (700, dict(start=1300)),
         (1, dict(start=1999)),
+        (5, dict(start=1995)),
         (2000, dict(window=300, sinks=5)),
         (2000, dict(valid=LEFT)),
         (700, dict(start=1300, valid=LEFT)),
         (2000, dict(valid=HOLES, window=900)),
         (1200, dict(start=800, column=torch.arange(2000).flip(0))),
     ],
-    ids=["square", "late", "one", "window", "padded", "late and padded", "holes", "columns"],
+    ids=["square", "late", "one", "few", "window", "padded", "late and padded", "holes", "columns"],
 )
 def test_dense(n_query: int, named: dict[str, Any], heads: tuple[int, int], dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
@@ -62,7 +63,7 @@ def test_dense(n_query: int, named: dict[str, Any], heads: tuple[int, int], dtyp
     got = dense_attend(query, key, value, 0.125, **named)
     assert (
         torch.cuda.max_memory_allocated() - before < 2 * heads[0] * n_query * 2000 * got.element_size()
-        or n_query == 1
+        or n_query < 16
     )
     assert float((got.double() - exact).abs().max()) <= allowed
 

@@ -10,6 +10,7 @@ columns. Padded query rows, and rows that see no key, give zeros.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from mmaccel.backends.ops.operator import operator
 
 ROWS = 256  # query rows of a block where a mask has to be written out
 FEW = 16  # fewer rows than this are taken together for the heads of a group on a CPU
+PRODUCTS = 64  # rows up to which float32 goes by two products on CUDA
 MASK = 1 << 26  # most entries of such a mask, the heads of a group counted
 
 FASTEST = [
@@ -141,10 +143,14 @@ def _unpadded(
         return _sdpa(rows, key, value, scale).reshape(*query.shape[:3], -1)
     if start == 0 and end == n:
         return _square(query, key, value, scale)
-    if aligned and _flash(query, key, value):
+    flash = _flash(query, key, value)
+    if aligned and (flash or (query.is_cuda and n > FEW)):
         from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo
 
-        return _sdpa(query, key, value, scale, mask=causal_lower_right(n, end))
+        mask = causal_lower_right(n, end)
+        if flash:
+            return _sdpa(query, key, value, scale, mask=mask)
+        return _by_heads(query, key, value, scale, mask=mask)
     return _sliding(query, key, value, scale, start, 0, start + n)
 
 
@@ -227,13 +233,17 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tenso
 def _square(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     if not query.is_cuda:
         return _sdpa(query, key, value, scale, causal=True)
-    B, H, n, D = query.shape
-    if _flash(query, key, value) or key.shape[1] == H:
+    if _flash(query, key, value) or key.shape[1] == query.shape[1]:
         with sdpa_kernel(FASTEST, set_priority=True):
             return _sdpa(query, key, value, scale, causal=True)
-    # What is left on CUDA for groups would hold every score: each head of a group goes by itself, keys not repeated.
+    return _by_heads(query, key, value, scale, causal=True)
+
+
+def _by_heads(query: Tensor, key: Tensor, value: Tensor, scale: float, **mask: Any) -> Tensor:
+    """Each head of a group by itself: PyTorch's kernels for CUDA, but flash, would repeat the keys or hold every score."""
+    B, H, n, D = query.shape
     heads = query.reshape(B, key.shape[1], -1, n, D).unbind(2)
-    return torch.stack([_sdpa(q, key, value, scale, causal=True) for q in heads], 2).reshape(B, H, n, -1)
+    return torch.stack([_sdpa(q, key, value, scale, **mask) for q in heads], 2).reshape(B, H, n, -1)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -252,9 +262,12 @@ def _sdpa(
     causal: bool = False,
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+    few = query.dtype == torch.float32 and query.shape[2] <= PRODUCTS and not grouped
+    # PyTorch's kernel for float32 gives all keys of a few rows to one multiprocessor; products take the whole device.
+    with sdpa_kernel(SDPBackend.MATH) if few and query.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
 
 
 def flash_serving(

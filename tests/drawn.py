@@ -18,9 +18,14 @@ PACKAGE = Path(__file__).parents[1] / "mmaccel"
 
 
 def public() -> tuple[list[tuple[str, str]], list[str]]:
-    """(place, docstring) of public modules, classes, functions and methods of public classes, and their names."""
+    """(place, docstring) of public modules, classes, functions and methods of public classes, and their names.
+
+    A module whose name begins with one underscore is not public.
+    """
     docstrings, names = [], []
     for path in sorted(PACKAGE.rglob("*.py")):
+        if path.stem.startswith("_") and not path.stem.startswith("__"):
+            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         classes = [
             node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")

@@ -43,11 +43,11 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     (B, H), q_row = query.shape[:2], part.q_row
     mask, _ = make_block_mask(part, block_q, block_k, (B, H))
     key, value, rows_of = with_own_keys(key, value, part.spans)
-    k_rows = concat_broadcast(rows_of, B, H)
+    k_rows = _concat_broadcast(rows_of, B, H)
     score = None
     if any(s.bias is not None for s in part.spans):
         none = torch.zeros((), device=query.device)
-        bias = concat_broadcast(
+        bias = _concat_broadcast(
             [none.expand_as(s.k_row) if s.bias is None else s.bias for s in part.spans], B, H
         )
         own = bias.shape[1] > 1
@@ -90,7 +90,7 @@ def gather(x: Tensor, row: Tensor, heads: int = 0) -> Tensor:
     return x.reshape(B * X * S, D).index_select(0, address.reshape(-1)).view(B, count, -1, D)
 
 
-def concat_broadcast(tensors: list[Tensor], batch: int, heads: int) -> Tensor:
+def _concat_broadcast(tensors: list[Tensor], batch: int, heads: int) -> Tensor:
     """Concatenate tensors [b, h, n] of all spans to [B, 1 or H, n]."""
     h = heads if any(t.shape[1] > 1 for t in tensors) else 1
     return torch.cat([t.expand(batch, h, -1) for t in tensors], -1)
@@ -102,7 +102,7 @@ def make_block_mask(
     """The BlockMask of a part for `lead` = (batch, heads), and the rows of its concatenated keys [B, 1 or H, keys]."""
     (B, H), spans, q_row = lead, part.spans, part.q_row
     device = q_row.device
-    k_rows = concat_broadcast([s.k_row for s in spans], B, H)
+    k_rows = _concat_broadcast([s.k_row for s in spans], B, H)
     table = torch.cat([s.lists.table().expand(B, H, -1, -1) for s in spans], -1)
     lengths = torch.tensor([s.k_row.shape[-1] for s in spans], device=device)
     owner = torch.repeat_interleave(torch.arange(len(spans), device=device), lengths)

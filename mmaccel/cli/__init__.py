@@ -27,7 +27,7 @@ app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 
 
-def refuse_moved_command(context: typer.Context) -> None:
+def _refuse_moved_command(context: typer.Context) -> None:
     name = context.info_name
     raise MmaccelError(f"`mmaccel {name}` is now `mmaccel-lab {name}`; where that is missing, run {INSTALL}.")
 
@@ -39,7 +39,7 @@ for _name in ("demo", "eval", "world"):
         hidden=True,
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )(refuse_moved_command)
+    )(_refuse_moved_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

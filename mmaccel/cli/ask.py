@@ -102,7 +102,7 @@ def ask(
     height, width = seen.frames.shape[-2:]
     facts = {"model": model, "video": video, "question": question, "frames": len(seen), "device": device}
     facts |= {"fps": round(seen.fps, 4), "size": [height, width]}
-    told = as_object(answers, facts, tokens, compare)
+    told = _as_object(answers, facts, tokens, compare)
     if as_json:
         print_json(told)
     else:
@@ -221,7 +221,7 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
         ("attention kept", lambda a: format_share(a.report.kept)),
         ("heads", lambda a: format_head_counts(a.report.heads())),
         ("drafted", lambda a: drafted_text(a.report.draft)),
-        ("video", lambda a: _pruned(count_video_tokens(a, tokens))),
+        ("video", lambda a: _pruned(_count_video_tokens(a, tokens))),
         ("cache", lambda a: memory_text(a.report.kv) if a.report.kv.get("bytes") else ""),
         (peak, lambda a: size(a.report.peak_bytes)),
     )
@@ -237,7 +237,7 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
     return Group(head, *tables, *([Text(BY_HEAD)] if unlike else []))
 
 
-def count_video_tokens(answer: Answer, whole: int) -> dict[str, int]:
+def _count_video_tokens(answer: Answer, whole: int) -> dict[str, int]:
     """Count video tokens: `whole` in the prompt, those that a pruner kept from each layer on, and those that a draft
     read."""
     told = {"prompt": whole}
@@ -259,7 +259,7 @@ def _pruned(tokens: Mapping[str, int]) -> str:
     )
 
 
-def as_object(
+def _as_object(
     answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens: int, compare: bool = False
 ) -> dict[str, Any]:
     """Return the JSON object of a run: the figures of the first recipe; under `dense` those without a recipe, if compared;
@@ -294,7 +294,7 @@ def _figures(answer: Answer, tokens: int) -> dict[str, Any]:
         "cache": {
             name: int(report.kv[name]) for name in ("bytes", "held", "held_mean", "seen") if name in report.kv
         },
-        "video_tokens": count_video_tokens(answer, tokens),
+        "video_tokens": _count_video_tokens(answer, tokens),
         "fields": report.recipe,
         "notes": report.notes,
     }

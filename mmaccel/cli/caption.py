@@ -87,11 +87,11 @@ def caption(
         print_json({**facts, "text": streamer.cutter.said.strip(), **told, "certificate": proof})
         return
     out().print()
-    for line in figure_lines(told, facts, compare, certificate):
+    for line in _figure_lines(told, facts, compare, certificate):
         out().print(line, highlight=False, markup=False)
 
 
-def figure_lines(
+def _figure_lines(
     told: dict[str, Any], facts: dict[str, Any], compare: bool, certificate: RoundingCheck | None
 ) -> list[str]:
     """The lines of figures printed below the description."""

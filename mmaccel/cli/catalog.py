@@ -48,11 +48,11 @@ def list_names(
 ) -> None:
     """List the policies, recipes and models to choose from, or which of them combine."""
     if pairs:
-        print(combination_tables(), end="")
+        print(_combination_tables(), end="")
         return
     found = catalogue()
     if as_json:
-        print_json({**found, "abilities": family_features()})
+        print_json({**found, "abilities": _family_features()})
         return
     table = Table("kind", "names", box=None, pad_edge=False)
     for kind, names in found.items():
@@ -66,9 +66,9 @@ def list_names(
     out().print()
     out().print(uses)
     families = Table(
-        "family", "model types", *next(iter(family_features().values())), box=None, pad_edge=False
+        "family", "model types", *next(iter(_family_features().values())), box=None, pad_edge=False
     )
-    for name, can in family_features().items():
+    for name, can in _family_features().items():
         families.add_row(name, ", ".join(registry("model")[name].model_types), *can.values())
     out().print(
         "",
@@ -80,7 +80,7 @@ def list_names(
     )
 
 
-def family_features() -> dict[str, dict[str, str]]:
+def _family_features() -> dict[str, dict[str, str]]:
     """Family -> feature -> "yes" or "no": what the models of each family support."""
     found = {}
     for name in registry("model"):
@@ -258,12 +258,12 @@ def why_pruner_refused(draft: str, prune: str) -> str:
     return found.removeprefix(f"{draft}: ")
 
 
-def why_policy_refused(slot: str, name: str, use: str) -> str:
+def _why_policy_refused(slot: str, name: str, use: str) -> str:
     """`YES`, or why a recipe with one policy and defaults otherwise does not support `use`: "generate" or "VideoSession"."""
     return why_use_refused(use, (name,), **{slot: build_with_defaults(slot, name)})
 
 
-def combination_tables() -> str:
+def _combination_tables() -> str:
     """Markdown tables of which policies combine, by trying each pair in a recipe; numbered reasons follow each table."""
     parts, names = (
         [],
@@ -275,7 +275,9 @@ def combination_tables() -> str:
     pruners = list(registry("prune"))
     parts.append(_table("prune of a draft (inside draft)", names["draft"], pruners, why_pruner_refused))
     for slot, said in SLOTS.items():
-        parts.append(_table(f"what a {said} serves", names[slot], [*USES], partial(why_policy_refused, slot)))
+        parts.append(
+            _table(f"what a {said} serves", names[slot], [*USES], partial(_why_policy_refused, slot))
+        )
     return "\n\n".join(parts) + "\n"
 
 

@@ -57,7 +57,7 @@ Json = Annotated[bool, Option("--json", help="One JSON object on standard output
 Fps = Annotated[float | None, Option(help="Frames a second to look at.")]
 
 
-def parse_frames(text: str) -> int | str:
+def _parse_frames(text: str) -> int | str:
     """Parse --frames: a number or "auto"; raises `VideoError` for anything else."""
     if text != "auto" and not text.isdecimal():
         raise VideoError(f"--frames {text}: give a number, or auto for as many as there is room for.")
@@ -65,7 +65,7 @@ def parse_frames(text: str) -> int | str:
 
 
 Frames = Annotated[
-    Any, Option(parser=parse_frames, metavar="N|auto", help="So many, evenly spaced; auto: all with room.")
+    Any, Option(parser=_parse_frames, metavar="N|auto", help="So many, evenly spaced; auto: all with room.")
 ]
 Timeout = Annotated[float | None, Option(help="Seconds that an address or a pipe may be silent (30).")]
 Longest = Annotated[int, Option("--max-new-tokens", min=1, help="Longest answer.")]

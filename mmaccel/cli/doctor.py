@@ -39,7 +39,7 @@ DENSE = {"flash_4": "flash-attn-4", "flash_3": "flash-attn-3", "flash_2": "flash
 """Dense kernels of `operators.KERNELS` -> the distribution that brings them."""
 
 
-def system_report() -> dict[str, Any]:
+def _system_report() -> dict[str, Any]:
     """All that `mmaccel doctor --json` prints; what cannot be determined is None and listed under "problems".
 
     kernels, video  component -> why it is not used here, or None if it is
@@ -91,7 +91,7 @@ def system_report() -> dict[str, Any]:
 
 def doctor(as_json: Annotated[bool, Option("--json", help="One JSON object.")] = False) -> None:
     """Show what is installed and what runs on this machine: device, versions, backends, and why one is not used."""
-    found = system_report()
+    found = _system_report()
     if as_json:
         print_json(found)
         return

@@ -236,7 +236,7 @@ def watch(
             "events": [asdict(one) for one in events],
             "breaks": [asdict(one) for one in breaks],
             "let_go": [asdict(one) for one in session.events],
-            "error": " ".join(map(error_text, failed)) or None,
+            "error": " ".join(map(_error_text, failed)) or None,
             "unanswered": [{"question": text, "at": at} for at, text in left],
             "answers": work.told,
         }
@@ -264,7 +264,7 @@ def watch(
         if saved:
             remark(f"saved {frames} to {save}" if kept else saved)
         for another in failed[1:]:
-            remark(f"error: {error_text(another)}")
+            remark(f"error: {_error_text(another)}")
         raise failed[0]
     if stopped:
         raise Exit(INTERRUPTED)
@@ -389,6 +389,6 @@ class WatchRun:
         )
 
 
-def error_text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """An error as one sentence; an unexpected one with its class name."""
     return error_sentence(error) or f"{type(error).__name__}: {error}"

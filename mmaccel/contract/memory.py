@@ -41,17 +41,17 @@ def check_memory(policy: KVPolicy) -> None:
         f"{who}: rollback_limit is {rollback_limit}; give a number of columns, 0 or more, or None for all.",
     )
     if isinstance(policy, StreamPolicy):
-        check_stream(policy)
+        _check_stream(policy)
     if policy.sequences:
-        check_lengths(policy)
-        check_cuts(policy)
-        check_beams(policy)
+        _check_lengths(policy)
+        _check_cuts(policy)
+        _check_beams(policy)
 
 
 # Sequences. Every column is a serial number that its keys tell, and a query sees a set of them.
 
 
-def check_lengths(policy: KVPolicy) -> None:
+def _check_lengths(policy: KVPolicy) -> None:
     """Test the column counts of a memory after appends, rollback and `accept`."""
     state, who = policy.open(GEOMETRY, None, CPU), f"kv {policy.name!r}"
     _count(who, state, 0, "when it is opened")
@@ -82,7 +82,7 @@ def check_lengths(policy: KVPolicy) -> None:
     step(who, state, 0, 4)
 
 
-def check_cuts(policy: KVPolicy) -> None:
+def _check_cuts(policy: KVPolicy) -> None:
     """Test that columns that were rolled back have no effect on later ones, also after a question that failed in a pass."""
     who = f"kv {policy.name!r}"
     plain, cut, broken = (policy.open(GEOMETRY, None, CPU) for _ in range(3))
@@ -107,7 +107,7 @@ def check_cuts(policy: KVPolicy) -> None:
     step(who, broken, 10, 2)
 
 
-def check_beams(policy: KVPolicy) -> None:
+def _check_beams(policy: KVPolicy) -> None:
     """Test that batch rows can be reordered, repeated and dropped."""
     state, who = policy.open(GEOMETRY, None, CPU), f"kv {policy.name!r}"
     for layer in range(LAYERS):
@@ -186,7 +186,7 @@ class RotaryModel:
         return rows.unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
 
 
-def check_stream(policy: StreamPolicy) -> None:
+def _check_stream(policy: StreamPolicy) -> None:
     """Test a stream memory on random keys; raises `RecipeError` if it violates its contract."""
     who = f"kv {policy.name!r}"
     require(

@@ -335,7 +335,7 @@ class RowFile:
             raise ValueError(f"{path} does not begin with {first}")
         whole = data[: data.rfind(b"\n") + 1]
         self._cut = len(whole) if whole != data else None
-        self.rows: list[dict[str, Any]] = list(parse_json_lines(whole))
+        self.rows: list[dict[str, Any]] = list(_parse_json_lines(whole))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Append one row to the file at once; return the row as read back from JSON."""
@@ -349,7 +349,7 @@ class RowFile:
         return self.rows[-1]
 
 
-def parse_json_lines(data: bytes) -> Iterator[dict[str, Any]]:
+def _parse_json_lines(data: bytes) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in `data`, one a line; skip lines that are none."""
     for line in data.splitlines():
         with suppress(ValueError):
@@ -359,7 +359,7 @@ def parse_json_lines(data: bytes) -> Iterator[dict[str, Any]]:
 
 def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Return the rows of several files, including the rows that describe environments."""
-    return [row for path in paths for row in parse_json_lines(path.read_bytes())]
+    return [row for path in paths for row in _parse_json_lines(path.read_bytes())]
 
 
 def write_atomically(path: Path, text: str) -> None:

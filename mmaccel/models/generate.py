@@ -81,7 +81,7 @@ def is_set(attachment: Attachment, name: str, kwargs: Mapping[str, Any]) -> bool
     return value is not None and value != NEUTRAL.get(name)
 
 
-def check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
+def _check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
     """Raise for an argument of `generate` that the recipe does not support: `DraftError` if its draft does not, else
     `ModelError`."""
     recipe = attachment.owner.recipe
@@ -140,7 +140,7 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
 
 
 def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
-    check_generate(attachment, kwargs)
+    _check_generate(attachment, kwargs)
     caches = attachment.generate_option("use_cache", kwargs) is not False
     given = kwargs.get("past_key_values") is not None
     if attachment.pruning is not None and not caches:

@@ -144,13 +144,13 @@ def _read(
     except (OSError, ValueError, SafetensorError) as error:
         known = ", ".join(shipped.NAMES)
         raise ModelError(
-            not_found_message(source, error)
-            or remote_code_message(source, error)
+            _not_found_message(source, error)
+            or _remote_code_message(source, error)
             or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({error_line(error)})."
         ) from error
     except (ImportError, RuntimeError) as error:
         # transformers could not import a torchvision, which is made for one torch alone.
-        if any("torchvision" in str(cause) for cause in exception_chain(error)):
+        if any("torchvision" in str(cause) for cause in _exception_chain(error)):
             raise ModelError(
                 f"torchvision: the installed one does not work with torch {torch.__version__}; install the one made for it, "
                 "or uninstall it, since mmaccel does not need it."
@@ -198,7 +198,7 @@ def _config(source: str) -> Any:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
-            remote_code_message(source, error)
+            _remote_code_message(source, error)
             or f"model {source!r}: its config.json cannot be read ({error_line(error)})."
         ) from error
 
@@ -335,7 +335,7 @@ def local_folder(name: str | os.PathLike[str], revision: str | None = None) -> P
         return Path(snapshot_download(text, revision=revision, allow_patterns=small))
     except Exception as error:
         unfetched = f"model {text!r} cannot be fetched from the hub ({error_line(error)})."
-        raise ModelError(not_found_message(text, error) or unfetched) from error
+        raise ModelError(_not_found_message(text, error) or unfetched) from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -353,16 +353,16 @@ def error_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
+def _exception_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception and then its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-def not_found_message(name: str, error: BaseException) -> str | None:
+def _not_found_message(name: str, error: BaseException) -> str | None:
     """Error message for a model name found neither on disk nor on the hub; None if `error` is of another kind."""
-    kinds = {kind.__name__ for cause in exception_chain(error) for kind in type(cause).__mro__}
+    kinds = {kind.__name__ for cause in _exception_chain(error) for kind in type(cause).__mro__}
     if kinds & UNREACHED:
         return (
             f"model {name!r} is not on this machine, and the hub, which may have it, cannot be reached; go online (and "
@@ -373,7 +373,7 @@ def not_found_message(name: str, error: BaseException) -> str | None:
     return None
 
 
-def remote_code_message(name: str, error: Exception) -> str | None:
+def _remote_code_message(name: str, error: Exception) -> str | None:
     """Error message for a model that needs `trust_remote_code`; None if `error` is of another kind."""
     return _own_code(name) if "trust_remote_code" in str(error) else None
 

@@ -69,11 +69,11 @@ _FUSED: WeakSet[nn.Module] = WeakSet()
 def chunk_tokens(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
     """Let `modules`, which act on each token alone, process inputs [B, n, E] in chunks of `ROWS` tokens."""
     for module in modules:
-        if is_gated(module, family):
+        if _is_gated(module, family):
             hooks.wrap(module, "forward", gated, module)
         hooks.wrap(module, "forward", _by_rows)
         if is_norm(module, family):
-            hooks.wrap(module, "forward", normed_or, module)
+            hooks.wrap(module, "forward", _normed_or, module)
 
 
 def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ def is_norm(module: nn.Module, family: Any) -> bool:
     return type(module).__name__ in family.rms_norms
 
 
-def is_gated(module: nn.Module, family: Any) -> bool:
+def _is_gated(module: nn.Module, family: Any) -> bool:
     """Whether `module` is a SwiGLU MLP of the family: gate, up and down projection with SiLU."""
     silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     return silu and type(module).__name__ in family.gated_mlps
@@ -141,10 +141,10 @@ def is_gated(module: nn.Module, family: Any) -> bool:
 
 def normed(module: Any, hidden: Tensor, family: Any) -> Tensor:
     """Apply the norm `module` to `hidden`, by a fused kernel if there is one; not for code under torch.compile."""
-    return normed_or(module, module, hidden) if is_norm(module, family) else module(hidden)  # type: ignore[no-any-return]
+    return _normed_or(module, module, hidden) if is_norm(module, family) else module(hidden)  # type: ignore[no-any-return]
 
 
-def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
+def _normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """Apply the norm `module` to `hidden`, by a fused kernel if there is one, else by its own forward `whole`."""
     fits = module.weight.dtype == hidden.dtype and layer_ops.fusible(hidden)
     if not fits or _wants_gradients(hidden, module.weight):
@@ -190,7 +190,7 @@ def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True,
     for name, method in family.replaced_methods.items():
         if name not in vars(multimodal):
             hooks.wrap(multimodal, name, method)
-    batch_windows(hooks, family, model)
+    _batch_windows(hooks, family, model)
     if fewer:
         fuse_tower(hooks, family, model)
 
@@ -231,7 +231,7 @@ def _joined(
     return type(made[0])(**deepstack.split_levels(joined, made[0]))
 
 
-def batch_windows(hooks: Hooks, family: Any, model: nn.Module) -> None:
+def _batch_windows(hooks: Hooks, family: Any, model: nn.Module) -> None:
     """Let the model's vision tower batch attention windows of equal length.
 
     A tower without windows, with an attention other than `sdpa`, or already set up so is left unchanged.
@@ -332,8 +332,8 @@ def fuse_tower(hooks: Hooks, family: Any, model: nn.Module) -> None:
     modules = list(tower.modules())
     for one in modules:
         if is_norm(one, family):
-            hooks.wrap(one, "forward", normed_or, one)
-        elif is_gated(one, family):
+            hooks.wrap(one, "forward", _normed_or, one)
+        elif _is_gated(one, family):
             hooks.wrap(one, "forward", _filled, PaddedMLP(one))
     rotate_by(hooks, modules, family.vision_rotate_function, _turned_rows)
 

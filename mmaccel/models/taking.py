@@ -133,7 +133,7 @@ def most_frames(
         return of(more) - of(few)
 
     tokens = slope(lambda inputs: inputs["input_ids"].numel())
-    geometry, each = family.geometry(model), element_bytes(model)
+    geometry, each = family.geometry(model), _element_bytes(model)
     held = (
         0
         if getattr(recipe.kv, "window", None)
@@ -180,7 +180,7 @@ def most_frames(
     )
 
 
-def element_bytes(model: nn.Module) -> int:
+def _element_bytes(model: nn.Module) -> int:
     """Bytes per element of the model's dtype."""
     return int(getattr(model, "dtype", torch.float32).itemsize)
 

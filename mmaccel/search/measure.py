@@ -189,12 +189,14 @@ class LayerBenchmark:
         share                    pairs over causal pairs
         """
         device = self.inside.query.device
-        plan, index = time_call(partial(self.plan, build_pattern(pattern)), device)
+        plan, index = _time_call(partial(self.plan, build_pattern(pattern)), device)
         plans = [plan, self.plan(build_pattern(target))]
         if device.type == "cuda" and repeats:
             for each in plans:  # the first run compiles
                 self.attend(each)
-        taken = [[time_call(partial(self.attend, each), device)[1] for each in plans] for _ in range(repeats)]
+        taken = [
+            [_time_call(partial(self.attend, each), device)[1] for each in plans] for _ in range(repeats)
+        ]
         seconds = (
             [round_figures(min(column)) for column in zip(*taken, strict=True)] if taken else (None, None)
         )
@@ -237,7 +239,7 @@ def round_figures(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def time_call(run: Callable[[], R], device: torch.device) -> tuple[R, float]:
+def _time_call(run: Callable[[], R], device: torch.device) -> tuple[R, float]:
     """Run `run` and return its result and seconds: synchronized wall-clock time on CUDA; process CPU time on a CPU, which
     other processes do not affect."""
     if device.type != "cuda":
@@ -339,11 +341,11 @@ def choose_slots(
 
 def _best(options: Mapping[int, tuple[float, float]], among: Collection[int]) -> int:
     """Of some candidates (error, cost) the one of the least error, of equals the cheapest."""
-    enough = tie_limit(options[n][0] for n in among)
+    enough = _tie_limit(options[n][0] for n in among)
     return min((n for n in among if options[n][0] <= enough), key=lambda n: (options[n][1], n))
 
 
-def tie_limit(errors: Iterable[float]) -> float:
+def _tie_limit(errors: Iterable[float]) -> float:
     """The largest error that counts as equal to the least of `errors`."""
     return min(errors) * (1 + SLACK) + NOISE
 
@@ -353,7 +355,7 @@ def decide_head(space: Space, head: Row, block: int, tolerance: float) -> dict[s
 
     Of equal types the first wins, and no boundary comes first.
     """
-    enough = tie_limit(head["errors"][k] for k in space)
+    enough = _tie_limit(head["errors"][k] for k in space)
     kind = next(k for k in space if head["errors"][k] <= enough)
     pattern, cost = choose_slots(kind, space, head, block, tolerance)
     measured = {name: head[name] for name in ("errors", "kept", "scores", "shares")}

@@ -132,7 +132,7 @@ def search(
         figures.visit_layers(model, inputs, visit, missing)
         layers = parts.layers()
         seconds = sum(parts.all("spent")) + sum(row["seconds"] for row in layers.values())
-        table = build_table(about, measured, space, [layers[n]["heads"] for n in range(depth)])
+        table = _build_table(about, measured, space, [layers[n]["heads"] for n in range(depth)])
         table["seconds"] = round(seconds, 3)
         table["peak_bytes"] = max(row["peak_bytes"] for row in layers.values())
         write_atomically(out, json.dumps(table, indent=1, allow_nan=False) + "\n")
@@ -302,7 +302,7 @@ def differing_options(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return names or [next(n for n in {**now, **known} if now.get(n) != known.get(n))]
 
 
-def build_table(
+def _build_table(
     about: Row, measured: Sequence[Row], space: Space, layers: Sequence[Sequence[Row]]
 ) -> dict[str, Any]:
     """Build the table: its settings, the measured costs, the candidates, and the choice for each head."""
@@ -330,7 +330,7 @@ def recompute(table: Row) -> dict[str, Any]:
     ledger = CostTable(table["cost"], table["measured"], missing)
     modalities = [m for name in table["modalities"] for m in MODALITIES if MODALITIES[m] == name]
     space = level_all(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)
-    return {**build_table(table, table["measured"], space, table["layers"]), "target": scale.target()}
+    return {**_build_table(table, table["measured"], space, table["layers"]), "target": scale.target()}
 
 
 def restrict_kinds(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:

@@ -50,7 +50,7 @@ def error_response(status: int, text: str, code: str | None = None, param: str |
     return JSONResponse({"error": error}, status, headers)
 
 
-def bearer_key(headers: Mapping[str, str]) -> str | None:
+def _bearer_key(headers: Mapping[str, str]) -> str | None:
     """The API key in a request's Authorization header, or None."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else None
@@ -95,7 +95,7 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             self._check_page(headers)
-            asks = self._settings.caller(bearer_key(headers))
+            asks = self._settings.caller(_bearer_key(headers))
             path = scope["path"]
             is_open = path in OPEN or any(path.startswith(one) for one in OPEN if one[1:].endswith("/"))
             # A browser's WebSocket cannot send the header: the first message then has the key.

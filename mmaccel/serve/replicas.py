@@ -64,11 +64,11 @@ class StreamRouter(RequestRouter):
             # What the proxy sends to the replica, which reads it the same way.
             scope = pickle.loads(pending_request.args[0]).asgi_scope
             if found := NUMBER.match(scope["path"]):
-                return [[choose_replica(found[1], candidate_replicas, lambda one: one.replica_id.unique_id)]]
+                return [[_choose_replica(found[1], candidate_replicas, lambda one: one.replica_id.unique_id)]]
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
 
-def choose_replica(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:
+def _choose_replica(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:
     """The replica that the stream id `number` names, or if it is gone, one by rendezvous hashing, so that few streams move
     when replicas come or go."""
 

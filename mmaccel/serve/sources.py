@@ -231,7 +231,7 @@ def download(url: str, settings: Settings) -> Generator[bytes, None, None]:
 _HEADERS = [("User-Agent", "mmaccel"), ("Accept", "*/*"), ("Accept-Encoding", "identity")]
 
 
-def check_room(size: int, limits: Limits) -> None:
+def _check_room(size: int, limits: Limits) -> None:
     """Raise `Refused` if decoded frames would exceed the limit of a request in bytes."""
     if size > limits.decoded_bytes:
         raise Refused(413, f"the frames have more than {limits.decoded_bytes} bytes decoded; give fewer.")
@@ -244,7 +244,7 @@ def decode_image(source: FetchedSource, limits: Limits) -> Tensor:
 
 def decode_frames(data: Sequence[bytes], limits: Limits) -> Tensor:
     """Decode encoded frames of equal size to uint8 [T, 3, H, W]. Raises `Refused` before decoding if they are too large."""
-    check_room(sum(3 * width * height for width, height in map(image_size, data)), limits)
+    _check_room(sum(3 * width * height for width, height in map(image_size, data)), limits)
     pictures = [read_image(one, limits.pixels) for one in data]
     sizes = {tuple(one.shape) for one in pictures}
     if len(sizes) != 1:
@@ -282,5 +282,5 @@ def video(
         taken = sample(processor, path, fps=fps, frames=frames, max_frames=many, faster=fps is None, **how)
     except VideoError as error:
         raise VideoError(str(error).replace(path, "the video")) from error
-    check_room(taken.frames.nbytes, limits)
+    _check_room(taken.frames.nbytes, limits)
     return taken

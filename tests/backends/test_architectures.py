@@ -46,7 +46,8 @@ def kernels() -> set[str]:
 
 def judge(row: dict[str, Any]) -> None:
     """It fits shared memory. On NVIDIA products run on the matrix units, and what is hot spills nothing to memory."""
-    name, way, kernel = row["architecture"], row["way"], row["kernel"].split(".")[1].removesuffix("_kernel")
+    name, way = row["architecture"], row["way"]
+    kernel = row["kernel"].split(".")[1].removesuffix("_kernel").removeprefix("_")
     assert row["shared"] <= operators.row_named(name).shared, row
     product = kernel in ("attend", "piece", "project", "enter", "hopper", "joint")
     product |= kernel in ("totals", "lines", "classes")

@@ -111,7 +111,7 @@ class Setup(NamedTuple):
     def tables(self, heads: slice) -> tuple[Tensor, ...]:
         """The four block-sparse tensors of flash-attn for some heads."""
         some = [lists.for_heads(heads) for lists in self.lists]
-        return block_tensors(some, self.tiles, *self.sizes, together=self.own is not None, seen=self.seen)
+        return _block_tensors(some, self.tiles, *self.sizes, together=self.own is not None, seen=self.seen)
 
     @property
     def is_small(self) -> bool:
@@ -131,7 +131,7 @@ def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, 
             found += [t for heads in head_slices(setup.lists, H, group) for t in setup.tables(heads)]
         return found
 
-    check_table(part, len(query), block_q, block_k)
+    _check_table(part, len(query), block_q, block_k)
     return remember(part.memo, ("flash", n, H, group, rows), made)
 
 
@@ -199,11 +199,11 @@ def check_call(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: 
     elif part.extra:
         why = "serves no bias, no keys of a span's own and no window of a part"
     else:
-        return check_table(part, len(query), block_q, block_k)
+        return _check_table(part, len(query), block_q, block_k)
     raise RecipeError(f"backend: 'flash' {why}; choose 'triton'.")
 
 
-def check_table(part: Part, batch: int, block_q: int, block_k: int) -> None:
+def _check_table(part: Part, batch: int, block_q: int, block_k: int) -> None:
     """Raise `RecipeError` if the block-sparse table of one head, over `batch` sequences and all spans, would have more than
     `MOST` entries (pairs of a query and a key block)."""
     blocks = sum(span.k_row.shape[-1] for span in part.spans) // block_k
@@ -236,7 +236,7 @@ def head_slices(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator
         yield slice(first, min(first + step, heads))
 
 
-def block_tensors(
+def _block_tensors(
     lists: Sequence[BlockLists],
     tiles: Tiles,
     n_query: int,

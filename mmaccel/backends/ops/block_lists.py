@@ -40,7 +40,7 @@ def compacted(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return index[..., :n].flatten(), upto
 
 
-def count_present(row: Tensor, block: int) -> Tensor:
+def _count_present(row: Tensor, block: int) -> Tensor:
     """Number of present rows (>= 0) in each block of `row` [..., n]: int32 [..., n / block]."""
     return (row >= 0).view(*row.shape[:-1], -1, block).sum(-1, dtype=torch.int32)
 
@@ -87,7 +87,7 @@ def listed_area(
 ) -> Tensor:
     """Number of query-key pairs in listed blocks, [b, h] int64. row [b, h, M, 5] and index: the fields of a `BlockLists`.
     q_row [b, h, P], k_row [b, h, N]: the token of each slot; empty ones (-1) do not count."""
-    nq, nk = count_present(q_row, block_q), count_present(k_row, block_k)
+    nq, nk = _count_present(q_row, block_q), _count_present(k_row, block_k)
     (b, h), m = lead_sizes(row, nq, nk), row.shape[2]
     begin, count, _, _, shift = row.expand(b, h, m, 5).unbind(-1)
     nk = nk.expand(b, h, nk.shape[-1]).long()

@@ -140,7 +140,7 @@ def select(
     [R, C]: see `scores_and_preceding`.
     """
     width = budget + lists.largest - 1
-    found = entries_in_order(before, lists, max(width, ahead))
+    found = _entries_in_order(before, lists, max(width, ahead))
     # What comes after the last entry is none, and is looked up as the first one.
     entries = found[0, :width].clamp_min(0)
     cluster = lists.owner[0][entries].clamp(max=before.shape[1] - 1)
@@ -202,7 +202,7 @@ def preceding(score: Tensor, size: Tensor) -> Tensor:
     return torch.empty_like(held).scatter_(1, order, held.cumsum(1) - held)
 
 
-def entries_in_order(before: Tensor, lists: Lists, width: int) -> Tensor:
+def _entries_in_order(before: Tensor, lists: Lists, width: int) -> Tensor:
     """Entries in cluster order, [R, width], padded with -1; `before` [R, C] entries precede each cluster. Plain PyTorch."""
     line = before.gather(1, lists.owner.clamp(max=before.shape[1] - 1)) + lists.within
     line = line.masked_fill(lists.owner >= before.shape[1], width).clamp(max=width)
@@ -211,7 +211,7 @@ def entries_in_order(before: Tensor, lists: Lists, width: int) -> Tensor:
     return found.scatter_(1, line, entry)[:, :width]
 
 
-def mean_of_rows(rows: Tensor, count: Tensor | None) -> Tensor:
+def _mean_of_rows(rows: Tensor, count: Tensor | None) -> Tensor:
     """Mean over the first `count` [1] (None: all) of rows [..., n, D]: [..., D] float32."""
     if count is None:
         return rows.float().mean(-2)
@@ -227,7 +227,7 @@ def by_word(rows: Tensor, groups: int) -> Tensor:
 @operator("stream", serves=runs_triton_in_float32)
 def mean_query(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
     """Mean query [G * D] float32 of the words (`count`; None: all) in rows [H, n, D], summed over the heads of a group."""
-    return mean_of_rows(rows, count).view(groups, -1, rows.shape[2]).sum(1).flatten()
+    return _mean_of_rows(rows, count).view(groups, -1, rows.shape[2]).sum(1).flatten()
 
 
 @operator("stream", serves=runs_triton_in_float32)
@@ -235,7 +235,7 @@ def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Ten
     """Predict the hidden states that enter the next layer: `words` [n, E] plus `known` [E] float32, the usual change of a
     layer. Also writes the mean of the first `count` [1] rows to `before` [E], and how much it changed since the previous
     layer to `seen` [E] (None: do not)."""
-    now = mean_of_rows(words, count)
+    now = _mean_of_rows(words, count)
     if seen is not None:
         torch.sub(now, before, out=seen)
     before.copy_(now)

@@ -169,7 +169,7 @@ def resources(device: torch.device) -> Resources:
     )
 
 
-def cached_constant(make: Callable[P, R]) -> Callable[P, R]:
+def _cached_constant(make: Callable[P, R]) -> Callable[P, R]:
     """Decorator that caches the last 256 results of a function of hashable arguments, and lets torch.compile treat them as
     constants.
 
@@ -187,7 +187,7 @@ def cached_constant(make: Callable[P, R]) -> Callable[P, R]:
     return known
 
 
-@cached_constant
+@_cached_constant
 def usable(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on `device`, or None if they can; does not import Triton."""
     return why_not("triton", device) or (None if find_spec("triton") else "it needs triton")

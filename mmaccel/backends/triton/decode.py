@@ -203,7 +203,7 @@ def attend_each(query, caches, columns, scale):
 
 
 @triton.jit
-def sums_of(
+def _sums_of(
     x, weight, other_weight, line, r, mine,
     K: tl.constexpr, GATED: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -236,7 +236,7 @@ def sums_of(
 
 
 @triton.jit
-def squares_of(squares, r, mine, begin, PARTS: tl.constexpr, CHUNK: tl.constexpr):
+def _squares_of(squares, r, mine, begin, PARTS: tl.constexpr, CHUNK: tl.constexpr):
     """Load CHUNK of the PARTS partial sums of squares of rows `r`, from `begin` on: [BLOCK_R, CHUNK]."""
     part = begin + tl.arange(0, CHUNK)
     there = mine[:, None] & (part < PARTS)[None, :]
@@ -244,17 +244,17 @@ def squares_of(squares, r, mine, begin, PARTS: tl.constexpr, CHUNK: tl.constexpr
 
 
 @triton.jit
-def over_mean(first, squares, r, mine, eps, K: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr):
+def _over_mean(first, squares, r, mine, eps, K: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr):
     """1 / RMS [BLOCK_R] of rows `r` from their partial sums of squares; the first CHUNK of these, `first`, are loaded
     already."""
     total = tl.sum(first, 1)
     for begin in tl.range(CHUNK, PARTS, CHUNK):
-        total += tl.sum(squares_of(squares, r, mine, begin, PARTS, CHUNK), 1)
+        total += tl.sum(_squares_of(squares, r, mine, begin, PARTS, CHUNK), 1)
     return tl.rsqrt(total / K + eps)
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
-def project_kernel(
+def _project_kernel(
     x, weight_0, weight_1, weight_2, bias_0, bias_1, bias_2, residual, squares, gain, out, gained,
     squares_out, rows, eps,
     K: tl.constexpr, WIDTH_0: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr,
@@ -294,12 +294,12 @@ def project_kernel(
     if AHEAD:
         factor = tl.load(gain + o, mask=there, other=0.0)
     if PARTS:
-        first = squares_of(squares, r, mine, 0, PARTS, CHUNK)
-    acc, up = sums_of(
+        first = _squares_of(squares, r, mine, 0, PARTS, CHUNK)
+    acc, up = _sums_of(
         x, weight, weight_1, line, r, mine, K, GATED, BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES
     )
     if PARTS:
-        shrink = over_mean(first, squares, r, mine, eps, K, PARTS, CHUNK)[None, :]
+        shrink = _over_mean(first, squares, r, mine, eps, K, PARTS, CHUNK)[None, :]
         acc, up = acc * shrink, up * shrink
     if BIAS:
         acc += offset.to(tl.float32)[:, None]
@@ -335,7 +335,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) -> Tile:
+def _tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) -> Tile:
     """Choose the `Tile` for rows `x` [R, K] and `outputs` outputs, of one weight or, gated, two `weights` each; `block_k`
     inputs if given.
 
@@ -383,7 +383,7 @@ def project_rows(
         None if t is None else t.contiguous() for t in (gain, residual, squares, ahead)
     )
     missing = [x] * (3 - len(weight))
-    block_o, block_k, block_r, warps, stages = tile_of(x, width, 1 + gated, block_k)
+    block_o, block_k, block_r, warps, stages = _tile_of(x, width, 1 + gated, block_k)
     parts, chunk = parts_of(squares, block_r)
     grid = triton.cdiv(widths[0], block_o) if gated else sum(triton.cdiv(w, block_o) for w in widths)
     even = all(w % block_o == 0 for w in widths)
@@ -393,7 +393,7 @@ def project_rows(
         sums = torch.empty(rows, grid, dtype=torch.float32, device=x.device)
     if gain is not None:
         x = normed(x, gain, eps)
-    project_kernel[(grid,)](
+    _project_kernel[(grid,)](
         x, *weight, *missing, *(bias or weight), *missing, x if residual is None else residual,
         x if squares is None else squares, x if ahead is None else ahead, out, gained, sums, rows, eps,
         K=K, WIDTH_0=widths[0], WIDTH_1=widths[1] if len(weight) > 1 else 0,
@@ -411,7 +411,7 @@ def pass_rows(x, weight, bias, residual, gain, *, block_k=None):
 
 
 @triton.jit(do_not_specialize=["rows", "n", "eps"])
-def enter_kernel(
+def _enter_kernel(
     x, weight_q, weight_k, weight_v, bias_q, bias_k, bias_v, squares, turn, columns, table, query, key,
     value, rows, n, eps, key_lines, value_lines,
     K: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr,
@@ -438,7 +438,7 @@ def enter_kernel(
     if BIAS:
         offset = tl.load(bias + o)
     if PARTS:
-        first = squares_of(squares, r, mine, 0, PARTS, CHUNK)
+        first = _squares_of(squares, r, mine, 0, PARTS, CHUNK)
     d = block * PAIRS + tl.arange(0, PAIRS)
     inside = mine[None, :] & (d < HALF)[:, None]
     turns = inside & (head < HEADS + GROUPS)
@@ -448,9 +448,11 @@ def enter_kernel(
     sin_1, sin_2 = tl.load(angle, mask=turns, other=0.0), tl.load(angle + HALF, mask=turns, other=0.0)
     column = tl.load(columns + r, mask=mine, other=0)
     line = o.to(tl.int64) * K
-    acc, _ = sums_of(x, weight, weight, line, r, mine, K, False, BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES)
+    acc, _ = _sums_of(
+        x, weight, weight, line, r, mine, K, False, BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES
+    )
     if PARTS:
-        acc *= over_mean(first, squares, r, mine, eps, K, PARTS, CHUNK)[None, :]
+        acc *= _over_mean(first, squares, r, mine, eps, K, PARTS, CHUNK)[None, :]
     if BIAS:
         acc += offset.to(tl.float32)[:, None]
     # As if the product had been written before it is turned.
@@ -472,7 +474,7 @@ def enter_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "count"])
-def rope_kernel(
+def _rope_kernel(
     rows, cos, sin, positions, columns, table, query, key, value, n, count, key_lines, value_lines,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     EACH: tl.constexpr,
@@ -516,12 +518,12 @@ def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *
     x, turn, columns, *weight = (t.contiguous() for t in (x, turn, columns, *weight))
     bias = [t.contiguous() for t in bias]
     gain, squares = (None if t is None else t.contiguous() for t in (gain, squares))
-    block_o, block_k, block_r, warps, stages = tile_of(x, sum(map(len, weight)), 1, block_k)
+    block_o, block_k, block_r, warps, stages = _tile_of(x, sum(map(len, weight)), 1, block_k)
     parts, chunk = parts_of(squares, block_r)
     table, aligned = (columns, 0) if each is None else (each.table, each.aligned)
     if gain is not None:
         x = normed(x, gain, eps)
-    enter_kernel[((heads + 2 * G) * triton.cdiv(D, block_o),)](
+    _enter_kernel[((heads + 2 * G) * triton.cdiv(D, block_o),)](
         x, *weight, *(bias or weight), x if squares is None else squares, turn, columns, table, query, key,
         value, rows, n, eps, lines(key), lines(value),
         K=K, HEADS=heads, GROUPS=G, D=D, BIAS=bool(bias), PARTS=parts, CHUNK=chunk, BLOCK_O=block_o,
@@ -544,7 +546,7 @@ def rope_rows(rows, cos, sin, positions, columns, key, value, *, each=None):
     heads = width // D - 2 * G
     query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
     table, aligned = (columns, 0) if each is None else (each.table, each.aligned)
-    rope_kernel[(heads + 2 * G, n, B)](
+    _rope_kernel[(heads + 2 * G, n, B)](
         rows.contiguous(), cos.contiguous(), sin.contiguous(), positions.contiguous(),
         columns.contiguous(), table, query, key, value, n, cos.shape[1], lines(key), lines(value),
         HEADS=heads, GROUPS=G, D=D, BLOCK_D=triton.next_power_of_2(D), EACH=aligned, num_warps=1,

@@ -42,7 +42,7 @@ def _mixed(
 
 
 @triton.jit(do_not_specialize=["n"])
-def delta_kernel(
+def _delta_kernel(
     rows, conv, decay, shift, told, journal, state, out, n, scale,
     R: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -96,7 +96,7 @@ def delta_kernel(
 
 
 @triton.jit(do_not_specialize=["eps"])
-def gate_kernel(x, gate, gain, out, eps, V: tl.constexpr, BLOCK_V: tl.constexpr):
+def _gate_kernel(x, gate, gain, out, eps, V: tl.constexpr, BLOCK_V: tl.constexpr):
     """Gated RMSNorm of one head of one row: norm, times `gain`, times silu(gate)."""
     at = tl.program_id(0).to(tl.int64) * V
     v = tl.arange(0, BLOCK_V)
@@ -118,13 +118,13 @@ def delta_rows(rows, gate, conv, decay, shift, gain, eps, told, journal, state, 
     said = torch.empty(len(rows), heads, V, dtype=torch.float32, device=rows.device)
     out = torch.empty_like(gate)
     block_v = min(strip, max(triton.next_power_of_2(V), 2))
-    delta_kernel[(heads, triton.cdiv(V, block_v), B)](
+    _delta_kernel[(heads, triton.cdiv(V, block_v), B)](
         rows, conv.contiguous(), decay, shift, told, journal, state, said, n, K**-0.5,
         R=R, W=W, TAPS=taps, GROUPS=groups, HEADS=heads, K=K, V=V, BLOCK_K=triton.next_power_of_2(K),
         BLOCK_V=block_v, num_warps=1,
     )  # fmt: skip
     if n:
-        gate_kernel[(len(rows) * heads,)](
+        _gate_kernel[(len(rows) * heads,)](
             said, gate, gain, out, eps, V=V, BLOCK_V=triton.next_power_of_2(V), num_warps=1
         )
     return out

@@ -29,7 +29,7 @@ def _product(x, weight, line, K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: t
 
 
 @triton.jit
-def gate_up_kernel(
+def _gate_up_kernel(
     x, chosen, gate_up, inner, k,
     E: tl.constexpr, DEEP: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +48,7 @@ def gate_up_kernel(
 
 
 @triton.jit
-def down_kernel(
+def _down_kernel(
     inner, chosen, share, down, out, k,
     E: tl.constexpr, DEEP: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -75,6 +75,6 @@ def expert_rows(x, chosen, share, gate_up, down):
     out = torch.empty_like(x)
     sizes = dict(E=E, DEEP=deep, BLOCK_O=OUTPUTS, num_warps=4)
     first, second = (min(INPUTS, triton.next_power_of_2(one)) for one in (E, deep))
-    gate_up_kernel[(R * k, triton.cdiv(deep, OUTPUTS))](x, chosen, gate_up, inner, k, BLOCK_K=first, **sizes)
-    down_kernel[(R, triton.cdiv(E, OUTPUTS))](inner, chosen, share, down, out, k, BLOCK_K=second, **sizes)
+    _gate_up_kernel[(R * k, triton.cdiv(deep, OUTPUTS))](x, chosen, gate_up, inner, k, BLOCK_K=first, **sizes)
+    _down_kernel[(R, triton.cdiv(E, OUTPUTS))](inner, chosen, share, down, out, k, BLOCK_K=second, **sizes)
     return out

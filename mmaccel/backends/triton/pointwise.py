@@ -14,9 +14,9 @@ import triton.language as tl
 
 from mmaccel.backends.triton.launch_args import lines
 
-MERGED = 32  # rows that a program of `merge_parts_kernel` merges
+MERGED = 32  # rows that a program of `_merge_parts_kernel` merges
 ROWS = 16  # positions whose angles a program makes
-WORDS = 4096  # elements that a program of `silu_times_kernel` looks at
+WORDS = 4096  # elements that a program of `_silu_times_kernel` looks at
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -33,7 +33,7 @@ def rms_norm_kernel(X, WEIGHT, OUT, eps, E: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def silu_times_kernel(GATE, UP, count, BLOCK: tl.constexpr):
+def _silu_times_kernel(GATE, UP, count, BLOCK: tl.constexpr):
     """GATE = silu(GATE) * UP, for BLOCK elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -44,7 +44,7 @@ def silu_times_kernel(GATE, UP, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "x_b", "angle_b"])
-def rotate_kernel(
+def _rotate_kernel(
     X, COS, SIN, n, x_b, x_h, x_s, angle_b, angle_s,
     H: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def rotate_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "scale"])
-def angles_kernel(
+def _angles_kernel(
     POSITION, PACE, COS, SIN, n, scale, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """RoPE cosines and sines of ROWS positions."""
@@ -89,7 +89,7 @@ def angles_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def merge_parts_kernel(
+def _merge_parts_kernel(
     OUT, LSE, MERGED, count, PARTS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Merge ROWS rows of PARTS partial results of attention by their log-sum-exps."""
@@ -129,7 +129,7 @@ def silu_times_(gate, up):
     if not (gate.is_contiguous() and up.is_contiguous()):
         raise ValueError("silu_times_: gate and up are to be contiguous")
     if gate.numel():
-        silu_times_kernel[(triton.cdiv(gate.numel(), WORDS),)](
+        _silu_times_kernel[(triton.cdiv(gate.numel(), WORDS),)](
             gate, up, gate.numel(), BLOCK=WORDS, num_warps=8
         )
 
@@ -142,7 +142,7 @@ def rotate_(x, cos, sin):
         raise ValueError("rotate_: the numbers of a head are to lie side by side")
     cos, sin = cos.contiguous(), sin.contiguous()
     if x.numel():
-        rotate_kernel[(n, B)](
+        _rotate_kernel[(n, B)](
             x, cos, sin, n, *lines(x), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
             H=H, HALF=D // 2, HEADS=triton.next_power_of_2(H), BLOCK=triton.next_power_of_2(D // 2),
             num_warps=4 if H * D > 2048 else 1,
@@ -154,7 +154,7 @@ def angles(positions, pace, scale, dtype):
     n, half = len(positions), len(pace)
     out = torch.empty(2, n, 2 * half, dtype=dtype, device=positions.device)
     if n:
-        angles_kernel[(triton.cdiv(n, ROWS),)](
+        _angles_kernel[(triton.cdiv(n, ROWS),)](
             positions.contiguous(), pace, out[0], out[1], n, scale,
             HALF=half, ROWS=ROWS, BLOCK=triton.next_power_of_2(half), num_warps=4,
         )  # fmt: skip
@@ -166,7 +166,7 @@ def merge_parts(out, lse):
     out, lse, D = out.contiguous(), lse.contiguous(), out.shape[-1]
     merged, count = torch.empty_like(out[0]), lse[0].numel()
     if count:
-        merge_parts_kernel[(triton.cdiv(count, MERGED),)](
+        _merge_parts_kernel[(triton.cdiv(count, MERGED),)](
             out, lse, merged, count, PARTS=len(out), D=D, ROWS=MERGED, BLOCK=triton.next_power_of_2(D)
         )
     return merged

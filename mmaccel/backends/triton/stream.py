@@ -40,7 +40,7 @@ def _beats(other, there, score, at):
 
 
 @triton.jit(do_not_specialize=["C"])
-def cluster_scores_kernel(
+def _cluster_scores_kernel(
     KEY, QUERY, OUT, C, key_r, key_c,
     D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def _product(key, query, COSINE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["C", "n"])
-def word_scores_kernel(
+def _word_scores_kernel(
     KEY, QUERY, OUT, C, n, key_r, key_c,
     D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def word_scores_kernel(
 
 
 @triton.jit(do_not_specialize=["C", "n"])
-def standardize_scores_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
+def _standardize_scores_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
     """Second kernel of `scored_by_words`: standardizes each word's scores over all clusters of a layer, and reduces over
     words."""
     row = tl.program_id(0).to(tl.int64)
@@ -101,7 +101,7 @@ def standardize_scores_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["V", "limit", "fewest"])
-def beyond_budget_kernel(SCORE, SIZE, OUT, V, limit, fewest, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
+def _beyond_budget_kernel(SCORE, SIZE, OUT, V, limit, fewest, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
     """Kernel of `beyond_budget`, for BLOCK visual clusters of a layer: whether better-scored ones fill the budget
     already."""
     row = tl.program_id(1).to(tl.int64) * V
@@ -124,7 +124,7 @@ def _visual(SCORE, SIZE, at, V):
 
 
 @triton.jit(do_not_specialize=["C", "V"])
-def scores_and_preceding_kernel(
+def _scores_and_preceding_kernel(
     SCORE, SIZE, PARENT, WITHOUT, OUT, BEFORE, C, V,
     STAGED: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def _candidate(SCORE, SIZE, PARENT, WITHOUT, at, C, V, STAGED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["C", "N", "budget", "ahead", "key_row", "key_at", "late", "parts"])
-def select_entries_kernel(
+def _select_entries_kernel(
     BEFORE, SIZE, OWNER, WITHIN, FIRST, FLAT, KEYS, QUERY, UNITS, SCORE, KEEP, OUT, AHEAD, C, N, budget,
     ahead, key_row, key_at, late, parts,
     D: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
@@ -244,7 +244,7 @@ def _line(BEFORE, OWNER, WITHIN, entry, C, N):
 
 
 @triton.jit(do_not_specialize=["C", "count", "head", "tokens"])
-def summary_tokens_kernel(
+def _summary_tokens_kernel(
     SCORE, PICKED, SIZE, KEY, VALUE, TIME, OUT, TIMES, ADDED, LEFT, C, count, head, tokens, row_c, out_s,
     out_g, out_m,
     D: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, HIDES: tl.constexpr, BLOCK: tl.constexpr,
@@ -302,7 +302,7 @@ def _total(X, row_n, d, D, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n"])
-def mean_query_kernel(
+def _mean_query_kernel(
     X, COUNT, OUT, n, row_h, row_n, D,
     HEADS: tl.constexpr, TOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -319,7 +319,7 @@ def mean_query_kernel(
 
 
 @triton.jit(do_not_specialize=["n"])
-def predict_hidden_kernel(
+def _predict_hidden_kernel(
     X, COUNT, KNOWN, BEFORE, SEEN, OUT, n, row_n, E,
     SHOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -340,7 +340,7 @@ def predict_hidden_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "last"])
-def assign_prefetch_slots_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexpr):
+def _assign_prefetch_slots_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexpr):
     """Kernel of `host_slots`, for some entries. Only the table's last slot, which is scratch, is shared by programs."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(ENTRY + at, mask=at < n, other=-1)
@@ -352,7 +352,7 @@ def assign_prefetch_slots_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK
 
 
 @triton.jit(do_not_specialize=["items", "slots"])
-def gather_kernel(
+def _gather_kernel(
     out, slab, base, slot, items, slots, side, group,
     GROUPS: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr, WORD: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -385,7 +385,7 @@ def score(key, query, cosine):
     R, C, D = key.shape
     out = torch.empty(R, C, device=key.device)
     if C:
-        cluster_scores_kernel[(triton.cdiv(C, CLUSTERS), R)](
+        _cluster_scores_kernel[(triton.cdiv(C, CLUSTERS), R)](
             key, query.contiguous(), out, C, key.stride(0), key.stride(1),
             D=D, COSINE=cosine, BLOCK=CLUSTERS, DIM=triton.next_power_of_2(D), num_warps=4,
         )  # fmt: skip
@@ -398,12 +398,12 @@ def scored_by_words(key, words, size, cosine):
     out = torch.empty(R, C, device=key.device)
     if C:
         score = torch.empty(R, n, C, device=key.device)
-        word_scores_kernel[(triton.cdiv(C, CLUSTERS), R)](
+        _word_scores_kernel[(triton.cdiv(C, CLUSTERS), R)](
             key, words.rows.contiguous(), score, C, n, key.stride(0), key.stride(1),
             D=D, COSINE=cosine, BLOCK=CLUSTERS, DIM=triton.next_power_of_2(D), num_warps=4,
         )  # fmt: skip
         block = triton.next_power_of_2(C)
-        standardize_scores_kernel[(R,)](
+        _standardize_scores_kernel[(R,)](
             score, size.contiguous(), words.number, out, C, n, BLOCK=block, num_warps=8
         )
     return out
@@ -414,7 +414,7 @@ def beyond_budget(score, size, limit, fewest):
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:
-        beyond_budget_kernel[(triton.cdiv(V, CLUSTERS), R)](
+        _beyond_budget_kernel[(triton.cdiv(V, CLUSTERS), R)](
             score, size, out, V, limit, fewest, BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4
         )
     return out
@@ -427,7 +427,7 @@ def scores_and_preceding(score, size, parent, without):
     staged = parent is not None and without is not None
     size, parent = size.contiguous(), parent.contiguous() if staged else size
     without = without if staged else size
-    scores_and_preceding_kernel[(triton.cdiv(C, CLUSTERS), R)](
+    _scores_and_preceding_kernel[(triton.cdiv(C, CLUSTERS), R)](
         score, size, parent, without, out, before, C, without.shape[1],
         STAGED=staged, BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4,
     )  # fmt: skip
@@ -445,7 +445,7 @@ def select(before, lists, budget, ahead, own, late):
     tables = [
         t.contiguous() for t in (before, lists.size, lists.owner, lists.within, lists.first, lists.flat)
     ]
-    select_entries_kernel[(R,)](
+    _select_entries_kernel[(R,)](
         *tables, own.keys, own.query.contiguous(), out if late is None else late.units, score, keep, out,
         out if coming is None else coming, C, lists.owner.shape[1], budget, ahead,
         own.keys.stride(0), own.layer * own.keys.stride(1), more, 1 if late is None else late.parts,
@@ -460,7 +460,7 @@ def summary_tokens(score, picked, size, rows, time, out, head, left, tokens):
     (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
     times = torch.empty(count, dtype=time.dtype, device=time.device)
     added = torch.empty(head + count, device=score.device)
-    summary_tokens_kernel[(triton.cdiv(C, CLUSTERS),)](
+    _summary_tokens_kernel[(triton.cdiv(C, CLUSTERS),)](
         score, picked, size, key, value, time, out, times, added, added if left is None else left,
         C, count, head, tokens, key.stride(0), *out.stride()[:3],
         D=D, WIDE=key.shape[1], DIM=triton.next_power_of_2(key.shape[1]), HIDES=left is not None,
@@ -473,7 +473,7 @@ def mean_query(rows, count, groups):
     """Launch `ops.clusters.mean_query`: mean query [G * D] over the words of rows [H, n, D], summed over a group's heads."""
     H, n, D = rows.shape
     out = torch.empty(groups * D, device=rows.device)
-    mean_query_kernel[(groups, triton.cdiv(D, COLUMNS))](
+    _mean_query_kernel[(groups, triton.cdiv(D, COLUMNS))](
         rows, out if count is None else count, out, n, rows.stride(0), rows.stride(1), D,
         HEADS=H // groups, TOLD=count is not None, ROWS=WORDS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
@@ -484,7 +484,7 @@ def moved(words, count, known, before, seen):
     """Launch `ops.clusters.moved`: predicted hidden states, `words` [n, E] plus `known` [E]; updates `before` and `seen`."""
     n, E = words.shape
     out = torch.empty(n, E, dtype=words.dtype, device=words.device)
-    predict_hidden_kernel[(triton.cdiv(E, COLUMNS),)](
+    _predict_hidden_kernel[(triton.cdiv(E, COLUMNS),)](
         words, count, known, before, before if seen is None else seen, out, n, words.stride(0), E,
         SHOWN=seen is not None, ROWS=WORDS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
@@ -495,7 +495,7 @@ def host_slots(table, entries, slots, begin):
     """Launch `ops.clusters.host_slots`: host slots [n] of `entries`, -1 for none; updates `table`."""
     out = torch.empty_like(entries)
     if len(entries):
-        assign_prefetch_slots_kernel[(triton.cdiv(len(entries), FORETOLD),)](
+        _assign_prefetch_slots_kernel[(triton.cdiv(len(entries), FORETOLD),)](
             table, entries, slots, begin, out, len(entries), len(table) - 1, BLOCK=FORETOLD, num_warps=4
         )
     return out
@@ -519,7 +519,7 @@ def gather_units(out, slab, base, slot, grain, *, programs=PROGRAMS, words=UNDER
     kind = WORD_TYPES[word]
     # The memory from the first element on; what lies between the heads is left alone.
     flat = out.as_strided((out.shape[-2] * out.shape[-1],), (1,))
-    gather_kernel[(min(programs, items),)](
+    _gather_kernel[(min(programs, items),)](
         flat.view(kind), slab[0].view(-1).view(kind), base, slot, items, slots, side // word, group // word,
         GROUPS=groups, RUN=run // word, EACH=each // word, WORD=word,
         PAIRS=not any(b % (2 * word) for b in aligned), BLOCK=block, num_warps=8,

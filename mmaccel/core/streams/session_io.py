@@ -165,7 +165,7 @@ def _read(where: Path) -> dict[str, Any]:
         raise ModelError(
             f"{where} is {shown(form)} of version {version}; this mmaccel reads version {VERSION}."
         )
-    if not (all(map(is_session_file, facts["files"])) and (data is None or _is_data(data))):
+    if not (all(map(_is_session_file, facts["files"])) and (data is None or _is_data(data))):
         raise damaged_error(where, f"the list of files in {FACTS} is none")
     if version != UNSEALED and CHECKSUM not in facts:
         raise damaged_error(where, f"{FACTS} has no {CHECKSUM}")
@@ -238,7 +238,7 @@ def check_writable(path: Path) -> None:
         raise ModelError(f"{path} cannot be written (permission denied); give another path.")
 
 
-def is_session_file(name: str) -> bool:
+def _is_session_file(name: str) -> bool:
     """Return whether a save writes the path `name` within a session's folder; all other files there belong to the user."""
     parts = PurePosixPath(name).parts
     if ".." in parts or not parts or "\0" in name:
@@ -254,7 +254,7 @@ def _names(facts: Mapping[str, Any]) -> set[str]:
     """The files that a list of ours names; none where it is damaged."""
     files = facts.get("files")
     listed = files if isinstance(files, dict | list) else ()
-    return {name for name in listed if isinstance(name, str) and is_session_file(name)}
+    return {name for name in listed if isinstance(name, str) and _is_session_file(name)}
 
 
 def _marked(path: Path) -> dict[str, Any]:

@@ -247,7 +247,7 @@ class Conversation:
         return self
 
 
-def continued_conversation(
+def _continued_conversation(
     who: str, left: Any, fresh: Conversation, inputs: Mapping[str, Any], ids: Tensor, past: TokenLayout | None
 ) -> Conversation:
     """Return the conversation to which the prompt `ids` [S] was announced: `left` if the prompt continues it; else `fresh`,
@@ -328,7 +328,7 @@ class DraftModelState(DraftState):
 
     def _tell(self, prompt: Prompt) -> None:
         inputs, ids, past = self._shown(prompt)
-        self._talk = continued_conversation(self._choice.name, prompt.left, self._talk, inputs, ids, past)
+        self._talk = _continued_conversation(self._choice.name, prompt.left, self._talk, inputs, ids, past)
 
     def _shown(self, prompt: Prompt) -> tuple[Mapping[str, Any], Tensor, TokenLayout | None]:
         """What the draft is to read of `prompt`: its inputs, all ids [S], and those that the target holds."""

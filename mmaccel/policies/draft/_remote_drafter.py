@@ -215,7 +215,7 @@ def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
             "family"
         )
     with send_heartbeats(wire):
-        bare = [int(shortest_step_s(family.runner(model), own) / MICRO)] if options.get("bare") else []
+        bare = [int(_shortest_step_s(family.runner(model), own) / MICRO)] if options.get("bare") else []
     wire.send(READY, family.geometry(model).vocab, *bare)
 
     def watch(processor: Any, *given: Any) -> LocalDraftStream:
@@ -225,7 +225,7 @@ def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def shortest_step_s(runner: Runner, device: torch.device | str) -> float:
+def _shortest_step_s(runner: Runner, device: torch.device | str) -> float:
     """Return the seconds of a decode step after a very short prompt; with any pruner a step takes at least that."""
     ids = torch.zeros(1, 4, dtype=torch.long, device=device)
     runner.prefill({"input_ids": ids})

@@ -237,7 +237,7 @@ class ReadingChoice:
         `sampled` tokens and a given window the whole is read: times must not change which tokens are sampled.
         """
         whole, less = self.ways.setdefault(length.bit_length(), (ReadingStats(), ReadingStats()))
-        gain, of_part, thinned = (whole.gain(window, most), less.gain(window, most), kept_share_text(pruner))
+        gain, of_part, thinned = (whole.gain(window, most), less.gain(window, most), _kept_share_text(pruner))
         at_best = math.inf
         if self.bare_s and whole.draft_s:
             at_best = replace(whole, draft_s=min(self.bare_s, whole.draft_s)).gain(window, most)
@@ -253,13 +253,13 @@ class ReadingChoice:
         else:
             prunes, why = True, "to measure it"
         way, chosen = (less, pruner) if prunes else (whole, None)
-        return PromptReading(way, chosen, f"it read {kept_share_text(chosen)}: {why}")
+        return PromptReading(way, chosen, f"it read {_kept_share_text(chosen)}: {why}")
 
     def close(self) -> None:
         """Do nothing, as there is nothing to free."""
 
 
-def kept_share_text(pruner: Any) -> str:
+def _kept_share_text(pruner: Any) -> str:
     """Say which share of the video `pruner` keeps; None: the whole."""
     if pruner is None:
         return "the whole video"

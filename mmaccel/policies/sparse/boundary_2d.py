@@ -23,7 +23,7 @@ Groups = Mapping[int | None, Mapping[int | None, IntraPattern | None]]
 PAIRS = tuple(f"{q}>{k}" for q in MODALITIES.values() for k in MODALITIES.values())
 
 
-def inner_pattern(value: Any, where: str, block: int) -> IntraPattern | None:
+def _inner_pattern(value: Any, where: str, block: int) -> IntraPattern | None:
     """Build the sparse pattern given as a boundary's field, with blocks of `block` tokens; `where` names the field in
     errors. None stays None."""
     pattern = policy("sparse", value, where)
@@ -135,7 +135,7 @@ class OneSidedBoundary(Boundary):
         super().__post_init__()
         for name in MODALITIES.values():
             object.__setattr__(
-                self, name, inner_pattern(getattr(self, name), f"{self.name}: {name}", self.block)
+                self, name, _inner_pattern(getattr(self, name), f"{self.name}: {name}", self.block)
             )
         if not any(getattr(self, name) for name in MODALITIES.values()):
             raise RecipeError(f"{self.name}: text, image and video are all null; give one of them a pattern.")
@@ -170,7 +170,7 @@ class Boundary2D(Boundary):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "default", inner_pattern(self.default, f"{self.name}: default", self.block))
+        object.__setattr__(self, "default", _inner_pattern(self.default, f"{self.name}: default", self.block))
         if not isinstance(self.pairs, Mapping):
             raise RecipeError(
                 f"{self.name}: pairs is {shown(self.pairs)}; give a mapping such as {{video>text: grid}}."
@@ -179,7 +179,7 @@ class Boundary2D(Boundary):
         for pair, value in self.pairs.items():
             if pair not in PAIRS:
                 raise UnknownName(f"pair of {self.name}", str(pair), PAIRS)
-            pairs[pair] = inner_pattern(value, f"{self.name}: pairs[{shown(pair)}]", self.block)
+            pairs[pair] = _inner_pattern(value, f"{self.name}: pairs[{shown(pair)}]", self.block)
         object.__setattr__(self, "pairs", pairs)
         if not any(pattern for patterns in self.groups.values() for pattern in patterns.values()):
             raise RecipeError(f"{self.name}: every pair is left out; give one of them a pattern.")

@@ -113,7 +113,7 @@ def strided_classes(
     number = torch.where((keys.row >= 0)[:, None], keys.rank[:, None] % stride, search.most)
     own, classes = number[..., :n], search.most + 1
     line, shift = class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
-    dense = most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
+    dense = _most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
     return Classes(number, stride, line, dense, shift, most_keys(search.keys, low), classes)
 
 
@@ -229,7 +229,7 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
             made = class_phases(*one.kernel_args, order, search.score, search.rows)
             found.append([one.expand_heads(t) for t in (made if search.rows else made[:2])])
         line, shift, *spread = map(cat_heads, zip(*found, strict=True))
-        dense = most_even_class(spread[0], sample.ranks, own, classes) if search.rows else line
+        dense = _most_even_class(spread[0], sample.ranks, own, classes) if search.rows else line
     else:
         # What each query gives to each class of keys, its own key left out: that one is heavy whatever the phase.
         before = layout.key_mask()[:, None]
@@ -246,12 +246,12 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
             score = total if search.score == "sum" else total / pairing.members[:, None].clamp(min=1)
             shifts.append(score.argmax(-1, keepdim=True))
         line, shift = torch.cat(lines, 1), torch.cat(shifts, 1)
-        dense = most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
+        dense = _most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
     most, whole = (frames.most_keys, frames) if frames.whole else (most_keys(search.keys, search.low), None)
     return Classes(frames.number, frames.stride, line, dense, shift, most, classes, whole)
 
 
-def most_even_class(spread: Tensor, at: Tensor, number: Tensor, classes: int) -> Tensor:
+def _most_even_class(spread: Tensor, at: Tensor, number: Tensor, classes: int) -> Tensor:
     """Return [B, H, 1]: the class whose queries, at ranks `at` [B, L], have the largest mean entropy `spread` [B, H, L]."""
     at = at[:, None]
     own = number.gather(2, at.clamp(min=0).expand(-1, number.shape[1], -1)).long()

@@ -30,7 +30,7 @@ PAIRS = 200 << 10
 """Bytes of shared memory from which two blocks of queries go together: earlier devices run out of registers."""
 
 
-def config_for(
+def _config_for(
     rows: int, size: int, value_size: int, block_k: int, dtype: torch.dtype, shared: int
 ) -> tuple[int, int, int]:
     """Keys per tile, warps and pipeline stages for tiles of `rows` rows, with heads padded to `size`, in `shared` bytes of
@@ -159,7 +159,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     if not engine or short is not None:
         more = _extra(spans, key, value) if extra else None
         loaded = (key, value) if more is None else (*more[0], *more[1], key, value)
-        keys, warps, stages = config_for(tall * pack, size, value_size, block_k, query.dtype, shared)
+        keys, warps, stages = _config_for(tall * pack, size, value_size, block_k, query.dtype, shared)
         attend_kernel[(items, tiles)](
             query, key, value, lse if short is None else short, *given, tuple(s.k_row for s in spans),
             tuple(s.q_pos for s in spans), tuple(s.k_pos for s in spans), tuple(s.lists.row for s in spans),

@@ -34,7 +34,7 @@ MEMBERS = 64  # members of each of these classes that it looks at together
 
 
 @triton.jit
-def load_queries(query, b, h, strides, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_queries(query, b, h, strides, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load the queries of one head, [BLOCK_L, BLOCK_D]."""
     r, d = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_D)
     at = query + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
@@ -43,7 +43,7 @@ def load_queries(query, b, h, strides, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.
 
 
 @triton.jit
-def tile_scores(
+def _tile_scores(
     q, key, row, place, there, b, g, strides, n, D,
     GATHERED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -59,14 +59,14 @@ def tile_scores(
 
 
 @triton.jit
-def tile_weights(score, total, seen, scale):
+def _tile_weights(score, total, seen, scale):
     """Softmax weights [BLOCK_L, BLOCK_N] where `seen`, from scores and log-sum-exps `total` [BLOCK_L] (base 2)."""
     seen = seen & (total > float("-inf"))[:, None]
     return tl.where(seen, tl.math.exp2(score * scale - total[:, None]), 0.0)
 
 
 @triton.jit
-def load_totals(total, b, h, H, L, BLOCK_L: tl.constexpr):
+def _load_totals(total, b, h, H, L, BLOCK_L: tl.constexpr):
     """Load the log-sum-exps of one head, converted to base 2: [BLOCK_L]."""
     r = tl.arange(0, BLOCK_L)
     found = tl.load(total + (b * H + h) * L + r, mask=r < L, other=float("-inf"))
@@ -74,7 +74,7 @@ def load_totals(total, b, h, H, L, BLOCK_L: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "piece"])
-def totals_kernel(
+def _totals_kernel(
     query, key, row, at, out, query_strides, key_strides, n, piece, H, L, scale,
     GROUP: tl.constexpr, D: tl.constexpr, GATHERED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -82,7 +82,7 @@ def totals_kernel(
     """Log-sum-exps (base 2) of each query over pieces of the keys, out [splits, B, H, L]; -inf for none."""
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     r = tl.arange(0, BLOCK_L)
-    q = load_queries(query, b, h, query_strides, L, D, BLOCK_L, BLOCK_D)
+    q = _load_queries(query, b, h, query_strides, L, D, BLOCK_L, BLOCK_D)
     place_of = tl.load(at + b * L + r, mask=r < L, other=-1).to(tl.int32)
     begin = tl.program_id(1) * piece
     end = tl.minimum(tl.minimum(begin + piece, n), tl.max(place_of, 0) + 1)
@@ -93,7 +93,7 @@ def totals_kernel(
     whole = begin + tl.maximum(tl.minimum(end, least + 1) - begin, 0) // BLOCK_N * BLOCK_N
     for first in range(begin, whole, BLOCK_N):
         place = first + tl.arange(0, BLOCK_N)
-        score = tile_scores(
+        score = _tile_scores(
             q, key, row, place, place < n, b, h // GROUP, key_strides, n, D, GATHERED, PRECISION, BLOCK_D
         )
         top = tl.maximum(peak, tl.max(score, 1) * scale)
@@ -102,7 +102,7 @@ def totals_kernel(
         peak = top
     for first in range(whole, end, BLOCK_N):
         place = first + tl.arange(0, BLOCK_N)
-        score = tile_scores(
+        score = _tile_scores(
             q, key, row, place, place < end, b, h // GROUP, key_strides, n, D, GATHERED, PRECISION, BLOCK_D
         )
         seen = (place[None, :] <= place_of[:, None]) & (place < end)[None, :]
@@ -129,7 +129,7 @@ def merge_kernel(part, out, rows, splits, BLOCK: tl.constexpr, SPLITS: tl.conste
 
 
 @triton.jit(do_not_specialize=["n"])
-def lines_kernel(
+def _lines_kernel(
     query, key, row, at, total, columns, diagonals, query_strides, key_strides, n, H, L, scale,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr, GATHERED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -149,14 +149,14 @@ def lines_kernel(
     if tl.program_id(1) * BLOCK_N <= last:
         for member in range(MEMBERS):
             h = one * MEMBERS + member
-            q = load_queries(query, b, h, query_strides, L, D, BLOCK_L, BLOCK_D)
-            lse = load_totals(total, b, h, H, L, BLOCK_L)
+            q = _load_queries(query, b, h, query_strides, L, D, BLOCK_L, BLOCK_D)
+            lse = _load_totals(total, b, h, H, L, BLOCK_L)
             there = line < n
-            score = tile_scores(
+            score = _tile_scores(
                 q, key, row, line, there, b, h // GROUP, key_strides, n, D, GATHERED, PRECISION, BLOCK_D
             )
             seen = (line[None, :] <= place_of[:, None]) & there[None, :]
-            column += tl.sum(tile_weights(score, lse, seen, scale), 0)
+            column += tl.sum(_tile_weights(score, lse, seen, scale), 0)
             base = tl.min(tl.where(place_of >= 0, place_of, BEYOND), 0)
             while base < BEYOND:
                 mine = (place_of >= base) & (place_of - base < BLOCK_N)
@@ -165,12 +165,12 @@ def lines_kernel(
                     first = base - tl.program_id(1) * BLOCK_N + (half - 1) * BLOCK_N + 1
                     place = first + c
                     there = (place >= 0) & (place < n)
-                    score = tile_scores(
+                    score = _tile_scores(
                         q, key, row, place, there, b, h // GROUP, key_strides, n, D, GATHERED, PRECISION,
                         BLOCK_D,
                     )  # fmt: skip
                     seen = mine[:, None] & there[None, :] & (place[None, :] <= place_of[:, None])
-                    weight = tile_weights(score, lse, seen, scale)
+                    weight = _tile_weights(score, lse, seen, scale)
                     source = place_of[:, None] - line[None, :] - first
                     inside = mine[:, None] & (source >= 0) & (source < BLOCK_N)
                     moved = tl.gather(weight, tl.where(inside, source, 0), 1)
@@ -181,12 +181,12 @@ def lines_kernel(
     tl.store(diagonals + out, diagonal / MEMBERS, mask=line < n)
 
 
-def tensor_strides(t):
+def _tensor_strides(t):
     """Strides of all four dimensions of t [B, H, n, D] as kernel arguments."""
     return (*lines(t), t.stride(3))
 
 
-def kernel_constants(query, key, row):
+def _kernel_constants(query, key, row):
     """Compile-time (constexpr) arguments of the kernels in this file; `row` is None if keys are adjacent."""
     L, D = query.shape[2:]
     wide = query.dtype == torch.float32
@@ -206,7 +206,7 @@ def row_totals(query, key, row, at, width):
     """Launch `ops.lines.row_totals`: each query's log-sum-exp [B, H, L], over up to `SPLITS` pieces of the keys, which a
     second kernel merges."""
     B, H, L, D = query.shape
-    shape, at = kernel_constants(query, key, row), at.contiguous()
+    shape, at = _kernel_constants(query, key, row), at.contiguous()
     piece = max(LEAST_PIECE, -(-width // SPLITS))
     piece += -piece % shape["BLOCK_N"]
     splits = max(1, -(-width // piece))
@@ -216,8 +216,8 @@ def row_totals(query, key, row, at, width):
     row_bytes = shape["BLOCK_D"] * query.element_size()
     here = operators.resources(query.device)
     stages = here.stages(3, shape["BLOCK_N"] * row_bytes, shape["BLOCK_L"] * row_bytes)
-    totals_kernel[(B * H, splits)](
-        query, key, at if row is None else row, at, part, tensor_strides(query), tensor_strides(key),
+    _totals_kernel[(B * H, splits)](
+        query, key, at if row is None else row, at, part, _tensor_strides(query), _tensor_strides(key),
         width, piece, H, L, scale, **shape, num_stages=stages,
     )  # fmt: skip
     merge_kernel[(triton.cdiv(B * H * L, 64),)](part, out, B * H * L, splits, BLOCK=64, SPLITS=SPLITS)
@@ -228,31 +228,31 @@ def line_sums(query, key, row, at, total, width, pooled):
     """Launch `ops.lines.line_sums`: attention weight of columns and diagonals, [B, h, n] each; a program sums `LINES` of
     both."""
     B, H, L, D = query.shape
-    shape, at = kernel_constants(query, key, row), at.contiguous()
+    shape, at = _kernel_constants(query, key, row), at.contiguous()
     # Those of some heads of a batch may be a view.
     total = row_totals(query, key, row, at, width) if total is None else total.contiguous()
     shape["BLOCK_N"] = LINES
     members = shape["GROUP"] if pooled else 1
     columns = query.new_empty(B, H // members, width, dtype=torch.float32)
     diagonals = torch.empty_like(columns)
-    lines_kernel[(B * H // members, triton.cdiv(width, shape["BLOCK_N"]))](
-        query, key, at if row is None else row, at, total, columns, diagonals, tensor_strides(query), tensor_strides(key),
+    _lines_kernel[(B * H // members, triton.cdiv(width, shape["BLOCK_N"]))](
+        query, key, at if row is None else row, at, total, columns, diagonals, _tensor_strides(query), _tensor_strides(key),
         width, H, L, D**-0.5 * math.log2(math.e), MEMBERS=members, **shape, num_stages=1,
     )  # fmt: skip
     return columns, diagonals
 
 
 @triton.jit
-def load_query_totals(query, total, b, h, strides, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_query_totals(query, total, b, h, strides, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load the queries [BLOCK_D, BLOCK_L] of one head and their log-sum-exps; these are inf for absent queries, so that
     their weights are 0."""
-    q = tl.trans(load_queries(query, b, h, strides, L, D, BLOCK_L, BLOCK_D))
-    lse = load_totals(total, b, h, H, L, BLOCK_L)
+    q = tl.trans(_load_queries(query, b, h, strides, L, D, BLOCK_L, BLOCK_D))
+    lse = _load_totals(total, b, h, H, L, BLOCK_L)
     return q, tl.where(lse == float("-inf"), float("inf"), lse)
 
 
 @triton.jit(do_not_specialize=["n", "C", "H", "L"])
-def classes_kernel(
+def _classes_kernel(
     query, key, row, at, total, order, start, given, spread, lines, query_strides, key_strides, n, C, H, L,
     scale,
     SCORE: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr,
@@ -273,7 +273,7 @@ def classes_kernel(
     last = tl.max(place_of, 0)
     least = tl.min(tl.where(r < L, place_of, last), 0)
     begin, end = tl.load(start + b * (C + 1) + mine), tl.load(start + b * (C + 1) + mine + 1)
-    q, lse = load_query_totals(query, total, b, one * MEMBERS, query_strides, H, L, D, BLOCK_L, BLOCK_D)
+    q, lse = _load_query_totals(query, total, b, one * MEMBERS, query_strides, H, L, D, BLOCK_L, BLOCK_D)
     before = tl.zeros([COUNTED], tl.int32)
     for first in range(begin, end, COUNTED):
         member = first + tl.arange(0, COUNTED)
@@ -310,7 +310,7 @@ def classes_kernel(
                 weight = tl.zeros([BLOCK_N, BLOCK_L], tl.float32)
                 for other in range(MEMBERS):
                     h = one * MEMBERS + other
-                    qs, level = load_query_totals(
+                    qs, level = _load_query_totals(
                         query, total, b, h, query_strides, H, L, D, BLOCK_L, BLOCK_D
                     )
                     weight += tl.math.exp2(tl.dot(k, qs, input_precision=PRECISION) * scale - level[None, :])
@@ -349,7 +349,7 @@ def classes_kernel(
 
 
 @triton.jit(do_not_specialize=["heads", "room", "C"])
-def phases_kernel(
+def _phases_kernel(
     given, lines, own, members, stride, line, shift, heads, room, C, L,
     SCORE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -404,7 +404,7 @@ def class_phases(query, key, row, at, total, width, pooled, pairing, score, rows
     order, start, own, members, stride = pairing
     B, H, L, D = query.shape
     C = start.shape[1] - 1
-    shape, at = kernel_constants(query, key, row), at.contiguous()
+    shape, at = _kernel_constants(query, key, row), at.contiguous()
     # Those of some heads of a batch may be a view.
     total = row_totals(query, key, row, at, width) if total is None else total.contiguous()
     members_of = shape["GROUP"] if pooled else 1
@@ -415,12 +415,12 @@ def class_phases(query, key, row, at, total, width, pooled, pairing, score, rows
     spread = torch.empty_like(given) if rows else given
     lines = query.new_empty(B, heads, 3, C, dtype=torch.float32)
     line, shift = (query.new_empty(B, heads, 1, dtype=torch.int64) for _ in range(2))
-    classes_kernel[(B * heads, C)](
+    _classes_kernel[(B * heads, C)](
         query, key, at if row is None else row, at, total, order, start, given, spread, lines,
-        tensor_strides(query), tensor_strides(key), order.shape[1], C, H, L, D**-0.5 * math.log2(math.e),
+        _tensor_strides(query), _tensor_strides(key), order.shape[1], C, H, L, D**-0.5 * math.log2(math.e),
         SCORE=score, ROWS=rows, MEMBERS=members_of, **shape, num_stages=stages,
     )  # fmt: skip
-    phases_kernel[(B * heads,)](
+    _phases_kernel[(B * heads,)](
         given, lines, own, members, stride, line, shift, heads, members.shape[1], C, L,
         SCORE=score, BLOCK_L=16, BLOCK_C=triton.next_power_of_2(C), num_warps=8,
     )  # fmt: skip
@@ -428,7 +428,7 @@ def class_phases(query, key, row, at, total, width, pooled, pairing, score, rows
 
 
 @triton.jit(do_not_specialize=["kinds", "heads", "width", "low"])
-def strides_kernel(
+def _strides_kernel(
     value, at, out, kinds, heads, H, width, low,
     SCORE: tl.constexpr, PHASES: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
@@ -467,7 +467,7 @@ def stride_scores(value, at, low, high, score):
     stride and head."""
     kinds, B, H, width = value.shape
     out = torch.empty(B, H, high - low + 1, dtype=torch.float32, device=value.device)
-    strides_kernel[(high - low + 1, B * H)](
+    _strides_kernel[(high - low + 1, B * H)](
         value.contiguous(), at.contiguous(), out, kinds, B * H, H, width, low,
         SCORE=score, PHASES=PHASES, MEMBERS=MEMBERS,
     )  # fmt: skip

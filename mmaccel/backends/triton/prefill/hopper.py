@@ -60,7 +60,7 @@ def fact(span, field: gl.constexpr):
 
 
 @gluon.jit
-def list_of(span, b, h, m, begun, first, last, PER: gl.constexpr):
+def _list_of(span, b, h, m, begun, first, last, PER: gl.constexpr):
     """Load a query block's list in one span: where its entries begin, how many it has, which of them this program processes,
     and in how many steps."""
     at = fact(span, 0).to(gl.pointer_type(gl.int64)) + b * fact(span, 1) + h * fact(span, 2) + m * 5
@@ -73,7 +73,7 @@ def list_of(span, b, h, m, begun, first, last, PER: gl.constexpr):
 
 
 @gluon.jit
-def block_of(index, begin, e, shift):
+def _block_of(index, begin, e, shift):
     """Load the number of the key block that entry e of a block list names."""
     block = (begin + e).to(gl.int32)
     if index != 0:
@@ -82,17 +82,17 @@ def block_of(index, begin, e, shift):
 
 
 @gluon.jit
-def pair_of(index, begin, e, high, shift, PER: gl.constexpr):
+def _pair_of(index, begin, e, high, shift, PER: gl.constexpr):
     """Load the key blocks of one step, which takes PER = 1 or 2 entries of a list; past the end, the last entry again."""
-    left = block_of(index, begin, gl.minimum(e, high - 1), shift)
+    left = _block_of(index, begin, gl.minimum(e, high - 1), shift)
     right = left
     if PER == 2:
-        right = block_of(index, begin, gl.minimum(e + 1, high - 1), shift)
+        right = _block_of(index, begin, gl.minimum(e + 1, high - 1), shift)
     return left, right
 
 
 @gluon.jit
-def where_of(row, tile, M, shape):
+def _where_of(row, tile, M, shape):
     """Locate a tile: its sequence, the head of its lists, its key/value group, and its query block."""
     GROUP: gl.constexpr = shape[0]
     LISTS: gl.constexpr = shape[1]
@@ -259,12 +259,12 @@ def produce(
             first, last = gl.to_tensor(0), gl.to_tensor(2147483647)
             if SPLIT:
                 first, last = part * chunk, part * chunk + chunk
-            b, h, g, m = where_of(now, of_now, M, shape)
+            b, h, g, m = _where_of(now, of_now, M, shape)
             at_own, column = (b * own_b + g * own_g).to(gl.int32), (g * column_g).to(gl.int32)
             begun = gl.to_tensor(0)
             for s in range(n_spans):
                 span = table + s * WIDTH
-                begin, count, head, tail, shift, low, high, steps = list_of(
+                begin, count, head, tail, shift, low, high, steps = _list_of(
                     span, b, h, m, begun, first, last, PER
                 )
                 begun += count
@@ -273,7 +273,7 @@ def produce(
                     homes = fact(span, 16).to(gl.pointer_type(gl.int32))
                     homes += b * fact(span, 17) + h * fact(span, 18) + g * fact(span, 19)
                     for j in range(steps):
-                        left, right = pair_of(index, begin, low + j * PER, high, shift, PER)
+                        left, right = _pair_of(index, begin, low + j * PER, high, shift, PER)
                         if PER == 1:
                             left, right = 2 * left, 2 * left + 1
                         left, right = gl.load(homes + left), gl.load(homes + right)
@@ -378,7 +378,7 @@ def _next(words, barriers, turn):
 def _rows(queries, row, tile, M, which: gl.constexpr, shape: gl.constexpr, D: gl.constexpr):
     """The 64 rows [64, D] of a group in a tile, those of list row 0 where it is none."""
     Q, q_b, q_h, q_s, q_row, q_row_b, q_row_h = queries
-    b, h, g, m = where_of(gl.maximum(row, 0), tile, M, shape)
+    b, h, g, m = _where_of(gl.maximum(row, 0), tile, M, shape)
     place = (b, h, g, m, tile, q_row, q_row_b, q_row_h)
     loaded: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     head_of, mine, at_place, at = rows_of(place, which, gl.SliceLayout(1, loaded), shape)
@@ -390,7 +390,7 @@ def _rows(queries, row, tile, M, which: gl.constexpr, shape: gl.constexpr, D: gl
 
 
 @gluon.jit
-def consume(
+def _consume(
     asked, which: gl.constexpr, shape: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     D: gl.constexpr, PLACED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -418,7 +418,7 @@ def consume(
         if SPLIT:
             chunk = gl.load(TOLD)
             first, last = piece * chunk, piece * chunk + chunk
-        b, h, g, m = where_of(row, tile, M, shape)
+        b, h, g, m = _where_of(row, tile, M, shape)
         place = (b, h, g, m, tile, queries[4], queries[5], queries[6])
         head_of, mine, at_place, at = rows_of(place, which, line, shape)
         peak = gl.full([64], float("-inf"), gl.float32, line)
@@ -428,7 +428,7 @@ def consume(
         begun = gl.to_tensor(0)
         for s in range(n_spans):
             span = table + s * WIDTH
-            begin, count, head, tail, shift, low, high, steps = list_of(
+            begin, count, head, tail, shift, low, high, steps = _list_of(
                 span, b, h, m, begun, first, last, PER
             )
             begun += count
@@ -448,14 +448,14 @@ def consume(
                     tested = gl.where(turn_of == 0, from_step, steps)
                     sure = gl.where(turn_of == 0, to_step, steps)
                     begins = gl.where(turn_of == 0, 0, to_step)
-                    left, right = pair_of(index, begin, low + begins * PER, high, shift, PER)
+                    left, right = _pair_of(index, begin, low + begins * PER, high, shift, PER)
                     for j in range(begins, tested):
                         e = low + j * PER
                         second = n // BLOCK_K
                         key = gl.where(second > 0, right, left) * BLOCK_K + n % BLOCK_K
                         k_pos = gl.load(pos + key, mask=e + second < high, other=FAR)
                         # Blocks are looked up a step ahead: their positions wait for them.
-                        left, right = pair_of(index, begin, e + PER, high, shift, PER)
+                        left, right = _pair_of(index, begin, e + PER, high, shift, PER)
                         score, acc = _products(q, rings, barriers, weights, nothing, acc, step, STAGES)
                         gap = (gl.expand_dims(q_pos, 1) - gl.expand_dims(k_pos, 0)).to(gl.uint32)
                         score = gl.where(gap < width, score, float("-inf"))
@@ -545,8 +545,8 @@ def hopper_kernel(
     work = (ITEM, TOLD, TAKEN, items, tiles, M)
     gl.warp_specialize(
         [
-            (consume, (told, 0, shape, BLOCK_K, STAGES, D, PLACED, SPLIT)),
-            (consume, (told, 1, shape, BLOCK_K, STAGES, D, PLACED, SPLIT)),
+            (_consume, (told, 0, shape, BLOCK_K, STAGES, D, PLACED, SPLIT)),
+            (_consume, (told, 1, shape, BLOCK_K, STAGES, D, PLACED, SPLIT)),
             (produce, (
                 (k_own, k_copies, k_boxes), (v_own, v_copies, v_boxes), words, barriers, table, n_spans, work,
                 (own_b, own_g, column_g), shape, D // 64, 128 // BLOCK_K, STAGES, SPLIT,

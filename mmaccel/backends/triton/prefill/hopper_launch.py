@@ -67,7 +67,7 @@ def home_kernel(
 
 
 @triton.jit(do_not_specialize=["home", "upto", "capacity", "blocks", "heads"])
-def copy_kernel(
+def _copy_kernel(
     key, value, key_b, key_g, key_s, value_b, value_g, value_s, row, row_b, row_h, home, upto, k_copies,
     v_copies, capacity, blocks, heads,
     GROUP: tl.constexpr, SHARED: tl.constexpr, BOX: tl.constexpr, D: tl.constexpr,
@@ -147,7 +147,7 @@ class KeyLocations:
         keys, values = _pool(min(len(upto), most // slot_bytes), key)
         capacity = len(keys)
         for r, t, u in zip(apart, home, upto.split(sizes) if apart else (), strict=True):
-            copy_kernel[(t.shape[2], t.shape[1], B)](
+            _copy_kernel[(t.shape[2], t.shape[1], B)](
                 key, value, *lines(key), *lines(value), r, *lead(r), t, u, keys, values, capacity,
                 t.shape[2], t.shape[1],
                 GROUP=heads // G, SHARED=r.shape[1] == 1, BOX=BOX, D=D, num_warps=8,

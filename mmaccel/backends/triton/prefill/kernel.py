@@ -309,7 +309,7 @@ def merge_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "list_rows"])
-def length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, TILE: tl.constexpr):
+def _length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, TILE: tl.constexpr):
     """Number of key blocks that each query block lists, summed over spans; strides by `encode_ints`."""
     row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = row < list_rows
@@ -426,7 +426,7 @@ class Work:
         length, item, pieces, slot, limits = (t[:n] for t, n in zip(made, sizes, strict=True))
         strides = tuple(encode_ints(lines(c)) for c in counts)
         few = rows <= FEW
-        length_kernel[(triton.cdiv(rows, 1024),)](
+        _length_kernel[(triton.cdiv(rows, 1024),)](
             tuple(counts), strides, length, M, rows, LISTS=lists, TILE=1024
         )
         work_kernel[(max(programs, 1) + 1,)](

@@ -25,7 +25,7 @@ BINS = tl.constexpr(2048)  # values of a digit, at most
 STEPS = 1024  # steps to earlier key blocks that a program looks at together
 ROWS = 256  # blocks of queries, or of keys, that a program serves
 MARKED = 1024  # columns, or diagonals, of a head that a program marks
-TURNED = 1024  # rows that a program of `turned_kernel` places
+TURNED = 1024  # rows that a program of `_turned_kernel` places
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _asked(columns, diagonals, last, n, vertical, slash, H):
 
 
 @triton.jit(do_not_specialize=["n", "vertical", "slash", "piece", "H"])
-def digits_kernel(
+def _digits_kernel(
     columns, diagonals, last, counts, n, vertical, slash, piece, H, DIGIT: tl.constexpr, TILE: tl.constexpr
 ):
     """Radix select, one digit: add a piece's histogram of digit DIGIT to counts [2 * heads, 3, BINS] (columns of all heads,
@@ -91,7 +91,7 @@ def digits_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "vertical", "slash", "piece", "H"])
-def tally_kernel(columns, diagonals, last, counts, tally, n, vertical, slash, piece, H, TILE: tl.constexpr):
+def _tally_kernel(columns, diagonals, last, counts, tally, n, vertical, slash, piece, H, TILE: tl.constexpr):
     """Count the lines of a piece above and equal to the weakest chosen one: tally [2 * heads, 2, pieces], columns of all
     heads, then diagonals."""
     head, scores, first, limit, wanted = _asked(columns, diagonals, last, n, vertical, slash, H)
@@ -109,7 +109,7 @@ def tally_kernel(columns, diagonals, last, counts, tally, n, vertical, slash, pi
 
 
 @triton.jit(do_not_specialize=["n", "vertical", "slash", "piece", "H"])
-def chosen_kernel(
+def _chosen_kernel(
     columns, diagonals, last, counts, tally, out_columns, out_diagonals, n, vertical, slash, piece, H,
     TILE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -161,9 +161,9 @@ def strongest(columns, diagonals, last, vertical, slash):
     tally = torch.empty(2 * B * H, 2, pieces, dtype=torch.int32, device=columns.device)
     grid, sizes, how = (pieces, 2 * B * H), (n, vertical, slash, piece, H), dict(TILE=TILE, num_warps=8)
     for digit in range(DIGITS):
-        digits_kernel[grid](columns, diagonals, last, counts, *sizes, DIGIT=digit, **how)
-    tally_kernel[grid](columns, diagonals, last, counts, tally, *sizes, **how)
-    chosen_kernel[grid](columns, diagonals, last, counts, tally, *out, *sizes, PIECES=PIECES, **how)
+        _digits_kernel[grid](columns, diagonals, last, counts, *sizes, DIGIT=digit, **how)
+    _tally_kernel[grid](columns, diagonals, last, counts, tally, *sizes, **how)
+    _chosen_kernel[grid](columns, diagonals, last, counts, tally, *out, *sizes, PIECES=PIECES, **how)
     return out[0], out[1]
 
 
@@ -173,7 +173,7 @@ def strongest(columns, diagonals, last, vertical, slash):
         *("column_b", "column_h", "diagonal_b", "diagonal_h"),
     ]
 )
-def mark_kernel(
+def _mark_kernel(
     row, columns, diagonals, owned, kept, k_row, k_pos, N, H, K, S, P, width, row_b, column_b, column_h,
     diagonal_b, diagonal_h,
     MARKED: tl.constexpr,
@@ -193,7 +193,7 @@ def mark_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "H", "row_b"])
-def without_kernel(row, owned, left, kind, N, H, row_b, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _without_kernel(row, owned, left, kind, N, H, row_b, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """For the keys that are not chosen columns (not in `owned`): their rows, and the kinds of their blocks."""
     head = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -219,7 +219,7 @@ def _kept_before(kept, head, N, at):
 
 
 @triton.jit(do_not_specialize=["N", "C", "H", "width"])
-def steps_kernel(kept, shape, index, upto, N, C, H, width, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+def _steps_kernel(kept, shape, index, upto, N, C, H, width, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     """For one block shape and head: the steps (key blocks, relative to the query block) that hold a kept diagonal,
     compacted, and how many precede each. `kept` as in `_kept_before`."""
     c, h = tl.program_id(0), tl.program_id(1)
@@ -241,7 +241,7 @@ def steps_kernel(kept, shape, index, upto, N, C, H, width, BLOCK: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["H", "M", "BM", "width"])
-def rows_kernel(upto, member, home, reach, out, H, M, BM, width, ROWS: tl.constexpr):
+def _rows_kernel(upto, member, home, reach, out, H, M, BM, width, ROWS: tl.constexpr):
     """Block list of each query block, out [B, H, M, 5] (`BlockLists.row`), as a range of its shape's entries."""
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -308,11 +308,11 @@ def split_line_keys(row, columns, diagonals, width, block):
     left, k_row, k_pos = (row.new_empty(B, H, n) for n in (N, P, P))
     kind = torch.empty(B, H, N // block, dtype=torch.int8, device=row.device)
     blocks = max(1, 2048 // block)
-    mark_kernel[(triton.cdiv(max(P, S), MARKED), B * H)](
+    _mark_kernel[(triton.cdiv(max(P, S), MARKED), B * H)](
         row, columns, diagonals, owned, kept, k_row, k_pos, N, H, K, S, P, width,
         row.stride(0), *columns.stride()[:2], *diagonals.stride()[:2], MARKED=MARKED,
     )  # fmt: skip
-    without_kernel[(triton.cdiv(N // block, blocks), B * H)](
+    _without_kernel[(triton.cdiv(N // block, blocks), B * H)](
         row, owned, left, kind, N, H, row.stride(0), BLOCK=block, ROWS=blocks
     )
     return left, kind, kept.view(torch.bool), k_row, k_pos
@@ -330,8 +330,8 @@ def slash_runs(kept, queries, block):
     row = torch.empty(B, H, M, 5, dtype=torch.int64, device=kept.device)
     # One sum over all heads: of each by itself it would be made by one program a head.
     before = kept.reshape(-1).cumsum(0, dtype=torch.int32)
-    steps_kernel[(C, H)](before, shape, index, upto, N, C, H, width, BLOCK=block, STEPS=STEPS, num_warps=4)
-    rows_kernel[(triton.cdiv(M, ROWS), B * H)](upto, member, home, reach, row, H, M, B * M, width, ROWS=ROWS)
+    _steps_kernel[(C, H)](before, shape, index, upto, N, C, H, width, BLOCK=block, STEPS=STEPS, num_warps=4)
+    _rows_kernel[(triton.cdiv(M, ROWS), B * H)](upto, member, home, reach, row, H, M, B * M, width, ROWS=ROWS)
     if G:
         gaps_kernel[(G, B * H)](
             before, broken, runs, sure, index, row, N, H, M, G, runs.shape[2], C * H * width, blocks,
@@ -349,7 +349,7 @@ def _not_after(place, low, high, bound, steps):
 
 
 @triton.jit(do_not_specialize=["P", "N", "V", "E", "C", "H", "room", "steps"])
-def turned_kernel(
+def _turned_kernel(
     q_row, q_at, q_class, q_begin, k_row, k_pos, k_begin, stride, line, shift, dense, out_row, slash_at,
     line_at, line_row, line_place, dense_row, dense_at, P, N, V, E, C, H, room, steps,
     VERTICAL: tl.constexpr, HORIZONTAL: tl.constexpr, TILE: tl.constexpr,
@@ -415,7 +415,7 @@ def turned_classes(order, phases, room, wide, columns, rows):
     slash_at, line_at, line_place = (
         queries.new_empty(B, H, n, dtype=kind) for n in (P, P if columns else 0, columns)
     )
-    turned_kernel[(triton.cdiv(max(P, columns, rows), TURNED), B * H)](
+    _turned_kernel[(triton.cdiv(max(P, columns, rows), TURNED), B * H)](
         *queries.unbind(0), q_begin, keys[0], keys[1], k_begin, stride, line, shift, dense,
         row, slash_at, line_at, line_row, line_place, *of_dense,
         P, N, columns, rows, k_begin.shape[1] - 1, H, room, room.bit_length(),

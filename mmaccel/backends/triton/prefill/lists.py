@@ -69,7 +69,7 @@ def _edges(
     do_not_specialize=[f"{of}_{name}" for of in "qk" for name in (*STRIDES, "blocks", "H")]
     + ["leads", "Q_MOST", "K_MOST"]
 )
-def edges_kernel(
+def _edges_kernel(
     q_row, q_pos, q_row_b, q_row_h, q_pos_b, q_pos_h, Q_LEAST, Q_MOST, q_blocks, q_H, k_row, k_pos,
     k_row_b, k_row_h, k_pos_b, k_pos_h, K_LEAST, K_MOST, KIND, k_blocks, k_H, leads,
     BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_K: tl.constexpr,
@@ -91,7 +91,7 @@ def edges_kernel(
 
 
 @triton.jit(do_not_specialize=["blocks", "MOST"])
-def settle_kernel(LEAST, MOST, blocks, STEP: tl.constexpr):
+def _settle_kernel(LEAST, MOST, blocks, STEP: tl.constexpr):
     """Fill the position bounds of empty key blocks with those of their neighbours, so that minima and maxima ascend."""
     lead = tl.program_id(0).to(tl.int64) * blocks
     steps = (blocks + STEP - 1) // STEP
@@ -128,7 +128,7 @@ def halved(values, bound, low, high):
         *("Q_MOST", "K_MOST"),
     ]
 )
-def reach_kernel(
+def _reach_kernel(
     Q_LEAST, Q_MOST, q_b, q_h, K_LEAST, K_MOST, k_b, k_h, OUT, lo, hi, M, blocks, H, steps,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def reach_kernel(
 
 
 @triton.jit(do_not_specialize=["k_b", "k_h", "H", "blocks", "leads"])
-def present_kernel(
+def _present_kernel(
     k_row, k_b, k_h, nk, OUT, H, blocks, leads, BLOCK: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr
 ):
     """Count the keys, without padding (-1), in each of TILE key blocks of one head; also sets the totals in OUT to 0 at the
@@ -178,7 +178,7 @@ def present_kernel(
 
 
 @triton.jit(do_not_specialize=["row_b", "row_h", "q_b", "q_h", "nk_b", "nk_h", "H"])
-def area_kernel(
+def _area_kernel(
     row, index, q_row, nk, row_b, row_h, q_b, q_h, nk_b, nk_h, OUT, H,
     PLAIN: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -217,13 +217,13 @@ def reach(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k):
     kind = q_row.new_empty(*of_keys, n, dtype=torch.int8)
     tile_q, tile_k = (max(1, TOKENS // block) for block in (block_q, block_k))
     leads = math.prod(of_queries)
-    edges_kernel[(max(triton.cdiv(m, tile_q), triton.cdiv(n, tile_k)), leads + math.prod(of_keys))](
+    _edges_kernel[(max(triton.cdiv(m, tile_q), triton.cdiv(n, tile_k)), leads + math.prod(of_keys))](
         q_row, q_pos, *lead(q_row), *lead(q_pos), q_least, q_most, m, of_queries[1], k_row, k_pos,
         *lead(k_row), *lead(k_pos), k_least, k_most, kind, n, of_keys[1], leads,
         BLOCK_Q=block_q, TILE_Q=tile_q, BLOCK_K=block_k, TILE_K=tile_k,
     )  # fmt: skip
-    settle_kernel[(math.prod(of_keys),)](k_least, k_most, n, STEP=STEP)
-    reach_kernel[(triton.cdiv(m, SEARCHED), b * h)](
+    _settle_kernel[(math.prod(of_keys),)](k_least, k_most, n, STEP=STEP)
+    _reach_kernel[(triton.cdiv(m, SEARCHED), b * h)](
         q_least, q_most, *_step(of_queries), k_least, k_most, *_step(of_keys), row, lo, hi, m, n, h,
         n.bit_length(),
         TILE=SEARCHED,
@@ -240,10 +240,10 @@ def listed_area(row, index, q_row, k_row, block_q, block_k):
     out, (key_b, key_h, blocks) = row.new_empty(b, h), (*k_row.shape[:2], k_row.shape[2] // block_k)
     nk = k_row.new_empty(key_b, key_h, blocks)
     tile = max(1, TOKENS // block_k)
-    present_kernel[(triton.cdiv(blocks, tile), key_b * key_h)](
+    _present_kernel[(triton.cdiv(blocks, tile), key_b * key_h)](
         *(k_row, *lead(k_row), nk, out, key_h, blocks, b * h), BLOCK=block_k, TILE=tile, STEP=STEP
     )
-    area_kernel[(row.shape[2], b * h)](
+    _area_kernel[(row.shape[2], b * h)](
         row, index, q_row, nk, *lead(row), *lead(q_row), *lead(nk), out, h,
         PLAIN=not index.shape[0], BLOCK=block_q, STEP=STEP // 4, num_warps=1,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from rich.table import Table
 from typer import Option
 
 from mmaccel.cli.choices import Json, parse_size
-from mmaccel.cli.console import out, print_json, say
+from mmaccel.cli.console import out, print_json, remark, say
 from mmaccel.core import costs
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.memory.buffers import host_total
@@ -41,8 +41,10 @@ def recommend(
     """Which preset to take for a video and its questions: predicted seconds and memory of each, and whether it fits."""
     import torch
 
-    from mmaccel.models.recommend import device_of, sizes_of, spelled
+    from mmaccel.core.rates import DEVICES as KNOWN
+    from mmaccel.models.recommend import device_of, sizes_of, spelled, worth
     from mmaccel.models.recommend import recommend as run
+    from mmaccel.models.rehearsal import rehearsed
 
     given = re.fullmatch(r"(\d+)x(\d+)", frame_size)
     if not given:
@@ -61,6 +63,9 @@ def recommend(
         memory=rates.memory if memory is None else parse_size(memory, "--memory"),
         host=host_total() if host_memory is None else parse_size(host_memory, "--host-memory"),
     )
+    if name not in KNOWN:
+        given = model, (height, width), worth(sizes, work, lossless=lossless, draft=other), work
+        rates = rehearsed(rates, torch.device(name), sizes, *given, say=remark)
     found = run(sizes, work, rates, lossless=lossless, draft=other)
     if as_json:
         presets: dict[str, Any] = {

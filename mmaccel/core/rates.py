@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,12 +62,85 @@ class Sizes:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
+Plane = tuple[float, float, float, float]
+"""Coefficients of 1, layers, units, and layers times units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surplus:
+    """Seconds that short sessions of a reduced model took beyond those predicted, by its layers and the units of the video:
+    to read, to a question's first token, and per step of an answer. `first`: of each of the first questions or of a call,
+    beyond later ones, seconds and those per layer."""
+
+    read: Plane
+    question: Plane
+    step: Plane
+    first: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Surplus:
+        """Recreate a `Surplus` from its `dataclasses.asdict` form."""
+        planes = [tuple(map(float, found[name])) for name in ("read", "question", "step")]
+        first = tuple((float(base), float(each)) for base, each in found["first"])
+        if any(len(plane) != 4 for plane in planes):
+            raise ValueError("a plane has four coefficients")
+        return cls(read=planes[0], question=planes[1], step=planes[2], first=first)  # type: ignore[arg-type]
+
+
+class Surpluses:
+    """What sessions of a model of `sizes` took beyond the prediction on a device, by `costs.way_of`, on disk; `label` names
+    how they were run."""
+
+    def __init__(
+        self, device: torch.device, sizes: Sizes, label: str, store: Store[Surplus] | None = None
+    ) -> None:
+        self._store = Store("sessions.json", Surplus.from_dict) if store is None else store
+        shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
+        told = ", ".join(f"{name} {value}" for name, value in vars(sizes).items())
+        self._key = select.key_of(device, shape, (select.choose(device),), f"{label} | {told}")
+
+    def get(self, way: str) -> Surplus | None:
+        """Return what was measured of a way; None if nothing was."""
+        return self._store.get(f"{self._key} | {way}")
+
+    def put(self, way: str, made: Surplus) -> None:
+        """Keep what was measured of a way."""
+        self._store.put(f"{self._key} | {way}", made)
+
+
+def plane_of(seconds: Mapping[tuple[int, int], float], grows: bool = True) -> Plane:
+    """Return the plane through `seconds` of two (layers) times two (units), of which nothing is left without units but what
+    takes seconds; or, for what does not grow with a video, the line through the means over units."""
+    (few, many), (short, long) = (sorted({at[side] for at in seconds}) for side in (0, 1))
+
+    def line(low: float, high: float) -> tuple[float, float]:
+        slope = (high - low) / (many - few)
+        return low - slope * few, slope
+
+    if not grows:
+        means = ((seconds[n, short] + seconds[n, long]) / 2 for n in (few, many))
+        return *line(*means), 0.0, 0.0
+    bases, slopes = list[float](), list[float]()
+    for n in (few, many):
+        slope = (seconds[n, long] - seconds[n, short]) / (long - short)
+        bases.append(max(0.0, seconds[n, short] - slope * short))
+        slopes.append((seconds[n, long] - bases[-1]) / long)
+    low, high = bases if bases[0] <= bases[1] else [sum(bases) / 2] * 2
+    return *line(low, high), *line(*slopes)
+
+
+def plane_at(plane: Plane, layers: int, units: int) -> float:
+    """Return the seconds of a plane for so many layers and units."""
+    base, layer, unit, both = plane
+    return base + layer * layers + (unit + both * layers) * units
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """Rates of a device, from which costs are predicted. They are: matrix-product FLOP/s by width, attention costs
     (`Costs`), bytes/s of copies on the device (read plus written) and from the host (`wire`), seconds to launch a decoder
     layer's operators (`few`: of a session that keeps all, captured but for attention); bytes of memory; bytes/s at which
-    host memory is pinned."""
+    host memory is pinned. `sessions`: by `costs.way_of`, what short sessions took beyond the rest."""
 
     name: str
     products: dict[int, float]
@@ -78,6 +151,7 @@ class Device:
     few: float
     memory: int
     pin: float
+    sessions: Mapping[str, Surplus] = field(default_factory=dict)
 
     @property
     def cuda(self) -> bool:
@@ -94,7 +168,9 @@ class Device:
         """Recreate a `Device` from its `dataclasses.asdict` form."""
         products = {int(width): float(rate) for width, rate in found["products"].items()}
         rates = {name: float(found[name]) for name in ("copy", "wire", "layer", "few", "pin")}
-        return cls(**{**found, **rates, "products": products, "attend": Costs.from_dict(found["attend"])})
+        told = {way: Surplus.from_dict(one) for way, one in found.get("sessions", {}).items()}
+        parts = {"products": products, "attend": Costs.from_dict(found["attend"]), "sessions": told}
+        return cls(**{**found, **rates, **parts})
 
 
 def _hopper(name: str, copy: float, memory: int) -> Device:

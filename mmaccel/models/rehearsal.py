@@ -1,0 +1,312 @@
+"""Short sessions of a model at two depths, which tell `costs.py` what kernels' rates do not: what the host does in a
+pass and beside it, and what a first question makes.
+
+The model's own layers are run with random weights; what a session takes beyond the prediction at both depths and at two
+lengths of video gives a `Surplus`, which is kept on disk for this device, model and frame size.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core import costs, rates
+from mmaccel.core.attach import accelerate, adapter_for
+from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.registry import policy
+from mmaccel.core.streams.session import VideoSession
+from mmaccel.models import loading, shapes, stock
+from mmaccel.models.processor import Processor, processor_styles
+
+DEPTHS = 2, 10
+"""Decoder layers of the two models; of a model with fewer, half and all."""
+UNITS, TOKENS = (84, 168, 320), 62_000
+"""Units of the shorter video and of the longer one at least, more than a preset's window, and at most; tokens of the longer
+one, which go through the layers in one pass where nothing says otherwise."""
+QUESTIONS, FIRST, ANSWER = 6, 3, 16
+"""Questions of a session, those that may still make something, and tokens of each answer."""
+LIMIT_S = 60.0
+"""Seconds that all sessions may take by what is predicted of them; where they would take more, none is run."""
+RATE = 0.5
+QUESTION = "What happens in the video, and what does the person who comes into the room take from the table?"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Measured seconds: to read a video, and of each question those to the first token and per token after it. Of a call
+    `read_s` goes to the first token. `told`: tokens that a step of the model gave."""
+
+    read_s: float
+    asked: tuple[tuple[float, float], ...]
+    told: float
+
+
+def run(
+    model: Any,
+    processor: Any,
+    recipe: Recipe,
+    film: Tensor,
+    work: costs.Work,
+    question: str = QUESTION,
+    fps: float = RATE,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Taken:
+    """Read the frames `film` and answer all questions, as `costs.cost` takes them; every answer has ``work.answer``
+    tokens."""
+    if not costs.in_session(recipe, work):
+        inputs = processor.chat(question, videos=film, fps=fps, device=model.device)
+        with accelerate(model, recipe) as fast, torch.no_grad():
+            began = clock()
+            model.generate(**inputs, max_new_tokens=work.answer, do_sample=False)
+            taken, report = clock() - began, fast.report()
+        read, draft = float(report.ttft_s or 0.0), report.draft
+        asked = [(0.0, (taken - read) / work.answer)]
+    else:
+        with VideoSession(model, processor, recipe) as stream:
+            began = clock()
+            (stream.watch if work.live else stream.ingest)(film, fps=fps)
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)
+            read, asked = clock() - began, list[tuple[float, float]]()
+            for _ in range(work.questions):
+                began = clock()
+                answer = stream.ask(question, work.answer)
+                if len(answer.ids) != work.answer:
+                    raise ModelError(f"an answer ended after {len(answer.ids)} tokens of {work.answer}.")
+                asked.append((answer.ttft_s, (clock() - began - answer.ttft_s) / work.answer))
+            draft = stream.report().draft
+    told = (work.answer - 1) / draft["target_steps"] if draft["rounds"] else 1.0
+    return Taken(read, tuple(asked), told)
+
+
+def rehearsed(
+    device: rates.Device,
+    place: torch.device,
+    sizes: rates.Sizes,
+    model: str | Path | nn.Module,
+    size: tuple[int, int],
+    recipes: Sequence[Recipe],
+    work: costs.Work,
+    *,
+    processor: Any = None,
+    store: Any = None,
+    clock: Callable[[], float] = time.perf_counter,
+    say: Callable[[str], None] = lambda text: None,
+) -> rates.Device:
+    """`device` with the `Surplus` of each of `recipes` for `work`, from `store`, or measured now and stored there.
+
+    `model` as `sizes_of` takes it, for frames of (height, width). Nothing is measured of recipes with a draft model, whose
+    `Surplus` is that of the same recipe without it, and where that would take more than `LIMIT_S` or the memory free.
+    """
+    kept = rates.Surpluses(place, sizes, f"sessions of {DEPTHS} layers", store)
+    found, missing = dict(device.sessions), dict[str, Recipe]()
+    for recipe in recipes:
+        way = costs.way_of(recipe, work)
+        if (one := kept.get(way)) is not None:
+            found[way] = one
+        else:
+            if "model" in recipe.draft.needs:
+                recipe = replace(recipe, draft=policy("draft", "off"))
+            missing.setdefault(way, recipe)
+    plan = _Plan.of(sizes, work) if missing else None
+    if plan is None or not plan.fits(device, place, list(missing.values())):
+        return replace(device, sessions=found)
+    say(f"measuring {len(missing)} kinds of sessions on {device.name}, once for this model and frame size")
+    began = time.perf_counter()
+    with _quiet(place):
+        try:
+            models = {depth: _reduced(model, depth, sizes.dtype, place, processor) for depth in plan.depths}
+            for number, (way, recipe) in enumerate(missing.items(), 1):
+                found[way] = plan.measured(models, device, recipe, size, clock)
+                kept.put(way, found[way])
+                say(f"{number} of {len(missing)} measured, {time.perf_counter() - began:.0f} s")
+            del models
+        except (ModelError, RecipeError) as error:
+            say(f"sessions are not measured: {error}")
+    return replace(device, sessions=found)
+
+
+@contextmanager
+def _quiet(place: torch.device) -> Iterator[None]:
+    """The caller's random numbers stay as they are, and nothing warns of a model of two layers."""
+    with torch.random.fork_rng([place] if place.type == "cuda" else []), warnings.catch_warnings():
+        warnings.simplefilter("ignore", MmaccelWarning)
+        try:
+            yield
+        finally:
+            _tidy(place)
+
+
+def _tidy(place: torch.device) -> None:
+    """A session is to begin as in a process whose memory is not pinned yet."""
+    gc.collect()
+    if place.type == "cuda":
+        torch.cuda.empty_cache()
+        empty: Any = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+        empty()
+        torch.cuda.synchronize(place)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which sessions are run: `depths` times `lengths`, in units."""
+
+    sizes: rates.Sizes
+    work: costs.Work
+    depths: tuple[int, int]
+    lengths: tuple[int, int]
+
+    @classmethod
+    def of(cls, sizes: rates.Sizes, work: costs.Work) -> _Plan | None:
+        """None where the model has a single layer, or no positions for a video longer than a window."""
+        least, longer, most = UNITS
+        depths = DEPTHS if sizes.layers > DEPTHS[1] else (max(1, sizes.layers // 2), sizes.layers)
+        long = min(max(longer, TOKENS // sizes.tokens), most)
+        if depths[0] == depths[1] or long * sizes.tokens + 1024 > sizes.limit:
+            return None
+        return cls(sizes, work, depths, (max(least, 3 * long // 10), long))
+
+    def _case(self, recipe: Recipe, layers: int, units: int) -> tuple[rates.Sizes, costs.Work]:
+        """The sizes of the reduced model, and the work of one session."""
+        part = self.sizes.layer_weights * layers // self.sizes.layers
+        weights = self.sizes.weights - self.sizes.layer_weights + part
+        sizes = replace(self.sizes, layers=layers, layer_weights=part, weights=weights)
+        # A call answers one question.
+        asked = QUESTIONS if costs.in_session(recipe, self.work) else 1
+        return sizes, replace(self.work, frames=units * sizes.pace, questions=asked, answer=ANSWER, told=None)
+
+    def fits(self, device: rates.Device, place: torch.device, recipes: Sequence[Recipe]) -> bool:
+        """Whether all sessions end in time, and find memory, as far as that is predicted."""
+        free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else device.memory
+        found = [
+            costs.cost(recipe, *self._case(recipe, layers, units), device)
+            for recipe in recipes
+            for layers in self.depths
+            for units in (self.lengths[0], *self.lengths)
+        ]
+        # Both models lie there at once.
+        held = self._case(recipes[0], self.depths[0], 1)[0].weights * self.sizes.dtype.itemsize
+        return sum(one.total_s for one in found) <= LIMIT_S and all(
+            one.device_bytes + held <= 0.9 * free for one in found
+        )
+
+    def measured(
+        self,
+        models: dict[int, tuple[Any, Any]],
+        device: rates.Device,
+        recipe: Recipe,
+        size: tuple[int, int],
+        clock: Callable[[], float],
+    ) -> rates.Surplus:
+        """What sessions of a recipe took beyond what `device` without any says."""
+        pace, device = self.sizes.pace, replace(device, sessions={})
+        draw = torch.Generator().manual_seed(0)
+        film = torch.randint(256, (self.lengths[1] * pace, 3, *size), generator=draw, dtype=torch.uint8)
+        found = dict[tuple[int, int], tuple[Taken, costs.Cost]]()
+        for layers, (model, processor) in models.items():
+            for units in (self.lengths[0], *self.lengths):  # the first compiles, and is measured again
+                sizes, work = self._case(recipe, layers, units)
+                _tidy(model.device)
+                taken = run(model, processor, recipe, film[: units * pace], work, clock=clock)
+                predicted = costs.cost(recipe, sizes, replace(work, told=taken.told), device)
+                found[layers, units] = taken, predicted
+        kept = recipe.kv.footprint(self.sizes.tokens, self.sizes.pace)
+        return _surplus(found, kept.shown is None)
+
+
+def _surplus(found: dict[tuple[int, int], tuple[Taken, costs.Cost]], grows: bool) -> rates.Surplus:
+    """`grows`: whether a question and a token see all of the video."""
+    read, question, step = (dict[tuple[int, int], float]() for _ in range(3))
+    first = [dict[tuple[int, int], float]() for _ in range(FIRST)]
+    for at, (taken, told) in found.items():
+        later = taken.asked[FIRST:]
+        if not later:  # of a call: what captures its steps comes once, however long the answer is
+            read[at] = taken.read_s - told.read_s - told.question_s
+            question[at] = step[at] = 0.0
+            first[0][at] = told.work.answer * (taken.asked[0][1] - told.token_s)
+            continue
+        words, token = (statistics.median(some) for some in zip(*later, strict=True))
+        read[at] = taken.read_s - told.read_s
+        question[at], step[at] = words - told.question_s, (token - told.token_s) * taken.told
+        for number, (one, each) in enumerate(taken.asked[:FIRST]):
+            first[number][at] = one - words + told.work.answer * (each - token)
+    once = [rates.plane_of(one, grows=False)[:2] for one in first if one]
+    return rates.Surplus(
+        read=rates.plane_of(read),
+        question=rates.plane_of(question, grows),
+        step=rates.plane_of(step, grows),
+        first=tuple(once),
+    )
+
+
+def _reduced(
+    model: str | Path | nn.Module, layers: int, dtype: torch.dtype, place: torch.device, processor: Any
+) -> tuple[Any, Any]:
+    """The model with so many layers and random weights, and a processor of its family."""
+    if str(model) in shapes.SHAPES:
+        config = shapes.config(str(model), layers)
+    else:
+        given = model if isinstance(model, nn.Module) else loading.from_config(model).model
+        config = copy.deepcopy(given.config)
+        text: Any = config.get_text_config()
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+        if processor is None:
+            processor = stock.load(model)  # type: ignore[arg-type]
+    built: Any = shapes.from_config(config, dtype, place)
+    family: Any = adapter_for(built)
+    if family.recurrent_layers(built):
+        raise ModelError(f"models of the family {family.name!r} have layers of two kinds.")
+    if processor is None:
+        processor = _processor(built.config)
+    built.config.video_token_id, built.config.image_token_id = (
+        processor.video_token_id,
+        processor.image_token_id,
+    )
+    built.generation_config.eos_token_id = -1
+    return built, processor
+
+
+def _processor(config: Any) -> Processor:
+    """A processor for a shape, which comes without one: a token a byte."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if (style := processor_styles().get(config.model_type)) is None:
+        raise ModelError(f"a shape of model type {config.model_type!r} has no processor; give a folder.")
+    marks = ("<|vision_start|>", "<|vision_end|>") if style.type_ids else ("", "")
+    special = dict.fromkeys([style.image_token, style.video_token, *filter(None, marks), "<|im_start|>"])
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    table = {token: number for number, token in enumerate([*special, *letters])}
+    inner = Tokenizer(models.BPE(vocab=table, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    template = (
+        "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + ' ' }}"
+        "{%- if message['content'] is string %}{{- message['content'] }}{%- else %}"
+        "{%- for piece in message['content'] %}{%- if piece['type'] == 'video' %}{{- '" + style.video_token.join(marks)
+        + "' }}{%- elif piece['type'] == 'text' %}{{- piece['text'] }}{%- endif %}{%- endfor %}{%- endif %}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant ' }}{%- endif %}"
+    )  # fmt: skip
+    told = {"vision_config": config.vision_config.to_dict(), **_select(config)}
+    words = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template)
+    return Processor(config.model_type, words, config=told)
+
+
+def _select(config: Any) -> dict[str, Any]:
+    names = "vision_feature_select_strategy", "vision_aspect_ratio"
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}

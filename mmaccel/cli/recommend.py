@@ -64,8 +64,8 @@ def recommend(
         host=host_total() if host_memory is None else parse_size(host_memory, "--host-memory"),
     )
     if name not in KNOWN:
-        given = model, (height, width), worth(sizes, work, lossless=lossless, draft=other), work
-        rates = rehearsed(rates, torch.device(name), sizes, *given, say=remark)
+        what = model, (height, width), worth(sizes, work, lossless=lossless, draft=other), work
+        rates = rehearsed(rates, torch.device(name), sizes, *what, say=remark)
     found = run(sizes, work, rates, lossless=lossless, draft=other)
     if as_json:
         presets: dict[str, Any] = {

@@ -30,12 +30,12 @@ from mmaccel.core.streams.session import VideoSession
 from mmaccel.models import loading, shapes, stock
 from mmaccel.models.processor import Processor, processor_styles
 
-DEPTHS = 2, 10
+DEPTHS = 4, 12
 """Decoder layers of the two models; of a model with fewer, half and all."""
 UNITS, TOKENS = (84, 168, 320), 62_000
 """Units of the shorter video and of the longer one at least, more than a preset's window, and at most; tokens of the longer
 one, which go through the layers in one pass where nothing says otherwise."""
-QUESTIONS, FIRST, ANSWER = 6, 3, 16
+QUESTIONS, FIRST, ANSWER = 5, 3, 16
 """Questions of a session, those that may still make something, and tokens of each answer."""
 LIMIT_S = 60.0
 """Seconds that all sessions may take by what is predicted of them; where they would take more, none is run."""
@@ -53,6 +53,10 @@ class Taken:
     told: float
 
 
+_Cases = dict[tuple[int, int], tuple[Taken, costs.Cost]]
+"""By layers and units, what a session took and what is predicted of it."""
+
+
 def run(
     model: Any,
     processor: Any,
@@ -68,27 +72,37 @@ def run(
     if not costs.in_session(recipe, work):
         inputs = processor.chat(question, videos=film, fps=fps, device=model.device)
         with accelerate(model, recipe) as fast, torch.no_grad():
-            began = clock()
+            began = clock(), time.perf_counter()
             model.generate(**inputs, max_new_tokens=work.answer, do_sample=False)
-            taken, report = clock() - began, fast.report()
-        read, draft = float(report.ttft_s or 0.0), report.draft
-        asked = [(0.0, (taken - read) / work.answer)]
+            read, rest = _split(began, clock, fast.report().ttft_s)
+            draft = fast.report().draft
+        asked = [(0.0, rest / work.answer)]
     else:
         with VideoSession(model, processor, recipe) as stream:
-            began = clock()
+            begin = clock()
             (stream.watch if work.live else stream.ingest)(film, fps=fps)
             if model.device.type == "cuda":
                 torch.cuda.synchronize(model.device)
-            read, asked = clock() - began, list[tuple[float, float]]()
+            read, asked = clock() - begin, list[tuple[float, float]]()
             for _ in range(work.questions):
-                began = clock()
+                began = clock(), time.perf_counter()
                 answer = stream.ask(question, work.answer)
                 if len(answer.ids) != work.answer:
                     raise ModelError(f"an answer ended after {len(answer.ids)} tokens of {work.answer}.")
-                asked.append((answer.ttft_s, (clock() - began - answer.ttft_s) / work.answer))
+                words, rest = _split(began, clock, answer.ttft_s)
+                asked.append((words, rest / work.answer))
             draft = stream.report().draft
     told = (work.answer - 1) / draft["target_steps"] if draft["rounds"] else 1.0
     return Taken(read, tuple(asked), told)
+
+
+def _split(
+    began: tuple[float, float], clock: Callable[[], float], first: float | None
+) -> tuple[float, float]:
+    """Seconds by `clock` to the first token, which is reported by the wall's, and from there on."""
+    taken, wall = clock() - began[0], time.perf_counter() - began[1]
+    first = min(1.0, (first or 0.0) / max(wall, 1e-9)) * taken
+    return first, taken - first
 
 
 def rehearsed(
@@ -124,23 +138,34 @@ def rehearsed(
     if plan is None or not plan.fits(device, place, list(missing.values())):
         return replace(device, sessions=found)
     say(f"measuring {len(missing)} kinds of sessions on {device.name}, once for this model and frame size")
-    began = time.perf_counter()
-    with _quiet(place):
-        try:
-            models = {depth: _reduced(model, depth, sizes.dtype, place, processor) for depth in plan.depths}
-            for number, (way, recipe) in enumerate(missing.items(), 1):
-                found[way] = plan.measured(models, device, recipe, size, clock)
-                kept.put(way, found[way])
-                say(f"{number} of {len(missing)} measured, {time.perf_counter() - began:.0f} s")
-            del models
-        except (ModelError, RecipeError) as error:
-            say(f"sessions are not measured: {error}")
+    began, done = time.perf_counter(), 0
+    taken: dict[str, _Cases] = {way: {} for way in missing}
+    try:
+        with _quiet(place):
+            draw = torch.Generator().manual_seed(0)
+            count = plan.lengths[1] * sizes.pace
+            film = torch.randint(256, (count, 3, *size), generator=draw, dtype=torch.uint8)
+            for layers in plan.depths:
+                built = _reduced(model, layers, sizes.dtype, place, processor)
+                for way, recipe in missing.items():
+                    taken[way] |= plan.cases(built, replace(device, sessions={}), recipe, layers, film, clock)
+                    done += 1
+                    say(f"{done} of {2 * len(missing)} measured, {time.perf_counter() - began:.0f} s")
+                del built
+                _tidy(place)
+    except (ModelError, RecipeError) as error:
+        say(f"sessions are not measured: {error}")
+        return replace(device, sessions=found)
+    for way, recipe in missing.items():
+        kept_whole = recipe.kv.footprint(sizes.tokens, sizes.pace).shown is None
+        found[way] = _surplus(taken[way], kept_whole)
+        kept.put(way, found[way])
     return replace(device, sessions=found)
 
 
 @contextmanager
 def _quiet(place: torch.device) -> Iterator[None]:
-    """The caller's random numbers stay as they are, and nothing warns of a model of two layers."""
+    """The caller's random numbers stay as they are, and nothing warns of a model of a few layers."""
     with torch.random.fork_rng([place] if place.type == "cuda" else []), warnings.catch_warnings():
         warnings.simplefilter("ignore", MmaccelWarning)
         try:
@@ -194,39 +219,35 @@ class _Plan:
             costs.cost(recipe, *self._case(recipe, layers, units), device)
             for recipe in recipes
             for layers in self.depths
-            for units in (self.lengths[0], *self.lengths)
+            for units in self.lengths
         ]
-        # Both models lie there at once.
-        held = self._case(recipes[0], self.depths[0], 1)[0].weights * self.sizes.dtype.itemsize
         return sum(one.total_s for one in found) <= LIMIT_S and all(
-            one.device_bytes + held <= 0.9 * free for one in found
+            one.device_bytes <= 0.9 * free for one in found
         )
 
-    def measured(
+    def cases(
         self,
-        models: dict[int, tuple[Any, Any]],
+        built: tuple[Any, Any],
         device: rates.Device,
         recipe: Recipe,
-        size: tuple[int, int],
+        layers: int,
+        film: Tensor,
         clock: Callable[[], float],
-    ) -> rates.Surplus:
-        """What sessions of a recipe took beyond what `device` without any says."""
-        pace, device = self.sizes.pace, replace(device, sessions={})
-        draw = torch.Generator().manual_seed(0)
-        film = torch.randint(256, (self.lengths[1] * pace, 3, *size), generator=draw, dtype=torch.uint8)
-        found = dict[tuple[int, int], tuple[Taken, costs.Cost]]()
-        for layers, (model, processor) in models.items():
-            for units in (self.lengths[0], *self.lengths):  # the first compiles, and is measured again
-                sizes, work = self._case(recipe, layers, units)
-                _tidy(model.device)
-                taken = run(model, processor, recipe, film[: units * pace], work, clock=clock)
-                predicted = costs.cost(recipe, sizes, replace(work, told=taken.told), device)
-                found[layers, units] = taken, predicted
-        kept = recipe.kv.footprint(self.sizes.tokens, self.sizes.pace)
-        return _surplus(found, kept.shown is None)
+    ) -> _Cases:
+        """Sessions of a recipe on the model of so many layers, beside what `device` says of them."""
+        found: _Cases = {}
+        for units in self.lengths:
+            sizes, work = self._case(recipe, layers, units)
+            frames = film[: work.frames]
+            if built[0].device.type == "cuda" and not found:  # what compiles is not measured
+                run(*built, recipe, frames, replace(work, questions=min(2, work.questions)))
+            _tidy(built[0].device)
+            taken = run(*built, recipe, frames, work, clock=clock)
+            found[layers, units] = taken, costs.cost(recipe, sizes, replace(work, told=taken.told), device)
+        return found
 
 
-def _surplus(found: dict[tuple[int, int], tuple[Taken, costs.Cost]], grows: bool) -> rates.Surplus:
+def _surplus(found: _Cases, grows: bool) -> rates.Surplus:
     """`grows`: whether a question and a token see all of the video."""
     read, question, step = (dict[tuple[int, int], float]() for _ in range(3))
     first = [dict[tuple[int, int], float]() for _ in range(FIRST)]
@@ -258,7 +279,7 @@ def _reduced(
     if str(model) in shapes.SHAPES:
         config = shapes.config(str(model), layers)
     else:
-        given = model if isinstance(model, nn.Module) else loading.from_config(model).model
+        given: Any = model if isinstance(model, nn.Module) else loading.from_config(model).model
         config = copy.deepcopy(given.config)
         text: Any = config.get_text_config()
         text.num_hidden_layers = layers
@@ -276,7 +297,8 @@ def _reduced(
         processor.video_token_id,
         processor.image_token_id,
     )
-    built.generation_config.eos_token_id = -1
+    # No answer ends before its time.
+    built.generation_config.eos_token_id = built.config.get_text_config().eos_token_id = None
     return built, processor
 
 

@@ -108,9 +108,10 @@ class Surpluses:
         self._store.put(f"{self._key} | {way}", made)
 
 
-def plane_of(seconds: Mapping[tuple[int, int], float], grows: bool = True) -> Plane:
-    """Return the plane through `seconds` of two (layers) times two (units), of which nothing is left without units but what
-    takes seconds; or, for what does not grow with a video, the line through the means over units."""
+def plane_of(seconds: Mapping[tuple[int, int], float], grows: bool = True, least: int = 0) -> Plane:
+    """Return the plane through `seconds` of two (layers) times two (units), which has no less than zero at `least` units
+    (what begins costs something, and what leaves a window does so behind it); or, for what does not grow with a video, the
+    line through the means over units."""
     (few, many), (short, long) = (sorted({at[side] for at in seconds}) for side in (0, 1))
 
     def line(low: float, high: float) -> tuple[float, float]:
@@ -120,19 +121,22 @@ def plane_of(seconds: Mapping[tuple[int, int], float], grows: bool = True) -> Pl
     if not grows:
         means = ((seconds[n, short] + seconds[n, long]) / 2 for n in (few, many))
         return *line(*means), 0.0, 0.0
-    bases, slopes = list[float](), list[float]()
+    begins, slopes = list[float](), list[float]()
     for n in (few, many):
         slope = (seconds[n, long] - seconds[n, short]) / (long - short)
-        bases.append(max(0.0, seconds[n, short] - slope * short))
-        slopes.append((seconds[n, long] - bases[-1]) / long)
-    low, high = bases if bases[0] <= bases[1] else [sum(bases) / 2] * 2
-    return *line(low, high), *line(*slopes)
+        begins.append(max(0.0, seconds[n, long] - slope * (long - least)))
+        slopes.append((seconds[n, long] - begins[-1]) / (long - least))
+    low, high = begins if begins[0] <= begins[1] else [sum(begins) / 2] * 2
+    (base, layer), (unit, both) = line(low, high), line(*slopes)
+    return base - unit * least, layer - both * least, unit, both
 
 
 def plane_at(plane: Plane, layers: int, units: int) -> float:
-    """Return the seconds of a plane for so many layers and units."""
+    """Return the seconds of a plane for so many layers and units; not less than zero where it begins below."""
     base, layer, unit, both = plane
-    return base + layer * layers + (unit + both * layers) * units
+    begin = base + layer * layers
+    found = begin + (unit + both * layers) * units
+    return max(found, 0.0) if begin < 0 < units * (unit + both * layers) else found
 
 
 @dataclass(frozen=True, kw_only=True)

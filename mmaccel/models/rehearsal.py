@@ -157,8 +157,9 @@ def rehearsed(
         say(f"sessions are not measured: {error}")
         return replace(device, sessions=found)
     for way, recipe in missing.items():
-        kept_whole = recipe.kv.footprint(sizes.tokens, sizes.pace).shown is None
-        found[way] = _surplus(taken[way], kept_whole)
+        footprint = recipe.kv.footprint(sizes.tokens, sizes.pace)
+        window = -(-(footprint.window or 0) // sizes.pace)
+        found[way] = _surplus(taken[way], footprint.shown is None, window if window < plan.lengths[0] else 0)
         kept.put(way, found[way])
     return replace(device, sessions=found)
 
@@ -247,8 +248,8 @@ class _Plan:
         return found
 
 
-def _surplus(found: _Cases, grows: bool) -> rates.Surplus:
-    """`grows`: whether a question and a token see all of the video."""
+def _surplus(found: _Cases, grows: bool, window: int) -> rates.Surplus:
+    """`grows`: whether a question and a token see all of the video; `window`: units before any leaves."""
     read, question, step = (dict[tuple[int, int], float]() for _ in range(3))
     first = [dict[tuple[int, int], float]() for _ in range(FIRST)]
     for at, (taken, told) in found.items():
@@ -265,7 +266,7 @@ def _surplus(found: _Cases, grows: bool) -> rates.Surplus:
             first[number][at] = one - words + told.work.answer * (each - token)
     once = [rates.plane_of(one, grows=False)[:2] for one in first if one]
     return rates.Surplus(
-        read=rates.plane_of(read),
+        read=rates.plane_of(read, least=window),
         question=rates.plane_of(question, grows),
         step=rates.plane_of(step, grows),
         first=tuple(once),
@@ -281,6 +282,7 @@ def _reduced(
     else:
         given: Any = model if isinstance(model, nn.Module) else loading.from_config(model).model
         config = copy.deepcopy(given.config)
+        config._name_or_path = ""  # what lies in its folder, such as a table of heads, is of all layers
         text: Any = config.get_text_config()
         text.num_hidden_layers = layers
         if getattr(text, "layer_types", None):

@@ -4,9 +4,10 @@
     python bench/recommend.py --device cpu --out rows.jsonl        # the tiny models, without a cap; CPU seconds
 
 Twelve settings, on a GPU fitted to nothing: a model's shape (random weights), minutes at half a frame a second, questions,
-and a preset, on a device capped at `--memory` GB. Each runs once with two questions, which compiles, then is measured:
-as in a process that has compiled, whose host memory is not pinned yet. A row has both figures, the device's rates,
-`time_error` and `peak_error` (predicted over measured, less 1), and whether they are within 25% and 10%.
+and a preset, on a device capped at `--memory` GB. The short sessions from which `mmaccel recommend` predicts too are run
+before (`--kernels`: none is). Each setting runs once with two questions, which compiles, then is measured: as in a process
+that has compiled, whose host memory is not pinned yet. A row has both figures, the device's rates, `time_error` and
+`peak_error` (predicted over measured, less 1), and whether they are within 25% and 10%.
 Tokens that a step of the target gave are the run's own, which no cost model can know.
 """
 

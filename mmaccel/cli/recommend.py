@@ -29,7 +29,7 @@ def recommend(
     ] = "qwen2.5-vl-7b",
     draft: Annotated[str | None, Option(help="A draft model, named alike; presets with one need it.")] = None,
     device: Annotated[
-        str, Option(help="cpu, cuda or cuda:N, measured in some seconds; or h100, h200.")
+        str, Option(help="cpu, cuda or cuda:N, measured once, in a minute; or h100, h200.")
     ] = "auto",
     live: Annotated[bool, Option("--live/--stored", help="Frames of a camera, or of a file.")] = False,
     answer_tokens: Annotated[int, Option(help="Tokens of an answer.", min=1)] = 64,

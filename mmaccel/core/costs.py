@@ -1,6 +1,6 @@
 """Predicts seconds and bytes for a video and its questions under a recipe, from a model's sizes and a device's rates.
 
-Nothing is fitted. A model's sizes are counted (`Sizes`), a device's rates measured once, in a few seconds, or known
+Nothing is fitted to a whole run. A model's sizes are counted (`Sizes`), a device's rates measured once, or known
 (`DEVICES`). Each term is work over a rate:
 
 products   2 FLOPs for each weight and row, at the rate of a large product of that width
@@ -10,6 +10,7 @@ launches   starting the operators of a layer: in parallel with the device's work
 decode     weights and visible keys and values, read once a token
 wire       retrieved keys and values, copied from the host
 pinning    host memory, taken while units leave the device: a process pays it once, for the most that it keeps
+surplus    what short sessions of a few layers took beyond all of these, where they were measured (`rates.Surplus`)
 
 Letters: n rows of a pass, N columns that they see, L layers.
 """

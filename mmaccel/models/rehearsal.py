@@ -12,7 +12,7 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,8 +37,9 @@ UNITS, TOKENS = (84, 168, 320), 62_000
 one, which go through the layers in one pass where nothing says otherwise."""
 QUESTIONS, FIRST, ANSWER = 5, 3, 16
 """Questions of a session, those that may still make something, and tokens of each answer."""
-LIMIT_S = 60.0
-"""Seconds that all sessions may take by what is predicted of them; where they would take more, none is run."""
+LIMIT_S = 30.0
+"""Seconds that sessions may take by what is predicted of them without their own surplus: half of what they do take on a
+GPU. Those beyond it are not run."""
 RATE = 0.5
 QUESTION = "What happens in the video, and what does the person who comes into the room take from the table?"
 
@@ -122,7 +123,7 @@ def rehearsed(
     """`device` with the `Surplus` of each of `recipes` for `work`, from `store`, or measured now and stored there.
 
     `model` as `sizes_of` takes it, for frames of (height, width). Nothing is measured of recipes with a draft model, whose
-    `Surplus` is that of the same recipe without it, and where that would take more than `LIMIT_S` or the memory free.
+    `Surplus` is that of the same recipe without it, nor where that would take more than `LIMIT_S` or the memory free.
     """
     kept = rates.Surpluses(place, sizes, f"sessions of {DEPTHS} layers", store)
     found, missing = dict(device.sessions), dict[str, Recipe]()
@@ -134,8 +135,9 @@ def rehearsed(
             if "model" in recipe.draft.needs:
                 recipe = replace(recipe, draft=policy("draft", "off"))
             missing.setdefault(way, recipe)
-    plan = _Plan.of(sizes, work) if missing else None
-    if plan is None or not plan.fits(device, place, list(missing.values())):
+    plan = _Plan.of(sizes, work)
+    missing = {} if plan is None else plan.affordable(device, place, missing)
+    if plan is None or not missing:
         return replace(device, sessions=found)
     say(f"measuring {len(missing)} kinds of sessions on {device.name}, once for this model and frame size")
     began, done = time.perf_counter(), 0
@@ -213,18 +215,19 @@ class _Plan:
         asked = QUESTIONS if costs.in_session(recipe, self.work) else 1
         return sizes, replace(self.work, frames=units * sizes.pace, questions=asked, answer=ANSWER, told=None)
 
-    def fits(self, device: rates.Device, place: torch.device, recipes: Sequence[Recipe]) -> bool:
-        """Whether all sessions end in time, and find memory, as far as that is predicted."""
+    def affordable(
+        self, device: rates.Device, place: torch.device, recipes: Mapping[str, Recipe]
+    ) -> dict[str, Recipe]:
+        """Those, in turn, whose sessions find memory and end in time, as far as that is predicted."""
         free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else device.memory
-        found = [
-            costs.cost(recipe, *self._case(recipe, layers, units), device)
-            for recipe in recipes
-            for layers in self.depths
-            for units in self.lengths
-        ]
-        return sum(one.total_s for one in found) <= LIMIT_S and all(
-            one.device_bytes <= 0.9 * free for one in found
-        )
+        taken, found = 0.0, dict[str, Recipe]()
+        for way, recipe in recipes.items():
+            cases = [self._case(recipe, layers, units) for layers in self.depths for units in self.lengths]
+            told = [costs.cost(recipe, *case, device) for case in cases]
+            more = sum(one.total_s for one in told)
+            if taken + more <= LIMIT_S and all(one.device_bytes <= 0.9 * free for one in told):
+                taken, found[way] = taken + more, recipe
+        return found
 
     def cases(
         self,

@@ -65,7 +65,8 @@ def recommend(
     )
     if name not in KNOWN:
         what = model, (height, width), worth(sizes, work, lossless=lossless, draft=other), work
-        rates = rehearsed(rates, torch.device(name), sizes, *what, say=remark)
+        told: dict[str, Any] = {} if as_json else {"say": remark}
+        rates = rehearsed(rates, torch.device(name), sizes, *what, **told)
     found = run(sizes, work, rates, lossless=lossless, draft=other)
     if as_json:
         presets: dict[str, Any] = {

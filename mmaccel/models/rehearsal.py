@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mmaccel.core import costs, rates
 from mmaccel.core.attach import accelerate, adapter_for
-from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
+from mmaccel.core.errors import MmaccelError, MmaccelWarning, ModelError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.session import VideoSession
@@ -155,8 +155,8 @@ def rehearsed(
                     say(f"{done} of {2 * len(missing)} measured, {time.perf_counter() - began:.0f} s")
                 del built
                 _tidy(place)
-    except (ModelError, RecipeError) as error:
-        say(f"sessions are not measured: {error}")
+    except (MmaccelError, torch.OutOfMemoryError) as error:
+        say(f"sessions are not measured: {str(error).splitlines()[0]}")
         return replace(device, sessions=found)
     for way, recipe in missing.items():
         footprint = recipe.kv.footprint(sizes.tokens, sizes.pace)

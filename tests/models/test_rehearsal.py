@@ -174,16 +174,19 @@ def test_what_takes_too_long_or_too_much_is_not_run(monkeypatch: pytest.MonkeyPa
     assert not ran and not len(store)
 
 
+@pytest.mark.parametrize(
+    "error", [ModelError("it is full."), torch.OutOfMemoryError("it is full.\nfree some")]
+)
 def test_a_family_that_cannot_be_run_leaves_the_prediction(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def broken(*_: Any) -> Any:
-        raise ModelError("it has no processor.")
+        raise error
 
     monkeypatch.setattr(rehearsal, "_reduced", broken)
     store, lines = Store(tmp_path / "sessions.json", rates.Surplus.from_dict), list[str]()
     assert measured(store, [Recipe()], say=lines.append) == DEVICE and not len(store)
-    assert lines[-1] == "sessions are not measured: it has no processor."
+    assert lines[-1] == "sessions are not measured: it is full."
 
 
 @pytest.mark.parametrize("name", ["llava-onevision-7b", "qwen2.5-vl-7b"])

@@ -62,8 +62,8 @@ class Sizes:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-Plane = tuple[float, float, float, float]
-"""Coefficients of 1, layers, units, and layers times units."""
+Plane = tuple[float, float, float, float, float, float]
+"""Coefficients of 1, units and units squared, and of the same times layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class Surplus:
         """Recreate a `Surplus` from its `dataclasses.asdict` form."""
         planes = [tuple(map(float, found[name])) for name in ("read", "question", "step")]
         first = tuple((float(base), float(each)) for base, each in found["first"])
-        if any(len(plane) != 4 for plane in planes):
-            raise ValueError("a plane has four coefficients")
+        if any(len(plane) != 6 for plane in planes):
+            raise ValueError("a plane has six coefficients")
         return cls(read=planes[0], question=planes[1], step=planes[2], first=first)  # type: ignore[arg-type]
 
 
@@ -108,35 +108,42 @@ class Surpluses:
         self._store.put(f"{self._key} | {way}", made)
 
 
-def plane_of(seconds: Mapping[tuple[int, int], float], grows: bool = True, least: int = 0) -> Plane:
+def plane_of(
+    seconds: Mapping[tuple[int, int], float], grows: bool = True, least: int = 0, pairs: bool = False
+) -> Plane:
     """Return the plane through `seconds` of two (layers) times two (units), which has no less than zero at `least` units
-    (what begins costs something, and what leaves a window does so behind it); or, for what does not grow with a video, the
-    line through the means over units."""
+    (what begins costs something, and what leaves a window does so behind it); with `pairs`, what a line would have below
+    zero there grows as pairs do. Or, for what does not grow with a video, the line through the means over units."""
     (few, many), (short, long) = (sorted({at[side] for at in seconds}) for side in (0, 1))
-
-    def line(low: float, high: float) -> tuple[float, float]:
-        slope = (high - low) / (many - few)
-        return low - slope * few, slope
-
     if not grows:
-        means = ((seconds[n, short] + seconds[n, long]) / 2 for n in (few, many))
-        return *line(*means), 0.0, 0.0
-    begins, slopes = list[float](), list[float]()
+        base, layer = _line(few, many, *((seconds[n, short] + seconds[n, long]) / 2 for n in (few, many)))
+        return base, 0.0, 0.0, layer, 0.0, 0.0
+    begins, slopes, squares = list[float](), list[float](), list[float]()
     for n in (few, many):
-        slope = (seconds[n, long] - seconds[n, short]) / (long - short)
-        begins.append(max(0.0, seconds[n, long] - slope * (long - least)))
-        slopes.append((seconds[n, long] - begins[-1]) / (long - least))
-    low, high = begins if begins[0] <= begins[1] else [sum(begins) / 2] * 2
-    (base, layer), (unit, both) = line(low, high), line(*slopes)
-    return base - unit * least, layer - both * least, unit, both
+        low, high, square = seconds[n, short], seconds[n, long], 0.0
+        begin = high - (high - low) / (long - short) * (long - least)
+        if begin < 0 and pairs:
+            square = (high / long - low / short) / (long - short)
+        begins.append(max(0.0, begin))
+        slopes.append((high - begins[-1]) / (long - least) - square * long)
+        squares.append(square)
+    begins = begins if begins[0] <= begins[1] else [sum(begins) / 2] * 2
+    sides = (_line(few, many, *some) for some in (begins, slopes, squares))
+    own, more = ((base - unit * least, unit, square) for base, unit, square in zip(*sides, strict=True))
+    return *own, *more
+
+
+def _line(begin: int, end: int, low: float, high: float) -> tuple[float, float]:
+    """Base and slope of the line from `low` at `begin` to `high` at `end`."""
+    slope = (high - low) / (end - begin)
+    return low - slope * begin, slope
 
 
 def plane_at(plane: Plane, layers: int, units: int) -> float:
     """Return the seconds of a plane for so many layers and units; not less than zero where it begins below."""
-    base, layer, unit, both = plane
-    begin = base + layer * layers
-    found = begin + (unit + both * layers) * units
-    return max(found, 0.0) if begin < 0 < units * (unit + both * layers) else found
+    base, unit, square = (plane[n] + plane[n + 3] * layers for n in range(3))
+    found = base + unit * units + square * units**2
+    return max(found, 0.0) if base < 0 < unit else found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -267,12 +267,12 @@ def _surplus(found: _Cases, grows: bool, window: int) -> rates.Surplus:
         question[at], step[at] = words - told.question_s, (token - told.token_s) * taken.told
         for number, (one, each) in enumerate(taken.asked[:FIRST]):
             first[number][at] = one - words + told.work.answer * (each - token)
-    once = [rates.plane_of(one, grows=False)[:2] for one in first if one]
+    once = [rates.plane_of(one, grows=False)[::3] for one in first if one]
     return rates.Surplus(
-        read=rates.plane_of(read, least=window),
+        read=rates.plane_of(read, least=window, pairs=not window),
         question=rates.plane_of(question, grows),
         step=rates.plane_of(step, grows),
-        first=tuple(once),
+        first=tuple((base, layer) for base, layer in once),
     )
 
 

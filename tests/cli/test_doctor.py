@@ -186,7 +186,7 @@ def test_of_a_device_of_this_machine_short_sessions_are_run(
     ) -> Any:
         heard.append((place.type, model, size, [one.kv.name for one in recipes], work.questions))
         say("measuring 3 kinds of sessions")
-        once = rates.Surplus(read=(0.0,) * 4, question=(0.0,) * 4, step=(0.0,) * 4, first=((1.5, 0.0),))
+        once = rates.Surplus(read=(0.0,) * 6, question=(0.0,) * 6, step=(0.0,) * 6, first=((1.5, 0.0),))
         return replace(device, sessions={costs.way_of(one, work): once for one in recipes})
 
     monkeypatch.setattr(recommend, "device_of", lambda name, sizes: rates.DEVICES["h200"])

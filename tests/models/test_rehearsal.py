@@ -32,7 +32,7 @@ def work(**given: Any) -> costs.Work:
 
 
 def told(**given: Any) -> rates.Surplus:
-    none = (0.0, 0.0, 0.0, 0.0)
+    none = (0.0,) * 6
     return rates.Surplus(**{"read": none, "question": none, "step": none, "first": (), **given})
 
 
@@ -43,17 +43,15 @@ def with_told(recipe: Recipe, one: costs.Work, surplus: rates.Surplus) -> rates.
 def seconds(
     plane: rates.Plane, layers: tuple[int, int], units: tuple[int, int]
 ) -> dict[tuple[int, int], float]:
-    base, layer, unit, both = plane
-    sizes = itertools.product(layers, units)
-    return {(n, m): base + layer * n + unit * m + both * n * m for n, m in sizes}
+    return {(n, m): rates.plane_at(plane, n, m) for n, m in itertools.product(layers, units)}
 
 
 def test_a_plane_goes_on_to_all_layers_and_a_longer_video() -> None:
-    plane = 0.3, 0.01, 2e-3, 1e-4
+    plane = 0.3, 2e-3, 0.0, 0.01, 1e-4, 0.0
     found = rates.plane_of(seconds(plane, (4, 12), (96, 320)))
     assert found == pytest.approx(plane)
     assert rates.plane_at(found, 28, 1800) == pytest.approx(0.3 + 0.28 + 3.6 + 5.04)
-    leaves = -76 * 2e-3, 0.0, 2e-3, 0.0
+    leaves = -76 * 2e-3, 2e-3, 0.0, 0.0, 0.0, 0.0
     assert rates.plane_of(seconds(leaves, (4, 12), (96, 320)), least=76) == pytest.approx(leaves)
     assert rates.plane_at(leaves, 28, 20) == 0.0, "no frame has left the window"
     same = rates.plane_of({(4, 96): 1.0, (4, 320): 3.0, (12, 96): 2.0, (12, 320): 4.0}, grows=False)
@@ -61,10 +59,17 @@ def test_a_plane_goes_on_to_all_layers_and_a_longer_video() -> None:
 
 
 def test_what_begins_costs_no_less_than_nothing() -> None:
-    """A term that grows faster than the video is no time won at its begin."""
-    steep = seconds((-1.0, 0.0, 0.01, 0.0), (4, 12), (96, 320))
-    found = rates.plane_of(steep)
-    assert found[:2] == (0.0, 0.0) and rates.plane_at(found, 12, 320) == pytest.approx(2.2)
+    """What grows faster than the video are pairs, and no time won at its begin."""
+    pairs = 0.0, 1e-4, 2e-6, 0.0, 1e-5, 5e-7
+    found = rates.plane_of(seconds(pairs, (4, 12), (96, 320)), pairs=True)
+    assert found == pytest.approx(pairs)
+    line = rates.plane_of(seconds(pairs, (4, 12), (96, 320)))
+    assert line[0] == line[2] == line[3] == line[5] == 0.0
+    assert rates.plane_at(line, 12, 320) == pytest.approx(rates.plane_at(pairs, 12, 320))
+    steep = {(n, units): 0.01 * units - 1 for n in (4, 12) for units in (96, 320)}
+    beyond = rates.plane_of(steep, least=110)
+    assert rates.plane_at(beyond, 28, 110) == pytest.approx(0.1)
+    assert rates.plane_at(rates.plane_of(steep, least=90), 28, 90) == pytest.approx(0.0, abs=1e-9)
     odd = rates.plane_of({(4, 96): 1.5, (4, 320): 1.5, (12, 96): 0.5, (12, 320): 0.5})
     assert rates.plane_at(odd, 28, 0) == pytest.approx(1.0), "nor does more of it cost less"
 
@@ -73,7 +78,7 @@ def test_a_surplus_is_added_where_it_was_measured_and_nowhere_else() -> None:
     recipe, one = Recipe.load("film-many-questions"), work()
     plain = costs.cost(recipe, SIZES, one, DEVICE)
     more = told(
-        read=(1.0, 0.0, 0.0, 1e-4), question=(2e-3, 0.0, 0.0, 0.0), step=(0.0, 1e-4, 0.0, 0.0),
+        read=(1.0, 0.0, 0.0, 0.0, 1e-4, 0.0), question=(2e-3, *[0.0] * 5), step=(*[0.0] * 3, 1e-4, 0.0, 0.0),
         first=((0.0, 0.1), (0.5, 0.0)),
     )  # fmt: skip
     device = with_told(recipe, one, more)
@@ -90,7 +95,7 @@ def test_a_surplus_is_added_where_it_was_measured_and_nowhere_else() -> None:
     assert halved.token_s == pytest.approx(found.token_s / 2), "of a step, which gives two tokens"
     for other, what in ((Recipe(), one), (recipe, replace(one, live=True))):
         assert costs.cost(other, SIZES, what, device) == costs.cost(other, SIZES, what, DEVICE)
-    less = costs.cost(recipe, SIZES, one, with_told(recipe, one, told(read=(-1e9, 0.0, 0.0, 0.0))))
+    less = costs.cost(recipe, SIZES, one, with_told(recipe, one, told(read=(-1e9, *[0.0] * 5))))
     assert less.read_s == pytest.approx(plain.read_s / 2)
 
 
@@ -136,7 +141,8 @@ def test_sessions_of_four_and_twelve_layers_tell_of_28(
 ) -> None:
     """The prediction then is what a session takes whose host needs so long; kept on disk, and measured once."""
     spent = told(
-        read=(0.4, 0.01, 1e-3, 1.5e-4), question=(0.0, 5e-4, 0.0, 0.0), step=(1e-3, 1e-4, 0.0, 0.0),
+        read=(0.4, 1e-3, 0.0, 0.01, 1.5e-4, 0.0), question=(*[0.0] * 3, 5e-4, 0.0, 0.0),
+        step=(1e-3, 0.0, 0.0, 1e-4, 0.0, 0.0),
         first=((0.1, 0.02), (0.0, 0.01), (0.0, 0.0)),
     )  # fmt: skip
     ran, store = sessions(monkeypatch, spent), Store(tmp_path / "sessions.json", rates.Surplus.from_dict)

@@ -41,7 +41,8 @@ LIMIT_S = 30.0
 """Seconds that sessions may take by what is predicted of them without their own surplus: half of what they do take on a
 GPU. Those beyond it are not run."""
 RATE = 0.5
-QUESTION = "What happens in the video, and what does the person who comes into the room take from the table?"
+QUESTION = "What happens in the video?"
+"""Short where a tokenizer knows no word of it, too: more than 64 rows go another way."""
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,8 @@ def rehearsed(
     for way, recipe in missing.items():
         footprint = recipe.kv.footprint(sizes.tokens, sizes.pace)
         window = -(-(footprint.window or 0) // sizes.pace)
-        found[way] = _surplus(taken[way], footprint.shown is None, window if window < plan.lengths[0] else 0)
+        window = window if window < plan.lengths[0] else 0
+        found[way] = _surplus(taken[way], footprint.shown is None, window, place.type == "cuda")
         kept.put(way, found[way])
     return replace(device, sessions=found)
 
@@ -252,16 +253,17 @@ class _Plan:
         return found
 
 
-def _surplus(found: _Cases, grows: bool, window: int) -> rates.Surplus:
+def _surplus(found: _Cases, grows: bool, window: int, captures: bool) -> rates.Surplus:
     """`grows`: whether a question and a token see all of the video; `window`: units before any leaves."""
     read, question, step = (dict[tuple[int, int], float]() for _ in range(3))
     first = [dict[tuple[int, int], float]() for _ in range(FIRST)]
     for at, (taken, told) in found.items():
         later = taken.asked[FIRST:]
-        if not later:  # of a call: what captures its steps comes once, however long the answer is
+        if not later:  # of a call: what captures its steps on CUDA comes once, however long the answer is
             read[at] = taken.read_s - told.read_s - told.question_s
-            question[at] = step[at] = 0.0
-            first[0][at] = told.work.answer * (taken.asked[0][1] - told.token_s)
+            more = taken.asked[0][1] - told.token_s
+            question[at], step[at] = 0.0, 0.0 if captures else more * taken.told
+            first[0][at] = told.work.answer * more * captures
             continue
         words, token = (statistics.median(some) for some in zip(*later, strict=True))
         read[at] = taken.read_s - told.read_s

@@ -242,3 +242,19 @@ def test_what_is_run_is_what_would_be_recommended() -> None:
     stored = worth(SIZES, work())
     assert Recipe.load("exact") in stored and Recipe.load("stream") not in stored
     assert worth(SIZES, work(live=True)) == [Recipe.load("stream")]
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_on_a_gpu_what_a_call_s_steps_take_more_comes_once(captures: bool) -> None:
+    """Elsewhere nothing is captured, and it is of each step."""
+    one, cases = replace(work(questions=1), answer=16), dict[tuple[int, int], Any]()
+    for layers, units in itertools.product((4, 12), (94, 316)):
+        cost = costs.cost(Recipe(), replace(SIZES, layers=layers), replace(one, frames=units), DEVICE)
+        taken = rehearsal.Taken(cost.read_s + cost.question_s, ((0.0, cost.token_s + 1e-3),), 1.0)
+        cases[layers, units] = taken, cost
+    found = rehearsal._surplus(cases, True, 0, captures)
+    once, step = (0.016, 0.0) if captures else (0.0, 1e-3)
+    assert found.first[0] == pytest.approx((once, 0.0)) and rates.plane_at(
+        found.step, 28, 600
+    ) == pytest.approx(step)
+    assert rates.plane_at(found.read, 28, 600) == pytest.approx(0.0, abs=1e-9)

@@ -4,9 +4,10 @@
     python bench/recommend.py --device cpu --out rows.jsonl        # the tiny models, without a cap; CPU seconds
 
 Twelve settings, on a GPU fitted to nothing: a model's shape (random weights), minutes at half a frame a second, questions,
-and a preset, on a device capped at `--memory` GB. Each runs once with two questions, which compiles, then is measured:
-as in a process that has compiled, whose host memory is not pinned yet. A row has both figures, the device's rates,
-`time_error` and `peak_error` (predicted over measured, less 1), and whether they are within 25% and 10%.
+and a preset, on a device capped at `--memory` GB. The short sessions from which `mmaccel recommend` predicts too are run
+before (`--kernels`: none is). Each setting runs once with two questions, which compiles, then is measured: as in a process
+that has compiled, whose host memory is not pinned yet. A row has both figures, the device's rates, `time_error` and
+`peak_error` (predicted over measured, less 1), and whether they are within 25% and 10%.
 Tokens that a step of the target gave are the run's own, which no cost model can know.
 """
 
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,12 @@ from timing import Log
 import mmaccel
 from mmaccel.backends.select import Store
 from mmaccel.core import costs
-from mmaccel.core.rates import Device
+from mmaccel.core.rates import Device, Surplus
 from mmaccel.core.recipe import Recipe
-from mmaccel.models import shapes
+from mmaccel.models import rehearsal, shapes
 from mmaccel.models.processor import Processor
 from mmaccel.models.recommend import SIZE, device_of, sizes_of
+from mmaccel.models.rehearsal import rehearsed
 from mmaccel_lab.tiny.tokenizer import build_tokenizer
 from mmaccel_lab.world import vocabulary
 
@@ -54,7 +57,9 @@ TINY = {OV: "tiny-ov", SMALL_OV: "tiny-ov-draft", QWEN: "tiny-qwen"}
 HELD: dict[str, tuple[Any, Any]] = {}
 
 
-STORE = Store(Path(tempfile.mkdtemp()) / "rates.json", Device.from_dict)
+FOLDER = Path(tempfile.mkdtemp())
+STORE = Store(FOLDER / "rates.json", Device.from_dict)
+SESSIONS = Store(FOLDER / "sessions.json", Surplus.from_dict)
 
 
 def cpu_seconds(work: Any, device: torch.device) -> float:
@@ -111,32 +116,12 @@ def run(
 ) -> tuple[float, Parts]:
     """The film and all its questions, as `costs.cost` takes them; gives the tokens that a step of the target gave."""
     clock = time.perf_counter if model.device.type == "cuda" else time.process_time
-    session = work.live or work.questions > 1 or not recipe.kv.sequences
-    if not session:
-        inputs = processor.chat(QUESTION, videos=film, fps=RATE, device=model.device)
-        with mmaccel.accelerate(model, recipe) as fast, torch.no_grad():
-            began = clock()
-            model.generate(**inputs, max_new_tokens=work.answer, do_sample=False)
-            taken, report = clock() - began, fast.report()
-            draft, token = report.draft, (taken - report.ttft_s) / work.answer
-            parts = {"read_s": report.ttft_s, "token_s": token}
-    else:
-        with mmaccel.VideoSession(model, processor, recipe) as stream:
-            began = clock()
-            (stream.watch if work.live else stream.ingest)(film, fps=RATE)
-            if model.device.type == "cuda":
-                torch.cuda.synchronize()
-            read, asked = clock() - began, list[tuple[float, float]]()
-            for _ in range(work.questions):
-                began = clock()
-                answer = stream.ask(QUESTION, work.answer)
-                assert len(answer.ids) == work.answer, answer
-                asked.append((answer.ttft_s, (clock() - began - answer.ttft_s) / work.answer))
-            question, token = (statistics.median(some) for some in zip(*asked, strict=True))
-            first = asked[0][0] + work.answer * asked[0][1]
-            parts = {"read_s": read, "question_s": question, "token_s": token, "first_s": first}
-            draft = stream.report().draft
-    return (work.answer - 1) / draft["target_steps"] if draft["rounds"] else 1.0, parts
+    taken = rehearsal.run(model, processor, recipe, film, work, QUESTION, RATE, clock)
+    question, token = (statistics.median(some) for some in zip(*taken.asked, strict=True))
+    if not costs.in_session(recipe, work):
+        return taken.told, {"read_s": taken.read_s, "token_s": token}
+    first = taken.asked[0][0] + work.answer * taken.asked[0][1]
+    return taken.told, {"read_s": taken.read_s, "question_s": question, "token_s": token, "first_s": first}
 
 
 def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, str]) -> None:
@@ -157,13 +142,17 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
     place = torch.device(options.device)
     device = device_of(options.device, sizes, **({} if cuda else {"bench": cpu_seconds, "store": STORE}))
     memory = int(options.memory * 1e9) if cuda else device.memory
+    frames = int(minutes * 60 * RATE / options.shrink)
+    asked: dict[str, int] = dict(questions=questions, answer=TOKENS, memory=memory, host=int(1e12))
+    work = costs.Work(frames=frames, live=preset == "stream", **asked)
+    if not options.kernels:
+        how: dict[str, Any] = {} if cuda else {"clock": time.process_time, "store": SESSIONS}
+        how |= {"processor": processor, "say": partial(print, flush=True)}
+        device = rehearsed(device, place, sizes, model, size, [recipe], work, **how)
     if cuda:
         torch.cuda.set_per_process_memory_fraction(
             memory / torch.cuda.get_device_properties(place).total_memory
         )
-    frames = int(minutes * 60 * RATE / options.shrink)
-    asked: dict[str, int] = dict(questions=questions, answer=TOKENS, memory=memory, host=int(1e12))
-    work = costs.Work(frames=frames, live=preset == "stream", **asked)
     film = noise(max(size), frames, torch.device("cpu"))[:, :, : size[0], : size[1]].contiguous()
     if cuda or not options.shrink > 8:
         run(model, processor, recipe, film, replace(work, questions=min(2, questions)))
@@ -192,7 +181,8 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
     log.row(
         case="recommend", model=TINY[shape] if not cuda else shape, frames=frames, questions=questions, preset=preset,
         memory=memory, told=gave, seconds=seconds, predicted_s=cost.total_s, read_s=cost.read_s, question_s=cost.question_s,
-        token_s=cost.token_s, peak_bytes=peak, predicted_bytes=cost.device_bytes, time_error=errors[0], peak_error=errors[1],
+        token_s=cost.token_s, once_s=cost.once_s,
+        peak_bytes=peak, predicted_bytes=cost.device_bytes, time_error=errors[0], peak_error=errors[1],
         time_reached=abs(errors[0]) <= TIME, peak_reached=abs(errors[1]) <= PEAK, measured=parts, rates=asdict(device),
     )  # fmt: skip
     print(
@@ -201,7 +191,7 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
         f"({errors[1]:+.0%})",
         flush=True,
     )
-    of = {"first_s": cost.asked_s, **asdict(cost)}
+    of = {**asdict(cost), "first_s": cost.asked_s + sum(cost.once_s[:1])}
     told = {name: f"{parts[name]:.4f}, {of[name]:.4f}" for name in parts}
     print("   measured, predicted:", "; ".join(f"{name} {both}" for name, both in told.items()), flush=True)
 
@@ -212,6 +202,7 @@ def main() -> None:
     parser.add_argument(
         "--memory", type=float, default=64.0, help="GB of the device that may be used; on a CPU no cap"
     )
+    parser.add_argument("--kernels", action="store_true", help="predict from kernels alone, without sessions")
     parser.add_argument("--shrink", type=int, default=1, help="divide the minutes: a smoke test")
     options = parser.parse_args()
     steps = []

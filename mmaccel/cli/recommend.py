@@ -10,7 +10,7 @@ from rich.table import Table
 from typer import Option
 
 from mmaccel.cli.choices import Json, parse_size
-from mmaccel.cli.console import out, print_json, say
+from mmaccel.cli.console import out, print_json, remark, say
 from mmaccel.core import costs
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.memory.buffers import host_total
@@ -29,7 +29,7 @@ def recommend(
     ] = "qwen2.5-vl-7b",
     draft: Annotated[str | None, Option(help="A draft model, named alike; presets with one need it.")] = None,
     device: Annotated[
-        str, Option(help="cpu, cuda or cuda:N, measured in some seconds; or h100, h200.")
+        str, Option(help="cpu, cuda or cuda:N, measured once, in a minute; or h100, h200.")
     ] = "auto",
     live: Annotated[bool, Option("--live/--stored", help="Frames of a camera, or of a file.")] = False,
     answer_tokens: Annotated[int, Option(help="Tokens of an answer.", min=1)] = 64,
@@ -41,8 +41,10 @@ def recommend(
     """Which preset to take for a video and its questions: predicted seconds and memory of each, and whether it fits."""
     import torch
 
-    from mmaccel.models.recommend import device_of, sizes_of, spelled
+    from mmaccel.core.rates import DEVICES as KNOWN
+    from mmaccel.models.recommend import device_of, sizes_of, spelled, worth
     from mmaccel.models.recommend import recommend as run
+    from mmaccel.models.rehearsal import rehearsed
 
     given = re.fullmatch(r"(\d+)x(\d+)", frame_size)
     if not given:
@@ -61,6 +63,10 @@ def recommend(
         memory=rates.memory if memory is None else parse_size(memory, "--memory"),
         host=host_total() if host_memory is None else parse_size(host_memory, "--host-memory"),
     )
+    if name not in KNOWN:
+        what = model, (height, width), worth(sizes, work, lossless=lossless, draft=other), work
+        told: dict[str, Any] = {} if as_json else {"say": remark}
+        rates = rehearsed(rates, torch.device(name), sizes, *what, **told)
     found = run(sizes, work, rates, lossless=lossless, draft=other)
     if as_json:
         presets: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Predicts seconds and bytes for a video and its questions under a recipe, from a model's sizes and a device's rates.
 
-Nothing is fitted. A model's sizes are counted (`Sizes`), a device's rates measured once, in a few seconds, or known
+Nothing is fitted to a whole run. A model's sizes are counted (`Sizes`), a device's rates measured once, or known
 (`DEVICES`). Each term is work over a rate:
 
 products   2 FLOPs for each weight and row, at the rate of a large product of that width
@@ -10,6 +10,7 @@ launches   starting the operators of a layer: in parallel with the device's work
 decode     weights and visible keys and values, read once a token
 wire       retrieved keys and values, copied from the host
 pinning    host memory, taken while units leave the device: a process pays it once, for the most that it keeps
+surplus    what short sessions of a few layers took beyond all of these, where they were measured (`rates.Surplus`)
 
 Letters: n rows of a pass, N columns that they see, L layers.
 """
@@ -17,6 +18,7 @@ Letters: n rows of a pass, N columns that they see, L layers.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -24,7 +26,7 @@ import torch
 
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prefill.attention import MIN_ROWS
-from mmaccel.core.rates import Device, Sizes
+from mmaccel.core.rates import Device, Sizes, plane_at
 from mmaccel.core.recipe import Recipe
 
 STEP_S, RETRIEVE_S, ANSWER_S = 16e-6, 6e-4, 4e-5
@@ -43,9 +45,8 @@ TOKEN_S = 4e-4
 HIDDEN = 0.6
 """Of the wire's seconds, hidden behind layers by the prefetch (stream_h200: 15 ms of a question's 26)."""
 ROWS, PATCHES, UNITS, ROOM, SLAB = 1 << 15, 1 << 14, 16, 8192, 1 << 24
-"""Rows of a pass of an ingestion and of a feed-forward block, patches of a tower's call, units of a pass of
-live frames, the most
-columns that a buffer grows ahead, and bytes that a host store takes at a time."""
+"""Rows of a pass of an ingestion (on CUDA twice as many) and of a feed-forward block, patches of a tower's call, units of a
+pass of live frames, the most columns that a buffer grows ahead, and bytes that a host store takes at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,7 @@ class Cost:
     """Predicted seconds to read the video, to a question's first token, and per later token; peak bytes on device and host.
 
     session  whether this is for a `VideoSession`, not for a call of `generate`
+    once_s   seconds that each of the first questions takes beyond later ones: captures, and what else is made once
     """
 
     read_s: float
@@ -82,21 +84,34 @@ class Cost:
     host_bytes: int
     session: bool
     work: Work
+    once_s: tuple[float, ...] = ()
 
     @property
     def first_s(self) -> float:
         """Predicted seconds to the first token of the first answer, with reading the video unless it is a live stream."""
-        return self.question_s + (0.0 if self.work.live else self.read_s)
+        return self.question_s + sum(self.once_s[:1]) + (0.0 if self.work.live else self.read_s)
 
     @property
     def total_s(self) -> float:
         """Predicted seconds for reading the video and answering all questions, one after the other."""
-        return self.read_s + self.work.questions * self.asked_s
+        return self.read_s + self.work.questions * self.asked_s + sum(self.once_s[: self.work.questions])
 
     @property
     def asked_s(self) -> float:
         """Predicted seconds for one question with its whole answer."""
         return self.question_s + self.work.answer * self.token_s
+
+
+def in_session(recipe: Recipe, work: Work) -> bool:
+    """Return whether a `VideoSession` serves `work`, not a call of `generate`."""
+    return work.live or work.questions > 1 or not recipe.kv.sequences
+
+
+def way_of(recipe: Recipe, work: Work) -> str:
+    """Return by what name a device keeps the `Surplus` of a recipe: that of all but its draft, and of how it is run."""
+    how = "live" if work.live else "session" if in_session(recipe, work) else "call"
+    told = {name: part for name, part in recipe.to_dict().items() if name != "draft"}
+    return f"{how} {json.dumps(told, sort_keys=True, default=str)}"
 
 
 def cost(recipe: Recipe, sizes: Sizes, work: Work, device: Device, draft: Sizes | None = None) -> Cost:
@@ -111,7 +126,7 @@ class _Estimate:
     def __init__(self, recipe: Recipe, sizes: Sizes, work: Work, device: Device, draft: Sizes | None) -> None:
         self.recipe, self.sizes, self.work, self.device, self.draft = recipe, sizes, work, device, draft
         self.kept = recipe.kv.footprint(sizes.tokens, sizes.pace)
-        self.session = work.live or work.questions > 1 or not recipe.kv.sequences
+        self.session = in_session(recipe, work)
         self.units = -(-work.frames // sizes.pace)
         self.units = min(self.units, self._of(self.kept.shown)) if self.kept.deferred else self.units
         self.size = sizes.dtype.itemsize
@@ -125,6 +140,14 @@ class _Estimate:
 
     def cost(self) -> Cost:
         read, question, token = self._read(), self._question(), self._token()
+        once: tuple[float, ...] = ()
+        if (told := self.device.sessions.get(way_of(self.recipe, self.work))) is not None:
+            size = self.sizes.layers, self.units
+            # What was measured at other sizes is taken to halve a term at most.
+            read = max(read + plane_at(told.read, *size), read / 2)
+            question = max(question + plane_at(told.question, *size), question / 2)
+            token = max(token + plane_at(told.step, *size), token / 2)
+            once = tuple(max(0.0, base + each * self.sizes.layers) for base, each in told.first)
         held, passing, leaving, host = self._bytes()
         if self.other is not None:
             token += (self.recipe.draft.max_rollback - 1) * self.other._token()
@@ -137,7 +160,7 @@ class _Estimate:
         most = held + max(passing, leaving)
         if not self.device.cuda:  # nothing is on the host before it leaves
             host = most = held + max(passing, leaving + host)
-        return Cost(read, question, token, int(most), int(host), self.session, self.work)
+        return Cost(read, question, token, int(most), int(host), self.session, self.work, once)
 
     def _of(self, frames: int | None) -> int:
         """Units that so many frames are; None: all."""
@@ -153,7 +176,7 @@ class _Estimate:
     def _rows(self) -> int:
         """Rows of a pass: of a prompt, an ingestion or live frames."""
         sizes, whole = self.sizes, self.units * self.sizes.tokens
-        most = self.recipe.chunk or (ROWS if self.session else max(whole, 1))
+        most = self.recipe.chunk or (ROWS << self.device.cuda if self.session else max(whole, 1))
         if self.work.live:
             most = self.recipe.chunk or UNITS * sizes.tokens
         return min(whole, max(1, most // sizes.tokens) * sizes.tokens)

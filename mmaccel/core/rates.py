@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,12 +62,96 @@ class Sizes:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
+Plane = tuple[float, float, float, float, float, float]
+"""Coefficients of 1, units and units squared, and of the same times layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surplus:
+    """Seconds that short sessions of a reduced model took beyond those predicted, by its layers and the units of the video:
+    to read, to a question's first token, and per step of an answer. `first`: of each of the first questions or of a call,
+    beyond later ones, seconds and those per layer."""
+
+    read: Plane
+    question: Plane
+    step: Plane
+    first: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Surplus:
+        """Recreate a `Surplus` from its `dataclasses.asdict` form."""
+        planes = [tuple(map(float, found[name])) for name in ("read", "question", "step")]
+        first = tuple((float(base), float(each)) for base, each in found["first"])
+        if any(len(plane) != 6 for plane in planes):
+            raise ValueError("a plane has six coefficients")
+        return cls(read=planes[0], question=planes[1], step=planes[2], first=first)  # type: ignore[arg-type]
+
+
+class Surpluses:
+    """What sessions of a model of `sizes` took beyond the prediction on a device, by `costs.way_of`, on disk; `label` names
+    how they were run."""
+
+    def __init__(
+        self, device: torch.device, sizes: Sizes, label: str, store: Store[Surplus] | None = None
+    ) -> None:
+        self._store = Store("sessions.json", Surplus.from_dict) if store is None else store
+        shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
+        told = ", ".join(f"{name} {value}" for name, value in vars(sizes).items())
+        self._key = select.key_of(device, shape, (select.choose(device),), f"{label} | {told}")
+
+    def get(self, way: str) -> Surplus | None:
+        """Return what was measured of a way; None if nothing was."""
+        return self._store.get(f"{self._key} | {way}")
+
+    def put(self, way: str, made: Surplus) -> None:
+        """Keep what was measured of a way."""
+        self._store.put(f"{self._key} | {way}", made)
+
+
+def plane_of(
+    seconds: Mapping[tuple[int, int], float], grows: bool = True, least: int = 0, pairs: bool = False
+) -> Plane:
+    """Return the plane through `seconds` of two (layers) times two (units), which has no less than zero at `least` units
+    (what begins costs something, and what leaves a window does so behind it); with `pairs`, what a line would have below
+    zero there grows as pairs do. Or, for what does not grow with a video, the line through the means over units."""
+    (few, many), (short, long) = (sorted({at[side] for at in seconds}) for side in (0, 1))
+    if not grows:
+        base, layer = _line(few, many, *((seconds[n, short] + seconds[n, long]) / 2 for n in (few, many)))
+        return base, 0.0, 0.0, layer, 0.0, 0.0
+    begins, slopes, squares = list[float](), list[float](), list[float]()
+    for n in (few, many):
+        low, high, square = seconds[n, short], seconds[n, long], 0.0
+        begin = high - (high - low) / (long - short) * (long - least)
+        if begin < 0 and pairs:
+            square = (high / long - low / short) / (long - short)
+        begins.append(max(0.0, begin))
+        slopes.append((high - begins[-1]) / (long - least) - square * long)
+        squares.append(square)
+    begins = begins if begins[0] <= begins[1] else [sum(begins) / 2] * 2
+    sides = (_line(few, many, *some) for some in (begins, slopes, squares))
+    own, more = ((base - unit * least, unit, square) for base, unit, square in zip(*sides, strict=True))
+    return *own, *more
+
+
+def _line(begin: int, end: int, low: float, high: float) -> tuple[float, float]:
+    """Base and slope of the line from `low` at `begin` to `high` at `end`."""
+    slope = (high - low) / (end - begin)
+    return low - slope * begin, slope
+
+
+def plane_at(plane: Plane, layers: int, units: int) -> float:
+    """Return the seconds of a plane for so many layers and units; not less than zero where it begins below."""
+    base, unit, square = (plane[n] + plane[n + 3] * layers for n in range(3))
+    found = base + unit * units + square * units**2
+    return max(found, 0.0) if base < 0 < unit else found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """Rates of a device, from which costs are predicted. They are: matrix-product FLOP/s by width, attention costs
     (`Costs`), bytes/s of copies on the device (read plus written) and from the host (`wire`), seconds to launch a decoder
     layer's operators (`few`: of a session that keeps all, captured but for attention); bytes of memory; bytes/s at which
-    host memory is pinned."""
+    host memory is pinned. `sessions`: by `costs.way_of`, what short sessions took beyond the rest."""
 
     name: str
     products: dict[int, float]
@@ -78,6 +162,7 @@ class Device:
     few: float
     memory: int
     pin: float
+    sessions: Mapping[str, Surplus] = field(default_factory=dict)
 
     @property
     def cuda(self) -> bool:
@@ -94,7 +179,9 @@ class Device:
         """Recreate a `Device` from its `dataclasses.asdict` form."""
         products = {int(width): float(rate) for width, rate in found["products"].items()}
         rates = {name: float(found[name]) for name in ("copy", "wire", "layer", "few", "pin")}
-        return cls(**{**found, **rates, "products": products, "attend": Costs.from_dict(found["attend"])})
+        told = {way: Surplus.from_dict(one) for way, one in found.get("sessions", {}).items()}
+        parts = {"products": products, "attend": Costs.from_dict(found["attend"]), "sessions": told}
+        return cls(**{**found, **rates, **parts})
 
 
 def _hopper(name: str, copy: float, memory: int) -> Device:

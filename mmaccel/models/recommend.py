@@ -237,6 +237,19 @@ def recommend(
     return Recommendation(name, f"{why}: {spelled(found[name].total_s)} in all.", found, lacks, unfit)
 
 
+def worth(
+    sizes: rates.Sizes,
+    work: costs.Work,
+    *,
+    lossless: bool = False,
+    draft: rates.Sizes | None = None,
+    presets: Sequence[str] = MAIN_PRESETS,
+) -> list[Recipe]:
+    """Return the recipes that `recommend` would predict the cost of."""
+    made = [(name, Recipe.load(name)) for name in presets]
+    return [one for name, one in made if not _unfit(name, one, sizes, work, lossless, draft)]
+
+
 def _unfit(
     name: str, recipe: Recipe, sizes: rates.Sizes, work: costs.Work, lossless: bool, draft: rates.Sizes | None
 ) -> str | None:

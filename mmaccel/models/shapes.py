@@ -6,7 +6,8 @@ file does not import transformers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,22 +93,32 @@ def build(
 
     With `devices` its layers are spread over these (see `loading.spread_layers`), each built on its device.
     """
+    conf = config(name, layers, vision_layers)
+    if devices is None or len(devices) == 1:
+        return from_config(conf, dtype, device if devices is None else devices[0], seed)
+    with _drawn(dtype, seed):
+        model = _spread(conf, config(name, 1, vision_layers), dtype, [torch.device(d) for d in devices])
+    return model.eval()
+
+
+def from_config(conf: Any, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> nn.Module:
+    """Build the model of a transformers config with random weights, in evaluation mode, directly on `device`."""
     from transformers import AutoModelForImageTextToText
 
-    conf = config(name, layers, vision_layers)
-    first = device if devices is None else devices[0]
+    with _drawn(dtype, seed), torch.device(device):
+        model: nn.Module = AutoModelForImageTextToText.from_config(conf, dtype=dtype)
+    return model.eval()
+
+
+@contextmanager
+def _drawn(dtype: torch.dtype, seed: int) -> Iterator[None]:
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        if devices is None or len(devices) == 1:
-            with torch.device(first):
-                model: nn.Module = AutoModelForImageTextToText.from_config(conf, dtype=dtype)
-        else:
-            model = _spread(conf, config(name, 1, vision_layers), dtype, [torch.device(d) for d in devices])
+        yield
     finally:
         torch.set_default_dtype(before)
-    return model.eval()
 
 
 def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch.device]) -> nn.Module:

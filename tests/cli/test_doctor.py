@@ -21,7 +21,8 @@ from mmaccel.backends import flash, select, triton
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import KERNELS
 from mmaccel.cli.choices import parse_size
-from mmaccel.core import rates
+from mmaccel.core import costs, rates
+from mmaccel.models import recommend, rehearsal
 from tests import SOURCES, python
 from tests.cli import Call
 
@@ -172,6 +173,31 @@ def test_of_a_cpu_it_counts_one_memory(call: Call, monkeypatch: pytest.MonkeyPat
     lacks = call.object(*words, "--memory", "24GB", "--json")["presets"]["exact"]
     assert lacks["lacks_device_bytes"] > 0 == lacks["lacks_host_bytes"]
     assert f"lacks {lacks['lacks_device_bytes'] / 1e9:.1f} GB of memory" in first
+
+
+def test_of_a_device_of_this_machine_short_sessions_are_run(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the presets that may be recommended, and told of while they run, beside the table; of a known device none is."""
+    heard: list[Any] = []
+
+    def sessions(
+        device: Any, place: Any, sizes: Any, model: Any, size: Any, recipes: Any, work: Any, say: Any = str
+    ) -> Any:
+        heard.append((place.type, model, size, [one.kv.name for one in recipes], work.questions))
+        say("measuring 3 kinds of sessions")
+        once = rates.Surplus(read=(0.0,) * 6, question=(0.0,) * 6, step=(0.0,) * 6, first=((1.5, 0.0),))
+        return replace(device, sessions={costs.way_of(one, work): once for one in recipes})
+
+    monkeypatch.setattr(recommend, "device_of", lambda name, sizes: rates.DEVICES["h200"])
+    monkeypatch.setattr(rehearsal, "rehearsed", sessions)
+    words = ("recommend", "--minutes", "60", "--questions", "5", "--host-memory", "64GB")
+    status, out, err = call(*words, "--device", "cpu", "--memory", "80GB")
+    assert status == 0 and "take " in out and err == "measuring 3 kinds of sessions\n"
+    assert heard == [("cpu", "qwen2.5-vl-7b", (252, 448), ["full", "full", "mosaic"], 5)]
+    told = call.object(*words, "--device", "cpu", "--memory", "80GB", "--json")["presets"]["exact"]
+    assert told["once_s"] == [1.5] and told["first_s"] > told["question_s"] + told["read_s"] + 1.4
+    assert call(*words, "--device", "h200")[0] == 0 and len(heard) == 2
 
 
 def test_json_has_each_preset(call: Call) -> None:

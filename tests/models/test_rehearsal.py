@@ -1,0 +1,260 @@
+"""Short sessions of a reduced model, from which `mmaccel recommend` takes what kernels' rates do not tell."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmaccel.backends.select import Store
+from mmaccel.core import costs, rates
+from mmaccel.core.errors import ModelError
+from mmaccel.core.prefill.attention import MIN_ROWS
+from mmaccel.core.recipe import Recipe
+from mmaccel.models import rehearsal, shapes, step
+from mmaccel.models.recommend import sizes_of, worth
+from tests.models.streams import pair
+
+SIZES = sizes_of("llava-onevision-7b")
+DEVICE = rates.DEVICES["h100"]
+CPU = torch.device("cpu")
+GB = 10**9
+CLUSTERED = {"name": "mosaic", "frames": 4, "window": 6, "local": 2}
+
+
+def work(**given: Any) -> costs.Work:
+    return costs.Work(**{"frames": 600, "questions": 4, "memory": 80 * GB, "host": 500 * GB, **given})
+
+
+def told(**given: Any) -> rates.Surplus:
+    none = (0.0,) * 6
+    return rates.Surplus(**{"read": none, "question": none, "step": none, "first": (), **given})
+
+
+def with_told(recipe: Recipe, one: costs.Work, surplus: rates.Surplus) -> rates.Device:
+    return replace(DEVICE, sessions={costs.way_of(recipe, one): surplus})
+
+
+def seconds(
+    plane: rates.Plane, layers: tuple[int, int], units: tuple[int, int]
+) -> dict[tuple[int, int], float]:
+    return {(n, m): rates.plane_at(plane, n, m) for n, m in itertools.product(layers, units)}
+
+
+def test_a_plane_goes_on_to_all_layers_and_a_longer_video() -> None:
+    plane = 0.3, 2e-3, 0.0, 0.01, 1e-4, 0.0
+    found = rates.plane_of(seconds(plane, (4, 12), (96, 320)))
+    assert found == pytest.approx(plane)
+    assert rates.plane_at(found, 28, 1800) == pytest.approx(0.3 + 0.28 + 3.6 + 5.04)
+    leaves = -76 * 2e-3, 2e-3, 0.0, 0.0, 0.0, 0.0
+    assert rates.plane_of(seconds(leaves, (4, 12), (96, 320)), least=76) == pytest.approx(leaves)
+    assert rates.plane_at(leaves, 28, 20) == 0.0, "no frame has left the window"
+    same = rates.plane_of({(4, 96): 1.0, (4, 320): 3.0, (12, 96): 2.0, (12, 320): 4.0}, grows=False)
+    assert rates.plane_at(same, 28, 1800) == rates.plane_at(same, 28, 1) == pytest.approx(5.0)
+
+
+def test_what_begins_costs_no_less_than_nothing() -> None:
+    """What grows faster than the video are pairs, and no time won at its begin."""
+    pairs = 0.0, 1e-4, 2e-6, 0.0, 1e-5, 5e-7
+    found = rates.plane_of(seconds(pairs, (4, 12), (96, 320)), pairs=True)
+    assert found == pytest.approx(pairs)
+    line = rates.plane_of(seconds(pairs, (4, 12), (96, 320)))
+    assert line[0] == line[2] == line[3] == line[5] == 0.0
+    assert rates.plane_at(line, 12, 320) == pytest.approx(rates.plane_at(pairs, 12, 320))
+    steep = {(n, units): 0.01 * units - 1 for n in (4, 12) for units in (96, 320)}
+    beyond = rates.plane_of(steep, least=110)
+    assert rates.plane_at(beyond, 28, 110) == pytest.approx(0.1)
+    assert rates.plane_at(rates.plane_of(steep, least=90), 28, 90) == pytest.approx(0.0, abs=1e-9)
+    odd = rates.plane_of({(4, 96): 1.5, (4, 320): 1.5, (12, 96): 0.5, (12, 320): 0.5})
+    assert rates.plane_at(odd, 28, 0) == pytest.approx(1.0), "nor does more of it cost less"
+
+
+def test_a_surplus_is_added_where_it_was_measured_and_nowhere_else() -> None:
+    recipe, one = Recipe.load("film-many-questions"), work()
+    plain = costs.cost(recipe, SIZES, one, DEVICE)
+    more = told(
+        read=(1.0, 0.0, 0.0, 0.0, 1e-4, 0.0), question=(2e-3, *[0.0] * 5), step=(*[0.0] * 3, 1e-4, 0.0, 0.0),
+        first=((0.0, 0.1), (0.5, 0.0)),
+    )  # fmt: skip
+    device = with_told(recipe, one, more)
+    found = costs.cost(recipe, SIZES, one, device)
+    assert found.read_s - plain.read_s == pytest.approx(1 + 600 * 28 * 1e-4)
+    assert found.question_s - plain.question_s == pytest.approx(2e-3)
+    assert found.token_s - plain.token_s == pytest.approx(28 * 1e-4)
+    assert found.once_s == pytest.approx((2.8, 0.5)) and found.first_s - found.read_s > 2.8
+    grown = found.total_s - found.read_s - 4 * found.asked_s
+    assert grown == pytest.approx(3.3) and found.device_bytes == plain.device_bytes
+    single = costs.cost(recipe, SIZES, replace(one, questions=1), device)
+    assert single.total_s == pytest.approx(single.read_s + single.asked_s + 2.8)
+    halved = costs.cost(recipe, SIZES, replace(one, told=2.0), device)
+    assert halved.token_s == pytest.approx(found.token_s / 2), "of a step, which gives two tokens"
+    for other, what in ((Recipe(), one), (recipe, replace(one, live=True))):
+        assert costs.cost(other, SIZES, what, device) == costs.cost(other, SIZES, what, DEVICE)
+    less = costs.cost(recipe, SIZES, one, with_told(recipe, one, told(read=(-1e9, *[0.0] * 5))))
+    assert less.read_s == pytest.approx(plain.read_s / 2)
+
+
+def test_a_draft_model_leaves_the_rest_of_a_recipe_what_it_is() -> None:
+    film, everything = Recipe.load("film-many-questions"), Recipe.load("everything")
+    assert costs.way_of(film, work()) == costs.way_of(replace(film, draft=everything.draft), work())
+    ways = {costs.way_of(film, work(live=live, questions=n)) for live in (True, False) for n in (1, 2)}
+    assert len(ways) == 2, "it is read in a session for one question too"
+    assert costs.way_of(Recipe(), work(questions=1)) != costs.way_of(Recipe(), work())
+
+
+def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.Surplus) -> list[tuple[int, int, int]]:
+    """Sessions that take what is predicted and `spent`; returns the layers, frames and questions of each."""
+    ran: list[tuple[int, int, int]] = []
+
+    def reduced(model: Any, layers: int, *_: Any) -> Any:
+        return torch.nn.Linear(1, 1, device="meta"), layers
+
+    def run(model: Any, layers: int, recipe: Recipe, film: Any, one: costs.Work, **_: Any) -> rehearsal.Taken:
+        ran.append((layers, len(film), one.questions))
+        weights = SIZES.layer_weights * layers // 28
+        sizes = replace(
+            SIZES, layers=layers, layer_weights=weights, weights=SIZES.weights - SIZES.layer_weights + weights
+        )
+        told = costs.cost(recipe, sizes, replace(one, told=1.0), with_told(recipe, one, spent))
+        once = [*told.once_s, *[0.0] * one.questions]
+        asked = ((told.question_s + once[n], told.token_s) for n in range(one.questions))
+        return rehearsal.Taken(told.read_s, tuple(asked), 1.0)
+
+    monkeypatch.setattr(rehearsal, "_reduced", reduced)
+    monkeypatch.setattr(torch.nn.Linear, "device", CPU, raising=False)
+    monkeypatch.setattr(rehearsal, "run", run)
+    return ran
+
+
+def measured(store: Any, recipes: list[Recipe], **given: Any) -> rates.Device:
+    how = {"size": (28, 28), "recipes": recipes, "work": work(), "store": store, **given}
+    return rehearsal.rehearsed(DEVICE, CPU, SIZES, "llava-onevision-7b", **how)
+
+
+def test_sessions_of_four_and_twelve_layers_tell_of_28(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The prediction then is what a session takes whose host needs so long; kept on disk, and measured once."""
+    spent = told(
+        read=(0.4, 1e-3, 0.0, 0.01, 1.5e-4, 0.0), question=(*[0.0] * 3, 5e-4, 0.0, 0.0),
+        step=(1e-3, 0.0, 0.0, 1e-4, 0.0, 0.0),
+        first=((0.1, 0.02), (0.0, 0.01), (0.0, 0.0)),
+    )  # fmt: skip
+    ran, store = sessions(monkeypatch, spent), Store(tmp_path / "sessions.json", rates.Surplus.from_dict)
+    recipe, lines = Recipe.load("film-many-questions"), list[str]()
+    found = measured(store, [recipe], say=lines.append)
+    assert sorted({layers for layers, *_ in ran}) == [4, 12] and len(ran) == 4 and len(store) == 1
+    assert "1 kinds of sessions on h100" in lines[0] and "2 of 2" in lines[-1]
+    for frames in (200, 1800):
+        one = work(frames=frames, questions=20)
+        right = costs.cost(recipe, SIZES, one, with_told(recipe, one, spent))
+        assert costs.cost(recipe, SIZES, one, found).total_s == pytest.approx(right.total_s, rel=1e-6)
+        assert costs.cost(recipe, SIZES, one, DEVICE).total_s < 0.8 * right.total_s
+    assert measured(store, [recipe]) == found and len(ran) == 4
+    measured(store, [replace(recipe, draft=Recipe.load("everything").draft)])
+    assert len(ran) == 4, "a draft model beside it is not run"
+    measured(store, [recipe, Recipe.load("exact")])
+    assert len(ran) == 8 and len(store) == 2
+    whole = json.loads(store.path.read_text())
+    for damage in ({"read": [1.0]}, {"first": None}, {"step": "fast"}):
+        store.path.write_text(json.dumps({key: {**one, **damage} for key, one in whole.items()}))
+        count = len(ran)
+        assert measured(store, [recipe]) == found and len(ran) == count + 4
+
+
+def test_what_takes_too_long_or_too_much_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran, store = sessions(monkeypatch, told()), Store(tmp_path / "sessions.json", rates.Surplus.from_dict)
+    slow = replace(DEVICE, products={width: rate / 1e4 for width, rate in DEVICE.products.items()})
+    small = replace(DEVICE, memory=8 * GB)
+    for device in (slow, small):
+        given = SIZES, "llava-onevision-7b", (28, 28), [Recipe()], work()
+        assert rehearsal.rehearsed(device, CPU, *given, store=store) == device
+    short = replace(SIZES, limit=8192)
+    given = short, "llava-onevision-7b", (28, 28), [Recipe()], work()
+    assert rehearsal.rehearsed(DEVICE, CPU, *given, store=store) == DEVICE
+    assert not ran and not len(store)
+
+
+@pytest.mark.parametrize(
+    "error", [ModelError("it is full."), torch.OutOfMemoryError("it is full.\nfree some")]
+)
+def test_a_family_that_cannot_be_run_leaves_the_prediction(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(rehearsal, "_reduced", broken)
+    store, lines = Store(tmp_path / "sessions.json", rates.Surplus.from_dict), list[str]()
+    assert measured(store, [Recipe()], say=lines.append) == DEVICE and not len(store)
+    assert lines[-1] == "sessions are not measured: it is full."
+
+
+@pytest.mark.parametrize("name", ["llava-onevision-7b", "qwen2.5-vl-7b"])
+def test_a_shape_gets_a_processor_that_counts_as_its_sizes_do(name: str) -> None:
+    processor, sizes = rehearsal._processor(shapes.config(name, 2)), sizes_of(name)
+    few, many = (
+        processor.chat("What?", videos=torch.zeros(n, 3, 252, 448, dtype=torch.uint8), fps=0.5)["input_ids"]
+        for n in (2, 2 + sizes.pace)
+    )
+    assert many.shape[1] - few.shape[1] == sizes.tokens
+    question = processor.chat(rehearsal.QUESTION, videos=torch.zeros(2, 3, 252, 448, dtype=torch.uint8))
+    assert question["input_ids"].shape[1] - 2 // sizes.pace * sizes.tokens < min(MIN_ROWS, step.WIDTHS[-1])
+
+
+@pytest.mark.parametrize("family", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize(
+    ("kind", "given"), [("call", {"questions": 1}), ("session", {}), ("live", {"live": True})]
+)
+def test_sessions_run_on_a_loaded_model(
+    family: str, kind: str, given: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One layer and two of a random model, by its own processor; the caller's random numbers stay as they are."""
+    monkeypatch.setattr(rehearsal, "UNITS", (8, 16, 24))
+    monkeypatch.setattr(rehearsal, "LIMIT_S", 1e9)
+    model, processor = pair(family)
+    sizes = sizes_of(model, (42, 70), processor=processor)
+    kv = "full" if kind == "call" else CLUSTERED
+    recipe, one = Recipe.load(kv=kv), work(**given)
+    before, store = torch.get_rng_state(), Store(tmp_path / "sessions.json", rates.Surplus.from_dict)
+    slow = replace(DEVICE, name="cpu")
+    found = rehearsal.rehearsed(
+        slow, CPU, sizes, model, (42, 70), [recipe], one, processor=processor, store=store
+    )
+    (way,) = found.sessions
+    assert way.startswith(f"{kind} ") and torch.equal(torch.get_rng_state(), before)
+    surplus = found.sessions[way]
+    assert rates.plane_at(surplus.read, sizes.layers, 24) > 0, "random-ov on a CPU is no H100"
+    assert len(surplus.first) == (1 if kind == "call" else rehearsal.FIRST)
+    assert (
+        Store(store.path, rates.Surplus.from_dict).get(next(iter(json.loads(store.path.read_text()))))
+        == surplus
+    )
+
+
+def test_what_is_run_is_what_would_be_recommended() -> None:
+    stored = worth(SIZES, work())
+    assert Recipe.load("exact") in stored and Recipe.load("stream") not in stored
+    assert worth(SIZES, work(live=True)) == [Recipe.load("stream")]
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_on_a_gpu_what_a_call_s_steps_take_more_comes_once(captures: bool) -> None:
+    """Elsewhere nothing is captured, and it is of each step."""
+    one, cases = replace(work(questions=1), answer=16), dict[tuple[int, int], Any]()
+    for layers, units in itertools.product((4, 12), (94, 316)):
+        cost = costs.cost(Recipe(), replace(SIZES, layers=layers), replace(one, frames=units), DEVICE)
+        taken = rehearsal.Taken(cost.read_s + cost.question_s, ((0.0, cost.token_s + 1e-3),), 1.0)
+        cases[layers, units] = taken, cost
+    found = rehearsal._surplus(cases, True, 0, captures)
+    once, step = (0.016, 0.0) if captures else (0.0, 1e-3)
+    assert found.first[0] == pytest.approx((once, 0.0)) and rates.plane_at(
+        found.step, 28, 600
+    ) == pytest.approx(step)
+    assert rates.plane_at(found.read, 28, 600) == pytest.approx(0.0, abs=1e-9)

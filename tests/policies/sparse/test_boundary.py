@@ -23,8 +23,6 @@ from tests.products import product
 from . import masks
 from .scenes import Scene, Token, scenes, sequence
 from .test_exact import grid_mask, weights_of
-from .test_planted import grid_head
-from .test_planted import grid_mask as grid_mask_of
 
 Masks = tuple[np.ndarray, np.ndarray]
 
@@ -203,48 +201,6 @@ def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments
                     assert torch.equal(getattr(a, name), getattr(b, name))
                 assert torch.equal(a.lists.row, b.lists.row) and torch.equal(a.lists.kind, b.lists.kind)
                 assert torch.equal(a.lists.entries, b.lists.entries)
-
-
-def test_a_planted_grid_is_found_behind_islands_of_text() -> None:
-    """A video head of stride 21 in ranks of the video, which text of one to forty tokens interrupts anywhere."""
-    rng = torch.Generator().manual_seed(1)
-    segments: list[tuple[int, list[int]]] = [(TEXT, [11])]
-    for _ in range(14):
-        segments += [(VIDEO, [int(torch.randint(20, 70, (), generator=rng))])]
-        segments += [(TEXT, [int(torch.randint(1, 41, (), generator=rng))])]
-    tokens = sequence(segments)
-    video = torch.tensor([t.modality == VIDEO for t in tokens])
-    rank = video.long().cumsum(0) - 1
-    number = rank.clamp(min=0) % 21
-    query, key = grid_head(number, 21, 5, 3, strength=18.0)
-    key[:, :, ~video] = 0.0
-    layout = Scene((tokens,)).layout()
-    grid = Grid(stride="free", max_stride=80)
-    plan = Boundary2D(default="a_shape", pairs={"video>video": grid}, block=16).plan(
-        query, key, layout, layout
-    )
-    among = plan.to_mask()[0, 0][video][:, video]
-    assert torch.equal(among, grid_mask_of(number[video], 21, 5, 3))
-    alone = replace(grid, block=16).plan(query, key, layout, layout).to_mask()[0, 0]
-    assert not torch.equal(alone[video][:, video], among)
-
-
-def test_the_last_queries_of_a_modality_decide_for_it() -> None:
-    """Video queries look at one column, text at another. The text comes last, and without a boundary decides for all."""
-    tokens = sequence([(TEXT, [16]), (VIDEO, [8] * 40), (TEXT, [100])])
-    video = torch.tensor([t.modality == VIDEO for t in tokens])
-    n = len(tokens)
-    key, query = torch.zeros(n, 2), torch.zeros(n, 2)
-    key[100, 0], key[10, 1] = 1.0, 1.0
-    query[video, 0], query[~video, 1] = 60.0, 60.0
-    layout = Scene((tokens,)).layout()
-    inner = VerticalSlash(vertical=1, slash=1, block=16)
-    where = (query[None, None], key[None, None], layout, layout)
-    split = QBoundary(text=inner, video=inner, block=16).plan(*where).to_mask()[0, 0]
-    assert split[video][200:, 100].all() and not split[video][200:, 10].any()
-    assert split[~video][-50:, 10].all() and not split[~video][-50:, 100].any()
-    blind = inner.plan(*where).to_mask()[0, 0]
-    assert blind[video][200:, 10].all() and not blind[video][200:, 100].any()
 
 
 def test_patterns_of_the_layout_alone_are_planned_and_joined_once() -> None:

@@ -43,6 +43,7 @@ def layout_of(pieces: list[Piece]) -> TokenLayout:
 
 LAYOUTS = {
     "one video": [("text", 4), ("video", [(2, 3)] * 7, 1), ("text", 6)],
+    "a long video": [("text", 3), ("video", [(3, 4)] * 8, 1), ("text", 7)],
     "two videos": [("text", 2), ("video", [(2, 2)] * 5, 1), ("text", 3), ("video", [(3, 2)] * 6, 1), ("text", 5)],
     "ragged frames": [("video", [(2, 2), (2, 3), (2, 3), (1, 4), (2, 3), (2, 3)]), ("text", 3)],
     "with images": [("image", 5), ("text", 2), ("video", [(2, 2)] * 4), ("image", 4), ("text", 4)],

@@ -15,15 +15,13 @@ from typing import Any
 from mmaccel.backends.ops.operator import ARCHITECTURES, KERNELS, Architecture
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+HEAD = ["| | " + " | ".join(row.name for row in ARCHITECTURES) + " |", "|---|" + "---|" * len(ARCHITECTURES)]
 
 
 def declared() -> str:
     """The table of what runs where, as Markdown, and the reasons below it."""
     reasons = list(dict.fromkeys(why for row in ARCHITECTURES for why in row.lacks.values()))
-    lines = [
-        "| | " + " | ".join(row.name for row in ARCHITECTURES) + " |",
-        "|---|" + "---|" * len(ARCHITECTURES),
-    ]
+    lines = [*HEAD]
     facts: dict[str, Callable[[Architecture], str]] = {
         "GPUs": lambda row: row.devices,
         "shared memory of a program": lambda row: f"{row.shared >> 10} KB",
@@ -45,24 +43,14 @@ def measured(rows: Iterable[dict[str, Any]]) -> str:
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         found.setdefault(row["way"].split()[0], {}).setdefault(row["architecture"], []).append(row)
-    lines = [
-        f"Compiled by Triton {version('triton')}: kernels; KB of shared memory and bytes of stack a thread, at most.",
-        "",
-    ]
-    lines += [
-        "| | " + " | ".join(row.name for row in ARCHITECTURES) + " |",
-        "|---|" + "---|" * len(ARCHITECTURES),
-    ]
+    told = "kernels; KB of shared memory and bytes of stack a thread, at most."
+    lines = [f"Compiled by Triton {version('triton')}: {told}", "", *HEAD]
     for group, each in found.items():
         cells = []
         for row in ARCHITECTURES:
             some = each.get(row.name, [])
-            most = (
-                f"{max(x['shared'] for x in some) / 1024:.4g} KB; {max(x['stack'] for x in some)}"
-                if some
-                else ""
-            )
-            cells.append(f"{len(some)}; {most}" if some else "none")
+            most = [max((x[what] for x in some), default=0) for what in ("shared", "stack")]
+            cells.append(f"{len(some)}; {most[0] / 1024:.4g} KB; {most[1]}" if some else "none")
         lines.append(f"| {group} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -204,22 +204,31 @@ def test_project(kind: str, count: int, dtype: torch.dtype) -> None:
     told = (bias, norm, 1e-6, residual, gated)
     out = decode.project_rows(x, weight, *told, block_k=64)
     said = project_rows.plain(x, weight, *told)
-    wide = [t if t is None else t.double() for t in (norm, residual)]
-    squares = x.double().pow(2).mean(-1, keepdim=True) + 1e-6
-    entered = x.double() if norm is None else x.double() * squares.rsqrt() * wide[0]
-    exact, sizes = (
+    entered = x.double() if norm is None else normed(x, norm, 1e-6)
+    exact, sizes = exactly(entered, weight, bias, gated, residual)
+    assert out.dtype == dtype
+    closer(out, said, exact, sizes, K)
+
+
+def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return x.double() * (x.double().pow(2).mean(-1, keepdim=True) + eps).rsqrt() * gain.double()
+
+
+def exactly(
+    x: Tensor, weight: list[Tensor], bias: list[Tensor], gated: bool, residual: Tensor | None = None
+) -> tuple[Tensor, float]:
+    """The product in float64, and the largest sum of the sizes of what is added in it."""
+    made = (
         project_rows.plain(
-            turn(entered), [turn(w.double()) for w in weight], [turn(b.double()) for b in bias], *rest
+            turn(x), [turn(w.double()) for w in weight], [turn(b.double()) for b in bias], None, 0.0, more, gated
         )
-        for turn, rest in (
-            (torch.positive, (None, 0.0, wide[1], gated)),
-            (torch.abs, (None, 0.0, None, gated)),
+        for turn, more in (
+            (torch.positive, None if residual is None else residual.double()),
+            (torch.abs, None),
         )
-    )
-    off = float((said.double() - exact).abs().max()) + float(exact.abs().max()) * torch.finfo(dtype).eps / 2
-    order = K**0.5 * torch.finfo(torch.float32).eps / 2 * float(sizes.max())
-    assert out.shape == exact.shape and out.dtype == dtype
-    assert float((out.double() - exact).abs().max()) <= 2 * off + order
+    )  # fmt: skip
+    exact, sizes = made
+    return exact, float(sizes.max())
 
 
 def closer(got: Tensor, said: Tensor, exact: Tensor, sizes: float, K: int) -> None:
@@ -260,17 +269,9 @@ def test_a_norm_between_two_products(
     got = decode.project_rows(gained, then, bias, None, eps, None, kind == "gated", squares, block_k=64)
     said = project_rows.plain(out, then, bias, gain, eps, None, kind == "gated")
     told = project_rows.plain(gained, then, bias, None, eps, None, kind == "gated", squares)
-    double = out.double()
-    entered = double * (double.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * gain.double()
-    exact, sizes = (
-        project_rows.plain(
-            turn(entered), [turn(w.double()) for w in then], [turn(b.double()) for b in bias],
-            None, 0.0, None, kind == "gated",
-        )
-        for turn in (torch.positive, torch.abs)
-    )  # fmt: skip
+    exact, sizes = exactly(normed(out, gain, eps), then, bias, kind == "gated")
     for one in (got, told):
-        closer(one, said, exact, float(sizes.max()), wide)
+        closer(one, said, exact, sizes, wide)
 
 
 def entered(
@@ -304,12 +305,10 @@ def test_enter(size: int, rows: tuple[int, int, bool], dtype: torch.dtype) -> No
     want = decode.rope_rows(made, turn[0], turn[1], line, columns, *theirs)
     plainly = enter_rows.plain(x, weight, bias, gain, None, 1e-5, turn, columns, *said)
     wide = [w.double()[:, :, 1] for w in whole]
-    normed = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
+    ready = normed(x, gain, 1e-5)
     weights, biases = ([t.double() for t in given] for given in (weight, bias))
-    exact = enter_rows.plain(normed, weights, biases, None, None, 0.0, turn.double(), columns, *wide)
-    sizes = float(
-        project_rows.plain(normed.abs(), [w.abs() for w in weights], [b.abs() for b in biases]).max()
-    )
+    exact = enter_rows.plain(ready, weights, biases, None, None, 0.0, turn.double(), columns, *wide)
+    _, sizes = exactly(ready, weight, bias, False)
     turned = sizes * float(turn.double().abs().sum(0).max())
     for query, (key, value) in ((got, mine), (want, theirs)):
         closer(query, plainly, exact, turned, 48)

@@ -157,10 +157,12 @@ def test_plans(name: str, start: int) -> None:
 @pytest.mark.parametrize("name", ["grid, sum, group, queries", "vertical_slash"])
 def test_heads_apart_in_a_batch(name: str) -> None:
     """Within a boundary the totals of each run of heads are some of those of all heads, in every sequence of a batch."""
-    own = policy("sparse", {"name": "boundary_2d", "default": replace(PATTERNS[name], block=16), "block": 16})
+    inner = replace(PATTERNS[name], block=16)
+    own = policy("sparse", {"name": "k_boundary", "text": inner, "video": inner, "image": None, "block": 16})
     assert isinstance(own, SparsePattern)
     heads = LayerHeads(block=16, named=dict.fromkeys((0, 3, 4), own), heads=6)
-    scene = replace(SCENE, heads=6)
+    short = [sequence([(TEXT, [5]), (VIDEO, [7] * n), (TEXT, [8])]) for n in (4, 3)]
+    scene = replace(SCENE, sequences=tuple(short), heads=6)
     want, _ = scene.planned(heads, torch.float32)
     with launched():
         got, _ = scene.planned(heads, torch.float32, DEVICE)

@@ -12,6 +12,20 @@ from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan
 
 
+def drawn(
+    batch: int, heads: tuple[int, int], rows: int, keys: int, size: int, seed: int = 0, value_size: int = 0
+) -> list[Tensor]:
+    """Query [B, heads[0], rows, size], key and value [B, heads[1], keys, size]."""
+    rng = torch.Generator().manual_seed(seed)
+    sizes = (heads[0], rows, size), (heads[1], keys, size), (heads[1], keys, value_size or size)
+    return [torch.randn(batch, *s, generator=rng) for s in sizes]
+
+
+def draw(plan: AttentionPlan, groups: int, size: int, seed: int, value_size: int = 0) -> list[Tensor]:
+    """The same for a plan."""
+    return drawn(plan.batch, (plan.heads, groups), plan.n_query, plan.n_key, size, seed, value_size)
+
+
 def masked(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, bias: Tensor | None = None
 ) -> Tensor:

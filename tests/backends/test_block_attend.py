@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from mmaccel.policies.sparse import AShape, Grid
 from tests.products import product
 from tests.spies import Largest
 
-from .oracle import budget, check, log_sum_exp, masked
+from .oracle import budget, check, draw, drawn, log_sum_exp, masked
 from .plans import PATTERNS, pattern_plan, random_plan, with_extras
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -31,15 +32,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = [name for name, reason in select.usable(DEVICE).items() if reason is None and name != "flash"]
 
 
-def move(plan: AttentionPlan, tensors: tuple[Tensor, ...], dtype: torch.dtype):
+def move(plan: AttentionPlan, tensors: Sequence[Tensor], dtype: torch.dtype):
     return tuple(t.to(DEVICE, dtype) for t in tensors), plan.to(DEVICE)
-
-
-def draw(plan: AttentionPlan, groups: int, size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    shapes = ((plan.heads, plan.n_query), (groups, plan.n_key), (groups, plan.n_key))
-    query, key, value = (torch.randn(plan.batch, h, n, size, generator=rng) for h, n in shapes)
-    return query, key, value
 
 
 @pytest.mark.parametrize(
@@ -148,9 +142,8 @@ def test_compiled_flex_walks_the_lists(name: str) -> None:
 S = 4096
 
 
-def tensors(n_query: int = S) -> tuple[torch.Tensor, ...]:
-    rng = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(1, h, n, 16, generator=rng) for h, n in ((2, n_query), (1, S), (1, S)))
+def tensors(n_query: int = S) -> list[Tensor]:
+    return drawn(1, (2, 1), n_query, S, 16)
 
 
 def test_the_measure_sees_what_it_is_for() -> None:

@@ -12,7 +12,7 @@ from mmaccel.backends import select
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.prefill.sparse import attend_plan
 
-from .oracle import budget
+from .oracle import budget, drawn
 from .plans import PATTERNS, SCENE, pattern_plan
 from .test_dense import rules
 
@@ -51,9 +51,7 @@ HOLES[1, 700:720] = False
     ids=["square", "late", "one", "few", "window", "padded", "late and padded", "holes", "columns"],
 )
 def test_dense(n_query: int, named: dict[str, Any], heads: tuple[int, int], dtype: torch.dtype) -> None:
-    rng = torch.Generator().manual_seed(0)
-    shapes = ((heads[0], n_query), (heads[1], 2000), (heads[1], 2000))
-    query, key, value = (torch.randn(2, h, n, 64, generator=rng).to("cuda", dtype) for h, n in shapes)
+    query, key, value = (t.to("cuda", dtype) for t in drawn(2, heads, n_query, 2000, 64))
     mask = quick_rules(n_query, **named).cuda()
     exact, allowed = budget(query, key, value, mask, 0.125)
     named = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in named.items()}

@@ -9,11 +9,9 @@ from mmaccel.backends.ops.layer_ops import decode_attend
 
 from .decode_cases import *  # noqa: F403 - every case runs here as well
 from .decode_cases import check, drawn
+from .interpreted import GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = GPU
 
 
 @pytest.mark.parametrize("n", [1, 6, 10])

@@ -14,7 +14,7 @@ from mmaccel.backends.ops import dense_attend as dense
 from tests.products import product
 from tests.spies import heard
 
-from .oracle import budget, masked
+from .oracle import budget, drawn, masked
 
 
 @cache
@@ -44,25 +44,15 @@ def rules(
             own = start + i
             if any(at[n] == own and not there[n] for n in range(n_key)):
                 continue
-            if column:
-                place = own
-            elif own < n_key:
-                place = rank[own]
-            else:
-                place = own
+            place = rank[own] if not column and own < n_key else own
             for n in range(n_key):
                 near = window is None or place - rank[n] < window or rank[n] < sinks
                 mask[b, 0, i, n] = there[n] and at[n] <= own and near
     return mask
 
 
-def draw(
-    batch: int, heads: tuple[int, int], n_query: int, n_key: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    shapes = ((heads[0], n_query), (heads[1], n_key), (heads[1], n_key))
-    query, key, value = (torch.randn(batch, h, n, 8, generator=rng, dtype=torch.float64) for h, n in shapes)
-    return query, key, value
+def draw(batch: int, heads: tuple[int, int], n_query: int, n_key: int, seed: int) -> list[Tensor]:
+    return [t.double() for t in drawn(batch, heads, n_query, n_key, 8, seed)]
 
 
 @st.composite

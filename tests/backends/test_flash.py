@@ -29,7 +29,7 @@ from tests.products import product
 from tests.spies import Ops
 
 from .flash_cases import check, recorded, written_out
-from .oracle import flat
+from .oracle import draw, flat
 from .plans import PATTERNS, SCENE, random_plan, with_extras
 
 ALONE = Scene(SCENE.sequences[:1], 0, 4, 2, 16)
@@ -70,9 +70,7 @@ def test_small_blocks_in_their_order_go_together(name: str, block: int, calls: l
 def test_random_plans(seed: int, lead: str, blocks: tuple[int, int], scale: float) -> None:
     """Shuffled rows, lists of their own, several spans; a row at a time through rooms for one head."""
     plan = random_plan(seed, lead=lead, n_query=150, n_key=300, blocks=blocks)
-    rng = torch.Generator().manual_seed(seed)
-    shapes = ((4, 150), (2, 300), (2, 300))
-    tensors = tuple(torch.randn(2, h, n, 16, generator=rng).half() for h, n in shapes)
+    tensors = [t.half() for t in draw(plan, 2, 16, seed)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attend, "launch", written_out)
         patch.setattr(attend, "SIZES", (16,))
@@ -84,7 +82,7 @@ def test_random_plans(seed: int, lead: str, blocks: tuple[int, int], scale: floa
 def test_the_part_has_an_order_of_its_own(calls: list[tuple[Any, ...]]) -> None:
     """Without `rows`, what is given back is in the part's order, and what its fake says."""
     plan = random_plan(4, n_query=150, n_key=300, blocks=(64, 64))
-    tensors = tuple(torch.randn(2, h, n, 16).half() for h, n in ((4, 150), (2, 300), (2, 300)))
+    tensors = [t.half() for t in draw(plan, 2, 16, 4)]
     arguments = (*tensors, *flat(plan.parts[0], plan), 0.2)
     out, lse = attend.block_attend(*arguments)
     wide, sums = attend.block_attend(*arguments, 150)
@@ -206,7 +204,7 @@ def test_another_backend_serves_what_is_declined(calls: list[tuple[Any, ...]], w
     refuses."""
     plan = random_plan(3, blocks=(64, 64))
     plan = plan.limit_to_window(4, 20) if window else with_extras(plan, 2, 16, 3)
-    tensors = tuple(torch.randn(2, h, n, 16).half() for h, n in ((4, 50), (2, 90), (2, 90)))
+    tensors = [t.half() for t in draw(plan, 2, 16, 3)]
     out, lse = attend_plan(plan, *tensors, 0.2, flash.op)
     want = attend_plan(plan, *tensors, 0.2, select.get("reference", "cpu"))
     assert torch.equal(out, want[0]) and torch.equal(lse, want[1]) and not calls

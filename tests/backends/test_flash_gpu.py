@@ -17,7 +17,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.policies.sparse import AShape
 from tests.policies.sparse.scenes import Scene
 
-from .oracle import budget, check
+from .oracle import budget, check, draw, drawn
 from .plans import PATTERNS, SCENE, random_plan
 
 WHY = flash.usable(torch.device("cuda"))
@@ -60,11 +60,8 @@ def test_last_queries_of_sequences_of_one_length(
         return told[-1]
 
     monkeypatch.setattr(attend, "key_bounds", bounds)
-    rng = torch.Generator().manual_seed(sink + window)
-    shapes = ((4, 600 - start), (2, 600), (2, 600))
-    tensors = tuple(
-        torch.randn(batch, h, n, 128, generator=rng).to("cuda", torch.bfloat16) for h, n in shapes
-    )
+    made = drawn(batch, (4, 2), 600 - start, 600, 128, sink + window)
+    tensors = [t.to("cuda", torch.bfloat16) for t in made]
     layout = TokenLayout.text(batch, 600, "cuda")
     pattern = AShape(sink=sink, window=window, block=block)
     plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
@@ -79,9 +76,7 @@ def test_last_queries_of_sequences_of_one_length(
 @pytest.mark.parametrize("lead", ["", "bh"])
 def test_random_plans(lead: str, size: int, dtype: torch.dtype) -> None:
     plan = random_plan(size, lead=lead, n_query=300, n_key=700, blocks=(64, 64))
-    rng = torch.Generator().manual_seed(size)
-    shapes = ((4, 300), (2, 700), (2, 700))
-    tensors = tuple(torch.randn(2, h, n, size, generator=rng).to("cuda", dtype) for h, n in shapes)
+    tensors = [t.to("cuda", dtype) for t in draw(plan, 2, size, size)]
     check(plan.to("cuda"), tensors, size**-0.5, block_attend)
 
 
@@ -95,12 +90,8 @@ def test_many_heads_of_a_group() -> None:
 @pytest.mark.parametrize("size", dense.FLASH_SIZES)
 def test_dense(size: int, start: int) -> None:
     """What dense heads take from a length on: queries at the end of the keys, heads of a group."""
-    rng = torch.Generator().manual_seed(size)
     n = 700
-    shapes = ((4, n), (2, start + n), (2, start + n))
-    query, key, value = (
-        torch.randn(2, h, m, size, generator=rng).to("cuda", torch.bfloat16) for h, m in shapes
-    )
+    query, key, value = (t.to("cuda", torch.bfloat16) for t in drawn(2, (4, 2), n, start + n, size, size))
     assert dense.flash_serving(query, key, value, None)
     mask = torch.ones(n, start + n, dtype=torch.bool, device="cuda").tril(start)[None, None]
     exact, allowed = budget(query, key, value, mask, 0.1)

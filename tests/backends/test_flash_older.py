@@ -16,7 +16,7 @@ from mmaccel.backends import flash
 from mmaccel.backends.ops import dense_attend as dense
 from mmaccel.backends.ops import operator as operators
 
-from .oracle import budget, masked
+from .oracle import budget, drawn, masked
 
 Calls = list[dict[str, Any]]
 SIDES = {None: (-1, -1), 30: (29, 0), 1: (0, 0)}
@@ -29,9 +29,7 @@ def causal(n: int, start: int, window: int | None, device: str = "cpu") -> Tenso
 
 
 def draw(n: int, start: int, size: int = 16, dtype: torch.dtype = torch.bfloat16, batch: int = 2) -> Any:
-    rng = torch.Generator().manual_seed(n)
-    shapes = ((4, n), (2, start + n), (2, start + n))
-    return tuple(torch.randn(batch, h, m, size, generator=rng).to(dtype) for h, m in shapes)
+    return [t.to(dtype) for t in drawn(batch, (4, 2), n, start + n, size, n)]
 
 
 @pytest.fixture

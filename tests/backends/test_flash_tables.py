@@ -22,7 +22,7 @@ from mmaccel.core.prefill.plan import FAR, AttentionPlan, pad_rows, span_by_rang
 from mmaccel.policies.sparse import AShape
 
 from .flash_cases import check, recorded
-from .oracle import flat
+from .oracle import draw, drawn, flat
 from .plans import PATTERNS, random_plan
 from .test_flash import planned
 
@@ -161,9 +161,7 @@ def test_runs_of_keys(
         mine, rank = torch.where(k_pos < some, k_pos, -1)[..., :room], k_pos[..., :room]
         spans.append(span_by_range(q_row, mine, q_pos, rank, lo, hi, *blocks, ordered=some, ranks=True))
     plan = AttentionPlan((Part(q_row, tuple(spans)),), *blocks, 1, 4, n, n_key)
-    tensors = tuple(
-        torch.randn(1, h, m, 16, generator=rng).half() for h, m in ((4, n), (2, n_key), (2, n_key))
-    )
+    tensors = [t.half() for t in draw(plan, 2, 16, seed)]
     with recorded(16) as (told, _):
         check(plan, tensors)
         unknown = tuple(replace(span, ranks=False) for span in spans)
@@ -205,9 +203,7 @@ def test_bands_of_keys(
         spans.append(span_by_range(q_row, mine, q_pos, rank, lo, hi, *blocks, **known))
     part = Part(q_row, tuple(spans), ordered=n, all_rows=n)
     plan = AttentionPlan((part,), *blocks, batch, 4, n, n_key)
-    tensors = tuple(
-        torch.randn(batch, h, m, 16, generator=rng).half() for h, m in ((4, n), (2, n_key), (2, n_key))
-    )
+    tensors = [t.half() for t in draw(plan, 2, 16, seed)]
     # Lists of the same span that begin a block late, where their kinds are not told.
     row = spans[0].lists.row.clone()
     row[..., 0] += row[..., 1].clamp(max=1)
@@ -231,10 +227,7 @@ def test_bands_of_keys(
 def test_first_keys_need_no_test(seed: int, block: int, n: int, start: int, sink: int, window: int) -> None:
     """Whole tiles of them are FULL where the window leaves them, or none of theirs is seen but by it."""
     n_key = start + n
-    rng = torch.Generator().manual_seed(seed)
-    tensors = tuple(
-        torch.randn(1, h, m, 16, generator=rng).half() for h, m in ((2, n), (1, n_key), (1, n_key))
-    )
+    tensors = [t.half() for t in drawn(1, (2, 1), n, n_key, 16, seed)]
     layout = TokenLayout.text(1, n_key)
     pattern = AShape(sink=sink, window=window, block=block)
     plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)

@@ -13,6 +13,7 @@ import torch
 
 from mmaccel.backends import flex, measure, reference, select
 from mmaccel.core.errors import RecipeError, UnknownName
+from tests.backends.oracle import drawn
 
 
 def test_reference_runs_everywhere() -> None:
@@ -197,9 +198,7 @@ def test_real_times_make_a_choice(tmp_path: Path) -> None:
     assert choice.costs.dense.each > 0
     listed, part = measure.near_blocks(1024, 2, torch.device("cpu"))
     assert listed == 2 * (1 + 2 * 15)
-    query, key, value = (
-        torch.randn(1, h, 1024, 16, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)
-    )
+    query, key, value = drawn(1, (2, 1), 1024, 1024, 16)
     out, _ = reference.op(query, key, value, *part.pack(), 64, 64, 0.25)
     at = torch.arange(1024)
     seen = (at[:, None] >= at) & (at[:, None] // 64 - at // 64 < 2)

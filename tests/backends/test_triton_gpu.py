@@ -13,15 +13,13 @@ from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import AShape
 from tests.policies.sparse.scenes import Scene, sequence
 
+from .interpreted import GPU
 from .oracle import flat
 from .plans import random_plan
 from .triton_cases import *  # noqa: F403 - every case runs here as well
 from .triton_cases import block_attend, check, draw
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = GPU
 
 TYPES = [torch.bfloat16, torch.float16]
 

@@ -34,7 +34,7 @@ from tests.policies.sparse.test_contract import CASES, HEADS, small
 
 from . import oracle
 from .interpreted import DEVICE, DTYPES, INTERPRETED, some
-from .oracle import budget, flat
+from .oracle import budget, draw, flat
 from .plans import random_plan, with_extras
 
 SCENE = Scene(
@@ -49,16 +49,6 @@ SCENE = Scene(
 )
 """Two modalities, ragged frames, an island of one token, padding on the left; three heads a group: a pair is short."""
 WIDE = replace(operators.INTERPRETED, shared=attend.PAIRS)
-
-
-def draw(plan: AttentionPlan, groups: int, size: int, seed: int, value_size: int = 0) -> list[Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    sizes = (
-        (plan.heads, plan.n_query, size),
-        (groups, plan.n_key, size),
-        (groups, plan.n_key, value_size or size),
-    )
-    return [torch.randn(plan.batch, *s, generator=rng) for s in sizes]
 
 
 def check(

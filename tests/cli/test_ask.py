@@ -20,7 +20,6 @@ from mmaccel.cli.console import column_groups, why_cut_off
 from mmaccel.cli.watch import watch
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.policies.draft._draft_model import DraftModelState
-from mmaccel_lab.world import World
 from tests.cli import Call
 from tests.spies import heard
 
@@ -127,16 +126,12 @@ def test_a_draft_of_the_same_weights_is_always_right(call: Call, clip: str, ov: 
     )
 
 
-@pytest.mark.parametrize(("option", "frames"), [("--frames", 5), ("--max-frames", 7)])
-def test_fewer_frames(call: Call, clip: str, ov: str, option: str, frames: int) -> None:
-    told = call.object("ask", clip, "hi", "--model", ov, "--json", option, frames, "--max-new-tokens", 1)
+@pytest.mark.parametrize(
+    ("option", "given", "frames"), [("--frames", 5, 5), ("--max-frames", 7, 7), ("--fps", 0.25, 16)]
+)
+def test_fewer_frames(call: Call, clip: str, ov: str, option: str, given: float, frames: int) -> None:
+    told = call.object("ask", clip, "hi", "--model", ov, "--json", option, given, "--max-new-tokens", 1)
     assert told["frames"] == frames
-
-
-def test_fps(call: Call, clip: str, ov: str) -> None:
-    slow = World.generate(3, 64).fps / 4
-    told = call.object("ask", clip, "hi", "--model", ov, "--json", "--fps", slow, "--max-new-tokens", 1)
-    assert told["frames"] == 16
 
 
 def test_a_damaged_video_is_answered_with_a_warning(call: Call, clip: str, ov: str, tmp_path: Path) -> None:

@@ -22,26 +22,35 @@ from mmaccel.search.run import SearchProgress, head_pattern_names, main_pattern
 from mmaccel_lab.world import World, render
 from tests.cli import Call
 
+HOW = ("--cost", "pairs", "--block", 16, "--device", "cpu")
+
 
 @pytest.fixture(scope="module")
 def table(random_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table of a random model, by the command itself, from two short clips with text between."""
     from mmaccel.cli import main
-    from mmaccel_lab.world import World, write_mp4
+    from mmaccel_lab.world import write_mp4
 
     folder = tmp_path_factory.mktemp("search")
     for seed in (3, 4):
         write_mp4(World.generate(seed, 16), folder / f"{seed}.mp4")
     path = folder / "table.json"
-    words = "a note says the lamp is red . " * 8
-    sample = ("--video", folder / "3.mp4", "--text", words)
+    sample = ("--video", folder / "3.mp4", "--text", "a note says the lamp is red . " * 8)
     sample += ("--video", folder / "4.mp4", "--text", "describe the video .")
-    how = ("--boundaries", "no_boundary,q_boundary", "--cost", "pairs", "--block", 16, "--device", "cpu")
-    arguments = ("search", random_folder("tiny-ov-draft"), *sample, "--out", path, *how)
+    arguments = ("search", random_folder("tiny-ov-draft"), *sample, "--out", path, *HOW, "--boundaries")
+    arguments += ("no_boundary,q_boundary",)
     with pytest.raises(SystemExit) as done:
         main([str(one) for one in arguments])
     assert not done.value.code
     return path
+
+
+@pytest.fixture
+def mine(table: Path, tmp_path: Path) -> Path:
+    """A recipe of that table."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
+    return recipe
 
 
 def test_search_writes_a_table(table: Path) -> None:
@@ -52,10 +61,8 @@ def test_search_writes_a_table(table: Path) -> None:
     assert [p.name for p in table.parent.iterdir() if "parts" in p.name or p.name.startswith(".")] == []
 
 
-def test_ask_runs_it_and_names_each_head(table: Path, call: Call, ov: str, tmp_path: Path, clip: str) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
-    asked = ("ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 1, "--json")
+def test_ask_runs_it_and_names_each_head(table: Path, mine: Path, call: Call, ov: str, clip: str) -> None:
+    asked = ("ask", clip, "hi", "--model", ov, "--recipe", mine, "--max-new-tokens", 1, "--json")
     told = json.loads(call.text(*asked))
     found = json.loads(table.read_text())
     names = [name for layer in told["patterns"] for name in layer]
@@ -74,11 +81,9 @@ def test_ask_runs_it_and_names_each_head(table: Path, call: Call, ov: str, tmp_p
 
 
 def test_what_ask_ran_is_drawn_as_a_table_is(
-    table: Path, call: Call, ov: str, tmp_path: Path, clip: str
+    table: Path, mine: Path, call: Call, ov: str, tmp_path: Path, clip: str
 ) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
-    asked = ("ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 1)
+    asked = ("ask", clip, "hi", "--model", ov, "--recipe", mine, "--max-new-tokens", 1)
     assert "mmaccel draw FILE --out heads.svg" in call.text(*asked)
     (tmp_path / "run.json").write_text(call(*asked, "--json")[1])
     for what, name in ((table, "table"), (tmp_path / "run.json", "run")):
@@ -105,10 +110,8 @@ def test_search_names_heads_as_a_report_does(
 
 def test_a_sample_is_cut_to_its_bound(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    arguments = ("--boundaries", "no_boundary", "--cost", "pairs", "--block", 16, "--device", "cpu")
-    told = call.object(
-        "search", ov, "--video", clip, "--max-tokens", 300, "--out", path, *arguments, "--json"
-    )
+    words = ("search", ov, "--video", clip, "--max-tokens", 300, "--out", path, *HOW)
+    told = call.object(*words, "--boundaries", "no_boundary", "--json")
     assert 250 < told["tokens"] <= 300 and told["heads"] == sum(told["boundaries"].values())
     assert json.loads(path.read_text())["sample"]["frames"] < 20
 
@@ -204,8 +207,8 @@ def test_errors_are_one_sentence(
 
 def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    how = f"--out {path} --boundaries no_boundary --cost pairs --block 16 --device cpu --max-tokens 300"
-    arguments = ("search", ov, "--video", clip, *how.split())
+    words = f"--out {path} --boundaries no_boundary --max-tokens 300"
+    arguments = ("search", ov, "--video", clip, *words.split(), *HOW)
     with SearchProgress.hold_lock(tmp_path / "t.json.parts"):
         err = call.error(*arguments)
         assert not path.exists()
@@ -219,12 +222,10 @@ def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: 
 
 
 def test_a_table_of_another_model_is_refused(
-    table: Path, call: Call, clip: str, tmp_path: Path, random_folder: Callable[[str], Path]
+    mine: Path, call: Call, clip: str, random_folder: Callable[[str], Path]
 ) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
     other = random_folder("tiny-qwen-draft")
-    err = call.error("ask", clip, "hi", "--model", other, "--recipe", recipe)
+    err = call.error("ask", clip, "hi", "--model", other, "--recipe", mine)
     assert "was searched on another model" in err
 
 

@@ -21,20 +21,6 @@ pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx2")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--host", "0.0.0.0"], "give a key by --keys FILE or MMACCEL_KEY"),
-        (["--keys", "nowhere.txt"], "--keys: nowhere.txt cannot be read"),
-        (["--files", "nowhere"], "--files: there is no folder nowhere"),
-        (["--recipe", "nothing"], "nothing"),
-        (["--model", "tiny-nothing"], "tiny-nothing"),
-    ],
-)
-def test_what_is_wrong_is_one_sentence(arguments: list[str], told: str, call: Call) -> None:
-    assert told in call.error("serve", *arguments)
-
-
 def test_a_port_that_is_taken_is_named(call: Call) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -22,7 +22,7 @@ from mmaccel.core.prefill import attention
 from mmaccel.core.prefill.attention import MIN_ROWS, AttentionConfig, ForwardPass
 from mmaccel.core.prefill.sparse import kernel_for, window_plan
 from mmaccel.core.recipe import Recipe
-from tests.backends.oracle import masked
+from tests.backends.oracle import drawn, masked
 
 HEADS, GROUPS, SIZE = 4, 2, 16
 SINK, WINDOW, BLOCK = 16, 24, 16
@@ -32,9 +32,7 @@ PATTERN = {"name": "a_shape", "sink": SINK, "window": WINDOW, "block": BLOCK}
 
 def tensors(rows: int, keys: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Query [B, H, rows, D], key and value [B, G, keys, D]."""
-    g = torch.Generator().manual_seed(rows * keys)
-    query = torch.randn(batch, HEADS, rows, SIZE, generator=g)
-    key, value = (torch.randn(batch, GROUPS, keys, SIZE, generator=g) for _ in range(2))
+    query, key, value = drawn(batch, (HEADS, GROUPS), rows, keys, SIZE, rows * keys)
     return query, key, value
 
 
@@ -312,11 +310,7 @@ def test_its_pairs_are_those_of_the_window(rows: int, keys: int, sinks: int, win
 
 @pytest.mark.parametrize(("rows", "keys", "sinks", "window"), SHAPES, ids=str)
 def test_a_kernel_gives_what_the_dense_operator_gives(rows: int, keys: int, sinks: int, window: int) -> None:
-    g = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(1, heads, n, 16, generator=g, dtype=torch.float64)
-        for heads, n in ((4, rows), (2, keys), (2, keys))
-    )
+    query, key, value = (t.double() for t in tensors(rows, keys))
     state = shown(KVView(key, value, sinks=sinks, window=window))
     expected = stream_pass(state).attend(0, query, key, value, 0.25)
     calls: list[int] = []

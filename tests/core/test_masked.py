@@ -13,17 +13,15 @@ from mmaccel.core.layout import IMAGE, TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.masked import Images
 from mmaccel.core.registry import policy
-from tests.backends.oracle import budget, masked
+from tests.backends.oracle import budget, drawn, masked
 
 B, H, G, N, D, START = 2, 4, 2, 300, 16, 70
 SPANS = ((0, 80, 100), (0, 100, 230), (0, 240, 241), (1, 90, 155), (1, 20, 60), (1, 280, 300))
 
 
 def tensors(seed: int = 0, keys: int = N) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    rows = N - START
-    shapes = (B, H, rows, D), (B, G, keys, D), (B, G, keys, D)
-    return tuple(torch.randn(*shape, generator=generator) for shape in shapes)  # type: ignore[return-value]
+    query, key, value = drawn(B, (H, G), N - START, keys, D, seed)
+    return query, key, value
 
 
 def behind(columns: Tensor) -> Tensor:

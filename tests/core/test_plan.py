@@ -25,7 +25,7 @@ from mmaccel.core.prefill.plan import (
 )
 from mmaccel.core.prefill.sparse import attend_plan, launches, merge
 from mmaccel.core.recipe import Recipe
-from tests.backends.oracle import log_sum_exp, masked
+from tests.backends.oracle import draw, log_sum_exp, masked
 from tests.backends.plans import random_plan
 
 BLOCK = 4
@@ -157,8 +157,7 @@ def test_lists_may_be_followed_by_slack() -> None:
     slack = replace(plan, parts=(Part(part.q_row, tuple(loose(s) for s in part.spans)),))
     assert torch.equal(slack.to_mask(), plan.to_mask())
     assert torch.equal(slack.count_listed_pairs(), plan.count_listed_pairs())
-    rng = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, h, n, 8, generator=rng) for h, n in ((4, 50), (2, 90), (2, 90)))
+    query, key, value = draw(plan, 2, 8, 0)
     for got, want in zip(
         attend_plan(slack, query, key, value, 0.3, reference.op),
         attend_plan(plan, query, key, value, 0.3, reference.op),
@@ -197,10 +196,7 @@ def test_mask_and_counts_by_hand() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 def test_parts_that_share_rows_are_merged_exactly(dtype: torch.dtype, tolerance: float) -> None:
     plan = two_parts()
-    rng = torch.Generator().manual_seed(1)
-    query, key, value = (
-        torch.randn(1, h, n, 8, generator=rng).to(dtype) for h, n in ((2, 8), (1, 12), (1, 12))
-    )
+    query, key, value = (t.to(dtype) for t in draw(plan, 1, 8, 1))
     out, lse = attend_plan(plan, 4 * query, key, value, 0.5, reference.op)
     assert out.dtype == dtype
     mask = plan.to_mask()
@@ -224,8 +220,7 @@ def test_a_part_comes_in_its_own_order_and_a_plan_in_that_of_the_query() -> None
     plan = two_parts()
     part = plan.parts[1]
     lone = replace(plan, parts=(replace(part, merge_group=0),))
-    rng = torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(1, h, n, 8, generator=rng) for h, n in ((2, 8), (1, 12), (1, 12)))
+    query, key, value = draw(plan, 1, 8, 3)
     ordered, _ = reference.op(query, key, value, *part.pack(), lone.block_q, lone.block_k, 0.5)
     out, lse = attend_plan(lone, query, key, value, 0.5, reference.op)
     assert torch.equal(out[:, :, part.q_row[0, 0].long()], ordered)

@@ -109,16 +109,6 @@ def test_yaml_off_is_no_draft(tmp_path: Path) -> None:
         assert Recipe.load(path).draft.name == "off"
 
 
-def test_an_empty_file_and_a_key_given_twice_are_told(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yml"
-    path.write_text("# nothing\n")
-    assert "is empty; write a mapping such as 'sparse: a_shape'" in sentence(path)
-    path.write_text("sparse: a_shape\nchunk: 128\nsparse: grid\n")
-    assert "'sparse' is given twice, in lines 1 and 3; leave one out" in sentence(path)
-    path.write_text("sparse: {name: a_shape, sink: 1, sink: 2}\n")
-    assert "'sink' is given twice, in lines 1 and 1" in sentence(path)
-
-
 def test_a_table_counts_from_the_folder_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
@@ -251,15 +241,6 @@ def test_a_wrong_value_is_told_in_one_sentence(choices: dict[str, object], words
     assert words in sentence(**choices)
 
 
-def test_numbers_as_yaml_reads_them(tmp_path: Path) -> None:
-    """Its numbers have a sign in the exponent: one without is a text."""
-    file = tmp_path / "recipe.yaml"
-    file.write_text("sparse: {name: a_shape, window: 1.0e400}")
-    assert sentence(file) == "sparse 'a_shape': window is the text '1.0e400'; give a whole number."
-    file.write_text("sparse: {name: a_shape, window: 1.0e+400}")
-    assert sentence(file) == "sparse 'a_shape': window is inf; give a whole number."
-
-
 def largest() -> list[tuple[str, str, int]]:
     """The numbers of every pattern that no other field bounds, each at its largest."""
     found = []
@@ -310,13 +291,24 @@ def test_a_word_of_searches_is_told_for_what_it_means(tmp_path: Path) -> None:
         assert sentence(within) == f"sparse {wanted}"
 
 
-def test_files_that_are_no_recipe(tmp_path: Path) -> None:
-    assert "there is no file" in sentence(tmp_path / "none.yaml")
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("sparse: [dense\n")
-    assert "is not valid YAML" in sentence(broken)
-    broken.write_text("- dense\n- full\n")
-    assert "holds list; write a mapping" in sentence(broken)
+FILES = {
+    "# nothing\n": "is empty; write a mapping such as 'sparse: a_shape'",
+    "sparse: a_shape\nchunk: 128\nsparse: grid\n": "'sparse' is given twice, in lines 1 and 3; leave one out",
+    "sparse: {name: a_shape, sink: 1, sink: 2}\n": "'sink' is given twice, in lines 1 and 1",
+    "sparse: [dense\n": "is not valid YAML",
+    "- dense\n- full\n": "holds list; write a mapping",
+    # YAML's numbers have a sign in the exponent: one without is a text.
+    "sparse: {name: a_shape, window: 1.0e400}": "window is the text '1.0e400'; give a whole number.",
+    "sparse: {name: a_shape, window: 1.0e+400}": "sparse 'a_shape': window is inf; give a whole number.",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_files_that_are_no_recipe(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mine.yml"
+    assert "there is no file" in sentence(file)
+    file.write_text(text)
+    assert FILES[text] in sentence(file)
 
 
 def test_a_name_is_registered_once() -> None:

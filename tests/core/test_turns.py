@@ -26,6 +26,11 @@ def beside(*works: object) -> list[threading.Thread]:
     return threads
 
 
+def finish(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(30)
+
+
 def test_turns_come_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PATIENCE_S", 60.0)
     turns, order = FairLock(), list[str]()
@@ -44,8 +49,7 @@ def test_turns_come_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> N
         assert order == ["a", "b", "c", "first"]
         threads += beside(lambda: work("d"))
         until(turns, 1)
-    for thread in threads:
-        thread.join(10)
+    finish(threads)
     assert order[-1] == "d" and turns._holder is None
 
 
@@ -94,8 +98,7 @@ def test_a_deadline_ends_the_wait_and_leaves_the_queue() -> None:
             ended.append(end.reason)
 
     with turns.holding():
-        for thread in beside(late):
-            thread.join(10)
+        finish(beside(late))
         assert ended == ["timeout"] and not turns._waiting
     with pytest.raises(Ended):
         deadline = Deadline()
@@ -117,9 +120,7 @@ def test_many_threads_lose_no_turn() -> None:
                 counts[0] = counts[0] + 1
                 assert counts[0] > seen
 
-    threads = beside(*[work] * 8)
-    for thread in threads:
-        thread.join(30)
+    finish(beside(*[work] * 8))
     assert counts == [1600] and turns._holder is None and not turns._waiting
 
 
@@ -148,8 +149,7 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
         for _ in range(3):  # to the first token, to the second, and to nobody
             turns.yield_to_answers()
             order.append("layer")
-    for thread in threads:
-        thread.join(10)
+    finish(threads)
     assert order == ["token", "layer", "token", "layer", "layer", "other", "answered"]
     assert turns._holder is None and turns._still is None
 
@@ -176,8 +176,7 @@ def test_a_pass_above_one_that_stands_still_lets_tokens_come(monkeypatch: pytest
         until(turns, 1)
         turns.yield_lock(inside=True)
         order.append("lower")
-    for thread in threads:
-        thread.join(10)
+    finish(threads)
     assert order == ["token", "upper", "lower"]
 
 
@@ -195,8 +194,7 @@ def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.Monk
         for number, name in enumerate(("a", "b", "token", "token", "c")):
             threads += beside(lambda name=name: work(name))
             until(turns, number + 1)
-    for thread in threads:
-        thread.join(10)
+    finish(threads)
     assert order == ["token", "a", "token", "b", "c"]
     monkeypatch.setattr(parts, "PATIENCE_S", 60.0)
     order.clear()
@@ -207,6 +205,5 @@ def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.Monk
         until(turns, 2)
         turns.yield_to_answers()  # none has waited for long
         order.append("pass")
-    for thread in threads:
-        thread.join(10)
+    finish(threads)
     assert order == ["pass", "a", "token"]

@@ -17,7 +17,7 @@ from tests.core.test_verify import SHAPES, SURE, Pair, V
 from tests.core.toy import g_test
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_judges_compile_without_a_graph_break(backend: str) -> None:
     """A chain with and without probabilities, greedy too, and a tree, in one graph."""
     torch._dynamo.reset()

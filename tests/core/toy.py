@@ -21,18 +21,8 @@ from mmaccel.contract.draft import (
 )
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal
 
-__all__ = [
-    "Meter",
-    "Rule",
-    "Scripted",
-    "ToyAdapter",
-    "ToyModel",
-    "ToyRunner",
-    "Triples",
-    "bigram",
-    "decode_greedily",
-]
-__all__ += ["count_triples", "g_test", "toy_prompt", "view"]
+__all__ = ["Meter", "Rule", "Scripted", "ToyAdapter", "ToyModel", "ToyRunner", "Triples", "bigram"]
+__all__ += ["count_triples", "decode_greedily", "g_test", "toy_prompt", "view"]
 
 
 @dataclass

@@ -51,6 +51,58 @@ def png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
+Stamp = Callable[[int, Any], None]
+
+
+def write(
+    path: Path,
+    times: Sequence[float],
+    *,
+    codec: str = "libx264",
+    pixels: str = "yuv420p",
+    rate: int = 10,
+    base: Fraction = Fraction(1, 1000),
+    gop: int = 6,
+    bframes: int = 0,
+    first: int = 0,
+    size: tuple[int, int] = (48, 112),
+    muxer: dict[str, str] | None = None,
+    options: dict[str, str] | None = None,
+    format: str | None = None,
+    shift: int = 0,
+    stamp: Stamp | None = None,
+    flags: Callable[[Any], None] | None = None,
+) -> Path:
+    """A film of numbered frames, from `first` on, at `times` seconds; `shift` ticks of `base` are added to each packet, and
+    `stamp(number, packet)` may change what a packet says of its time."""
+    with av.open(str(path), "w", format=format, options=muxer or {}) as container:
+        stream: Any = container.add_stream(codec, rate=rate)
+        stream.height, stream.width = size
+        stream.pix_fmt = pixels
+        stream.codec_context.time_base = stream.time_base = base
+        quick = {"preset": "ultrafast"} if codec in ("libx264", "libx265") else {}
+        stream.options = quick | (options or {})
+        if codec == "libx264":
+            stream.codec_context.max_b_frames = bframes
+        stream.gop_size = gop
+        if flags is not None:
+            flags(stream.codec_context)
+        container.start_encoding()
+        packets = []
+        for number, time in enumerate(times):
+            frame = av.VideoFrame.from_ndarray(card(first + number, *size), format="rgb24")
+            frame.pts, frame.time_base = round(time / base), base
+            packets += stream.encode(frame)
+        packets += stream.encode(None)
+        for number, packet in enumerate(packets):
+            if shift and packet.pts is not None:
+                packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
+            if stamp is not None:
+                stamp(number, packet)
+            container.mux(packet)
+    return path
+
+
 def write_film(
     path: Path,
     frames: int = 60,
@@ -58,32 +110,14 @@ def write_film(
     height: int = 64,
     width: int = 128,
     fps: int = 10,
-    times: Sequence[float] | None = None,
-    codec: str = "libx264",
-    pixels: str = "yuv420p",
     gop: int = 12,
-    muxer: dict[str, str] | None = None,
-    options: dict[str, str] | None = None,
-    format: str | None = None,
+    times: Sequence[float] | None = None,
+    **how: Any,
 ) -> Path:
     """Write a film; `times` (seconds, to the millisecond) instead of a constant rate."""
     base = Fraction(1, 1000) if times is not None else Fraction(1, fps)
-    with av.open(str(path), "w", format=format, options=muxer or {}) as container:
-        stream: Any = container.add_stream(codec, rate=fps)
-        stream.width, stream.height, stream.pix_fmt = width, height, pixels
-        stream.codec_context.time_base = stream.time_base = base
-        stream.options = options or ({"preset": "ultrafast"} if codec == "libx264" else {})
-        if codec == "libx264":
-            stream.codec_context.max_b_frames = 2
-        stream.gop_size = gop
-        container.start_encoding()
-        for number in range(frames):
-            frame = av.VideoFrame.from_ndarray(card(number, height, width), format="rgb24")
-            frame.pts = round(times[number] * 1000) if times is not None else number
-            frame.time_base = base
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    return path
+    when = [Fraction(number, fps) for number in range(frames)] if times is None else times
+    return write(path, when[:frames], size=(height, width), rate=fps, base=base, gop=gop, bframes=2, **how)
 
 
 @contextmanager

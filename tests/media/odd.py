@@ -13,59 +13,9 @@ from typing import Any
 import av
 import numpy as np
 
-from tests.media.films import card, set_matrix
+from tests.media.films import Stamp, card, set_matrix, write
 
 HEIGHT, WIDTH = 48, 112
-Stamp = Callable[[int, Any], None]
-
-
-def write(
-    path: Path,
-    times: Sequence[float],
-    *,
-    codec: str = "libx264",
-    pixels: str = "yuv420p",
-    rate: int = 10,
-    base: Fraction = Fraction(1, 1000),
-    gop: int = 6,
-    bframes: int = 0,
-    first: int = 0,
-    size: tuple[int, int] = (HEIGHT, WIDTH),
-    muxer: dict[str, str] | None = None,
-    options: dict[str, str] | None = None,
-    format: str | None = None,
-    shift: int = 0,
-    stamp: Stamp | None = None,
-    flags: Callable[[Any], None] | None = None,
-) -> Path:
-    """A film of numbered frames, from `first` on, at `times` seconds; `shift` ticks of `base` are added to each packet, and
-    `stamp(number, packet)` may change what a packet says of its time."""
-    with av.open(str(path), "w", format=format, options=muxer or {}) as container:
-        stream: Any = container.add_stream(codec, rate=rate)
-        stream.height, stream.width = size
-        stream.pix_fmt = pixels
-        stream.codec_context.time_base = stream.time_base = base
-        quick = {"preset": "ultrafast"} if codec in ("libx264", "libx265") else {}
-        stream.options = quick | (options or {})
-        if codec == "libx264":
-            stream.codec_context.max_b_frames = bframes
-        stream.gop_size = gop
-        if flags is not None:
-            flags(stream.codec_context)
-        container.start_encoding()
-        packets = []
-        for number, time in enumerate(times):
-            frame = av.VideoFrame.from_ndarray(card(first + number, *size), format="rgb24")
-            frame.pts, frame.time_base = round(time / base), base
-            packets += stream.encode(frame)
-        packets += stream.encode(None)
-        for number, packet in enumerate(packets):
-            if shift and packet.pts is not None:
-                packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
-            if stamp is not None:
-                stamp(number, packet)
-            container.mux(packet)
-    return path
 
 
 def even(count: int, rate: float = 10.0, start: float = 0.0) -> list[float]:
@@ -109,24 +59,19 @@ def odd(
     end: float | None = None,
     shown: Sequence[float] | None = None,
     numbers: Sequence[int] | None = None,
-    fps: float = 1.0,
-    kinds: Sequence[str] = (),
-    lossy: bool = False,
-    turned: int = 0,
     **how: Any,
 ) -> None:
-    """Add a case; without `make` it is `write` of `times`, with `how`."""
+    """Add a case; without `make` it is `write` of `times`, with what of `how` is none of the case's own."""
     seen = tuple(times if shown is None else shown)
+    own = {field: how.pop(field) for field in ("fps", "lossy", "turned") if field in how}
     CASES[name] = Odd(
         suffix=suffix,
+        kinds=frozenset(how.pop("kinds", ())),
         make=make or (lambda path: write(path, times, **how)),
         shown=seen,
         end=seen[-1] + 0.1 if end is None else end,
         numbers=tuple(range(len(seen)) if numbers is None else numbers),
-        fps=fps,
-        kinds=frozenset(kinds),
-        lossy=lossy,
-        turned=turned,
+        **own,
     )
 
 

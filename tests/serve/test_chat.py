@@ -112,31 +112,20 @@ def test_kept_videos_are_few_and_none_goes_while_it_is_asked(served: Served) -> 
 
 
 def test_conversations_images_and_text(served: Served) -> None:
-    picture = f"data:image/jpeg;base64,{jpegs()[0]}"
-    messages = [
-        {"role": "system", "content": "Answer briefly."},
-        {
-            "role": "user",
-            "content": [{"type": "image_url", "image_url": {"url": picture}}, text("What is it?")],
-        },
-        {"role": "assistant", "content": "A star."},
-        {"role": "user", "content": "What colour is it?"},
-    ]
+    def conversation(picture: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"role": "system", "content": "Answer briefly."},
+            {"role": "user", "content": [picture, text("What is it?")]},
+            {"role": "assistant", "content": "A star."},
+            {"role": "user", "content": "What colour is it?"},
+        ]
+
+    url = {"url": f"data:image/jpeg;base64,{jpegs()[0]}"}
+    messages = conversation({"type": "image_url", "image_url": url})
     with served.client() as client:
         body = {"model": "tiny-ov@fastv", "messages": messages, "max_completion_tokens": 6}
         answer = client.post("/v1/chat/completions", json=body).json()
-    content = [
-        {"role": "system", "content": "Answer briefly."},
-        {
-            "role": "user",
-            "content": [
-                {"type": "image", "image": read_image(decoded(jpegs()[0]))},
-                {"type": "text", "text": "What is it?"},
-            ],
-        },
-        {"role": "assistant", "content": "A star."},
-        {"role": "user", "content": "What colour is it?"},
-    ]
+    content = conversation({"type": "image", "image": read_image(decoded(jpegs()[0]))})
     said, rows = plainly(content, "fastv", max_new_tokens=6)
     assert answer["choices"][0]["message"]["content"] == said
     assert answer["usage"]["prompt_tokens"] == rows and answer["mmaccel"]["recipe"] == "fastv"

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,16 @@ def _shipped(shipped: Callable[[str], str]) -> None:
     shipped("tiny-ov")
 
 
+def replica(name: str, settings: Settings) -> AbstractContextManager[Served]:
+    """A server that shares its streams, under this name, with others over its folder."""
+    return running(settings, registry=functools.partial(replicas.SharedStreams, replica=name))
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[Served, Served]]:
     """Two servers, as two replicas are, over one folder."""
     settings = Settings(saves=tmp_path, keys=(KEY, OTHER))
-    with (
-        running(settings, registry=functools.partial(replicas.SharedStreams, replica="one")) as one,
-        running(settings, registry=functools.partial(replicas.SharedStreams, replica="two")) as two,
-    ):
+    with replica("one", settings) as one, replica("two", settings) as two:
         yield one, two
 
 
@@ -135,17 +137,17 @@ def test_of_two_replicas_that_take_frames_at_once_one_is_told(pair: tuple[Served
 
 def test_what_nobody_uses_any_longer_is_removed(tmp_path: Path) -> None:
     settings = Settings(saves=tmp_path, limits=Limits(idle_seconds=1.0))
-    with running(settings, registry=functools.partial(replicas.SharedStreams, replica="one")) as one:
+    with replica("one", settings) as one:
         old = call(one, "POST", "", None, recipe="mosaic").json()["id"]
     time.sleep(1.1)
-    with running(settings, registry=functools.partial(replicas.SharedStreams, replica="two")) as two:
+    with replica("two", settings) as two:
         assert call(two, "GET", f"/{old}", None).status_code == 404
 
 
 def test_what_nobody_uses_is_removed_while_a_replica_runs(tmp_path: Path) -> None:
     """Also what a replica that crashed had only begun."""
     settings = Settings(saves=tmp_path, limits=Limits(idle_seconds=1.0))
-    with running(settings, registry=functools.partial(replicas.SharedStreams, replica="one")):
+    with replica("one", settings):
         left = [tmp_path / replicas.LIVE / f"{name * 24}.gone" for name in "ab"]
         for one in left:
             one.mkdir(parents=True)
@@ -160,7 +162,7 @@ def test_a_stream_that_is_only_asked_is_in_use(tmp_path: Path) -> None:
     """By a socket, whose questions are no requests of their own: a replica that starts leaves it alone."""
     settings = Settings(saves=tmp_path, limits=Limits(idle_seconds=2.0))
     asked = json.dumps({"type": "ask", "id": "1", "question": QUESTION, "max_tokens": 2})
-    with running(settings, registry=functools.partial(replicas.SharedStreams, replica="one")) as one:
+    with replica("one", settings) as one:
         number = call(one, "POST", "", None, recipe="mosaic").json()["id"]
         call(one, "POST", f"/{number}/frames", None, frames=list(jpegs()[:2]), fps=1)
         with connect(f"ws{one.url.removeprefix('http')}{SESSIONS}/{number}/socket") as talk:
@@ -169,16 +171,13 @@ def test_a_stream_that_is_only_asked_is_in_use(tmp_path: Path) -> None:
                 talk.send(asked)
                 while json.loads(talk.recv(30))["type"] != "answer":
                     pass
-            with running(settings, registry=functools.partial(replicas.SharedStreams, replica="two")) as two:
+            with replica("two", settings) as two:
                 assert call(two, "GET", f"/{number}", None).json()["frames"] == 2
 
 
 def test_a_caller_has_so_many_streams_on_all_replicas(tmp_path: Path) -> None:
     settings = Settings(saves=tmp_path, keys=(KEY, OTHER), limits=Limits(saves=2))
-    with (
-        running(settings, registry=functools.partial(replicas.SharedStreams, replica="one")) as one,
-        running(settings, registry=functools.partial(replicas.SharedStreams, replica="two")) as two,
-    ):
+    with replica("one", settings) as one, replica("two", settings) as two:
         numbers = [call(place, "POST", "", recipe="mosaic").json()["id"] for place in (one, two)]
         for place in (one, two):
             answer = call(place, "POST", "", recipe="mosaic")

@@ -94,14 +94,6 @@ def test_greedy_is_the_target_alone(seed: int, vocab: int, length: int, window: 
     assert all(proposed <= window for proposed, _ in meter.rounds)
 
 
-def test_a_perfect_draft_is_kept_whole_and_saves_steps() -> None:
-    target = bigram(torch.eye(5).roll(1, 1))
-    state = pipeline(target, target, 5, window=4)
-    ids, runner, meter = run(target, state, limit(1 + 33), toy_prompt([0], max_new_tokens=33))
-    assert all(proposed == kept for proposed, kept in meter.rounds)
-    assert runner.steps == 8 and ids == decode_greedily(target, [0], limit(34))
-
-
 @pytest.mark.parametrize(("quiet", "told"), [(0.0, True), (60.0, False)])
 def test_a_draft_that_falls_silent_is_told_of(
     quiet: float, told: bool, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,6 @@ from mmaccel.core.decoding import worker as worker_module
 from mmaccel.core.decoding.generate import Speculation, decode_in_turn, speculate
 from mmaccel.core.decoding.worker import OWN, READY, SocketEnd, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
-from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import _remote_drafter, _remote_stream
 from mmaccel.policies.draft._draft_decoder import DraftDecoder
@@ -83,22 +82,8 @@ def test_two_processes_say_what_one_says(target: ModelView) -> None:
             process = worker.process.pid
         told = state.counters()
         assert told["drafted"] > 0 and told["target_step_s"] > 0 and told["draft_step_s"] > 0
-
-
-def test_a_right_draft_saves_target_steps(target: ModelView) -> None:
-    _, _, meter = slowly(target, Toy(model="1", window=3))
-    # Late windows cost rounds, never tokens.
-    assert sum(kept for _, kept in meter.rounds) > 30 and len(meter.rounds) < 40
-
-
-def test_a_pruned_prompt_is_read_when_the_columns_are_told(target: ModelView) -> None:
-    ids, state, meter = slowly(target, Toy(model="1", window=3, prune=registry("prune").build("uniform")))
-    assert isinstance(state._choice.prune, TokenPruner)
-    assert (
-        ids == decode_greedily(TARGET, [1, 0], STOP)
-        and not meter.failures
-        and state.counters()["drafted"] > 10
-    )
+        # A right draft saves steps; late windows cost rounds, never tokens.
+        assert seed != "1" or (sum(kept for _, kept in meter.rounds) > 30 and len(meter.rounds) < 40)
 
 
 def test_a_process_that_is_slow_to_begin_is_not_told_of_as_silent() -> None:
@@ -119,20 +104,17 @@ class Likeliest:
         return torch.nn.functional.one_hot(logits.argmax(), len(logits)).float()
 
 
-@pytest.mark.parametrize("pruned", [False, True])
-def test_a_processor_that_the_process_cannot_have_costs_no_draft(
-    target: ModelView, pruned: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("pruned", "warp"), [(True, None), (False, Likeliest()), (True, Likeliest())])
+def test_pruned_columns_that_are_told_and_a_processor_that_the_process_cannot_have_cost_no_draft(
+    target: ModelView, pruned: bool, warp: Likeliest | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Likeliest, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "Likeliest", Likeliest, raising=False)
     prune = registry("prune").build("uniform") if pruned else None
-    with pytest.warns(MmaccelWarning, match="can be imported"):
-        ids, state, meter = slowly(target, Toy(model="1", window=3, prune=prune), warp=Likeliest())
-    assert (
-        ids == decode_greedily(TARGET, [1, 0], STOP)
-        and not meter.failures
-        and state.counters()["drafted"] > 10
-    )
+    with pytest.warns(MmaccelWarning, match="can be imported") if warp else contextlib.nullcontext():
+        ids, state, meter = slowly(target, Toy(model="1", window=3, prune=prune), warp=warp)
+    assert ids == decode_greedily(TARGET, [1, 0], STOP) and not meter.failures
+    assert state.counters()["drafted"] > 10 and (state._choice.prune is None) != pruned
     assert held(target, "1").alive, "the process is there for the next sequence"
 
 
@@ -343,7 +325,6 @@ def test_a_message_that_comes_in_pieces_is_whole() -> None:
 def test_a_fork_of_the_parent_does_not_end_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(SERVICE, {"model": "1"})
     try:
-        worker.wait(READY, 60)
         with monkeypatch.context() as patch:
             patch.setattr(worker_module.os, "getpid", lambda: -1)
             worker.close()

@@ -35,22 +35,24 @@ from tests.policies.draft.toy_service import VOCAB, table
 TARGET = bigram(table(1))
 
 
+def started(silence_s: float) -> Worker:
+    """A process that writes by the toy rule."""
+    return Worker("tests.policies.draft.toy_service:serve", {"model": "1"}, silence_s=silence_s)
+
+
 @pytest.fixture(scope="module")
-def workers() -> Iterator[list[Worker]]:
-    started: list[Worker] = []
-    yield started
-    for one in started:
-        one.close()
+def worker() -> Iterator[Worker]:
+    with closing(started(30.0)) as made:
+        made.wait(READY, 60)
+        yield made
 
 
 @pytest.fixture
-def worker(workers: list[Worker]) -> Worker:
-    """A process that writes by the toy rule: another one, where a test has ended the last."""
-    if not workers or not workers[-1].alive:
-        workers.append(Worker("tests.policies.draft.toy_service:serve", {"model": "1"}))
-        workers[-1].wait(READY, 60)
-    workers[-1].wire.silence_s = 30.0
-    return workers[-1]
+def silent() -> Iterator[Worker]:
+    """One that takes nothing: it is stopped before it has begun."""
+    with closing(started(0.3)) as made:
+        stop(made)
+        yield made
 
 
 def stop(worker: Worker) -> None:
@@ -83,52 +85,50 @@ def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> No
     assert not end.is_alive() and worker.alive
 
 
-def test_a_process_that_is_ended_after_the_last_token_is_told_of(worker: Worker) -> None:
+def test_a_process_that_is_ended_after_the_last_token_is_told_of(silent: Worker) -> None:
     """It took nothing of its prompt, for which the end of the sequence waits, and no token was asked of it."""
-    worker.wire.silence_s = 0.3
-    engine = _remote_drafter.RemoteDrafter(worker, VOCAB)
-    stop(worker)
+    engine = _remote_drafter.RemoteDrafter(silent, VOCAB)
     engine.begin(
         {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}, None, True, False, 0
     )
     with pytest.warns(MmaccelWarning, match="ended when its prompt was over.*cannot be reached"):
         engine.close()
-    assert not worker.alive and worker.process.poll() is not None
+    assert not silent.alive and silent.process.poll() is not None
     engine.close()
 
 
-def test_a_prompt_that_cannot_be_made_is_told_by_the_next_call(worker: Worker) -> None:
+def test_a_prompt_that_cannot_be_made_is_told_by_the_next_call(silent: Worker) -> None:
     def unmade() -> list[Blob]:
         raise RuntimeError("no room for the prompt")
 
-    worker.post(OWN, 1, 0, 0, blob=unmade)
+    silent.post(OWN, 1, 0, 0, blob=unmade)
     with pytest.raises(DraftError, match="no room"):
-        worker.wait_until_sent()
-    assert not worker.alive and worker.process.poll() is not None
+        silent.wait_until_sent()
+    assert not silent.alive and silent.process.poll() is not None
 
 
-def test_a_prompt_that_is_not_taken_is_told_by_the_next_call(worker: Worker) -> None:
-    worker.wire.silence_s = 0.3
-    stop(worker)
-    worker.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
+def test_a_prompt_that_is_not_taken_is_told_by_the_next_call(silent: Worker) -> None:
+    silent.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
     with pytest.raises(DraftError, match="cannot be reached"):
-        while worker.receive(0.05) is None:
+        while silent.receive(0.05) is None:
             pass
-    assert not worker.alive and worker.process.poll() is not None
+    assert not silent.alive and silent.process.poll() is not None
 
 
-def test_a_process_may_be_ended_while_its_prompt_is_on_the_way(worker: Worker) -> None:
-    stop(worker)
-    worker.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
+def test_a_process_may_be_ended_while_its_prompt_is_on_the_way(silent: Worker) -> None:
+    silent.wire.silence_s = 30.0
+    silent.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
     began = time.monotonic()
-    worker.close()
-    assert time.monotonic() - began < 10 and not worker._outbox.is_sending
-    assert worker.process.poll() is not None
+    silent.close()
+    assert time.monotonic() - began < 10 and not silent._outbox.is_sending
+    assert silent.process.poll() is not None
 
 
-def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(worker: Worker) -> None:
+def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The longest silence counts from when the last message had left, not from when it was posted."""
-    worker.wire.silence_s = 0.5
+    monkeypatch.setattr(worker.wire, "silence_s", 0.5)
 
     def slow() -> list[Blob]:
         time.sleep(0.7)
@@ -139,11 +139,9 @@ def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(worker: Worker) 
     assert worker.receive(0.0) is None and worker.alive
 
 
-def test_a_prompt_that_is_not_taken_does_not_hide_why_a_sequence_ended(worker: Worker) -> None:
+def test_a_prompt_that_is_not_taken_does_not_hide_why_a_sequence_ended(silent: Worker) -> None:
     """Whoever closes a sequence because of another error tells that one; the next sequence gets another process."""
-    worker.wire.silence_s = 0.3
-    one = _remote_drafter.RemoteDrafter(worker, VOCAB)
-    stop(worker)
+    one = _remote_drafter.RemoteDrafter(silent, VOCAB)
     one.begin({"input_ids": torch.zeros(1, 1 << 20, dtype=torch.long)}, None, True, False, 0)
     with pytest.raises(MemoryError):
         try:
@@ -151,7 +149,7 @@ def test_a_prompt_that_is_not_taken_does_not_hide_why_a_sequence_ended(worker: W
         except MemoryError:
             one.close()
             raise
-    assert not worker.alive and worker.process.poll() is not None
+    assert not silent.alive and silent.process.poll() is not None
 
 
 @pytest.mark.gpu

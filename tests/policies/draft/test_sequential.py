@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.decoding.generate import speculate
 from mmaccel.core.errors import DraftError, ModelError, RecipeError
-from mmaccel.core.registry import registry
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.draft._draft_model import check_vocabulary
 from mmaccel.policies.draft.sequential import Drafter
@@ -181,10 +180,17 @@ def test_sampled_triples_have_the_targets_joint_distribution(confidence: float) 
     assert g_test(counts, large.joint(lambda logits: torch.softmax(logits / 0.7, -1))) > 1e-4
 
 
-@pytest.mark.parametrize("model", [None, "", 3])
-def test_a_missing_model_is_told_at_birth(model: object) -> None:
-    with sentence(RecipeError, "sequential", "model", "folder"):
-        registry("draft").build("sequential", {"model": model})
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        *(("model", model, ("sequential", "model", "folder")) for model in (None, "", 3)),
+        ("window", 0, ("window", "at least 1")),
+        *(("confidence", wrong, ("confidence is ", "; give a probability")) for wrong in (-0.1, 1.5, True)),
+    ],
+)
+def test_a_wrong_field_is_told_at_birth(field: str, value: object, told: tuple[str, ...]) -> None:
+    with sentence(RecipeError, *told):
+        Sequential(**{"model": "x", field: value})
 
 
 def test_a_missing_folder_is_told() -> None:
@@ -204,11 +210,6 @@ def test_a_folder_is_loaded_once(tmp_path: Path) -> None:
     for _ in range(3):
         strategy.open(target)
     assert target.adapter.loads == 1  # type: ignore[attr-defined]
-
-
-def test_a_window_of_nothing_is_refused() -> None:
-    with sentence(RecipeError, "window", "at least 1"):
-        Sequential(model=nn.Linear(1, 1), window=0)
 
 
 def test_a_draft_of_another_vocabulary_is_refused() -> None:
@@ -286,9 +287,3 @@ def test_a_window_ends_where_the_draft_is_not_sure(seed: int, confidence: float)
         assert proposed == want
         at += accepted + 1
     assert draft.counters()["drafted"] == sum(proposed for proposed, _ in meter.rounds)
-
-
-def test_confidence_is_a_probability() -> None:
-    for wrong in (-0.1, 1.5, True):
-        with pytest.raises(RecipeError, match=r"confidence is .*; give a probability"):
-            Sequential(model="x", confidence=wrong)

@@ -29,7 +29,7 @@ class Machine(RuleBasedStateMachine):
         self.sequences: list[list[int]] = [[] for _ in range(batch)]
         self.serial = self.last = self.high = 0
         self.runs = [0] * LAYERS
-        self.apply_rope: Any = None
+        self.question: Any = None
 
     @property
     def length(self) -> int:
@@ -39,7 +39,7 @@ class Machine(RuleBasedStateMachine):
         """One run; `high` is the longest memory a run began with, or its question: then the window lets go of columns."""
         new = [[self.serial + b * count + i for i in range(count)] for b in range(len(self.sequences))]
         self.serial += count * len(new)
-        self.high = max(self.high, self.length if self.apply_rope is None else self.asked)
+        self.high = max(self.high, self.length if self.question is None else self.asked)
         for sequence, more in zip(self.sequences, new, strict=True):
             sequence.extend(more)
         for layer in range(layers):
@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine):
             view = self.state.view(layer, torch.empty(len(new), 4, count, 4))
             expected = [visible(sequence, count, self.sinks, self.window) for sequence in self.sequences]
             assert seen(view, layer, count, self.length) == expected
-            self.runs[layer] = count if self.apply_rope is None else max(count, self.runs[layer])
+            self.runs[layer] = count if self.question is None else max(count, self.runs[layer])
         self.last = count
 
     def columns(self) -> set[int]:
@@ -58,7 +58,7 @@ class Machine(RuleBasedStateMachine):
 
     def own_run(self) -> bool:
         """Whether the last run is not of the time before an open question, which must leave that time alone."""
-        return self.apply_rope is None or self.length - self.last >= self.asked
+        return self.question is None or self.length - self.last >= self.asked
 
     def forget(self, length: int) -> None:
         for sequence in self.sequences:
@@ -96,7 +96,7 @@ class Machine(RuleBasedStateMachine):
             sequence[len(sequence) - self.last :] = [tail[i] for i in path]
         self.last = len(path)
 
-    @precondition(lambda self: self.apply_rope is None)
+    @precondition(lambda self: self.question is None)
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         length = data.draw(st.integers(max(0, self.length - 20), self.length))
@@ -120,29 +120,29 @@ class Machine(RuleBasedStateMachine):
         self.state.reorder(torch.tensor(rows))
         self.sequences = [list(self.sequences[row]) for row in rows]
 
-    @precondition(lambda self: self.apply_rope is None)
+    @precondition(lambda self: self.question is None)
     @rule()
     def reset(self) -> None:
         self.state.reset()
         self.begin(len(self.sequences))
 
-    @precondition(lambda self: self.apply_rope is None)
+    @precondition(lambda self: self.question is None)
     @rule()
     def ask(self) -> None:
-        self.apply_rope = self.state.question_scope()
-        self.apply_rope.__enter__()
+        self.question = self.state.question_scope()
+        self.question.__enter__()
         self.asked = self.length
 
-    @precondition(lambda self: self.apply_rope is not None)
+    @precondition(lambda self: self.question is not None)
     @rule()
     def answered(self) -> None:
-        self.apply_rope.__exit__(None, None, None)
-        self.apply_rope = None
+        self.question.__exit__(None, None, None)
+        self.question = None
         self.last = max(0, self.last - (self.length - self.asked))
         self.forget(self.asked)
 
     def teardown(self) -> None:
-        if getattr(self, "turn", None) is not None:
+        if getattr(self, "question", None) is not None:
             self.answered()
 
     @invariant()
@@ -166,7 +166,7 @@ class WindowMachine(Machine):
 
     def bound(self) -> None:
         # A question may grow beyond it; it is dropped as a whole.
-        if self.apply_rope is None:
+        if self.question is None:
             assert self.state.held_columns() <= self.sinks + self.window + self.margin + max(self.runs)
 
 
@@ -183,8 +183,10 @@ for case in (TestFull, TestWindow, TestBareWindow):
 del case
 
 
-def test_it_is_exact_and_reaches_back_to_the_start() -> None:
+def test_they_declare_what_they_are() -> None:
     assert Full().exact and Full().rollback_limit is None and Full().allows_sparse
+    policy = Window(margin=9)
+    assert policy.rollback_limit == 9 and not policy.exact and policy.allows_sparse
 
 
 def test_a_view_is_a_slice_of_the_buffer() -> None:
@@ -246,22 +248,6 @@ def test_all_is_seen_and_unlimited_as_long_as_it_fits() -> None:
     assert view.window is None and view.column is None and view.key.shape[2] == 8
 
 
-@pytest.mark.parametrize("back", range(8))
-def test_the_limit_of_taking_back_is_sharp(back: int) -> None:
-    """Of one sink and columns 12 .. 19 the query of column c sees those from c - 3 on: c = 15 is the first it can be."""
-    state = open_state(Window(sinks=1, window=4, margin=3), layers=1)
-    for serial in range(20):
-        feed(state, serial, 1)
-    if back <= 5:
-        state.truncate(20 - back)
-        feed(state, 20 - back, 2)
-        expected = visible(list(range(22 - back)), 2, 1, 4)
-        assert seen(state.view(0, ROW), 0, 2, 22 - back) == [expected]
-    else:
-        with pytest.raises(ModelError, match="margin"):
-            state.truncate(20 - back)
-
-
 def test_a_long_prompt_is_let_go_at_the_next_run() -> None:
     state = open_state(Window(sinks=4, window=16, margin=8), layers=1)
     feed(state, 0, 1000)
@@ -300,8 +286,3 @@ def test_it_holds_nothing_but_its_own_columns() -> None:
     large.fill_(1.0)
     assert state.nbytes() == 2 * 2 * 3 * 4 * 4
     assert state.view(0, ROW).key.sum() == 0
-
-
-def test_it_declares_what_it_is() -> None:
-    policy = Window(margin=9)
-    assert policy.rollback_limit == 9 and not policy.exact and policy.allows_sparse

@@ -25,6 +25,7 @@ from .token_streams import (
     TOKENS,
     draw,
     opened,
+    placed,
     position_ids,
     raw,
     run,
@@ -180,19 +181,13 @@ def test_a_question_sees_the_best_pages_and_the_recent_frames(axes: int, limit: 
             ranks = torch.tensor(index)
             own = held.column[ranks]
             long = made.largest(CLIP + 20) >= limit
-            if axes == 1:
-                at = HEAD + (ranks if long else own)
-            else:
-                time = ranks // TOKENS if long else own // TOKENS
-                cell = own % TOKENS
-                at = torch.stack([HEAD + 2 * time, HEAD + cell // 3, HEAD + cell % 3])
             head = draw((1, layer, -1), 1, GROUPS, HEAD, SIZE)
             after = len(columns) // TOKENS if long else CLIP + 20
             _, key, _ = words(layer, 5, 7)
             tail = made.text_positions(after, 0, 5)
             parts = [
                 turned(head, made.head_positions()),
-                turned(held.key[:, :, ranks], at),
+                turned(held.key[:, :, ranks], placed(own, ranks, axes, long)),
                 turned(key, tail),
             ]
             torch.testing.assert_close(keys[layer], torch.cat(parts, 2))

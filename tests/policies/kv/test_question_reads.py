@@ -17,26 +17,10 @@ from tests.policies.kv.mosaic.driven import CPU, GEOMETRY, HEAD, LAYERS, WHEEL, 
 from tests.policies.sparse.test_plans import NoReads, no_lists
 
 VIEWS = {
-    "alias",
-    "as_strided",
-    "detach",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "expand",
-    "new_empty",
-    "new_empty_strided",
-    "permute",
-    "select",
-    "slice",
-    "squeeze",
-    "t",
-    "transpose",
-    "unbind",
-    "unsqueeze",
-    "_unsafe_view",
-    "view",
-}
+    "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "new_empty",
+    "new_empty_strided", "permute", "select", "slice", "squeeze", "t", "transpose", "unbind", "unsqueeze",
+    "_unsafe_view", "view",
+}  # fmt: skip
 """What launches nothing."""
 
 

@@ -19,6 +19,7 @@ from .token_streams import (
     TOKENS,
     draw,
     opened,
+    placed,
     position_ids,
     raw,
     run,
@@ -122,12 +123,7 @@ def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
         held = state._held[layer]
         assert held is not None
         count = held.column.shape[0]
-        time = (torch.arange(count) if long else held.column) // TOKENS
-        cell = held.column % TOKENS
-        if axes == 1:
-            at = HEAD + (torch.arange(count) if long else held.column)
-        else:
-            at = torch.stack([HEAD + 2 * time, HEAD + cell // 3, HEAD + cell % 3])
+        at = placed(held.column, torch.arange(count), axes, long)
         tail = made.text_positions(count // TOKENS if long else 19, 0, 4)
         head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head_positions())
         expected = [head, turned(held.key, at), turned(words(layer, 4, 1)[1], tail)]

@@ -33,6 +33,15 @@ def position_ids(axes: int = 1, limit: int = 10**6) -> PositionIds:
     )
 
 
+def placed(own: Tensor, rank: Tensor, axes: int, long: bool) -> Tensor:
+    """The positions of tokens of columns `own`: by their columns, or by their `rank` where the stream is too long."""
+    at = rank if long else own
+    if axes == 1:
+        return HEAD + at
+    cell = own % TOKENS
+    return torch.stack([HEAD + 2 * (at // TOKENS), HEAD + cell // 3, HEAD + cell % 3])
+
+
 def raw(layer: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:
     """Query [1, H, P, D], key and value [1, G, P, D] of a unit, before rotation."""
     return (

@@ -43,6 +43,7 @@ def layout_of(pieces: list[Piece]) -> TokenLayout:
 
 LAYOUTS = {
     "one video": [("text", 4), ("video", [(2, 3)] * 7, 1), ("text", 6)],
+    "a long video": [("text", 3), ("video", [(3, 4)] * 8, 1), ("text", 7)],
     "two videos": [("text", 2), ("video", [(2, 2)] * 5, 1), ("text", 3), ("video", [(3, 2)] * 6, 1), ("text", 5)],
     "ragged frames": [("video", [(2, 2), (2, 3), (2, 3), (1, 4), (2, 3), (2, 3)]), ("text", 3)],
     "with images": [("image", 5), ("text", 2), ("video", [(2, 2)] * 4), ("image", 4), ("text", 4)],
@@ -79,18 +80,20 @@ def videos(layout: TokenLayout) -> list[int]:
 
 def asked(layout: TokenLayout) -> list[int]:
     """The columns of the text after the last visual token; all text, or the last column, where there is none."""
-    text = [c for c, kind in enumerate(layout.modality[0].tolist()) if kind == TEXT]
-    return [c for c in text if c > _last(layout)] or text or [layout.length - 1]
+    after, text = _text(layout)
+    return after or text or [layout.length - 1]
 
 
 def looking(layout: TokenLayout) -> list[int]:
     """The columns of the text after the last visual token; the last column, where there is none."""
+    return _text(layout)[0] or [layout.length - 1]
+
+
+def _text(layout: TokenLayout) -> tuple[list[int], list[int]]:
+    """The columns of the text after the last visual token, and of all text."""
     text = [c for c, kind in enumerate(layout.modality[0].tolist()) if kind == TEXT]
-    return [c for c in text if c > _last(layout)] or [layout.length - 1]
-
-
-def _last(layout: TokenLayout) -> int:
-    return max((c for c, kind in enumerate(layout.modality[0].tolist()) if kind != TEXT), default=-1)
+    last = max(set(range(layout.length)) - set(text), default=-1)
+    return [c for c in text if c > last], text
 
 
 def frames_of(layout: TokenLayout) -> list[list[int]]:

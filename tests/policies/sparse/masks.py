@@ -24,12 +24,8 @@ def causal(tokens: Sequence[Token]) -> np.ndarray:
 
 
 def a_shape(tokens: Sequence[Token], *, sink: int, window: int) -> np.ndarray:
-    n = len(tokens)
-    mask = np.zeros((n, n), bool)
-    for i in range(n):
-        for j in range(i + 1):
-            mask[i, j] = j < sink or i - j < window
-    return mask
+    every = range(len(tokens))
+    return a_shape_among(len(tokens), every, every, sink=sink, window=window)
 
 
 def last_rows(query: np.ndarray, key: np.ndarray, first: int) -> Rows:
@@ -262,12 +258,8 @@ def sliding_window_3d(shape: tuple[int, int, int], window: tuple[int, int, int])
 
 def tri_shape(tokens: Sequence[Token], *, sink: int, window: int, bottom: int) -> np.ndarray:
     """The first tokens and the last ones; for the last `bottom` rows, everything."""
-    n = len(tokens)
-    mask = np.zeros((n, n), bool)
-    for i in range(n):
-        for j in range(i + 1):
-            mask[i, j] = j < sink or i - j < window or i >= n - bottom
-    return mask
+    late = np.arange(len(tokens))[:, None] >= len(tokens) - bottom
+    return a_shape(tokens, sink=sink, window=window) | (late & causal(tokens))
 
 
 def segments(

@@ -27,17 +27,8 @@ from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, QBoundary, 
 from .scenes import Scene, Token, scenes, sequence
 
 SMALL = dict(
-    block=16,
-    sink=5,
-    window=11,
-    vertical=9,
-    slash=4,
-    last_q=16,
-    min_stride=2,
-    max_stride=12,
-    bottom=7,
-    budget=0.3,
-)
+    block=16, sink=5, window=11, vertical=9, slash=4, last_q=16, min_stride=2, max_stride=12, bottom=7, budget=0.3
+)  # fmt: skip
 """Values for fields of these names that let a pattern leave something out of a prompt of a hundred tokens."""
 
 NAMES = sorted(registry("sparse"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -46,39 +47,27 @@ def test_a_shape(scene: Scene, extent: tuple[int, int]) -> None:
         assert (got[b] == want).all()
 
 
+def one_of(names: str, *values: tuple) -> st.SearchStrategy[dict]:
+    """One of some settings of these fields."""
+    return st.sampled_from([dict(zip(names.split(), value, strict=True)) for value in values])
+
+
 @settings(max_examples=80)
 @given(
     scenes(),
-    st.sampled_from([(0, 1), (7, 5), (16, 3), (40, 2), (3, 40), (200, 200)]),
+    one_of("vertical slash", (0, 1), (7, 5), (16, 3), (40, 2), (3, 40), (200, 200)),
     st.sampled_from(["head", "group"]),
-    st.sampled_from([(0, 1), (5, 1), (20, 4), (0, 40)]),
+    one_of("sink nearest", (0, 1), (5, 1), (20, 4), (0, 40)),
 )
-def test_vertical_slash(scene: Scene, budget: tuple[int, int], estimate: str, kept: tuple[int, int]) -> None:
-    (vertical, slash), (sink, nearest) = budget, kept
-    pattern = VerticalSlash(
-        vertical=vertical, slash=slash, sink=sink, nearest=nearest, last_q=16, block=16, estimate=estimate
-    )
-    got = scene.mask(pattern)
+def test_vertical_slash(scene: Scene, budget: dict, estimate: str, kept: dict) -> None:
+    got = scene.mask(VerticalSlash(**budget, **kept, last_q=16, block=16, estimate=estimate))
     for b, tokens in enumerate(scene.sequences):
         n = len(tokens)
         for h in range(scene.heads):
             rows, first = weights_of(scene, b, h, 16, pooled=estimate == "group")
-            element, closure = masks.vertical_slash(
-                n,
-                range(first, n),
-                range(n),
-                rows,
-                vertical=vertical,
-                slash=slash,
-                block=16,
-                sink=sink,
-                nearest=nearest,
-            )
-            assert (got[b, h] >= scene.place(b, element)).all()
-            assert (got[b, h] <= scene.place(b, closure)).all()
-
-
-LINES = [(h, v, s) for h in (True, False) for v in (True, False) for s in (True, False) if h or v or s]
+            made = masks.vertical_slash(n, range(first, n), range(n), rows, **budget, **kept, block=16)
+            element, closure = (scene.place(b, mask) for mask in made)
+            assert (got[b, h] >= element).all() and (got[b, h] <= closure).all()
 
 
 def grid_mask(
@@ -94,16 +83,9 @@ def grid_mask(
         if not masks.frames_serve(shown, found[0], low):
             found = None
     if found is None:
-        found = masks.free_grid(
-            rows,
-            len(keys),
-            low=low,
-            high=high,
-            slack=pattern.slack,
-            lines=pattern.horizontal or pattern.vertical,
-            slash=pattern.slash,
-            kind=kind,
-        )
+        limits = dict(low=low, high=high, slack=pattern.slack, kind=kind)
+        columns = pattern.horizontal or pattern.vertical
+        found = masks.free_grid(rows, len(keys), lines=columns, slash=pattern.slash, **limits)
     dense = masks.evenest_class(rows, found[0], found[1]) if pattern.horizontal_phase == "queries" else None
     near = dict(window=pattern.window, sink=pattern.sink)
     return masks.grid(len(tokens), queries, keys, *found, **lines, dense=dense, **near)
@@ -112,43 +94,26 @@ def grid_mask(
 @settings(max_examples=80)
 @given(
     scenes(),
-    st.sampled_from(LINES),
-    st.sampled_from([("free", 2, 12), ("free", 3, 5), ("frame", 2, 12), ("frame", 2, 5), ("frame", 8, 40)]),
-    st.sampled_from(["contrast", "mean", "sum"]),
-    st.sampled_from(["keys", "queries"]),
-    st.sampled_from(["head", "group"]),
-    st.sampled_from([(0, 0), (0, 5), (3, 0), (17, 1), (20, 33), (200, 0), (1, 200)]),
+    one_of("horizontal vertical slash", *itertools.product([True, False], repeat=3)).filter(
+        lambda lines: any(lines.values())
+    ),
+    one_of(
+        "stride min_stride max_stride",
+        *[("free", 2, 12), ("free", 3, 5), ("frame", 2, 12), ("frame", 2, 5), ("frame", 8, 40)],
+    ),
+    one_of(
+        "score horizontal_phase estimate",
+        *itertools.product(["contrast", "mean", "sum"], ["keys", "queries"], ["head", "group"]),
+    ),
+    one_of("window sink", (0, 0), (0, 5), (3, 0), (17, 1), (20, 33), (200, 0), (1, 200)),
 )
-def test_grid(
-    scene: Scene,
-    lines: tuple[bool, bool, bool],
-    strides: tuple[str, int, int],
-    score: str,
-    phase: str,
-    estimate: str,
-    near: tuple[int, int],
-) -> None:
-    horizontal, vertical, slash = lines
-    pattern = Grid(
-        stride=strides[0],
-        min_stride=strides[1],
-        max_stride=strides[2],
-        last_q=16,
-        block=16,
-        horizontal=horizontal,
-        vertical=vertical,
-        slash=slash,
-        score=score,
-        horizontal_phase=phase,
-        estimate=estimate,
-        window=near[0],
-        sink=near[1],
-    )
+def test_grid(scene: Scene, lines: dict, strides: dict, how: dict, near: dict) -> None:
+    pattern = Grid(**lines, **strides, **how, **near, last_q=16, block=16)
     got = scene.mask(pattern)
     for b, tokens in enumerate(scene.sequences):
         n = len(tokens)
         for h in range(scene.heads):
-            rows, first = weights_of(scene, b, h, 16, pooled=estimate == "group")
+            rows, first = weights_of(scene, b, h, 16, pooled=pattern.estimate == "group")
             want = grid_mask(pattern, tokens, range(first, n), range(n), rows)
             assert (got[b, h] == scene.place(b, want)).all()
 

@@ -177,11 +177,16 @@ def table_of(model: Any, **more: Any) -> dict[str, Any]:
     return {"kind": KIND, "schema": SCHEMA, "model": fingerprint, "block": 64, "layers": layers, **more}
 
 
+def in_file(model: Any, folder: Path, **more: Any) -> Recipe:
+    """The recipe of such a table in a file."""
+    path = folder / "table.json"
+    path.write_text(json.dumps(table_of(model, **more)))
+    return Recipe.load(sparse={"name": "per_head", "table": str(path)})
+
+
 def test_a_table_serves_its_model_and_no_other(tmp_path: Path) -> None:
     model = BUILD["qwen"]()
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps(table_of(model)))
-    recipe = Recipe.load(sparse={"name": "per_head", "table": str(path)})
+    recipe = in_file(model, tmp_path)
     with mmaccel.accelerate(model, recipe) as fast, torch.no_grad():
         model(**prompt("qwen", PIECES))
         assert fast.report().heads() == {"a_shape": 8}
@@ -198,9 +203,7 @@ def test_a_table_serves_its_model_and_no_other(tmp_path: Path) -> None:
 
 def test_a_table_warns_of_other_weights(tmp_path: Path) -> None:
     model = BUILD["qwen"]()
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps(table_of(model, weights=adapter_for(model).weights_digest(model))))
-    recipe = Recipe.load(sparse={"name": "per_head", "table": str(path)})
+    recipe = in_file(model, tmp_path, weights=adapter_for(model).weights_digest(model))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mmaccel.accelerate(model, recipe).detach()
@@ -222,12 +225,10 @@ def test_a_prompt_far_from_the_length_of_the_search_is_told_once(
     tmp_path: Path, context: int, told: bool
 ) -> None:
     model = BUILD["qwen"]()
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps(table_of(model, context=context)))
     inputs = prompt("qwen", PIECES)
     length = inputs["input_ids"].shape[1]
     assert 125 < length <= 500
-    with mmaccel.accelerate(model, sparse={"name": "per_head", "table": str(path)}) as fast, torch.no_grad():
+    with mmaccel.accelerate(model, in_file(model, tmp_path, context=context)) as fast, torch.no_grad():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model(**inputs)
@@ -294,17 +295,13 @@ def test_the_shipped_table_lies_in_the_model_s_folder(tmp_path: Path) -> None:
         (dict(table={0: {1: dict(window=3)}}), "a mapping needs the policy's name"),
         (dict(table={0: {1: "per_head"}}), "give one pattern"),
         (dict(table={0: {1: dict(name="grid", block=32)}}), "blocks of 32 and the rest of 64"),
+        (dict(table={0: {3: "gird"}}), r"table\[0\]\[3\]: unknown sparse 'gird': did you mean 'grid'"),
         (dict(default=7), "default is 7; give one pattern"),
     ],
 )
 def test_wrong_choices_are_told(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(RecipeError, match=told):
         Recipe.load(sparse={"name": "per_head", **fields})
-
-
-def test_nearest_names_are_told() -> None:
-    with pytest.raises(RecipeError, match=r"table\[0\]\[3\]: unknown sparse 'gird': did you mean 'grid'"):
-        PerHead(table={0: {3: "gird"}})
 
 
 @pytest.mark.parametrize(

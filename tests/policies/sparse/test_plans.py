@@ -37,18 +37,10 @@ from .test_contract import CASES, NAMES, listed_by_hand, small
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 READS = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "bincount",
-    "equal",
-    "is_nonzero",
-    "item",
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal",
+    "is_nonzero", "item",
     "lift_fresh",  # a tensor made of Python numbers, or an index given as a list: its way to a device is waited for
-}
+}  # fmt: skip
 SCENE = Scene(
     (
         sequence(

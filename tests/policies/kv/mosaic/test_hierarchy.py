@@ -112,15 +112,6 @@ def test_identical_units_are_clustered_without_end() -> None:
     assert int(tree.semantic.size.max()) <= tree.rules.largest
 
 
-def test_a_visual_split_parts_buffered_clusters_from_their_homes() -> None:
-    tree = tree_of(buffer=64)
-    data = plant(runs(60, seed=4, kinds=12), seed=4)
-    for end in range(12, 61, 6):
-        feed(tree, tuple(rows[:end] for rows in data), 6, window=1)
-        audit(tree)
-    assert tree.counters["visual_splits"] and tree.counters["singletons"]
-
-
 def test_a_stream_that_begins_with_one_scene_still_tells_scenes_apart() -> None:
     scenes = [0] * 14 + [1 + scene for scene in runs(60, seed=3, kinds=5)]
     truth = torch.tensor(scenes)

@@ -317,7 +317,8 @@ def test_of_entries_a_survey_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert tree.has_clusters and 0 < max(told) <= tree.semantic.size.shape[1] < 396
 
 
-def test_cluster_assignment_is_one_graph_by_inductor() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_cluster_assignment_is_one_graph(backend: str) -> None:
     """The nearest of some clusters in each layer, and its statistics with the unit in it; -1 is no cluster."""
     torch._dynamo.reset()
     tree, level = Hierarchy.__new__(Hierarchy), ClusterTable(3, 7, torch.float32)
@@ -328,7 +329,7 @@ def test_cluster_assignment_is_one_graph_by_inductor() -> None:
     def assign(u: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tree._nearest(layer, ids, tree._cosines(layer, ids, u), u)
 
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(assign, fullgraph=True, dynamic=False, backend=counter)
     for _ in range(3):
         level.centroid.normal_()

@@ -126,20 +126,6 @@ def test_units_come_back_in_the_order_asked_twice_if_asked_twice(
         assert (wide[:, :, :3] == 7).all() and (wide[:, :, 38:] == 7).all()
 
 
-def test_an_index_is_read_once_the_model_has_made_it() -> None:
-    """-1 gives zeros."""
-    lanes = SimLanes(0, eager=0)
-    store = open_store(lanes=lanes)
-    fill(store, [0, 1, 2, 3])
-    lanes.drain()
-    index, out = torch.full((3,), 3), store.buffer(3)
-    lanes.compute.run(lambda: index.copy_(torch.tensor([*store.table.device_slots()[0, [2, 0]], -1])))
-    with mock.patch.object(torch, "empty", poisoned):
-        store.gather(index, out)
-    lanes.rush()
-    assert torch.equal(out[0, :, : 2 * TOKENS], contents(0, [2, 0])[0]) and not out[:, :, 2 * TOKENS :].any()
-
-
 def test_copies_bytes_and_launches_are_counted_exactly(tmp_path: Path) -> None:
     for spilled in (False, True):
         fields = dict(cap=0, spill="disk", folder=tmp_path, slab_bytes=64 * UNIT_BYTES) if spilled else {}

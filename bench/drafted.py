@@ -27,9 +27,9 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.worker import READY, SocketEnd, Worker
 from mmaccel.core.streams.asking import QuestionRunner
-from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, Sequential
 from mmaccel.policies.draft._draft_decoder import DraftDecoder
+from mmaccel.policies.draft._draft_model import draft_stream
 from mmaccel.policies.draft._remote_drafter import serve_decoder
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 
@@ -107,8 +107,8 @@ def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
     family = adapter_for(model)
     wire.send(READY, family.geometry(model).vocab)
 
-    def watch(processor: Any, *given: Any) -> LocalDraftStream:
-        return LocalDraftStream(family.stream_adapter(model, processor), *given)
+    def watch(processor: Any, *given: Any) -> Any:
+        return draft_stream(family.stream_adapter(model, processor), *given)
 
     with without_tower(frames, kinds), replaying(None, 1.0):
         serve_decoder(

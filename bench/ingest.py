@@ -319,7 +319,10 @@ def capped_step(name: str) -> Callable[[argparse.Namespace, Log], None]:
         tokens = PROMPTS[name] // (1 if options.shrink == 1 else 500 * options.shrink)
         inputs = long_prompt(processor, max(tokens, 1000), next(model.parameters()).dtype)
         how: dict[str, Any] = {"kv": sizes.kv("mosaic", positions="compact")}
-        shipped = {"name": "per_head", "table": "shipped"}  # frames of 16 tokens leave a grid of 64 blocks nothing to skip
+        shipped = {
+            "name": "per_head",
+            "table": "shipped",
+        }  # frames of 16 tokens leave a grid of 64 blocks nothing to skip
         how["sparse"] = table(model, sizes.small) if name == SHAPE else shipped
         if cuda:
             torch.cuda.set_per_process_memory_fraction(CAP / torch.cuda.get_device_properties(0).total_memory)

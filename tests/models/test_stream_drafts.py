@@ -19,8 +19,10 @@ from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
+from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, TextOnly, Tree
 from mmaccel.policies.kv.recent import Recent
+from mmaccel.policies.sparse.a_shape import AShape
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.products import product
 
@@ -99,6 +101,37 @@ def test_each_branch_of_a_tree_says_what_it_says_alone(name: str, kv: str) -> No
                     ):
                         asked.state.accept(2)
                 asked.truncate(start)
+
+
+def test_a_draft_reads_a_stored_film_in_one_pass_under_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, passes, encode = (
+        Sequential(model=pair("random-ov")[0], window=3),
+        list[Any](),
+        StreamRunner._encode,
+    )
+
+    def noted(self: StreamRunner, frames: torch.Tensor) -> None:
+        passes.append((self.adapter.attention.recipe.sparse, len(frames)))
+        encode(self, frames)
+
+    monkeypatch.setattr(StreamRunner, "_encode", noted)
+    with open_session("random-ov", TIGHT["mosaic"], draft=draft, chunk=None) as session:
+        session.ingest(film(24), fps=FPS)
+        (_, whole), (pattern, count) = passes
+        unit = session._live.info.unit
+        assert whole == count == 24 and isinstance(pattern, AShape) and pattern.window == 8 * unit
+        ids = session.ask(QUESTION, TOKENS)
+        session.watch(film(20), fps=FPS)
+        assert [(sparse.dense, n) for sparse, n in passes[2:]] == [
+            (True, 16),
+            (True, 16),
+            (True, 4),
+            (True, 4),
+        ]
+    assert ids.counters["drafted"] > 0
+    with open_session("random-ov", TIGHT["mosaic"], chunk=None) as session:
+        session.ingest(film(24), fps=FPS)
+        assert session.ask(QUESTION, TOKENS).ids == ids.ids
 
 
 def agreeing(**fields: Any) -> Sequential:

@@ -61,9 +61,12 @@ class DraftStream(ABC):
     """What a strategy has measured of the answers so far, for the next one."""
 
     @abstractmethod
-    def take_frames(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+    def take_frames(
+        self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool = False
+    ) -> None:
         """Add frames [T, 3, H, W] uint8, shown at `times` in seconds, after the target did. `fps`: their clip's rate, if
-        known; `timed`: whether the times are known, not made up."""
+        known; `timed`: whether the times are known, not made up; `ingest`: they are of a stored video, whose end
+        `finish_intake` tells."""
 
     @abstractmethod
     def checkpoint(self) -> Any:

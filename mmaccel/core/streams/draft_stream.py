@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.attach import StreamAdapter
+from mmaccel.core.attach import StreamAdapter, stream_attention
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import DraftStream, QuestionAttention
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.prefill.attention import AttentionConfig
 from mmaccel.core.prefill.prune import TokenPruner
+from mmaccel.core.prefill.sparse import SparsePattern
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import QuestionRunner, asked
 from mmaccel.core.streams.listening import GuidedRetrievalWrapper
@@ -30,24 +33,54 @@ FACTS = "stream.json"
 class LocalDraftStream(DraftStream):
     """A `DraftStream` whose draft model runs in this process, with its own KV memory `kv`; it begins with the first frames.
     Of what a question retrieves the draft reads only what `prune` keeps; `counts` are the numbers of these tokens, before
-    and after."""
+    and after.
+
+    reading  makes the pattern under which stored videos are read, of the tokens that the memory's window holds; None, or a
+             memory without a window: all that came before is seen
+    """
 
     def __init__(
-        self, adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None, prune: TokenPruner | None = None
+        self,
+        adapter: StreamAdapter,
+        kv: StreamPolicy,
+        chunk: int | None,
+        prune: TokenPruner | None = None,
+        reading: Callable[[int], SparsePattern] | None = None,
     ) -> None:
-        self._adapter, self._kv, self._chunk, self._prune = adapter, kv, chunk, prune
+        self._adapter, self._kv, self._chunk, self._prune, self._reading = adapter, kv, chunk, prune, reading
+        self._ingesting: AttentionConfig | None = None
         self._guided: GuidedRetrievalWrapper | None = None
         self._live: StreamRunner | None = None
         self._asked: tuple[str, int] | None = None
         self._question = ExitStack()
 
-    def take_frames(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+    def take_frames(
+        self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool = False
+    ) -> None:
         if self._live is None:
             parts = self._adapter, self._kv, self._chunk, frames, fps, timed
             self._live = StreamRunner.begin(*parts, quiet=True)
         live = self._live
-        live.take_frames(frames, list(times), lambda done: None, Deadline())
+        ingest = ingest and self._kv.ingests
+        with self._attention_of_ingestion(live.info.unit) if ingest else nullcontext():
+            live.take_frames(frames, list(times), lambda done: None, Deadline(), ingest)
         live.state.forget_old_units(live.shown_seconds, live.is_pinned)
+
+    @contextmanager
+    def _attention_of_ingestion(self, unit: int) -> Iterator[None]:
+        """While inside, passes over units of `unit` tokens see what `reading` lists, where the model can run it."""
+        adapter = self._adapter
+        window = self._kv.footprint(unit, adapter.pace).window
+        if self._ingesting is None and self._reading is not None and window is not None:
+            pattern = self._reading(-(-window // adapter.pace) * unit)
+            with suppress(RecipeError):
+                self._ingesting = stream_attention(Recipe(sparse=pattern), adapter)
+        before = adapter.attention
+        adapter.attention = self._ingesting or before
+        try:
+            yield
+        finally:
+            adapter.attention = before
 
     def wait_for_others(self) -> None:
         if self._adapter.device.type == "cuda":

@@ -249,7 +249,8 @@ class FrameIntake:
             nonlocal watched
             some, watched = slice(watched, through), through
             with self._turn():
-                live.beside.take_frames(clip.frames[some], shown[some], clip.fps, live.info.timed)
+                told = clip.frames[some], shown[some], clip.fps, live.info.timed
+                live.beside.take_frames(*told, how == "ingest")
             for one in self._standing:
                 one.notify_frames()
             if progress is not None:

@@ -70,14 +70,16 @@ class GuardedDraftStream:
                 with suppress(Exception):
                     stream.close()
 
-    def take_frames(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
-        """Give frames to the draft's stream, if there are any."""
+    def take_frames(
+        self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool
+    ) -> None:
+        """Give frames to the draft's stream, if there are any; `ingest`: they are of a stored video."""
         with self.drop_on_error() as stream:
             if stream is None or not len(frames):
                 return
             stream.wait_for_others()  # for the target's pass, which the draft does not hold up
             began = monotonic()
-            stream.take_frames(frames, times, fps, timed)
+            stream.take_frames(frames, times, fps, timed, ingest)
             now = monotonic()
             self._held_up_s += now - began
             others_s = now - self._born - self._held_up_s

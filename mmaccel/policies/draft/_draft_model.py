@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import ModelView, Runner
-from mmaccel.core.attach import adapter_for
+from mmaccel.core.attach import StreamAdapter, adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
@@ -23,6 +23,7 @@ from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy, registry, with_base_dir
 from mmaccel.core.streams.draft_stream import LocalDraftStream
+from mmaccel.policies.sparse.a_shape import AShape
 
 PADDING = 1024
 """Rows by which the embeddings of one vocabulary may differ."""
@@ -79,6 +80,14 @@ def check_vocabulary(name: str, ours: int, theirs: int) -> None:
             f"{name}: model: the draft has {theirs} token embeddings and the target {ours}, so that their tokens differ; "
             "give a draft with the target's tokenizer."
         )
+
+
+def draft_stream(
+    adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None, prune: TokenPruner | None
+) -> LocalDraftStream:
+    """Open the stream of a draft model in this process. It reads stored videos in few long passes, under the window that
+    live frames have: drafts were as good as of frames read a clip at a time (lab/LOG.md)."""
+    return LocalDraftStream(adapter, kv, chunk, prune, lambda tokens: AShape(window=tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +162,7 @@ class DraftModelStrategy(DraftStrategy):
     def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         peer = self.peer(target)
         adapter = adapter_for(peer.model).stream_adapter(peer.model, session.processor)
-        return LocalDraftStream(adapter, self.kv or session.kv, session.chunk, self.prune)
+        return draft_stream(adapter, self.kv or session.kv, session.chunk, self.prune)
 
     def peer(self, target: ModelView) -> ModelView:
         """Return the view of the draft model in this process; raises `DraftError` if it is missing, of another family or has

@@ -38,7 +38,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft._draft_decoder import SUPPORT, DraftDecoder, DraftedTokens, TokenDistribution
-from mmaccel.policies.draft._draft_model import continues_tokens
+from mmaccel.policies.draft._draft_model import continues_tokens, draft_stream
 from mmaccel.policies.draft._remote_stream import (
     BEGIN,
     CALL,
@@ -219,7 +219,7 @@ def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
     wire.send(READY, family.geometry(model).vocab, *bare)
 
     def watch(processor: Any, *given: Any) -> LocalDraftStream:
-        return LocalDraftStream(family.stream_adapter(model, processor), *given)
+        return draft_stream(family.stream_adapter(model, processor), *given)
 
     serve_decoder(wire, lambda: DraftDecoder(family.runner(model), own, options["vocab"]), own, watch)
 

@@ -56,11 +56,13 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         self._out = 0  # calls not answered yet
         self._call("open", session.processor, session.kv, session.chunk, session.prune)
 
-    def take_frames(self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool) -> None:
+    def take_frames(
+        self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool = False
+    ) -> None:
         self.wait_until_done()
         own = frames.to("cpu", copy=True).contiguous()  # the caller's may change as soon as this returns
         rate = None if fps is None else float(fps)
-        self._call("take_frames", own.numpy(), list(times), rate, timed, later=True)
+        self._call("take_frames", own.numpy(), list(times), rate, timed, ingest, later=True)
 
     def checkpoint(self) -> bool:
         self._call("checkpoint")

@@ -20,7 +20,7 @@ from mmaccel.policies.kv import Window
 from tests.models.test_arguments import Record
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 BUILD = {name: partial(tiny, name) for name in ("qwen", "llava", "glm4v", "internvl", "qwen3_vl")}
@@ -42,9 +42,7 @@ def counted(monkeypatch):
     return heard(monkeypatch, decode.DeviceStep, "__call__", lambda part, ids, *_: tuple(ids.shape))
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), product(sorted(BUILD), ["text", "interleaved", "long"]), indirect=["family"]
-)
+@crossed("family", family=sorted(BUILD), kind=["text", "interleaved", "long"])
 @torch.no_grad()
 def test_steps_are_the_model_s_own(family, kind, monkeypatch):
     name, model = family
@@ -82,10 +80,11 @@ def test_norms_are_part_of_what_is_about_them(family):
         assert torch.allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("family", "kept", "open_runner"),
-    product(sorted(BUILD), [None, torch.arange(3, 20)], [lambda m: adapter_for(m).runner(m), runner]),
-    indirect=["family"],
+@crossed(
+    "family",
+    family=sorted(BUILD),
+    kept=[None, torch.arange(3, 20)],
+    open_runner=[lambda m: adapter_for(m).runner(m), runner],
 )
 def test_a_runner_keeps_no_graph(family, open_runner, kept):
     """Nor does its cache, whose tensors would hold every layer's activations; the caller has not switched gradients off."""
@@ -157,9 +156,7 @@ def test_room_grows(family, monkeypatch):
     assert len(set(laid)) > 1 and laid == sorted(laid)
 
 
-@pytest.mark.parametrize(
-    ("family", "strategy"), product(sorted(BUILD), ["off", "sequential", "tree"]), indirect=["family"]
-)
+@crossed("family", family=sorted(BUILD), strategy=["off", "sequential", "tree"])
 def test_a_recipe_decodes_through_it(family, strategy, monkeypatch):
     """Target and draft of an accelerated model, its own memory; the cache it leaves can be taken up by plain steps."""
     name, model = family

@@ -15,7 +15,7 @@ from mmaccel.policies.draft.sequential import Drafter
 from mmaccel.policies.draft.sparse_to_dense import _Sparse
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 LAYERS = 3
@@ -25,7 +25,7 @@ LAYERS = 3
 PIECES = {**PROMPTS, "many frames": [("text", 4), ("video", 30), ("text", 5)]}
 
 
-@pytest.mark.parametrize(("kind", "family"), product(PIECES, sorted(BUILD)), indirect=["family"])
+@crossed("family", kind=PIECES, family=sorted(BUILD))
 def test_a_same_weights_draft_is_accepted_whole(family, kind):
     name, model = family
     inputs = prompt(name, PIECES[kind])

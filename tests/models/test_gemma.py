@@ -21,7 +21,7 @@ from mmaccel.models import gemma, sliding
 from mmaccel.models.prompt_layout import unpadded
 from mmaccel.models.runner import HFRunner
 from tests.models.tiny_random import batch, prompt, sampler
-from tests.products import product
+from tests.products import crossed
 
 KINDS = ("gemma3", "gemma4")
 PIECES = [("text", 6), ("video", 24), ("text", 3), ("image",), ("text", 9)]
@@ -53,7 +53,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("fault", "kind"), product(FAULTS, KINDS))
+@crossed(fault=FAULTS, kind=KINDS)
 def test_a_fault_is_found(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, said = FAULTS[fault]
     monkeypatch.setattr(where, name, wrong)
@@ -170,9 +170,7 @@ def test_a_session_refuses_it_too() -> None:
         mmaccel.VideoSession(model, made.processor(model.config), None, kv="full", draft=draft)
 
 
-@pytest.mark.parametrize(
-    ("pieces", "built"), product([[("image",)], [("video", 4)]], KINDS), indirect=["built"]
-)
+@crossed("built", pieces=[[("image",)], [("video", 4)]], built=KINDS)
 def test_drafts_in_batches_and_behind_padding(built: Any, pieces: Any) -> None:
     """Images of one kind alone, and padding behind a prompt, go with the tokens that they are of."""
     kind, model = built

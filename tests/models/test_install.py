@@ -28,7 +28,7 @@ from mmaccel.models.install import Hooks, shared_hooks
 from tests import SOURCES
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = [pytest.mark.in_turn("family", 1), pytest.mark.in_turn("name", 4)]
@@ -143,11 +143,7 @@ class Helped(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize(
-    ("what", "inner", "family"),
-    product(["attach", "detach"], ["forward", "generate"], sorted(BUILD), together=2),
-    indirect=["family"],
-)
+@crossed("family", what=["attach", "detach"], inner=["forward", "generate"], family=sorted(BUILD), together=2)
 def test_a_call_that_waits_for_a_helper_and_a_change(family: Any, what: str, inner: str) -> None:
     inputs, model = family
     plain = model.generate(**inputs, **GREEDY)

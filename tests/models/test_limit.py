@@ -16,7 +16,7 @@ from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.models.prompt_layout import positions_of
 from mmaccel.policies.draft import Off, Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -56,9 +56,7 @@ def said(fast: Any, inputs: dict[str, torch.Tensor], tokens: int) -> list[int]:
     return new
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind", "family"), product(STRATEGIES, ["video", "text"], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", strategy=STRATEGIES, kind=["video", "text"], family=sorted(BUILD))
 def test_the_answer_ends_with_the_positions(
     family: tuple[str, Any, Any], strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +79,7 @@ def test_the_answer_ends_with_the_positions(
             assert said(fast, inputs, ROOM) == want[:ROOM].tolist()
 
 
-@pytest.mark.parametrize(("strategy", "family"), product(STRATEGIES, sorted(BUILD)), indirect=["family"])
+@crossed("family", strategy=STRATEGIES, family=sorted(BUILD))
 def test_a_prompt_that_leaves_nothing_is_refused(
     family: tuple[str, Any, Any], strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import mmaccel
 from mmaccel.core.errors import ModelError
 from mmaccel.models.choosing import LONGEST, by_schema
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, logits, open_session, pair
-from tests.products import product
+from tests.products import crossed
 
 WHOLE, TIGHT = every_stream(), every_stream(frames=4, window=6)
 TURNS = [
@@ -172,9 +172,7 @@ def test_an_answer_is_json_of_the_schema(library: Any, name: str) -> None:
         assert session.ask(QUESTION, 10).ids == plain.ids, "it leaves no trace"
 
 
-@pytest.mark.parametrize(
-    ("draft", "sample"), product(["prompt_lookup", "sequential", "tree", "parallel"], [False, True])
-)
+@crossed(draft=["prompt_lookup", "sequential", "tree", "parallel"], sample=[False, True])
 def test_drafts_say_the_same(library: Any, draft: str, sample: bool) -> None:
     model, processor = pair("tiny-ov")
     fields: dict[str, Any] = {"name": draft} | (

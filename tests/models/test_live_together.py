@@ -15,7 +15,7 @@ from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.models import step
 from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session, pair
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -58,9 +58,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
     return of
 
 
-@pytest.mark.parametrize(
-    ("name", "kv", "captured"), product(["random-ov", "random-qwen"], MEMORIES, [False, True])
-)
+@crossed(name=["random-ov", "random-qwen"], kv=MEMORIES, captured=[False, True])
 def test_answers_are_those_of_each_alone(
     name: str, kv: str, captured: bool, sizes: Callable[[str], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from mmaccel.models.generate import DraftTimes
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
-from tests.products import product
+from tests.products import crossed, product
 from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("family", 1)
@@ -122,9 +122,7 @@ def test_greedy_tokens_are_those_of_the_target_alone(
     assert tokens < 6 or strategy == "prompt_lookup" or told["proposed"] > 0
 
 
-@pytest.mark.parametrize(
-    ("strategy", "room", "pair"), product(STRATEGIES, [1, 2, 9], sorted(BUILD)), indirect=["pair"]
-)
+@crossed("pair", strategy=STRATEGIES, room=[1, 2, 9], pair=sorted(BUILD))
 def test_up_to_the_model_s_last_position(pair, strategy, room):
     """A prompt that leaves `room` positions: the answer fills them, and no draft asks for one beyond."""
     name, target, draft = pair
@@ -161,9 +159,7 @@ def words_of(target: torch.nn.Module | None = None, vocab: int = VOCAB) -> T.Qwe
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "family"), product(["text", "video", "interleaved"], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", kind=["text", "video", "interleaved"], family=sorted(BUILD))
 def test_greedy_tokens_are_the_plain_ones(family, kind: str, tmp_path: Path) -> None:
     name, target = family
     inputs = prompt(name, PROMPTS[kind])

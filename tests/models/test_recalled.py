@@ -22,7 +22,7 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.asking import asked as asked_of
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -110,7 +110,7 @@ def dropped(name: str, kv: Any, pruner: TokenPruner) -> bool:
     return bare[0] != pruned[0] and bare[0] != [bare[0][0]] * TOKENS
 
 
-@pytest.mark.parametrize(("kind", "name"), product(LAST, FAMILIES))
+@crossed(kind=LAST, name=FAMILIES)
 def test_on_all_that_was_read_it_is_the_pruned_model(kind: str, name: str) -> None:
     ids, logits, report = said(name, {"prune": LAST[kind]}, prompt(name))
     own, first, counts = answer(name, {"kv": "full", "prune": LAST[kind]}, "watch")
@@ -120,9 +120,7 @@ def test_on_all_that_was_read_it_is_the_pruned_model(kind: str, name: str) -> No
     assert told == {at: n for at, n in counts.items() if at.startswith("visual")} and counts["visual"] > 0
 
 
-@pytest.mark.parametrize(
-    ("kv", "kind", "name"), product([one for one in ROOM if one != "full"], EACH, FAMILIES)
-)
+@crossed(kv=[one for one in ROOM if one != "full"], kind=EACH, name=FAMILIES)
 def test_with_room_for_all_every_memory_says_the_same(kv: str, kind: str, name: str) -> None:
     want, first, counts = answer(name, {"kv": "full", "prune": EACH[kind]})
     own = answer(name, {"kv": ROOM[kv], "prune": EACH[kind]})
@@ -171,9 +169,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, see: Callable[..., None]) -> None:
     monkeypatch.setattr(RecallPruning, "view", view)
 
 
-@pytest.mark.parametrize(
-    ("kv", "name"), product([one for one in TIGHT if one not in ("full", "offload", "no_cache")], FAMILIES)
-)
+@crossed(kv=[one for one in TIGHT if one not in ("full", "offload", "no_cache")], name=FAMILIES)
 def test_each_layer_shows_the_best_of_what_it_recalled(
     kv: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from mmaccel.core.registry import registry
 from tests.models.streams import FPS, film, open_session, pair
 from tests.models.test_exact import TOLERANCE, logits
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 LAYERS = 3
@@ -59,7 +59,7 @@ def test_every_pattern_has_a_small_budget_here():
     assert sorted(SMALL) == SPARSE
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_a_pattern_runs_and_is_reported(family, name):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -72,7 +72,7 @@ def test_a_pattern_runs_and_is_reported(family, name):
     assert 1 / 3 < report.kept < 0.9
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_kept_is_the_listed_share_of_causal_pairs(family, name, monkeypatch):
     """Counted again by hand from the plans of the run, the tail's rows and a dense layer."""
     kind, model = family
@@ -105,7 +105,7 @@ def test_kept_is_the_listed_share_of_causal_pairs(family, name, monkeypatch):
     assert kept == pytest.approx(sum(shares) / 3, rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_the_last_rows_are_those_of_dense_attention_in_the_first_layer(family, name):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -124,9 +124,7 @@ def test_the_last_rows_are_those_of_dense_attention_in_the_first_layer(family, n
     assert not torch.allclose(seen["sparse"][:, -40:-8], seen["dense"][:, -40:-8], atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "tail", "family"), product(SPARSE, [0, 8], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", name=SPARSE, tail=[0, 8], family=sorted(BUILD))
 def test_padded_batches_equal_each_prompt_alone(family, name, tail):
     kind, model = family
     prompts = [prompt(kind, [("text", n), *PIECES[1:]], seed=n) for n in (3, 11)]
@@ -137,7 +135,7 @@ def test_padded_batches_equal_each_prompt_alone(family, name, tail):
             assert (row[-length:] - model(**single).logits[0]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_padding_behind_a_prompt_takes_none_of_its_dense_rows(family, name):
     kind, model = family
     prompts = [prompt(kind, [("text", 6), ("video", 36), ("text", n)], seed=n) for n in (110, 30)]
@@ -199,7 +197,7 @@ def written_out(run, layer, query, key, value, scale):
 ATTEND = ForwardPass.attend
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_a_pattern_and_a_window_are_dense_attention_under_both_masks(family, name, monkeypatch):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -215,7 +213,7 @@ def test_a_pattern_and_a_window_are_dense_attention_under_both_masks(family, nam
     assert (ours - exact).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_a_chunked_prompt_goes_on_over_what_the_window_holds(family, name):
     """Later pieces see a view that lacks columns: the pattern runs there too, in a batch as in one sequence."""
     kind, model = family

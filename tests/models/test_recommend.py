@@ -39,7 +39,7 @@ from mmaccel.models.shapes import SHAPES
 from mmaccel.policies.kv import Full
 from mmaccel_lab.world import World, render
 from tests.models.streams import QUESTION, film, pair
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 DEVICE = rates.DEVICES["h100"]
@@ -300,7 +300,7 @@ def long_film(frames: int) -> torch.Tensor:
     return render(World.generate(3, frames).table(), 112, 224)
 
 
-@pytest.mark.parametrize(("name", "family"), product(MAIN_PRESETS, FAMILIES))
+@crossed(name=MAIN_PRESETS, family=FAMILIES)
 def test_all_that_a_preset_names_acts_in_a_session(name: str, family: str) -> None:
     model, processor = pair(family)
     chosen, report = recipe(name, family), None

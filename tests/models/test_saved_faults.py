@@ -28,7 +28,7 @@ from mmaccel.core.streams import saved_stream, session_io
 from mmaccel.core.streams.session import VideoSession
 from tests.models.streams import FPS, film, logits, open_session, pair
 from tests.models.test_session_faults import NAME, TIGHT, begun, unharmed
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -341,9 +341,7 @@ def while_it_loads(monkeypatch: pytest.MonkeyPatch, place: str, work: Callable[[
     monkeypatch.setattr(module, place, meanwhile)
 
 
-@pytest.mark.parametrize(
-    ("kv", "place"), product(["recent", "mosaic"], ["_check_file", "_print_of", "_read_info"])
-)
+@crossed(kv=["recent", "mosaic"], place=["_check_file", "_print_of", "_read_info"])
 def test_a_load_beside_a_save_reads_what_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, place: str
 ) -> None:

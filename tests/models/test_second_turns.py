@@ -22,7 +22,7 @@ from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.prune import FastV, UVPrune
 from tests.models.tiny_random import BUILD, IMG, VE, VID, VS, prompt
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("family", 1)
@@ -238,9 +238,7 @@ def plainly(model: Any, name: str, turns: Any) -> list[Tensor]:
     return answers
 
 
-@pytest.mark.parametrize(
-    ("draft", "turns", "family"), product(DRAFTS, TURNS, sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", draft=DRAFTS, turns=TURNS, family=sorted(BUILD))
 def test_turns_on_one_cache_are_one_whole_prompt(family, draft: str, turns: str, monkeypatch) -> None:
     name, model, peer = family
     want = plainly(model, name, TURNS[turns])

@@ -14,7 +14,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, StoreError, VideoError
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -55,7 +55,7 @@ def test_a_watch_that_is_interrupted_takes_in_nothing(kv: str) -> None:
         session.watch(film(25), fps=FPS, progress=stop)
 
 
-@pytest.mark.parametrize(("kv", "layer"), product([name for name in TIGHT if name != "no_cache"], [0, 1]))
+@crossed(kv=[name for name in TIGHT if name != "no_cache"], layer=[0, 1])
 def test_a_pass_that_breaks_in_the_middle_takes_in_nothing(kv: str, layer: int) -> None:
     session, calls = begun(kv), [2]
     module = session._stream_adapter.view.adapter.layers(session._stream_adapter.view.model)[layer]
@@ -177,7 +177,7 @@ def test_a_broken_watch_forgets_nothing_while_there_is_room(kv: str) -> None:
         assert session.counters()["host_dropped"] == 0
 
 
-@pytest.mark.parametrize(("kv", "passes"), product(["rekv", "mosaic"], [1, 2, 4]))
+@crossed(kv=["rekv", "mosaic"], passes=[1, 2, 4])
 def test_a_broken_watch_forgets_no_more_than_a_whole_one_up_to_there(kv: str, passes: int) -> None:
     """Under a cap the new has no place but that of the oldest, and what was overwritten cannot come back."""
     count = 16 * passes

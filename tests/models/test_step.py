@@ -26,7 +26,7 @@ from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.kv.mosaic.test_prefetch import Replayed
 from tests.policies.kv.test_question_reads import VIEWS
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 FREE = {*VIEWS, "split", "split_with_sizes", "_reshape_alias"}
@@ -164,9 +164,7 @@ def scores_of(answer: mmaccel.core.decoding.generate.Answer) -> dict[tuple[int, 
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("kv", "name"), product(["mosaic", "rekv", "full", "livevlm"], ["random-ov", "random-qwen"])
-)
+@crossed(kv=["mosaic", "rekv", "full", "livevlm"], name=["random-ov", "random-qwen"])
 def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = heard(monkeypatch, step.StreamSteps, "run", lambda adapter, run, embeds, *_: len(embeds))
     with opened(name, KV[kv]) as session:
@@ -181,7 +179,7 @@ def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("kv", "name"), product(["mosaic", "rekv"], ["random-ov", "random-qwen"]))
+@crossed(kv=["mosaic", "rekv"], name=["random-ov", "random-qwen"])
 def test_replayed_layers_say_what_layers_launched_one_by_one_say(
     name: str, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,9 +279,7 @@ def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("kv", "name"), product(["mosaic", "rekv", "full", "livevlm"], ["random-ov", "random-qwen"])
-)
+@crossed(kv=["mosaic", "rekv", "full", "livevlm"], name=["random-ov", "random-qwen"])
 def test_all_layers_of_an_answer_say_what_the_modules_say(
     name: str, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

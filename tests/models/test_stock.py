@@ -8,7 +8,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import ModelError
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, batch, prompt
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -27,9 +27,7 @@ def close(a, b):
     return (a - b).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("recipe", "family"), product(["dense", "full budget", "chunks"], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", recipe=["dense", "full budget", "chunks"], family=sorted(BUILD))
 @torch.no_grad()
 def test_packed_sequences_do_not_see_each_other(family, recipe):
     kind, model = family
@@ -63,7 +61,7 @@ def test_rows_are_packed_each_in_its_own_way(family):
         model(**call)
 
 
-@pytest.mark.parametrize(("recipe", "family"), product(RECIPES, sorted(BUILD)), indirect=["family"])
+@crossed("family", recipe=RECIPES, family=sorted(BUILD))
 def test_without_a_cache_none_is_kept(family, recipe):
     kind, model = family
     inputs = prompt(kind, PROMPTS["video"])
@@ -161,9 +159,7 @@ def test_a_prompt_in_pieces_is_refused_where_a_pruner_needs_it_whole(family):
         model.generate(**inputs, **CALL, prefill_chunk_size=0)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "own", "family"), product(RECIPES, [False, True], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", recipe=RECIPES, own=[False, True], family=sorted(BUILD))
 def test_an_assistant_model(family, recipe, own):
     kind, model = family
     inputs = prompt(kind, PROMPTS["interleaved"])
@@ -175,9 +171,7 @@ def test_an_assistant_model(family, recipe, own):
     assert torch.equal(got.sequences, plain.sequences)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "family"), product([*RECIPES, "draft"], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", recipe=[*RECIPES, "draft"], family=sorted(BUILD))
 @torch.no_grad()
 def test_a_placeholder_of_what_is_not_given_is_a_word(family, recipe):
     kind, model = family

@@ -22,7 +22,7 @@ from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, TextOnly, Tree
 from mmaccel.policies.kv.recent import Recent
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -48,7 +48,7 @@ LOOKS = ("sequential", "parallel", "tree", "dynamic")
 """Those with a stream of their own: of the target's own model they agree with it."""
 
 
-@pytest.mark.parametrize(("name", "kv", "draft"), product(FAMILIES, TIGHT, drafts("random-ov")))
+@crossed(name=FAMILIES, kv=TIGHT, draft=drafts("random-ov"))
 def test_the_text_is_the_one_without_a_draft(name: str, kv: str, draft: str) -> None:
     frames, found = film(18), []
     for choice in ("off", drafts(name)[draft]):
@@ -64,7 +64,7 @@ def test_the_text_is_the_one_without_a_draft(name: str, kv: str, draft: str) -> 
         assert agrees(drafted), "its draft saw what it saw"
 
 
-@pytest.mark.parametrize(("kv", "name"), product(TIGHT, FAMILIES))
+@crossed(kv=TIGHT, name=FAMILIES)
 @torch.no_grad()
 def test_each_branch_of_a_tree_says_what_it_says_alone(name: str, kv: str) -> None:
     """Tokens 5 7 9 and 5 8, 6 4 as a tree, in one pass and in two; of which 5 7 9 is kept, and 3 comes after it."""

@@ -39,7 +39,7 @@ from tests.models.test_recalled import (
     session,
     watched,
 )
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -55,7 +55,7 @@ KINDS: dict[str, TokenPruner] = {
 }
 
 
-@pytest.mark.parametrize(("kv", "kind", "name"), product(ROOM, KINDS, FAMILIES))
+@crossed(kv=ROOM, kind=KINDS, name=FAMILIES)
 def test_with_room_for_all_it_is_the_pruned_model(kv: str, kind: str, name: str) -> None:
     """Of a film of whole groups of four frames, or of as many pairs."""
     inputs, prune = prompt(name), KINDS[kind]
@@ -299,7 +299,7 @@ PRUNERS: dict[str, TokenPruner] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), product(PRUNERS, FAMILIES))
+@crossed(kind=PRUNERS, name=FAMILIES)
 def test_a_window_with_room_for_all_is_the_pruned_model(kind: str, name: str) -> None:
     inputs = prompt(name)
     runs = [said(name, {"kv": kv, "prune": PRUNERS[kind]}, inputs) for kv in ("full", Window(window=4096))]
@@ -309,7 +309,7 @@ def test_a_window_with_room_for_all_is_the_pruned_model(kind: str, name: str) ->
         assert runs[1][2].kv[at] == runs[0][2].kv[at]
 
 
-@pytest.mark.parametrize(("kind", "name"), product(PRUNERS, FAMILIES))
+@crossed(kind=PRUNERS, name=FAMILIES)
 def test_what_goes_is_gone(kind: str, name: str) -> None:
     """A window that is shorter than what is left of the prompt: it holds less, and says something else."""
     inputs = prompt(name)

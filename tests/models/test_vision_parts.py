@@ -17,7 +17,7 @@ from mmaccel.models.runner import HFRunner
 from mmaccel_lab.eval.encoded import Encoded
 from tests.models.streams import film, pair
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VE, VID, VS, batch, prompt
-from tests.products import product
+from tests.products import crossed
 
 KEPT = ("get_image_features", "get_video_features")
 
@@ -95,7 +95,7 @@ def cases() -> dict[str, tuple[str, dict[str, Tensor]]]:
 CASES = cases()
 
 
-@pytest.mark.parametrize(("name", "most"), product(CASES, [1, 40, 100, 300]))
+@crossed(name=CASES, most=[1, 40, 100, 300])
 def test_calls_are_bounded_and_features_the_same(
     name: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

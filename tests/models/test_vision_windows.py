@@ -19,7 +19,7 @@ from mmaccel.models.modules import WINDOW_ATTENTION, batches_of, in_parts
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 # Steps, rows and columns of patches; a window is 4 x 4.
@@ -58,7 +58,7 @@ def pixels_of(grids: list[list[int]], seed: int = 3) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 3 * 2 * 14 * 14, generator=generator), torch.tensor(grids)
 
 
-@pytest.mark.parametrize(("name", "dtype"), product(GRIDS, TYPES))
+@crossed(name=GRIDS, dtype=TYPES)
 @torch.no_grad()
 def test_the_tower_finds_the_same_in_few_calls(name: str, dtype: torch.dtype, calls: list[Any]) -> None:
     pixels, grid = pixels_of(GRIDS[name])

@@ -12,12 +12,10 @@ import torch
 import transformers
 
 import mmaccel
-from mmaccel.contract import family as promises
 from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.prefill.masked import Images
-from mmaccel.models import gemma, sliding
+from mmaccel.models import sliding
 from mmaccel.models.prompt_layout import unpadded
 from mmaccel.models.runner import HFRunner
 from tests.models.tiny_random import batch, prompt, sampler
@@ -38,28 +36,6 @@ def built(request: pytest.FixtureRequest) -> Any:
 
 def tokens_of(model: Any, inputs: Any, count: int = 12, **more: Any) -> torch.Tensor:
     return model.generate(**inputs, max_new_tokens=count, do_sample=False, **more)
-
-
-NARROW = gemma.Gemma3.sliding_layers
-FAULTS = {
-    "images": (Images, "of", lambda *a: None, "dense, a video"),
-    "later": (Images, "next_cut", lambda self, end: end, "in chunks"),
-    "windows": (
-        gemma.Gemma3,
-        "sliding_layers",
-        lambda *a: dict.fromkeys(NARROW(*a), 1 << 16),
-        "dense, text|dense, a video",
-    ),
-}
-
-
-@crossed(fault=FAULTS, kind=KINDS)
-def test_a_fault_is_found(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, name, wrong, said = FAULTS[fault]
-    monkeypatch.setattr(where, name, wrong)
-    monkeypatch.setattr(promises, "CHECKS", (promises._dense,))
-    with pytest.raises(ModelError, match=said):
-        mmaccel.check_family(sampler(kind).kind, quiet=True)
 
 
 def test_an_answer_longer_than_window_and_margin(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,13 @@ pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request):
+    """Norms are part of what is about them: their gains are not one."""
     model = BUILD[request.param](layers=3)
+    gains = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if "norm" in name:
+                one.uniform_(0.5, 1.5, generator=gains)
     return request.param, model
 
 
@@ -62,22 +68,6 @@ def test_steps_are_the_model_s_own(family, kind, monkeypatch):
     for ids in ([[1, 2, 3, 4, 5, 6]], [[7]]):
         assert torch.allclose(plain.step(torch.tensor(ids)), static.step(torch.tensor(ids)), atol=1e-4)
     assert seen[5:] == [(1, 1)]
-
-
-@torch.no_grad()
-def test_norms_are_part_of_what_is_about_them(family):
-    """With gains that are not one."""
-    name, _ = family
-    model = BUILD[name](layers=3)
-    for key, one in model.named_parameters():
-        if "norm" in key:
-            one.uniform_(0.5, 1.5)
-    plain, static = adapter_for(model).runner(model), runner(model, rows=(4,))
-    both = [one.prefill(prompt(name, PROMPTS["interleaved"])) for one in (plain, static)]
-    for ids in ([9, 3, 4], [5]):
-        both += [one.step(torch.tensor([ids])) for one in (plain, static)]
-    for one, other in zip(both[::2], both[1::2], strict=True):
-        assert torch.allclose(one, other, atol=1e-4)
 
 
 @crossed(

@@ -184,23 +184,6 @@ def test_a_placeholder_of_what_is_not_given_is_a_word(family, recipe):
             assert torch.equal(model.generate(**inputs, **CALL).sequences, plain.sequences)
 
 
-def test_a_second_turn_beside_another_video():
-    model = BUILD["qwen"]()
-    first, other = prompt("qwen", PROMPTS["video"]), prompt("qwen", PROMPTS["long"])
-
-    def turns(between):
-        out = model.generate(**first, **CALL)
-        ids = torch.cat([out.sequences, torch.tensor([[7, 8, 9]])], 1)
-        if between:
-            model.generate(**other, **CALL)
-        return model.generate(input_ids=ids, past_key_values=out.past_key_values, **CALL).sequences
-
-    plain = turns(between=False)
-    with mmaccel.accelerate(model):
-        assert torch.equal(turns(between=False), plain)
-        assert torch.equal(turns(between=True), plain)
-
-
 SCORED = {**CALL, "output_scores": True, "output_logits": True, "repetition_penalty": 1.3}
 
 

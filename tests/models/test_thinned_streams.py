@@ -34,6 +34,7 @@ from tests.models.test_recalled import (
     TIGHT,
     TOKENS,
     answer,
+    paid,
     prompt,
     said,
     session,
@@ -269,11 +270,8 @@ def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.Mon
         looks = layer > 1 if unlike else layer == 1
         if looks:
             attention, columns, before = next(told)
-            query, groups = whole.query, whole.key.shape[1]
-            assert query is not None and torch.equal(columns, at)
-            key = whole.key[0].repeat_interleave(query.shape[1] // groups, 0)
-            scores = (query[0] @ key.mT)[:, 0] * key.shape[-1] ** -0.5
-            torch.testing.assert_close(attention, scores.softmax(-1).mean(0)[at])
+            assert whole.query is not None and torch.equal(columns, at)
+            torch.testing.assert_close(attention, paid(whole.query, whole.key)[at])
             assert (before is None) == (layer not in past)
             assert before is None or torch.equal(before, past[layer])
             past[layer] = attention
@@ -300,22 +298,14 @@ PRUNERS: dict[str, TokenPruner] = {
 
 
 @crossed(kind=PRUNERS, name=FAMILIES)
-def test_a_window_with_room_for_all_is_the_pruned_model(kind: str, name: str) -> None:
-    inputs = prompt(name)
-    runs = [said(name, {"kv": kv, "prune": PRUNERS[kind]}, inputs) for kv in ("full", Window(window=4096))]
-    assert torch.equal(runs[0][0], runs[1][0]) and len(runs[0][0].unique()) > 1
-    torch.testing.assert_close(runs[1][1], runs[0][1], **CLOSE)  # type: ignore[arg-type]
+def test_a_window_with_room_for_all_is_the_pruned_model_and_what_goes_is_gone(kind: str, name: str) -> None:
+    """A window that is shorter than what is left of the prompt holds less, and says something else."""
+    kvs = ("full", Window(window=4096), Window(window=40, margin=8))
+    full, roomy, tight = (said(name, {"kv": kv, "prune": PRUNERS[kind]}, prompt(name)) for kv in kvs)
+    assert torch.equal(full[0], roomy[0]) and len(full[0].unique()) > 1
+    torch.testing.assert_close(roomy[1], full[1], **CLOSE)  # type: ignore[arg-type]
     for at in ("visual", "held_mean"):
-        assert runs[1][2].kv[at] == runs[0][2].kv[at]
-
-
-@crossed(kind=PRUNERS, name=FAMILIES)
-def test_what_goes_is_gone(kind: str, name: str) -> None:
-    """A window that is shorter than what is left of the prompt: it holds less, and says something else."""
-    inputs = prompt(name)
-    full, tight = (
-        said(name, {"kv": kv, "prune": PRUNERS[kind]}, inputs) for kv in ("full", Window(window=40, margin=8))
-    )
+        assert roomy[2].kv[at] == full[2].kv[at]
     assert tight[2].kv["held"] <= 4 + 40 + 8 + 1 < full[2].kv["held"] and tight[2].kv["visual"] > 0
     assert not torch.equal(full[1], tight[1])
 
@@ -349,13 +339,10 @@ def test_a_decoded_token_chooses_among_what_it_sees(monkeypatch: pytest.MonkeyPa
         assert torch.equal(columns, want) and 0 < len(want) < len(visual)
         glance, later = (seen[step * DEPTH + layer] for layer in (1, 2))
         assert (glance[0], later[0]) == (1, 2) and glance[2].column is not None
-        heads = glance[1].shape[1]
-        key = glance[2].key[0].repeat_interleave(heads // glance[2].key.shape[1], 0)
-        scores = (glance[1][0] @ key.mT)[:, 0] * key.shape[-1] ** -0.5
         unseen = ~torch.isin(glance[2].column, within)
         assert bool(unseen.any()) and torch.isin(within, glance[2].column).all()
-        paid = scores.masked_fill(unseen, -torch.inf).softmax(-1).mean(0)
-        torch.testing.assert_close(attention, paid[torch.isin(glance[2].column, want)])
+        looked = paid(glance[1], glance[2].key, unseen=unseen)
+        torch.testing.assert_close(attention, looked[torch.isin(glance[2].column, want)])
         if before is not None:
             old = asked[step - 1]
             torch.testing.assert_close(before, old[0][torch.isin(old[1], want)])

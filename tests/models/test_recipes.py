@@ -3,8 +3,8 @@ names the user's line; beside the `window` memory a pattern acts within the wind
 
 from __future__ import annotations
 
-import inspect
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import mmaccel
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.registry import registry
-from tests.models.streams import FPS, film, open_session, pair
+from tests.models.streams import FPS, open_session, pair
 from tests.models.test_exact import TOLERANCE, logits
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.products import crossed
@@ -233,45 +233,32 @@ def test_every_registered_pattern_may_stand_beside_a_window():
         assert mmaccel.Recipe.load(sparse=name, kv="window").sparse.name == name
 
 
-def idle_pruner() -> Any:
+def under(recipe: dict[str, Any], call: Callable[[Any], Any]) -> None:
     model = BUILD["qwen"]()
-    fast = mmaccel.accelerate(model, prune={"name": "dycoke", "layer": 1})
-    with fast:
-        return inspect.currentframe().f_lineno, model.generate(
-            **prompt("qwen", PROMPTS["text"]), max_new_tokens=2
-        )
+    with mmaccel.accelerate(model, **recipe), torch.no_grad():
+        call(model)
 
 
-def idle_pruner_of_a_pass() -> Any:
-    model = BUILD["qwen"]()
-    with mmaccel.accelerate(model, prune={"name": "dycoke", "layer": 1}), torch.no_grad():
-        return inspect.currentframe().f_lineno, model(**prompt("qwen", PROMPTS["text"]))
+TEXTS = [prompt("qwen", PROMPTS["text"], seed=n) for n in range(2)]
+PRUNED = {"prune": {"name": "dycoke", "layer": 1}}
+RESTS = {"draft": "prompt_lookup"}
+LARGE = torch.zeros(4, 3, 90, 60, dtype=torch.uint8)
+WORKS: dict[str, Callable[[], Any]] = {
+    "a pruner without a video": lambda: under(PRUNED, lambda one: one.generate(**TEXTS[0], max_new_tokens=2)),
+    "the same of a pass": lambda: under(PRUNED, lambda one: one(**TEXTS[0])),
+    "a draft that rests": lambda: under(RESTS, lambda one: one.generate(**batch("qwen", TEXTS), max_new_tokens=2)),
+    "another size": lambda: open_session("random-qwen", "recent", 2).watch(LARGE, fps=FPS),
+    "a bare placeholder": lambda: pair("random-ov")[1](f"what is {pair('random-ov')[1].video_token} ?"),
+}  # fmt: skip
+"""Each in a line of its own."""
 
 
-def resting_draft() -> Any:
-    model = BUILD["qwen"]()
-    inputs = batch("qwen", [prompt("qwen", PROMPTS["text"], seed=n) for n in range(2)])
-    with mmaccel.accelerate(model, draft="prompt_lookup"):
-        return inspect.currentframe().f_lineno, model.generate(**inputs, max_new_tokens=2, do_sample=False)
-
-
-def other_size() -> Any:
-    with open_session("random-qwen", "recent", 2) as session:
-        frames = torch.nn.functional.interpolate(film(4), (90, 60))
-        return inspect.currentframe().f_lineno, session.watch(frames, fps=FPS)
-
-
-def bare_placeholder() -> Any:
-    processor = pair("random-ov")[1]
-    return inspect.currentframe().f_lineno, processor(f"what is {processor.video_token} ?")
-
-
-@pytest.mark.parametrize(
-    "work", [idle_pruner, idle_pruner_of_a_pass, resting_draft, other_size, bare_placeholder]
-)
-def test_a_warning_names_the_line_that_called(work: Any) -> None:
+@pytest.mark.parametrize("name", WORKS)
+def test_a_warning_names_the_line_that_called(name: str) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        line, _ = work()
+        WORKS[name]()
     ours = [(Path(one.filename).name, one.lineno) for one in told if one.category is MmaccelWarning]
-    assert ours == [(Path(__file__).name, line)], [str(one.message) for one in told]
+    assert ours == [(Path(__file__).name, WORKS[name].__code__.co_firstlineno)], [
+        str(one.message) for one in told
+    ]

@@ -16,6 +16,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft.sequential import Sequential
 from mmaccel.policies.kv.full import FullState
+from tests.models.test_exact import logits
 from tests.models.test_recipes import PIECES, SPARSE, small
 from tests.models.tiny_random import EVERY, IMG, PROMPTS, VID, batch, prompt
 from tests.products import crossed
@@ -29,11 +30,6 @@ WINDOW = {"name": "window", "sinks": 4, "window": 16}
 def family(request):
     model = EVERY[request.param]()
     return request.param, model
-
-
-@torch.no_grad()
-def logits(model, inputs, **kwargs):
-    return model(**inputs, **kwargs).logits
 
 
 @crossed("family", name=SPARSE, family=sorted(EVERY))

@@ -44,44 +44,47 @@ def found(ids: list[int], ends: tuple[int, ...] = (E,)) -> list[int]:
     return [ids[n] for n in columns]
 
 
-@pytest.mark.parametrize("system", [[], SYSTEM], ids=["first message", "after a system's"])
-def test_words_before_a_video(system: list[int]) -> None:
-    assert found([*system, *USER, 10, 11, *VIDEO, *END, *MODEL]) == [10, 11]
-    # With words after it too, all that follows, as it is without words before.
-    tail = [BACK, 12, 13, *END, *MODEL]
-    assert found([*system, *USER, 10, 11, *VIDEO, 12, 13, *END, *MODEL]) == [10, 11, *tail]
-    assert found([*system, *USER, 10, *VIDEO, 11, *VIDEO, *END, *MODEL]) == [10, 11]
-    # The model's message is begun already.
-    assert found([*system, *USER, 10, 11, *VIDEO, *END, *MODEL, 7, 8]) == [10, 11]
-
-
-def test_where_the_text_after_is_the_question_nothing_is_said() -> None:
-    assert found([*SYSTEM, *USER, *VIDEO, 10, 11, *END, *MODEL]) == []
-    assert found([*SYSTEM, *USER, *VIDEO, *VIDEO, 10, *END, *MODEL]) == []
-    assert found([*USER, *VIDEO, *END, *MODEL]) == []
-    assert found([*USER, 10, 11, *END, *MODEL]) == []
-
-
-def test_earlier_messages_are_no_question_of_the_video() -> None:
-    before = [*USER, 20, 21, *END, *MODEL, 22, *END]
-    assert found([*before, *USER, 10, *VIDEO, *END, *MODEL]) == [10]
-    # A second question after the answer to the first.
-    more = [*MODEL, 30, *END, *USER, 31, *END, *MODEL]
-    assert found([*USER, 10, *VIDEO, *END, *more]) == [10, BACK, *END, *more]
-
-
-@pytest.mark.parametrize(
-    "ids, ends",
-    [
-        ([*USER, 10, 11, *VIDEO, *END, *MODEL], ()),
-        ([10, 11, *VIDEO, 12], (E,)),
-        ([*USER, 10, *VIDEO], (E,)),
-        ([10, *VIDEO, *END, *MODEL], (E,)),
-        ([], (E,)),
+TAIL = [BACK, 12, 13, *END, *MODEL]
+BEFORE = [*USER, 20, 21, *END, *MODEL, 22, *END]
+MORE = [*MODEL, 30, *END, *USER, 31, *END, *MODEL]
+ASKED: dict[str, list[tuple[list[int], list[int]]]] = {
+    "words before a video, after words of a system": [
+        (case, words)
+        for system in ([], SYSTEM)
+        for case, words in (
+            ([*system, *USER, 10, 11, *VIDEO, *END, *MODEL], [10, 11]),
+            # With words after it too, all that follows, as it is without words before.
+            ([*system, *USER, 10, 11, *VIDEO, 12, 13, *END, *MODEL], [10, 11, *TAIL]),
+            ([*system, *USER, 10, *VIDEO, 11, *VIDEO, *END, *MODEL], [10, 11]),
+            # The model's message is begun already.
+            ([*system, *USER, 10, 11, *VIDEO, *END, *MODEL, 7, 8], [10, 11]),
+        )
     ],
-)
-def test_markup_that_is_not_known_is_left_alone(ids: list[int], ends: tuple[int, ...]) -> None:
-    assert found(ids, ends) == []
+    "where the text after is the question nothing is said": [
+        ([*SYSTEM, *USER, *VIDEO, 10, 11, *END, *MODEL], []),
+        ([*SYSTEM, *USER, *VIDEO, *VIDEO, 10, *END, *MODEL], []),
+        ([*USER, *VIDEO, *END, *MODEL], []),
+        ([*USER, 10, 11, *END, *MODEL], []),
+    ],
+    "earlier messages are no question of the video": [
+        ([*BEFORE, *USER, 10, *VIDEO, *END, *MODEL], [10]),
+        # A second question after the answer to the first.
+        ([*USER, 10, *VIDEO, *END, *MORE], [10, BACK, *END, *MORE]),
+    ],
+    "markup that is not known is left alone": [
+        ([10, 11, *VIDEO, 12], []),
+        ([*USER, 10, *VIDEO], []),
+        ([10, *VIDEO, *END, *MODEL], []),
+        ([], []),
+    ],
+}
+
+
+@pytest.mark.parametrize("told", ASKED)
+def test_the_words_of_a_question(told: str) -> None:
+    for ids, words in ASKED[told]:
+        assert found(ids) == words
+    assert found([*USER, 10, 11, *VIDEO, *END, *MODEL], ()) == []
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen", "tiny-ov"])

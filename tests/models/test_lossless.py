@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import mmaccel
 from mmaccel.core.decoding.draft import Drafting
-from mmaccel.core.errors import DraftError, MmaccelError, MmaccelWarning, ModelError, RecipeError
+from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter
@@ -30,7 +30,7 @@ from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToD
 from mmaccel.policies.draft.sequential import Drafter
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
 from tests.products import crossed, product
-from tests.spies import heard
+from tests.spies import heard, refusal
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -208,28 +208,22 @@ def test_placeholders_are_never_proposed(family, monkeypatch: pytest.MonkeyPatch
     assert len(proposed) > 20 and not {IMG, VID} & set(proposed)
 
 
-def refused(works: Callable[[], object]) -> str:
-    with pytest.raises(MmaccelError) as error:
-        works()
-    return str(error.value)
-
-
 def test_what_cannot_draft_is_told(family, tmp_path: Path) -> None:
     _, target = family
     other = words_of(vocab=400)
-    told = refused(lambda: mmaccel.accelerate(target, draft=TextOnly(model=other)))
+    told = refusal(lambda: mmaccel.accelerate(target, draft=TextOnly(model=other)))
     assert "the draft has 400 token embeddings and the target 200" in told
     state = T.MambaForCausalLM(
         T.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
     )
-    told = refused(lambda: mmaccel.accelerate(target, draft=TextOnly(model=state)))
+    told = refusal(lambda: mmaccel.accelerate(target, draft=TextOnly(model=state)))
     assert "cannot roll back" in told
     for strategy in (Sequential, TextOnly):
-        told = refused(
+        told = refusal(
             lambda strategy=strategy: mmaccel.accelerate(target, draft=strategy(model=torch.nn.Linear(1, 1)))
         )
         assert "not supported" in told
-    assert "'qwen2' is not supported" in refused(
+    assert "'qwen2' is not supported" in refusal(
         lambda: mmaccel.accelerate(target, draft=Sequential(model=words_of()))
     )
     with pytest.raises(ModelError, match="'qwen2' is not supported"):

@@ -10,11 +10,11 @@ import transformers
 import mmaccel
 from mmaccel.core.errors import DraftError
 from mmaccel.core.report import Report
-from mmaccel.policies.draft import Parallel, Sequential, SparseToDense, Tree
+from mmaccel.policies.draft import Sequential, SparseToDense
 from mmaccel.policies.draft.sequential import Drafter
 from mmaccel.policies.draft.sparse_to_dense import _Sparse
 from mmaccel.policies.prune import UVPrune
-from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, prompt
 from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
@@ -127,14 +127,6 @@ def test_a_processor_that_counts_its_calls_is_refused(family, given):
             assert model.generate(**inputs, **options).shape[1] == inputs["input_ids"].shape[1] + 4
 
 
-def strategies(model) -> dict:
-    return {
-        "parallel": Parallel(model=model, window=3, process=False),
-        "tree": Tree(model=model),
-        "sequential": Sequential(model=model, window=3),
-    }
-
-
 def drafted(model, inputs, draft, **options) -> tuple[torch.Tensor, Report]:
     with mmaccel.accelerate(model, draft=draft) as fast:
         return model.generate(**inputs, max_new_tokens=24, do_sample=False, **options), fast.report()
@@ -145,7 +137,7 @@ def test_sampling_runs_under_every_warper(family, strategy):
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
     options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.2}
-    with mmaccel.accelerate(model, draft=strategies(copy.deepcopy(model))[strategy]) as fast:
+    with mmaccel.accelerate(model, draft=DRAFTS[strategy](copy.deepcopy(model))) as fast:
         torch.manual_seed(0)
         one = model.generate(**inputs, max_new_tokens=20, **options)
         report = fast.report()
@@ -162,7 +154,7 @@ def test_a_same_weights_draft_is_always_right(family, case):
     name, model = family
     strategy, kind = case
     inputs = prompt(name, PIECES[kind])
-    ids, report = drafted(model, inputs, strategies(copy.deepcopy(model))[strategy])
+    ids, report = drafted(model, inputs, DRAFTS[strategy](copy.deepcopy(model)))
     told = report.draft
     if strategy == "tree":
         # Each tree holds the target's path down to its deepest level.
@@ -181,7 +173,7 @@ def test_the_target_may_be_its_own_draft(family, strategy):
     name, model = family
     inputs = prompt(name, PIECES["video"])
     plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    ids, report = drafted(model, inputs, strategies(model)[strategy])
+    ids, report = drafted(model, inputs, DRAFTS[strategy](model))
     assert torch.equal(ids, plain) and report.draft["failed"] is None
     assert max(report.draft["lengths"]) >= 3
     assert strategy != "sequential" or report.draft["accepted"] == report.draft["proposed"] > 0

@@ -26,9 +26,9 @@ from mmaccel.models import loading, step
 from mmaccel.models.causal import is_causal_lm
 from mmaccel.models.family import Causal
 from mmaccel.models.generate import DraftTimes
-from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
+from mmaccel.policies.draft import PromptLookup, Sequential, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
-from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
+from tests.models.tiny_random import BUILD, DRAFTS, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
 from tests.products import crossed, product
 from tests.spies import heard, refusal
 
@@ -38,15 +38,11 @@ pytestmark = pytest.mark.in_turn("family", 1)
 PIECES = {**PROMPTS, "long": [("text", 4), ("video", 25), ("text", 6)]}
 PRUNERS = [None, *sorted(name for name, cls in registry("prune").items() if cls.stage == "draft")]
 STRATEGIES = {
-    "parallel": lambda model, window, **more: Parallel(model=model, window=window, process=False, **more),
-    "sequential": lambda model, window, **more: Sequential(model=model, window=window, **more),
-    "tree": lambda model, window, **more: Tree(model=model, **more),
+    **{name: one for name, one in DRAFTS.items() if name != "off"},
     "dynamic tree": lambda model, window, **more: Tree(
         model=model, shape="dynamic", depth=window, width=2, nodes=2 * window, **more
     ),
-    "text_only": lambda model, window, **more: TextOnly(model=model, window=window, **more),
     "prompt_lookup": lambda model, window, **more: PromptLookup(window=window, **more),
-    "sparse_to_dense": lambda model, window, **more: SparseToDense(window=window, retention=0.3, **more),
 }
 MEMORIES = {"full": "full", "window": {"name": "window", "sinks": 4, "window": 40, "margin": 40}}
 

@@ -226,17 +226,17 @@ def test_a_place_for_each_token_or_none(models: Any, monkeypatch: pytest.MonkeyP
     """True positions end with the model's; closed up, as many units as are shown have places."""
     plain, other = models
     call = prompt("llava", PROMPTS["video"])
-    for one in models:
-        monkeypatch.setattr(
-            one.model.language_model.config, "max_position_embeddings", call["input_ids"].shape[1] + 2
-        )
+
+    def limited(more: int) -> None:
+        for one in models:
+            most = call["input_ids"].shape[1] + more
+            monkeypatch.setattr(one.model.language_model.config, "max_position_embeddings", most)
+
+    limited(2)
     with pytest.warns(MmaccelWarning, match="has .* positions"):
         got = other.generate(**call, **CALL)
     assert got.shape[1] == call["input_ids"].shape[1] + 2
-    for one in models:
-        monkeypatch.setattr(
-            one.model.language_model.config, "max_position_embeddings", call["input_ids"].shape[1] - 4
-        )
+    limited(-4)
     with pytest.raises(ModelError, match="positions"):
         other.generate(**call, **CALL)
     closed = {"name": "rekv", "frames": 1, "window": 1, "local": 0, "positions": "compact"}

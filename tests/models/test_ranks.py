@@ -83,24 +83,24 @@ def model_of(family: str) -> Any:
     return EVERY[family]()
 
 
+def computed(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
+    """Logits without a cache and, in the last pass, with one, and the states of all layers."""
+    hidden = model(**inputs, use_cache=False).logits
+    out = model(**inputs, output_hidden_states=True)
+    return [out.logits, hidden, *out.hidden_states]
+
+
 def asked(model: Any, inputs: dict[str, Any], **recipe: Any) -> dict[str, Any]:
     """All that a caller may ask of an accelerated model."""
     with mmaccel.accelerate(model, **recipe) as fast, torch.no_grad():
         tokens = model.generate(**inputs, **TOLD)
-        out = model(**inputs, output_hidden_states=True)
-        kept = fast.report().kept
-        held = fast.report().kv
-        hidden = model(**inputs, use_cache=False).logits
+        logits = computed(model, inputs)
+        kept, held = fast.report().kept, fast.report().kv["held"]
         first = model.generate(**inputs, **TOLD, return_dict_in_generate=True)
         more = torch.cat([first.sequences, TURN.expand(len(first.sequences), -1)], 1)
         turn = model.generate(input_ids=more, past_key_values=first.past_key_values, **TOLD)
         beams = model.generate(**inputs, **TOLD, num_beams=2)
-    return dict(
-        tokens=[tokens, turn, beams],
-        logits=[out.logits, hidden, *out.hidden_states],
-        kept=kept,
-        held=held["held"],
-    )
+    return dict(tokens=[tokens, turn, beams], logits=logits, kept=kept, held=held)
 
 
 TOWERS = ("llava", "qwen", "qwen3_vl")
@@ -274,12 +274,12 @@ def agree(one: dict[str, Any], ranks: list[dict[str, Any]], allowed: list[float]
 
 def budget(model: Any, inputs: dict[str, Any]) -> list[float]:
     """As `oracle.budget`, of the plain model: twice what float32 is off float64, and one rounding of the largest value."""
-    plain = [asked(model, inputs), asked(model.double(), inputs)]
+    with torch.no_grad():
+        plain = [computed(model, inputs), computed(model.double(), inputs)]
     model.float()
-    pairs = zip(*(one["logits"] for one in plain), strict=True)
     return [
         2 * float((a.double() - b).abs().max()) + torch.finfo(a.dtype).eps * float(b.abs().max())
-        for a, b in pairs
+        for a, b in zip(*plain, strict=True)
     ]
 
 

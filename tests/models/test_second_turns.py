@@ -19,9 +19,9 @@ from mmaccel.core.layout import TEXT
 from mmaccel.core.prefill.prune import observers, question_text_columns
 from mmaccel.models.prompt_layout import question_columns
 from mmaccel.models.runner import HFRunner
-from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
+from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import FastV, UVPrune
-from tests.models.tiny_random import BUILD, IMG, VE, VID, VS, prompt
+from tests.models.tiny_random import BUILD, DRAFTS, IMG, VE, VID, VS, prompt
 from tests.products import crossed
 from tests.spies import heard
 
@@ -154,15 +154,6 @@ def test_a_draft_s_pruner_that_has_nothing_to_prune_is_told(family: str) -> None
 
 
 TOKENS = 10
-DRAFTS: dict[str, Callable[..., Any]] = {
-    "off": lambda model: "off",
-    "prompt_lookup": lambda model: PromptLookup(),
-    "sequential": lambda model, **own: Sequential(model=model, window=3, **own),
-    "text_only": lambda model: TextOnly(model=model, window=3),
-    "tree": lambda model, **own: Tree(model=model, **own),
-    "parallel": lambda model, **own: Parallel(model=model, window=3, process=False, **own),
-    "sparse_to_dense": lambda model: SparseToDense(window=3, retention=0.5),
-}
 TURNS = {
     "text": [[("text", 6), ("video", 4), ("text", 9)], [("text", 8)], [("text", 5)]],
     "video": [

@@ -26,9 +26,9 @@ from tests.media.films import answering, silent_pipe, write_film
 from tests.media.odd import even, write
 from tests.media.test_live import gone, readers
 from tests.models.streams import (
-    CLUSTERS,
     FPS,
     QUESTION,
+    SEARCHES,
     every_stream,
     film,
     inputs_of,
@@ -336,8 +336,7 @@ KEEPERS = {
         for name, fields in every_stream(frames=4, window=6).items()
         if name not in ("window", "recent")
     },
-    "mosaic": {"name": "mosaic", "window": 6, "local": 2, "frames": 4, "index": CLUSTERS, "encode_frames": 2},
-    "rekv reps": {"name": "rekv", "window": 6, "local": 2, "frames": 4, "reps": 3, "cache": 4},
+    **SEARCHES,
 }
 COUNT = 25
 

@@ -136,13 +136,11 @@ def test_attention_weights_of_packed_sequences(family):
         assert close(torch.stack(model(**call).attentions), torch.stack(plain))
 
 
-@pytest.mark.parametrize(
-    "recipe", [FULL, RECIPES["window"], {"prune": {"name": "fastv", "layer": 1}}], ids=str
-)
-def test_weights_that_nobody_holds_are_refused(family, recipe):
+def test_weights_that_nobody_holds_are_refused(family):
+    """As they are under a pattern and a window, by test_arguments."""
     kind, model = family
     with (
-        mmaccel.accelerate(model, **recipe),
+        mmaccel.accelerate(model, prune={"name": "fastv", "layer": 1}),
         pytest.raises(ModelError, match=r"output_attentions: .*'dense'"),
     ):
         model(**prompt(kind, PROMPTS["video"]), output_attentions=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -300,10 +301,12 @@ def test_parameter_count_is_the_published_one(name):
     assert count == pytest.approx(PUBLISHED[name], rel=0.02)
 
 
-def test_any_depth_and_adapter():
+def test_any_depth_and_adapter(monkeypatch):
+    name = "llava-onevision-0.5b"
+    monkeypatch.setitem(SHAPES, name, replace(SHAPES[name], vocab=2000))
     with pytest.raises(UnknownName, match=r"qwen2\.5-vl-7b"):
         config("qwen2.5-vl-7")
-    model = build("llava-onevision-0.5b", layers=1, vision_layers=1, dtype=torch.bfloat16)
+    model = build(name, layers=1, vision_layers=1, dtype=torch.bfloat16)
     geometry = adapter_for(model).geometry(model)
     assert (geometry.layers, geometry.heads, geometry.kv_heads, geometry.head_dim) == (1, 14, 2, 64)
     assert next(model.parameters()).dtype == torch.bfloat16

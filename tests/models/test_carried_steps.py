@@ -146,11 +146,7 @@ def test_a_seat_is_given_to_the_next_sequence() -> None:
     modules = [*adapter_for(model_of("qwen3_5")).recurrent_layers(model_of("qwen3_5")).values()]  # type: ignore[attr-defined]
     seats = StateSlots(modules)
     one, other = ([Recurrent(module) for module in modules] for _ in range(2))
-    assert [seats.join(some, 2) for some in (one, other, one)] == [
-        (0, 0, 0, 0),
-        (0, 0, 0, 1),
-        (2, 0, 2, 0),
-    ]
+    assert [seats.join(some, 2) for some in (one, other, one)] == [(0, 0, 0, 0), (0, 0, 0, 1), (2, 0, 2, 0)]
     assert len(seats.owners) == 2
     for layer in one:
         layer.leave()  # a pass of the model comes

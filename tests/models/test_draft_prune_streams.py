@@ -245,11 +245,7 @@ def test_frames_that_are_held_stand_for_those_after_them() -> None:
     state: Any = policy.open_stream(stream, None, None, "cpu")
     state.store_frames(torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(-1, 3, 2, 2))
     assert list(state._held) == [0, 4, 8]
-    for paid, numbers in (
-        ({}, [0, 8]),
-        ({5: 0.2, 6: 0.2, 0: 0.3, 8: 0.1}, [0, 4]),
-        ({9: 0.2}, [8]),
-    ):
+    for paid, numbers in (({}, [0, 8]), ({5: 0.2, 6: 0.2, 0: 0.3, 8: 0.1}, [0, 4]), ({9: 0.2}, [8])):
         found = state.pick_units(paid)
         assert [number for number, _ in found] == numbers
         assert [int(frames[0, 0, 0, 0]) for _, frames in found] == numbers

@@ -127,10 +127,8 @@ def test_a_film_longer_than_the_positions_keeps_its_positions_within_them(
     with open_session(name, kv, chunk=64) as session:
         session.ingest(film(25).repeat(2, 1, 1, 1), fps=FPS)
         live = session._live
-        assert (
-            live is not None
-            and live.stream.positions.largest(live.state.units()) > live.stream.positions.limit
-        )
+        assert live is not None
+        assert live.stream.positions.largest(live.state.units()) > live.stream.positions.limit
         assert 0 < session.counters()["ingest_seen"] < 1
         assert max(taken) < live.stream.positions.limit
         session.ask(QUESTION, 2)

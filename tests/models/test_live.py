@@ -226,9 +226,8 @@ def test_it_is_told_of_what_turns(says: str | None) -> None:
     assert len(expected) >= (1 if says else 2)
     assert [(one.seconds, one.before, one.answer.text) for one in told] == expected
     for one in told:
-        assert one.answer.evidence and all(
-            one.seconds - LAST <= e.seconds <= one.seconds for e in one.answer.evidence
-        )
+        assert one.answer.evidence
+        assert all(one.seconds - LAST <= e.seconds <= one.seconds for e in one.answer.evidence)
 
 
 def test_an_error_ends_it_with_a_word() -> None:

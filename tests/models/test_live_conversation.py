@@ -114,10 +114,8 @@ def test_settings_are_those_of_generate() -> None:
         plain = session.ask(QUESTION, 12)
         drawn = {"do_sample": True, "temperature": 5.0, "top_k": 40, "seed": 4}
         one, two = (session.ask(QUESTION, 12, **drawn) for _ in range(2))
-        assert (
-            one.ids == two.ids != plain.ids
-            and session.ask(QUESTION, 12, **{**drawn, "seed": 5}).ids != one.ids
-        )
+        assert one.ids == two.ids != plain.ids
+        assert session.ask(QUESTION, 12, **{**drawn, "seed": 5}).ids != one.ids
         assert session.ask(QUESTION, 12, do_sample=True, top_k=1).ids == plain.ids
         unlike = session.ask(QUESTION, 12, no_repeat_ngram_size=1)
         assert len(set(unlike.ids)) == len(unlike.ids) == 12

@@ -24,10 +24,7 @@ from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
-MEMORIES: dict[str, Any] = {
-    **every_stream(frames=4, window=6),
-    "mosaic": SEARCHES["mosaic"],
-}
+MEMORIES: dict[str, Any] = {**every_stream(frames=4, window=6), "mosaic": SEARCHES["mosaic"]}
 SESSIONS, TOKENS = 3, 20
 
 

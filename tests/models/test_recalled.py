@@ -199,9 +199,8 @@ def test_each_layer_shows_the_best_of_what_it_recalled(
         count = int(0.3 * (base - first) + 1e-9)
         best = worth.topk(count).indices.sort().values + first
         kept = torch.cat([torch.arange(first), best, torch.arange(base, base + rows)])
-        assert torch.equal(left.key, whole.key[:, :, kept]) and torch.equal(
-            left.value, whole.value[:, :, kept]
-        )
+        assert torch.equal(left.key, whole.key[:, :, kept])
+        assert torch.equal(left.value, whole.value[:, :, kept])
         assert 0 < count < base - first
 
 

@@ -158,11 +158,8 @@ def test_a_shape_is_made_where_its_layers_lie(monkeypatch: pytest.MonkeyPatch) -
         n: p.shape for n, p in whole.named_parameters()
     }
     text = adapter_for(model).text(model)
-    assert text.config.num_hidden_layers == 3 and [layer.self_attn.layer_idx for layer in text.layers] == [
-        0,
-        1,
-        2,
-    ]
+    assert text.config.num_hidden_layers == 3
+    assert [layer.self_attn.layer_idx for layer in text.layers] == [0, 1, 2]
     assert all(
         float(layer.mlp.up_proj.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
         for layer in text.layers

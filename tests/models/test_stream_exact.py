@@ -234,9 +234,7 @@ def test_evidence_weighs_the_rows_that_saw_everything(kv: str, name: str = "rand
             assert sum(one.score or 0.0 for one in found) == pytest.approx(1, abs=0.6) and found
 
 
-def test_a_view_s_layout_names_head_summaries_units_and_the_question(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_view_s_layout_names_head_summaries_units_and_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = heard(monkeypatch, attention.ForwardPass, "_over", lambda self, layout, rows: layout)
     with watched("random-qwen", "mosaic", 21, sparse=ALL, **HOW) as session:
         live = session._live

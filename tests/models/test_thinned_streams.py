@@ -117,9 +117,8 @@ def test_the_store_holds_what_is_left() -> None:
     whole, left = (answer("random-qwen", {"kv": kv, **more})[2] for more in ({}, {"prune": ZIP}))
     share = left["visual from layer 0"] / left["visual"]
     assert 0.3 < share <= 0.5
-    assert (
-        whole["seen"] - left["seen"] == left["visual"] - left["visual from layer 0"] and "visual" not in whole
-    )
+    assert whole["seen"] - left["seen"] == left["visual"] - left["visual from layer 0"]
+    assert "visual" not in whole
 
 
 def test_all_that_stays_is_as_it_was() -> None:
@@ -281,9 +280,8 @@ def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.Mon
         seen = chosen.get(layer if unlike else 1) if layer > 1 else None
         shown = own if seen is None else torch.cat([torch.arange(first), seen[torch.isin(seen, own)]])
         shown = torch.cat([shown, torch.arange(base, whole.key.shape[2])])
-        assert torch.equal(left.key, whole.key[:, :, shown]) and torch.equal(
-            left.value, whole.value[:, :, shown]
-        )
+        assert torch.equal(left.key, whole.key[:, :, shown])
+        assert torch.equal(left.value, whole.value[:, :, shown])
     assert next(told, None) is None and len(past) == (2 if unlike else 1)
 
 

@@ -274,8 +274,10 @@ def agree(one: dict[str, Any], ranks: list[dict[str, Any]], allowed: list[float]
 
 def budget(model: Any, inputs: dict[str, Any]) -> list[float]:
     """As `oracle.budget`, of the plain model: twice what float32 is off float64, and one rounding of the largest value."""
-    with torch.no_grad():
-        plain = [computed(model, inputs), computed(model.double(), inputs)]
+    plain = []
+    for kind in (torch.float32, torch.float64):
+        with mmaccel.accelerate(model.to(kind)), torch.no_grad():
+            plain.append(computed(model, inputs))
     model.float()
     return [
         2 * float((a.double() - b).abs().max()) + torch.finfo(a.dtype).eps * float(b.abs().max())

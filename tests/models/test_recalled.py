@@ -120,6 +120,7 @@ def test_on_all_that_was_read_it_is_the_pruned_model(kind: str, name: str) -> No
     torch.testing.assert_close(first, logits[0], **CLOSE)  # type: ignore[arg-type]
     told = {at: n for at, n in report.kv.items() if at.startswith("visual") and at != "visual from layer 0"}
     assert told == {at: n for at, n in counts.items() if at.startswith("visual")} and counts["visual"] > 0
+    assert "nothing" not in kind or counts["visual from layer 2"] == 0
 
 
 @crossed(kv=[one for one in ROOM if one != "full"], kind=EACH, name=FAMILIES)

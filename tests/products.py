@@ -30,3 +30,11 @@ def product(
         pytest.param(*(axis[n] for axis, n in zip(values, case, strict=True)), marks=slow[case])
         for case in cases
     ]
+
+
+def crossed(
+    *fixtures: str, together: int = 1, where: Callable[..., bool] = lambda *case: True, **axes: Iterable[Any]
+) -> pytest.MarkDecorator:
+    """`parametrize` by the `product` of `axes`, each by the name of its argument; of these `fixtures` are fixtures."""
+    cases = product(*axes.values(), together=together, where=where)
+    return pytest.mark.parametrize(tuple(axes), cases, indirect=list(fixtures))

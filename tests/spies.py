@@ -1,4 +1,4 @@
-"""Calls and operators that a test listens to."""
+"""Calls, operators and refusals that a test listens to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmaccel.core.errors import MmaccelError
 
 
 def heard(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, tell: Callable[..., Any]) -> list[Any]:
@@ -21,6 +23,15 @@ def heard(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, tell: Callable
 
     monkeypatch.setattr(owner, name, noted)
     return seen
+
+
+def refusal(work: Callable[[], Any], error: type[MmaccelError] = MmaccelError) -> str:
+    """The one sentence in which `work` is refused."""
+    with pytest.raises(error) as caught:
+        work()
+    told = str(caught.value)
+    assert told.endswith((".", "?")) and "\n" not in told, told
+    return told
 
 
 class Ops(TorchDispatchMode):

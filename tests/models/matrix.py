@@ -9,7 +9,7 @@ import operator
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +21,10 @@ from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy, registry
-from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel_lab.world import World, render
 from tests.models.streams import FPS, QUESTION, every_stream, pair
 from tests.models.test_recipes import SMALL
-from tests.models.tiny_random import often_right
+from tests.models.tiny_random import DRAFTS, often_right
 
 FRAMES, TOKENS = 48, 5
 
@@ -62,19 +61,9 @@ KV["no_cache"] = {
     "frames": 32,
     "kept": 64,
 }  # the prompt of a few would be too short for a pattern
-ALWAYS: Any = {"in_batches": "always"}
-MODELS: dict[str, Callable[..., Any]] = {
-    "sequential": lambda model, **own: Sequential(model=model, window=3, **own, **ALWAYS),
-    "parallel": lambda model, **own: Parallel(model=model, window=3, process=False, **own, **ALWAYS),
-    "tree": lambda model, **own: Tree(model=model, **own, **ALWAYS),
-}
-DRAFT: dict[str, Callable[..., Any]] = {
-    "off": lambda model: "off",
-    "prompt_lookup": lambda model: PromptLookup(**ALWAYS),
-    "text_only": lambda model: TextOnly(model=model, window=3, **ALWAYS),
-    "sparse_to_dense": lambda model: SparseToDense(window=3, retention=0.5, **ALWAYS),
-    **MODELS,
-}
+MODELS = ("sequential", "parallel", "tree")
+"""Drafts with a pruner of their own."""
+DRAFT = {name: functools.partial(one, in_batches="always") for name, one in DRAFTS.items()}
 CHOICES = catalog.names_by_field()
 PRUNE: dict[str, Any] = {
     **{name: None if name == "none" else name for name in CHOICES["prune"]},

@@ -24,6 +24,11 @@ from tests.models.tiny_random import redraw_patches
 FPS = 2.0
 QUESTION = "what colour was the star ?"
 CLUSTERS = {"name": "clusters", "init": 8, "visual": 4, "semantic": 2, "buffer": 4}
+SEARCHES = {
+    "mosaic": {"name": "mosaic", "window": 6, "local": 2, "frames": 4, "index": CLUSTERS, "encode_frames": 2},
+    "rekv reps": {"name": "rekv", "window": 6, "local": 2, "frames": 4, "reps": 3, "cache": 4},
+}
+"""Memories whose passes search clusters or representatives, with small budgets."""
 MODELS = ("tiny-ov", "tiny-qwen", "random-ov", "random-qwen")
 """Two trained ones, and two random ones; the random Qwen takes two frames a unit and four positions a second."""
 
@@ -145,6 +150,10 @@ def logits(session: mmaccel.VideoSession, question: Any = QUESTION, **how: Any) 
     """[V] a session's logits for the first token of its answer."""
     with asked_of(session._live, question, 4, **how) as asked:
         return asked.logits[0].clone()
+
+
+def told(answer: mmaccel.core.decoding.generate.Answer) -> tuple[Any, ...]:
+    return answer.ids, answer.text, answer.evidence, answer.finish_reason
 
 
 @contextmanager

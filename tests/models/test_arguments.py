@@ -34,13 +34,7 @@ REFUSED: dict[str, set[str]] = {
     "dense": _ALWAYS,
     "full budget": {*_ALWAYS, "output_attentions"},
     "window": {*_ALWAYS, "output_attentions", "past_key_values"},
-    "prompt_lookup": {
-        *_ALWAYS,
-        *LOOPS,
-        "guidance_scale",
-        "output_attentions",
-        "output_hidden_states",
-    },
+    "prompt_lookup": {*_ALWAYS, *LOOPS, "guidance_scale", "output_attentions", "output_hidden_states"},
     "offload": {"cache_implementation", *LOOPS, *STREAM},
 }
 """What each recipe refuses of `generate`, or of `forward` where `generate` has no such argument."""

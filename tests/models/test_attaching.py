@@ -25,7 +25,7 @@ from mmaccel.models.install import Gate, gate_of
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -93,7 +93,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "family"), product(RECIPES, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=RECIPES, family=sorted(BUILD))
 def test_wherever_attaching_fails_the_model_is_as_it_was(
     family: tuple[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,14 +206,13 @@ def test_inside_a_call_of_its_own_the_model_is_not_changed(family: tuple[str, An
     assert len(told) == 12 and told[0].startswith("accelerate: ") and told[-1].startswith("detach: ")
 
 
-@pytest.mark.parametrize(
-    ("what", "call", "family"),
-    product(
-        ["attach", "detach"], ["generate", "forward", "a pass of a stream"], sorted(BUILD),
-        where=lambda what, call, _: (what, call) != ("detach", "a pass of a stream"),
-    ),
-    indirect=["family"],
-)  # fmt: skip
+@crossed(
+    "family",
+    what=["attach", "detach"],
+    call=["generate", "forward", "a pass of a stream"],
+    family=sorted(BUILD),
+    where=lambda what, call, _: (what, call) != ("detach", "a pass of a stream"),
+)
 def test_changes_wait_for_calls_under_way(family: tuple[str, Any], what: str, call: str) -> None:
     """A call stops inside a layer; the change is not made before it went on."""
     kind, model = family

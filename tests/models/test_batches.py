@@ -16,7 +16,7 @@ from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToD
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import g_test
 from tests.models.tiny_random import BUILD, PROMPTS, batch, often_right, prompt
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("family", 1)
@@ -79,7 +79,7 @@ STRATEGIES = list(strategies(object.__new__(torch.nn.Module)))
 
 
 @pytest.mark.numeric(by="torch")
-@pytest.mark.parametrize(("strategy", "family"), product(STRATEGIES, sorted(BUILD)), indirect=["family"])
+@crossed("family", strategy=STRATEGIES, family=sorted(BUILD))
 def test_each_sequence_is_what_it_is_alone(family, strategy):
     """Tokens, and the rounds in which they came: nothing of one sequence gets into another."""
     name, model, other, prompts, options = family
@@ -106,9 +106,8 @@ def test_each_sequence_is_what_it_is_alone(family, strategy):
     for one, single in zip(told, alone, strict=True):
         for field in ("lengths", "windows", "target_steps", "failed"):
             assert one[field] == single[field]
-    assert report.draft["lengths"] and sorted(report.draft["lengths"]) == sorted(
-        length for one in told for length in one["lengths"]
-    )
+    assert report.draft["lengths"]
+    assert sorted(report.draft["lengths"]) == sorted(length for one in told for length in one["lengths"])
     if strategy == "parallel":
         modes = {(one["counters"]["pre_verify"], one["counters"]["post_verify"]) for one in told}
         assert len(modes) > 1, "the sequences were never in different modes"
@@ -124,20 +123,17 @@ def test_a_measured_window_of_each_sequence(family):
 
 
 @pytest.mark.filterwarnings("ignore:prune")  # one prompt has nothing to prune
-@pytest.mark.parametrize(
-    ("recipe", "drafts", "family"),
-    product(
-        [
-            {"chunk": 64},
-            {"kv": {"name": "window", "sinks": 4, "window": 24, "margin": 8}},
-            {"prune": {"name": "fastv", "layer": 1, "retention": 0.5}},
-            {"prune": "visionzip"},
-        ],
-        [True, False],
-        sorted(BUILD),
-        together=2,
-    ),
-    indirect=["family"],
+@crossed(
+    "family",
+    recipe=[
+        {"chunk": 64},
+        {"kv": {"name": "window", "sinks": 4, "window": 24, "margin": 8}},
+        {"prune": {"name": "fastv", "layer": 1, "retention": 0.5}},
+        {"prune": "visionzip"},
+    ],
+    drafts=[True, False],
+    family=sorted(BUILD),
+    together=2,
 )
 def test_each_sequence_is_what_it_is_alone_under_other_recipes(family, recipe, drafts):
     """A memory that counts columns takes a padded batch too, and a pruner any: no sequence has padding in its own turn."""
@@ -287,10 +283,8 @@ def test_what_may_follow_is_asked_of_each_sequence_by_its_number(family):
         assert torch.equal(model.generate(**together, **options, prefix_allowed_tokens_fn=allowed), plain)
 
 
-@pytest.mark.parametrize(
-    ("field", "sample", "family"),
-    product(["logits_processor", "stopping_criteria"], [False, True], sorted(BUILD)),
-    indirect=["family"],
+@crossed(
+    "family", field=["logits_processor", "stopping_criteria"], sample=[False, True], family=sorted(BUILD)
 )
 def test_what_is_made_for_the_rows_of_a_batch_is_refused(family, field, sample):
     """A mask or an end for each row: every sequence by itself would get that of the first."""

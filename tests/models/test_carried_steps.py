@@ -28,7 +28,7 @@ from tests.models.test_hybrid import PIECES, Echo
 from tests.models.test_stream_families import CLOSE, FPS, QUESTION, TIGHT, film, session
 from tests.models.test_stream_families import pair as stream_pair
 from tests.models.tiny_random import prompt, sampler
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe"]
@@ -101,11 +101,7 @@ def test_a_state_goes_back_no_further_than_it_says(monkeypatch: pytest.MonkeyPat
         steps.truncate(length - 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "draft", "replays"),
-    product(KINDS, ["off", "echo", "model"], REPLAYS, together=2),
-    indirect=["replays"],
-)
+@crossed("replays", kind=KINDS, draft=["off", "echo", "model"], replays=REPLAYS, together=2)
 def test_a_recipe_decodes_by_them(
     kind: str, draft: str, replays: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,11 +146,7 @@ def test_a_seat_is_given_to_the_next_sequence() -> None:
     modules = [*adapter_for(model_of("qwen3_5")).recurrent_layers(model_of("qwen3_5")).values()]  # type: ignore[attr-defined]
     seats = StateSlots(modules)
     one, other = ([Recurrent(module) for module in modules] for _ in range(2))
-    assert [seats.join(some, 2) for some in (one, other, one)] == [
-        (0, 0, 0, 0),
-        (0, 0, 0, 1),
-        (2, 0, 2, 0),
-    ]
+    assert [seats.join(some, 2) for some in (one, other, one)] == [(0, 0, 0, 0), (0, 0, 0, 1), (2, 0, 2, 0)]
     assert len(seats.owners) == 2
     for layer in one:
         layer.leave()  # a pass of the model comes
@@ -182,10 +174,7 @@ def test_the_seats_of_a_cache_go_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
             gc.enable()
 
 
-@pytest.mark.parametrize(
-    ("kind", "kv"),
-    product(["qwen3_vl", "internvl", "perception_lm", "glm46v", *KINDS], ["rekv", "streammem", "full"]),
-)
+@crossed(kind=["qwen3_vl", "internvl", "perception_lm", "glm46v", *KINDS], kv=["rekv", "streammem", "full"])
 def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""
     model, _ = stream_pair(kind)
@@ -210,7 +199,7 @@ def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: py
                 model.get_parameter(name).copy_(weight)
 
 
-@pytest.mark.parametrize(("kv", "replays"), product(["rekv", "full"], REPLAYS), indirect=["replays"])
+@crossed("replays", kv=["rekv", "full"], replays=REPLAYS)
 def test_questions_in_turns_on_two_sessions(kv: str, replays: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of each are its own, with a draft that is often wrong, and after what was computed ahead of an answer."""
     kind, asked = "qwen3_5", ("a b a b a b?", "what moved?", "a b a b a b?")

@@ -1,5 +1,4 @@
-"""Every family keeps its promises on tiny models of transformers' own classes, and one that breaks them is found; so does
-Qwen2-VL in a session, whose positions are evenly spaced."""
+"""Every family keeps its promises on tiny models of transformers' own classes, and one that breaks them is found."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from mmaccel.core.adapter import ConfigOnlyModel
 from mmaccel.core.attach import adapter_for, family_of
 from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.attention import ForwardPass
+from mmaccel.core.prefill.masked import Images
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
-from mmaccel.models import deepstack, generic, step, tiny
+from mmaccel.models import deepstack, gemma, generic, step, tiny
 from mmaccel.models.generic import Generic, Other
-from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import format_seconds
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
@@ -35,8 +34,8 @@ from mmaccel.policies.sparse.orders import Region
 from mmaccel.policies.sparse.q_boundary import QBoundary
 from mmaccel.policies.sparse.tri_shape import TriShape
 from mmaccel.policies.sparse.vertical_slash import VerticalSlash
-from tests.models.streams import FPS, asked_of_film, film, logits, pair, processor_like
 from tests.models.tiny_random import EVERY, PROMPTS, prompt, sampler
+from tests.products import product
 
 pytestmark = pytest.mark.numeric(by="torch")
 
@@ -82,14 +81,6 @@ def _together(family: Any, *given: Any) -> Any:
     return images, [replace(video, apart=False) for video in videos]
 
 
-PLAIN = deepstack.of_columns
-FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
-    "features that chunks lose": (deepstack, "of_columns", _lost, "_dense", "dense in chunks"),
-    "frames that follow each other": (Qwen3VL, "grids", _together, "_dense", "placeholders"),
-    "frames from the last to the first": (Qwen3VL, "layout", _backwards, "_layout", "columns of frames"),
-}
-
-
 def _shifted(*given: Any) -> Any:
     made = frame_phases(*given)
     return replace(made, shift=(made.shift + 1) % made.stride)
@@ -120,31 +111,39 @@ PATTERNS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-def test_a_pattern_that_lists_other_pairs_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*PATTERNS[name])
-    try_only(monkeypatch, "_patterns", name)
-    with pytest.raises(ModelError, match=f"[:;] {name}: other pairs than its definition"):
-        mmaccel.check_family(sampler("qwen3_vl").kind, quiet=True)
+PLAIN, PLAN, NARROW = deepstack.of_columns, ForwardPass._plan, gemma.Gemma3.sliding_layers
+FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
+    "features that chunks lose": (deepstack, "of_columns", _lost, "_dense", "dense in chunks"),
+    "frames that follow each other": (Qwen3VL, "grids", _together, "_dense", "placeholders"),
+    "frames from the last to the first": (Qwen3VL, "layout", _backwards, "_layout", "columns of frames"),
+    "a_shape in one layer alone": (
+        *(ForwardPass, "_plan", lambda self, layer, *given: None if layer else PLAN(self, layer, *given)),
+        *("_patterns", "a_shape: it does not act in layers"),
+    ),
+    **{
+        name: (*fault, "_patterns", f"[:;] {name}: other pairs than its definition")
+        for name, fault in PATTERNS.items()
+    },
+}
+GEMMA: dict[str, tuple[Any, str, Any, str, str]] = {
+    "images": (Images, "of", lambda *a: None, "_dense", "dense, a video"),
+    "later": (Images, "next_cut", lambda self, end: end, "_dense", "in chunks"),
+    "windows": (
+        *(gemma.Gemma3, "sliding_layers", lambda *a: dict.fromkeys(NARROW(*a), 1 << 16)),
+        *("_dense", "dense, text|dense, a video"),
+    ),
+}
 
 
-def test_a_pattern_in_one_layer_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = ForwardPass._plan
-    monkeypatch.setattr(
-        ForwardPass, "_plan", lambda self, layer, *given: None if layer else plan(self, layer, *given)
-    )
-    try_only(monkeypatch, "_patterns", "a_shape")
-    with pytest.raises(ModelError, match="a_shape: it does not act in layers"):
-        mmaccel.check_family(sampler("qwen3_vl").kind, quiet=True)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, name, wrong, check, said = FAULTS[fault]
+@pytest.mark.parametrize(
+    ("fault", "kind"), [*((name, "qwen3_vl") for name in FAULTS), *product(GEMMA, ["gemma3", "gemma4"])]
+)
+def test_a_fault_is_found(fault: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, wrong, check, said = {**FAULTS, **GEMMA}[fault]
     monkeypatch.setattr(where, name, wrong)
-    try_only(monkeypatch, check)
+    try_only(monkeypatch, check, *[fault.split()[0]] * (check == "_patterns"))
     with pytest.raises(ModelError, match=said):
-        mmaccel.check_family(sampler("qwen3_vl").kind, quiet=True)
+        mmaccel.check_family(sampler(kind).kind, quiet=True)
 
 
 def test_a_family_without_a_tiny_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,43 +228,6 @@ def test_a_time_has_five_characters() -> None:
     }
     assert {time: format_seconds(time) for time in times} == times
     assert all(len(format_seconds(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))
-
-
-@pytest.fixture(scope="module")
-def model_and_processor() -> tuple[Any, Processor]:
-    like, stock = pair("random-qwen")
-    text, vision = like.config.text_config.to_dict(), like.config.vision_config
-    given = {
-        "text_config": {**text, "model_type": "qwen2_vl_text"},
-        "vision_config": {
-            "depth": 1,
-            "embed_dim": 32,
-            "num_heads": 2,
-            "hidden_size": text["hidden_size"],
-            "patch_size": vision.patch_size,
-            "spatial_merge_size": vision.spatial_merge_size,
-            "temporal_patch_size": vision.temporal_patch_size,
-        },
-    }
-    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    config = transformers.Qwen2VLConfig(**given, **{name: getattr(like.config, name) for name in ids})
-    torch.manual_seed(5)
-    model = transformers.Qwen2VLForConditionalGeneration(config).float().eval()
-    model.generation_config = copy.deepcopy(like.generation_config)
-    return model, processor_like(stock, "qwen2_vl", config=config.to_dict())
-
-
-@pytest.mark.parametrize("kv", ["full", "offload", "mosaic"])
-def test_a_session_says_what_the_plain_model_says(
-    model_and_processor: tuple[Any, Processor], kv: str
-) -> None:
-    model, processor = model_and_processor
-    inputs = processor.chat(asked_of_film(12), fps=FPS)
-    with torch.no_grad():
-        plain = model(**inputs).logits[0, -1]
-    with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
-        session.ingest(film(12), fps=FPS) if kv in ("full", "offload") else session.watch(film(12), fps=FPS)
-        assert (logits(session) - plain).abs().max() <= 1e-4
 
 
 def test_its_steps_are_those_that_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:

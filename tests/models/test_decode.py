@@ -20,7 +20,7 @@ from mmaccel.policies.kv import Window
 from tests.models.test_arguments import Record
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 BUILD = {name: partial(tiny, name) for name in ("qwen", "llava", "glm4v", "internvl", "qwen3_vl")}
@@ -29,7 +29,13 @@ pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request):
+    """Norms are part of what is about them: their gains are not one."""
     model = BUILD[request.param](layers=3)
+    gains = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if "norm" in name:
+                one.uniform_(0.5, 1.5, generator=gains)
     return request.param, model
 
 
@@ -42,9 +48,7 @@ def counted(monkeypatch):
     return heard(monkeypatch, decode.DeviceStep, "__call__", lambda part, ids, *_: tuple(ids.shape))
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), product(sorted(BUILD), ["text", "interleaved", "long"]), indirect=["family"]
-)
+@crossed("family", family=sorted(BUILD), kind=["text", "interleaved", "long"])
 @torch.no_grad()
 def test_steps_are_the_model_s_own(family, kind, monkeypatch):
     name, model = family
@@ -66,26 +70,11 @@ def test_steps_are_the_model_s_own(family, kind, monkeypatch):
     assert seen[5:] == [(1, 1)]
 
 
-@torch.no_grad()
-def test_norms_are_part_of_what_is_about_them(family):
-    """With gains that are not one."""
-    name, _ = family
-    model = BUILD[name](layers=3)
-    for key, one in model.named_parameters():
-        if "norm" in key:
-            one.uniform_(0.5, 1.5)
-    plain, static = adapter_for(model).runner(model), runner(model, rows=(4,))
-    both = [one.prefill(prompt(name, PROMPTS["interleaved"])) for one in (plain, static)]
-    for ids in ([9, 3, 4], [5]):
-        both += [one.step(torch.tensor([ids])) for one in (plain, static)]
-    for one, other in zip(both[::2], both[1::2], strict=True):
-        assert torch.allclose(one, other, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("family", "kept", "open_runner"),
-    product(sorted(BUILD), [None, torch.arange(3, 20)], [lambda m: adapter_for(m).runner(m), runner]),
-    indirect=["family"],
+@crossed(
+    "family",
+    family=sorted(BUILD),
+    kept=[None, torch.arange(3, 20)],
+    open_runner=[lambda m: adapter_for(m).runner(m), runner],
 )
 def test_a_runner_keeps_no_graph(family, open_runner, kept):
     """Nor does its cache, whose tensors would hold every layer's activations; the caller has not switched gradients off."""
@@ -157,9 +146,7 @@ def test_room_grows(family, monkeypatch):
     assert len(set(laid)) > 1 and laid == sorted(laid)
 
 
-@pytest.mark.parametrize(
-    ("family", "strategy"), product(sorted(BUILD), ["off", "sequential", "tree"]), indirect=["family"]
-)
+@crossed("family", family=sorted(BUILD), strategy=["off", "sequential", "tree"])
 def test_a_recipe_decodes_through_it(family, strategy, monkeypatch):
     """Target and draft of an accelerated model, its own memory; the cache it leaves can be taken up by plain steps."""
     name, model = family

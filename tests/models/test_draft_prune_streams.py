@@ -24,7 +24,7 @@ from mmaccel.models.signals import SignalProbe
 from mmaccel.policies.draft import Parallel, Sequential, Tree
 from mmaccel.policies.kv.no_cache import _Frames
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -42,7 +42,7 @@ def asked(kv: Any, draft: Any, frames: int = 18, name: str = "random-qwen", **ch
         return answer, dict(stream.counts) if isinstance(stream, LocalDraftStream) else {}
 
 
-@pytest.mark.parametrize(("kv", "prune"), product(TIGHT, PRUNERS))
+@crossed(kv=TIGHT, prune=PRUNERS)
 def test_a_draft_reads_a_part_of_what_it_recalls(kv: str, prune: str) -> None:
     model = pair("random-qwen")[0]
     given: Any = {"name": prune, "retention": 0.25}
@@ -174,7 +174,7 @@ def test_what_is_heard_goes_to_the_same_tokens_of_other_units() -> None:
     assert none.to(torch.tensor([1]), torch.tensor([0]), 4).tolist() == [[0]]
 
 
-@pytest.mark.parametrize(("kv", "prune"), product(["mosaic", "streammem", "no_cache", "offload"], PRUNERS))
+@crossed(kv=["mosaic", "streammem", "no_cache", "offload"], prune=PRUNERS)
 def test_a_call_prunes_what_its_draft_reads(kv: str, prune: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = pair("random-qwen")[0], inputs_of("random-qwen", 18)
     found, told = [], SignalProbe._tell_when_ready
@@ -204,7 +204,7 @@ def cheap(name: str, **frames: int) -> Sequential:
     return Sequential(model=pair(name)[0], window=3, kv=kv, prune=prune)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("kv", "name"), product(TIGHT, ["random-ov", "random-qwen"]))
+@crossed(kv=TIGHT, name=["random-ov", "random-qwen"])
 def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
     name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,11 +245,7 @@ def test_frames_that_are_held_stand_for_those_after_them() -> None:
     state: Any = policy.open_stream(stream, None, None, "cpu")
     state.store_frames(torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(-1, 3, 2, 2))
     assert list(state._held) == [0, 4, 8]
-    for paid, numbers in (
-        ({}, [0, 8]),
-        ({5: 0.2, 6: 0.2, 0: 0.3, 8: 0.1}, [0, 4]),
-        ({9: 0.2}, [8]),
-    ):
+    for paid, numbers in (({}, [0, 8]), ({5: 0.2, 6: 0.2, 0: 0.3, 8: 0.1}, [0, 4]), ({9: 0.2}, [8])):
         found = state.pick_units(paid)
         assert [number for number, _ in found] == numbers
         assert [int(frames[0, 0, 0, 0]) for _, frames in found] == numbers

@@ -10,12 +10,12 @@ import transformers
 import mmaccel
 from mmaccel.core.errors import DraftError
 from mmaccel.core.report import Report
-from mmaccel.policies.draft import Parallel, Sequential, SparseToDense, Tree
+from mmaccel.policies.draft import Sequential, SparseToDense
 from mmaccel.policies.draft.sequential import Drafter
 from mmaccel.policies.draft.sparse_to_dense import _Sparse
 from mmaccel.policies.prune import UVPrune
-from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.products import product
+from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, prompt
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 LAYERS = 3
@@ -23,16 +23,6 @@ LAYERS = 3
 
 # A video of more frames than a frame has rows or columns: rotary positions of text then lie below the video's last.
 PIECES = {**PROMPTS, "many frames": [("text", 4), ("video", 30), ("text", 5)]}
-
-
-@pytest.mark.parametrize(("kind", "family"), product(PIECES, sorted(BUILD)), indirect=["family"])
-def test_a_same_weights_draft_is_accepted_whole(family, kind):
-    name, model = family
-    inputs = prompt(name, PIECES[kind])
-    ids, report = drafted(model, inputs, Sequential(model=copy.deepcopy(model), window=4))
-    assert report.draft["accepted"] == report.draft["proposed"] > 0
-    assert report.draft["target_steps"] <= 24 // 5 + 1
-    assert report.new_tokens == 24 == ids.shape[1] - inputs["input_ids"].shape[1]
 
 
 class Letters:
@@ -82,15 +72,6 @@ def test_a_draft_of_another_family_is_refused_when_attached(family, tmp_path):
     assert mmaccel.attached(model) is None
     with pytest.raises(DraftError, match=r"no config\.json"):
         mmaccel.accelerate(model, draft={"name": "sequential", "model": str(tmp_path)})
-
-
-def test_the_report_is_of_the_target_s_memory_when_it_drafts_for_itself(family):
-    name, model = family
-    inputs = prompt(name, PIECES["video"])
-    _, report = drafted(model, inputs, Sequential(model=model, window=4))
-    assert report.draft["accepted"] == report.draft["proposed"] > 0
-    assert report.kv["seen"] == inputs["input_ids"].shape[1] + 24 - 1
-    assert report.prompt_tokens == inputs["input_ids"].shape[1]
 
 
 @pytest.mark.parametrize("where", ["call", "model", "config"])
@@ -146,14 +127,6 @@ def test_a_processor_that_counts_its_calls_is_refused(family, given):
             assert model.generate(**inputs, **options).shape[1] == inputs["input_ids"].shape[1] + 4
 
 
-def strategies(model) -> dict:
-    return {
-        "parallel": Parallel(model=model, window=3, process=False),
-        "tree": Tree(model=model),
-        "sequential": Sequential(model=model, window=3),
-    }
-
-
 def drafted(model, inputs, draft, **options) -> tuple[torch.Tensor, Report]:
     with mmaccel.accelerate(model, draft=draft) as fast:
         return model.generate(**inputs, max_new_tokens=24, do_sample=False, **options), fast.report()
@@ -164,7 +137,7 @@ def test_sampling_runs_under_every_warper(family, strategy):
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
     options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.2}
-    with mmaccel.accelerate(model, draft=strategies(copy.deepcopy(model))[strategy]) as fast:
+    with mmaccel.accelerate(model, draft=DRAFTS[strategy](copy.deepcopy(model))) as fast:
         torch.manual_seed(0)
         one = model.generate(**inputs, max_new_tokens=20, **options)
         report = fast.report()
@@ -173,29 +146,39 @@ def test_sampling_runs_under_every_warper(family, strategy):
     assert report.new_tokens == 20 and report.draft["accepted"] > 0 and report.draft["failed"] is None
 
 
-@pytest.mark.parametrize("strategy", ["parallel", "tree"])
-def test_a_same_weights_draft_is_always_right(family, strategy):
+RIGHT = [("sequential", kind) for kind in PIECES] + [("parallel", "many frames"), ("tree", "many frames")]
+
+
+@crossed("family", case=RIGHT, family=sorted(BUILD))
+def test_a_same_weights_draft_is_always_right(family, case):
     name, model = family
-    inputs = prompt(name, PIECES["many frames"])
-    _, report = drafted(model, inputs, strategies(copy.deepcopy(model))[strategy])
-    if strategy == "parallel":
-        assert report.draft["accepted"] == report.draft["proposed"] > 0
-        assert (
-            report.draft["counters"]["streak_max"] >= 15 and report.draft["counters"]["ready_at_start"] == 3
-        )
-    else:
+    strategy, kind = case
+    inputs = prompt(name, PIECES[kind])
+    ids, report = drafted(model, inputs, DRAFTS[strategy](copy.deepcopy(model)))
+    told = report.draft
+    if strategy == "tree":
         # Each tree holds the target's path down to its deepest level.
-        assert all(length == 5 for length in report.draft["lengths"][:-1])
+        assert all(length == 5 for length in told["lengths"][:-1])
+    else:
+        assert told["accepted"] == told["proposed"] > 0
+    if strategy == "parallel":
+        assert told["counters"]["streak_max"] >= 15 and told["counters"]["ready_at_start"] == 3
+    assert strategy != "sequential" or told["target_steps"] <= 24 // 4 + 1
+    assert report.new_tokens == 24 == ids.shape[1] - inputs["input_ids"].shape[1]
 
 
 @pytest.mark.parametrize("strategy", ["tree", "parallel", "sequential"])
 def test_the_target_may_be_its_own_draft(family, strategy):
+    """The report is of the target's memory then."""
     name, model = family
     inputs = prompt(name, PIECES["video"])
     plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    ids, report = drafted(model, inputs, strategies(model)[strategy])
+    ids, report = drafted(model, inputs, DRAFTS[strategy](model))
     assert torch.equal(ids, plain) and report.draft["failed"] is None
     assert max(report.draft["lengths"]) >= 3
+    assert strategy != "sequential" or report.draft["accepted"] == report.draft["proposed"] > 0
+    assert report.kv["seen"] == inputs["input_ids"].shape[1] + 24 - 1
+    assert report.prompt_tokens == inputs["input_ids"].shape[1]
 
 
 @pytest.mark.parametrize("compact", [False, True])

@@ -18,7 +18,7 @@ from mmaccel.core.decoding.draft import DraftStep
 from mmaccel.models.together import StepsTogether, share_weights
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = pytest.mark.numeric(by="torch")
@@ -357,9 +357,7 @@ def rounds(
     return said / taken
 
 
-@pytest.mark.parametrize(
-    ("count", "keep", "row_s"), product([1, 2, 4, 8, 16, 32], [0.3, 0.8], [0.0, 1e-4, 1e-3])
-)
+@crossed(count=[1, 2, 4, 8, 16, 32], keep=[0.3, 0.8], row_s=[0.0, 1e-4, 1e-3])
 def test_the_load_decides_what_is_drafted(count: int, keep: float, row_s: float) -> None:
     """Whatever rows and draft steps cost: never slower than plain rounds by 2%, and close to the best window."""
 

@@ -18,7 +18,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.models import attention, modules
 from mmaccel.models.install import Hooks
 from tests.models.tiny_random import BUILD, EVERY, PROMPTS, batch, prompt
-from tests.products import product
+from tests.products import crossed
 from tests.spies import Largest
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
@@ -38,9 +38,7 @@ def logits(model, inputs, **kwargs):
     return model(**inputs, **kwargs).logits
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "chunk"), product(FAMILIES, PROMPTS, [None, 64], together=2), indirect=["family"]
-)
+@crossed("family", family=FAMILIES, kind=PROMPTS, chunk=[None, 64], together=2)
 def test_dense_logits_and_tokens_are_the_plain_ones(family, kind, chunk):
     name, model = family
     inputs = prompt(name, PROMPTS[kind])

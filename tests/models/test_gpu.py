@@ -30,9 +30,11 @@ KV = every_stream(positions="original")
 TIGHT = every_stream(frames=6, window=8)
 
 
-def on_gpu(name: str, dtype: torch.dtype, kv: Any, **choices: Any) -> tuple[Any, mmaccel.VideoSession]:
+def on_gpu(
+    name: str, dtype: torch.dtype, kv: Any, device: str = "cuda", **choices: Any
+) -> tuple[Any, mmaccel.VideoSession]:
     model, processor = pair(name)
-    moved = copy.deepcopy(model).to("cuda", dtype)
+    moved = copy.deepcopy(model).to(device, dtype)
     return moved, mmaccel.VideoSession(moved, processor, None, kv=kv, **choices)
 
 
@@ -77,9 +79,7 @@ def test_what_comes_back_from_pinned_memory_is_what_the_cpu_recalls(kv: str) -> 
     vision tower's convolution), and logits move by a percent; and in bfloat16 it runs."""
     found = []
     for device in ("cpu", "cuda"):
-        model, processor = pair("random-ov")
-        moved = copy.deepcopy(model).to(device, torch.float64)
-        with mmaccel.VideoSession(moved, processor, None, kv=TIGHT[kv]) as session:
+        with on_gpu("random-ov", torch.float64, TIGHT[kv], device)[1] as session:
             for part in of_own_size(film(25)).split(7):
                 session.watch(part, fps=FPS)
             found.append(logits(session).cpu())
@@ -140,9 +140,7 @@ CLUSTERED = {"name": "mosaic", "frames": 6, "window": 8, "local": 2, "index": IN
 def test_clusters_on_the_device_recall_what_they_do_on_the_cpu() -> None:
     found = []
     for device in ("cpu", "cuda"):
-        model, processor = pair("random-ov")
-        moved = copy.deepcopy(model).to(device, torch.float64)
-        with mmaccel.VideoSession(moved, processor, None, kv=CLUSTERED) as session:
+        with on_gpu("random-ov", torch.float64, CLUSTERED, device)[1] as session:
             session.watch(of_own_size(film(25)), fps=FPS)
             # The second question finds a cache, and a guess that the first one taught.
             answers = [session.ask(QUESTION, 2) for _ in range(2)]

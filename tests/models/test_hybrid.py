@@ -69,14 +69,6 @@ def test_geometry_counts_layers_of_attention(model: Any) -> None:
         mmaccel.accelerate(model, dense_layers=[3])
 
 
-def test_a_draft_that_is_often_wrong(model: Any, inputs: Any) -> None:
-    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    with mmaccel.accelerate(model, draft=Echo()) as fast:
-        assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), plain)
-        told = fast.report().draft
-    assert told["failed"] is None and told["accepted"] < told["proposed"] > 20
-
-
 @torch.no_grad()
 def test_a_step_taken_back_leaves_no_trace(model: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Back by any number of tokens, over a mark too; and not into the prompt."""

@@ -28,7 +28,7 @@ from tests.models.streams import (
     resumed,
     said,
 )
-from tests.products import product
+from tests.products import crossed, product
 from tests.spies import heard
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
@@ -58,7 +58,7 @@ def test_every_memory_that_ingests_is_here() -> None:
     assert {one["name"] for one in ROOMY.values()} == {name for name, cls in streams.items() if cls.ingests}
 
 
-@pytest.mark.parametrize(("name", "kv", "chunk"), product(NAMES, ROOMY, [None, 64]))
+@crossed(name=NAMES, kv=ROOMY, chunk=[None, 64])
 def test_with_room_for_all_an_ingested_film_is_the_plain_model_s(
     name: str, kv: str, chunk: int | None
 ) -> None:
@@ -127,10 +127,8 @@ def test_a_film_longer_than_the_positions_keeps_its_positions_within_them(
     with open_session(name, kv, chunk=64) as session:
         session.ingest(film(25).repeat(2, 1, 1, 1), fps=FPS)
         live = session._live
-        assert (
-            live is not None
-            and live.stream.positions.largest(live.state.units()) > live.stream.positions.limit
-        )
+        assert live is not None
+        assert live.stream.positions.largest(live.state.units()) > live.stream.positions.limit
         assert 0 < session.counters()["ingest_seen"] < 1
         assert max(taken) < live.stream.positions.limit
         session.ask(QUESTION, 2)
@@ -264,7 +262,7 @@ def by_mask(plan: Any, query: Any, key: Any, value: Any, scale: float, backend: 
     return scores @ value.repeat_interleave(group, 1), None
 
 
-@pytest.mark.parametrize(("pattern", "kv"), product(FEW, KEPT))
+@crossed(pattern=FEW, kv=KEPT)
 def test_a_pattern_that_lists_less_is_its_mask(
     pattern: str, kv: str, monkeypatch: pytest.MonkeyPatch, name: str = "random-ov"
 ) -> None:

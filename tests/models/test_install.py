@@ -3,7 +3,9 @@ nothing; and what is closed or done gives its memory back at once."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,14 +24,17 @@ from torch import nn
 from transformers import LogitsProcessor
 
 import mmaccel
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.models import install
 from mmaccel.models.attention import KVCache
 from mmaccel.models.install import Hooks, shared_hooks
+from mmaccel.models.modules import in_parts
+from mmaccel.models.recurrent import hook_inputs, unhook
 from tests import SOURCES
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = [pytest.mark.in_turn("family", 1), pytest.mark.in_turn("name", 4)]
@@ -114,6 +120,73 @@ def test_an_interrupt_at_any_instruction_leaves_no_hook(kind: str) -> None:
     assert registered > 3, "some interrupts come after the hook is in the table"
 
 
+def noted(module: nn.Module, install: Any) -> Any:
+    """Shared hooks as a cache has them, and the call of its finalizer."""
+    heard = ExitStack()
+    heard.enter_context(shared_hooks(module, "noted", install))
+    return functools.partial(unhook, heard.close)
+
+
+def test_a_finalizer_in_an_import_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread imports what another imports in the middle of its change; a collection there lets hooks go."""
+    (tmp_path / "slowly_imported.py").write_text("import tests.models.test_install as t; t.during()")
+    monkeypatch.syspath_prepend(tmp_path)
+    old, new = nn.Identity(), nn.Identity()
+    collect = noted(old, lambda hooks: hooks.put(old, "told", True))
+    begun, inside = threading.Event(), threading.Event()
+
+    def during() -> None:
+        begun.set()
+        inside.wait(5.0)
+        collect()
+
+    def install(hooks: Hooks) -> None:
+        inside.set()
+        importlib.import_module("slowly_imported")
+
+    def enter() -> None:
+        begun.wait(5.0)
+        with shared_hooks(new, "one", install):
+            pass
+
+    monkeypatch.setattr(sys.modules[__name__], "during", during, raising=False)
+    threads = [
+        threading.Thread(target=run, daemon=True)
+        for run in (enter, lambda: importlib.import_module("slowly_imported"))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert not any(thread.is_alive() for thread in threads)
+    until = time.monotonic() + 10.0
+    while "told" in vars(old) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "told" not in vars(old)
+
+
+def test_a_hook_that_goes_while_the_hooks_of_its_module_run_records_nothing() -> None:
+    """torch calls it all the same, and without what it was registered for: the arguments by keyword."""
+    module = nn.Identity()
+    module.register_forward_pre_hook(lambda *_: collect())
+    collect = noted(module, lambda hooks: hook_inputs(hooks, [module]))
+    assert module(torch.ones(1)) == 1 and len(module._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_tower_runs_in_parts_until_the_last_has_left(first: bool) -> None:
+    """Of a stream and of a prompt; only the latter fuses kernels."""
+    model = BUILD["qwen"]()
+    family: Any = adapter_for(model)
+    one, other = (ExitStack() for _ in range(2))
+    one.enter_context(in_parts(family, model, fewer=first))
+    other.enter_context(in_parts(family, model, fewer=not first))
+    one.close()
+    assert getattr(family.multimodal(model).get_video_features, "by_parts", False)
+    other.close()
+    assert not getattr(family.multimodal(model).get_video_features, "by_parts", False)
+
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 
 
@@ -143,11 +216,7 @@ class Helped(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize(
-    ("what", "inner", "family"),
-    product(["attach", "detach"], ["forward", "generate"], sorted(BUILD), together=2),
-    indirect=["family"],
-)
+@crossed("family", what=["attach", "detach"], inner=["forward", "generate"], family=sorted(BUILD), together=2)
 def test_a_call_that_waits_for_a_helper_and_a_change(family: Any, what: str, inner: str) -> None:
     inputs, model = family
     plain = model.generate(**inputs, **GREEDY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,23 +15,17 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding import generate
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.models.prompt_layout import positions_of
-from mmaccel.policies.draft import Off, Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
-from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
-from tests.products import product
+from mmaccel.policies.draft import PromptLookup
+from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, batch, prompt
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
 
 ROOM = 13
 STRATEGIES: dict[str, Any] = {
-    "off": lambda model: Off(),
-    "sequential": lambda model: Sequential(model=model, window=4, in_batches="always"),
-    "pruned": lambda model: Sequential(model=model, window=4, prune={"name": "uv", "retention": 0.3}),
-    "text_only": lambda model: TextOnly(model=model, window=4),
-    "tree": lambda model: Tree(model=model),
-    "parallel": lambda model: Parallel(model=model, window=4, process=False, in_batches="always"),
-    "prompt_lookup": lambda model: PromptLookup(),
-    "sparse_to_dense": lambda model: SparseToDense(retention=0.3),
+    **DRAFTS,
+    "pruned": partial(DRAFTS["sequential"], prune={"name": "uv", "retention": 0.3}),
 }
 
 
@@ -56,9 +51,7 @@ def said(fast: Any, inputs: dict[str, torch.Tensor], tokens: int) -> list[int]:
     return new
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind", "family"), product(STRATEGIES, ["video", "text"], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", strategy=STRATEGIES, kind=["video", "text"], family=sorted(BUILD))
 def test_the_answer_ends_with_the_positions(
     family: tuple[str, Any, Any], strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +74,7 @@ def test_the_answer_ends_with_the_positions(
             assert said(fast, inputs, ROOM) == want[:ROOM].tolist()
 
 
-@pytest.mark.parametrize(("strategy", "family"), product(STRATEGIES, sorted(BUILD)), indirect=["family"])
+@crossed("family", strategy=STRATEGIES, family=sorted(BUILD))
 def test_a_prompt_that_leaves_nothing_is_refused(
     family: tuple[str, Any, Any], strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +106,7 @@ def test_each_sequence_of_a_batch_ends_by_itself(
     want = model.generate(**inputs, max_new_tokens=12, do_sample=False)[:, place:]
     ends_after(model, one, 9, monkeypatch)
     with (
-        mmaccel.accelerate(model, draft=STRATEGIES[strategy](draft)) as fast,
+        mmaccel.accelerate(model, draft=STRATEGIES[strategy](draft, in_batches="always")) as fast,
         pytest.warns(MmaccelWarning, match="the answer ends"),
     ):
         new = fast.generate(**inputs, max_new_tokens=12, do_sample=False)[:, place:]
@@ -180,14 +173,7 @@ class Clock:
         self.now += 1
 
 
-DRAFTS: dict[str, Any] = {
-    "off": lambda model: None,
-    "prompt_lookup": lambda model: PromptLookup(),
-    "sequential": lambda model: Sequential(model=model, window=3),
-}
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["off", "prompt_lookup", "sequential"])
 def test_it_ends_an_answer_as_the_plain_model_s_does(
     family: tuple[str, Any, Any], draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,8 +182,7 @@ def test_it_ends_an_answer_as_the_plain_model_s_does(
     length = inputs["input_ids"].shape[1]
     want = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, length:].tolist()
     clock = Clock(model, monkeypatch)
-    made = DRAFTS[draft](other)
-    with mmaccel.accelerate(model, **({} if made is None else {"draft": made})) as fast:
+    with mmaccel.accelerate(model, draft=DRAFTS[draft](other)) as fast:
         said = fast.generate(**inputs, max_new_tokens=40, do_sample=False, max_time=6.0)[0, length:].tolist()
     assert 0 < len(said) < 40 and said == want[: len(said)] and clock.now <= 8
 

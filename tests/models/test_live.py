@@ -4,9 +4,10 @@ moments."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -27,83 +28,80 @@ def open_live(name: str, kv: Any, **choices: Any) -> mmaccel.AsyncVideoSession:
     return mmaccel.AsyncVideoSession(*pair(name), None, kv=kv, **choices)
 
 
-def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 60))
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test that awaits, for a minute at most."""
+
+    @functools.wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**given), 60))
+
+    return run
 
 
-def test_answers_are_those_of_a_session(tmp_path: Path) -> None:
+@in_a_loop
+async def test_answers_are_those_of_a_session(tmp_path: Path) -> None:
     with open_session("random-ov", TIGHT["rekv"], 9) as session:
         whole = session.ask(QUESTION, 8)
-
-    async def live() -> None:
-        async with open_live("random-ov", TIGHT["rekv"]) as session:
-            assert await session.watch(film(9), fps=FPS) == 9 == session.frames
-            reply = session.ask(QUESTION, 8)
-            pieces = [piece async for piece in reply]
-            assert reply.answer is not None and reply.answer.ids == whole.ids and len(pieces) > 1
-            assert "".join(pieces).strip() == whole.text == (await session.ask(QUESTION, 8)).text
-            await session.save(tmp_path / "saved")
-        again = await mmaccel.AsyncVideoSession.resume(*pair("random-ov"), tmp_path / "saved")
-        async with again:
-            assert (await again.ask(QUESTION, 8)).ids == whole.ids and again.seconds == 4.0
-            assert await again.ingest(film(4), fps=FPS) == 4
-        with pytest.raises(ModelError, match="closed"):
-            await again.watch(film(2))
-
-    run(live())
+    async with open_live("random-ov", TIGHT["rekv"]) as session:
+        assert await session.watch(film(9), fps=FPS) == 9 == session.frames
+        reply = session.ask(QUESTION, 8)
+        pieces = [piece async for piece in reply]
+        assert reply.answer is not None and reply.answer.ids == whole.ids and len(pieces) > 1
+        assert "".join(pieces).strip() == whole.text == (await session.ask(QUESTION, 8)).text
+        await session.save(tmp_path / "saved")
+    again = await mmaccel.AsyncVideoSession.resume(*pair("random-ov"), tmp_path / "saved")
+    async with again:
+        assert (await again.ask(QUESTION, 8)).ids == whole.ids and again.seconds == 4.0
+        assert await again.ingest(film(4), fps=FPS) == 4
+    with pytest.raises(ModelError, match="closed"):
+        await again.watch(film(2))
 
 
-def test_errors_come_to_who_waits() -> None:
-    async def live() -> None:
-        async with open_live("random-ov", TIGHT["rekv"]) as session:
-            with pytest.raises(ModelError, match="has seen no frame"):
-                await session.ask(QUESTION)
-            with pytest.raises(ModelError, match="max_new_tokens"):
-                session.ask(QUESTION, 0)
-            with pytest.raises(ModelError, match="no frames"):
-                await session.watch([])
-            await session.watch(film(2), fps=FPS)
-            with pytest.raises(ModelError, match="temperatur: it is no setting"):
-                await session.ask(QUESTION, temperatur=1)
-
-    run(live())
+@in_a_loop
+async def test_errors_come_to_who_waits() -> None:
+    async with open_live("random-ov", TIGHT["rekv"]) as session:
+        with pytest.raises(ModelError, match="has seen no frame"):
+            await session.ask(QUESTION)
+        with pytest.raises(ModelError, match="max_new_tokens"):
+            session.ask(QUESTION, 0)
+        with pytest.raises(ModelError, match="no frames"):
+            await session.watch([])
+        await session.watch(film(2), fps=FPS)
+        with pytest.raises(ModelError, match="temperatur: it is no setting"):
+            await session.ask(QUESTION, temperatur=1)
 
 
-def test_cancelling_a_watch_keeps_what_was_read() -> None:
-    async def live() -> None:
-        async with open_live("random-ov", TIGHT["rekv"], chunk=64) as session:
-            seen = asyncio.Event()
-            loop = asyncio.get_running_loop()
-            task = asyncio.ensure_future(
-                session.watch(film(25), fps=FPS, progress=lambda done, _: loop.call_soon_threadsafe(seen.set))
-            )
-            await seen.wait()
-            task.cancel()
-            with pytest.warns(MmaccelWarning, match="cancelled"), pytest.raises(asyncio.CancelledError):
-                await task
-            assert 0 < session.frames < 25
-            await session.watch(film(2), fps=FPS)  # and what follows runs as usual
-
-    run(live())
+@in_a_loop
+async def test_cancelling_a_watch_keeps_what_was_read() -> None:
+    async with open_live("random-ov", TIGHT["rekv"], chunk=64) as session:
+        seen = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(
+            session.watch(film(25), fps=FPS, progress=lambda done, _: loop.call_soon_threadsafe(seen.set))
+        )
+        await seen.wait()
+        task.cancel()
+        with pytest.warns(MmaccelWarning, match="cancelled"), pytest.raises(asyncio.CancelledError):
+            await task
+        assert 0 < session.frames < 25
+        await session.watch(film(2), fps=FPS)  # and what follows runs as usual
 
 
-def test_closing_a_reply_ends_the_answer() -> None:
-    async def live() -> None:
-        async with open_live("random-ov", TIGHT["rekv"]) as session:
-            await session.watch(film(9), fps=FPS)
-            reply = session.ask(QUESTION, 4000)
-            async for _ in reply:
-                break
-            await reply.aclose()
-            assert (await reply).finish_reason == "cancelled"
-            answer = asyncio.ensure_future(session.ask(QUESTION, 4000)._whole())
-            await asyncio.sleep(0.2)
-            answer.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await answer
-            assert (await session.ask(QUESTION, 2)).ids
-
-    run(live())
+@in_a_loop
+async def test_closing_a_reply_ends_the_answer() -> None:
+    async with open_live("random-ov", TIGHT["rekv"]) as session:
+        await session.watch(film(9), fps=FPS)
+        reply = session.ask(QUESTION, 4000)
+        async for _ in reply:
+            break
+        await reply.aclose()
+        assert (await reply).finish_reason == "cancelled"
+        answer = asyncio.ensure_future(session.ask(QUESTION, 4000)._whole())
+        await asyncio.sleep(0.2)
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        assert (await session.ask(QUESTION, 2)).ids
 
 
 def test_leaving_a_reply_ends_the_answer() -> None:
@@ -186,6 +184,7 @@ def settle(standing: StandingQuestion, seconds: float) -> None:
         time.sleep(0.005)
 
 
+@functools.cache
 def turning(says: str | None = None) -> list[tuple[float, str | None, str]]:
     """When the answer turns, as a session that is asked by hand says."""
     found, before, asked = list[tuple[float, str | None, str]](), None, None
@@ -227,9 +226,8 @@ def test_it_is_told_of_what_turns(says: str | None) -> None:
     assert len(expected) >= (1 if says else 2)
     assert [(one.seconds, one.before, one.answer.text) for one in told] == expected
     for one in told:
-        assert one.answer.evidence and all(
-            one.seconds - LAST <= e.seconds <= one.seconds for e in one.answer.evidence
-        )
+        assert one.answer.evidence
+        assert all(one.seconds - LAST <= e.seconds <= one.seconds for e in one.answer.evidence)
 
 
 def test_an_error_ends_it_with_a_word() -> None:
@@ -245,13 +243,11 @@ def test_an_error_ends_it_with_a_word() -> None:
         assert isinstance(standing.failed, ZeroDivisionError)
 
 
-def test_a_coroutine_is_awaited_in_the_loop() -> None:
-    async def live() -> None:
-        async with mmaccel.AsyncVideoSession(*pair("tiny-ov"), None, kv=KV) as session:
-            came: asyncio.Queue[Change] = asyncio.Queue()
-            session.on(WHERE, came.put, max_new_tokens=2)
-            session.on(WHERE, came.put_nowait, max_new_tokens=2)
-            await session.watch(film(3), fps=2.0)
-            assert [(await asyncio.wait_for(came.get(), 20)).before for _ in range(2)] == [None, None]
-
-    asyncio.run(live())
+@in_a_loop
+async def test_a_coroutine_is_awaited_in_the_loop() -> None:
+    async with mmaccel.AsyncVideoSession(*pair("tiny-ov"), None, kv=KV) as session:
+        came: asyncio.Queue[Change] = asyncio.Queue()
+        session.on(WHERE, came.put, max_new_tokens=2)
+        session.on(WHERE, came.put_nowait, max_new_tokens=2)
+        await session.watch(film(3), fps=2.0)
+        assert [(await asyncio.wait_for(came.get(), 20)).before for _ in range(2)] == [None, None]

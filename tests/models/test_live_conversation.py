@@ -15,7 +15,8 @@ import mmaccel
 from mmaccel.core.errors import ModelError
 from mmaccel.models.choosing import LONGEST, by_schema
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, logits, open_session, pair
-from tests.products import product
+from tests.products import crossed
+from tests.spies import refusal
 
 WHOLE, TIGHT = every_stream(), every_stream(frames=4, window=6)
 TURNS = [
@@ -85,9 +86,7 @@ def test_a_system_message_is_read_behind_the_video() -> None:
 )
 def test_what_is_no_question(question: Any, words: str) -> None:
     with open_session("random-ov", TIGHT["rekv"], 3) as session:
-        with pytest.raises(ModelError) as caught:
-            session.ask(question)
-        assert words in str(caught.value) and str(caught.value).endswith(".")
+        assert words in refusal(lambda: session.ask(question), ModelError)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +103,7 @@ def test_what_is_no_question(question: Any, words: str) -> None:
 )
 def test_settings_that_cannot_be(settings: Any, words: str) -> None:
     with open_session("random-ov", TIGHT["rekv"], 3) as session:
-        with pytest.raises(ModelError) as caught:
-            session.ask(QUESTION, 3, **settings)
-        assert words in str(caught.value)
+        assert words in refusal(lambda: session.ask(QUESTION, 3, **settings), ModelError)
 
 
 def test_settings_are_those_of_generate() -> None:
@@ -117,10 +114,8 @@ def test_settings_are_those_of_generate() -> None:
         plain = session.ask(QUESTION, 12)
         drawn = {"do_sample": True, "temperature": 5.0, "top_k": 40, "seed": 4}
         one, two = (session.ask(QUESTION, 12, **drawn) for _ in range(2))
-        assert (
-            one.ids == two.ids != plain.ids
-            and session.ask(QUESTION, 12, **{**drawn, "seed": 5}).ids != one.ids
-        )
+        assert one.ids == two.ids != plain.ids
+        assert session.ask(QUESTION, 12, **{**drawn, "seed": 5}).ids != one.ids
         assert session.ask(QUESTION, 12, do_sample=True, top_k=1).ids == plain.ids
         unlike = session.ask(QUESTION, 12, no_repeat_ngram_size=1)
         assert len(set(unlike.ids)) == len(unlike.ids) == 12
@@ -172,9 +167,7 @@ def test_an_answer_is_json_of_the_schema(library: Any, name: str) -> None:
         assert session.ask(QUESTION, 10).ids == plain.ids, "it leaves no trace"
 
 
-@pytest.mark.parametrize(
-    ("draft", "sample"), product(["prompt_lookup", "sequential", "tree", "parallel"], [False, True])
-)
+@crossed(draft=["prompt_lookup", "sequential", "tree", "parallel"], sample=[False, True])
 def test_drafts_say_the_same(library: Any, draft: str, sample: bool) -> None:
     model, processor = pair("tiny-ov")
     fields: dict[str, Any] = {"name": draft} | (

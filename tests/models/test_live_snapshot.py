@@ -22,7 +22,7 @@ from mmaccel.core.report import Meter
 from mmaccel.core.streams import parts
 from mmaccel.models import step
 from tests.models import test_stream_families
-from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session, pair
+from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, pair, told
 from tests.spies import heard
 
 BEFORE, MEANWHILE, TOKENS = 14, 12, 40
@@ -31,16 +31,8 @@ HYBRID = "qwen3_5"
 LONG = " ".join([QUESTION] * 12)
 MEMORIES: dict[str, dict[str, Any]] = {
     **every_stream(frames=4, window=6),
-    "mosaic": {"name": "mosaic", "window": 6, "local": 2, "frames": 4, "index": CLUSTERS, "encode_frames": 2},
-    "rekv reps": {
-        "name": "rekv",
-        "window": 6,
-        "local": 2,
-        "frames": 4,
-        "reps": 3,
-        "encode_frames": 2,
-        "cache": 4,
-    },
+    **SEARCHES,
+    "rekv reps": {**SEARCHES["rekv reps"], "encode_frames": 2},
     "offload disk": {"name": "offload", "store": {"host_bytes": 4096, "spill": "disk"}},
     "drop_oldest": {
         "name": "rekv",
@@ -83,10 +75,6 @@ def frame_by_frame(session: mmaccel.VideoSession, frames: torch.Tensor) -> Itera
             yield
         if errors:
             raise errors[0]
-
-
-def told(answer: mmaccel.core.decoding.generate.Answer) -> tuple[Any, ...]:
-    return answer.ids, answer.text, answer.evidence, answer.finish_reason
 
 
 def files(folder: Path) -> dict[str, bytes]:

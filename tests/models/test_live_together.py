@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -14,20 +18,14 @@ import mmaccel
 from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.models import step
-from tests.models.streams import CLUSTERS, FPS, QUESTION, every_stream, film, open_session, pair
-from tests.products import product
+from mmaccel.models.stream import HFStreamAdapter
+from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, pair, told
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
-MEMORIES: dict[str, Any] = {
-    **every_stream(frames=4, window=6),
-    "mosaic": {"name": "mosaic", "window": 6, "local": 2, "frames": 4, "index": CLUSTERS, "encode_frames": 2},
-}
+MEMORIES: dict[str, Any] = {**every_stream(frames=4, window=6), "mosaic": SEARCHES["mosaic"]}
 SESSIONS, TOKENS = 3, 20
-
-
-def told(answer: Any) -> tuple[Any, ...]:
-    return answer.ids, answer.text, answer.evidence, answer.finish_reason
 
 
 def opened(name: str, kv: Any, number: int) -> mmaccel.VideoSession:
@@ -35,6 +33,17 @@ def opened(name: str, kv: Any, number: int) -> mmaccel.VideoSession:
     session._stream_adapter.end_token_ids = frozenset  # type: ignore[method-assign]
     session.watch(film(9 + 3 * number, seed=3 + number), fps=FPS)
     return session
+
+
+@contextmanager
+def several(kv: Any, *numbers: int) -> Iterator[tuple[list[mmaccel.VideoSession], list[Any]]]:
+    """Sessions of one model with these numbers, and what each of them says alone."""
+    alone = []
+    for number in numbers:
+        with opened("random-ov", kv, number) as session:
+            alone.append(told(session.ask(QUESTION, TOKENS)))
+    with ExitStack() as stack:
+        yield [stack.enter_context(opened("random-ov", kv, number)) for number in numbers], alone
 
 
 def at_once(works: list[Callable[[], Any]]) -> list[Any]:
@@ -58,9 +67,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
     return of
 
 
-@pytest.mark.parametrize(
-    ("name", "kv", "captured"), product(["random-ov", "random-qwen"], MEMORIES, [False, True])
-)
+@crossed(name=["random-ov", "random-qwen"], kv=MEMORIES, captured=[False, True])
 def test_answers_are_those_of_each_alone(
     name: str, kv: str, captured: bool, sizes: Callable[[str], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,41 +114,27 @@ def test_answers_are_those_of_each_alone(
 
 
 def test_frames_come_between_two_steps(sizes: Callable[[str], list[int]]) -> None:
-    seen = sizes("random-ov")
-    kv = MEMORIES["rekv"]
-    alone = []
-    for number in range(SESSIONS):
-        with opened("random-ov", kv, number) as session:
-            alone.append(told(session.ask(QUESTION, TOKENS)))
-    sessions = [opened("random-ov", kv, number) for number in range(SESSIONS)]
-    during = list[int]()
+    seen, during = sizes("random-ov"), list[int]()
+    with several(MEMORIES["rekv"], *range(SESSIONS)) as (sessions, alone):
 
-    def watch() -> None:
-        while not len(sessions[0]._stream_adapter.turns.batch):
-            time.sleep(0.001)
-        for frame in film(6, seed=8).split(1):
-            sessions[1].watch(frame, fps=FPS)
-            during.append(len(sessions[0]._stream_adapter.turns.batch))
+        def watch() -> None:
+            while not len(sessions[0]._stream_adapter.turns.batch):
+                time.sleep(0.001)
+            for frame in film(6, seed=8).split(1):
+                sessions[1].watch(frame, fps=FPS)
+                during.append(len(sessions[0]._stream_adapter.turns.batch))
 
-    found = at_once([*(lambda one=one: told(one.ask(QUESTION, TOKENS)) for one in sessions), watch])
+        found = at_once([*(lambda one=one: told(one.ask(QUESTION, TOKENS)) for one in sessions), watch])
     assert found == [*alone, None] and len(during) == 6 and max(seen) == SESSIONS
     assert during[0], "the first frame is in while answers go on, however busy the machine is"
-    for one in sessions:
-        one.close()
 
 
 def test_a_shared_step_that_breaks_off_leaves_nothing_behind(
     sizes: Callable[[str], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The passes are over when there is no room for the logits: each answer takes its step again."""
-    kv, alone = MEMORIES["rekv"], []
-    for number in range(SESSIONS):
-        with opened("random-ov", kv, number) as session:
-            alone.append(told(session.ask(QUESTION, TOKENS)))
     seen = sizes("random-ov")
-    sessions = [opened("random-ov", kv, number) for number in range(SESSIONS)]
-    kind: Any = type(sessions[0]._stream_adapter)
-    logits, broke = kind.logits, list[int]()
+    logits, broke = HFStreamAdapter.logits, list[int]()
 
     def breaking(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         if len(hidden) > 1 and len(broke) < 3:
@@ -162,51 +155,39 @@ def test_a_shared_step_that_breaks_off_leaves_nothing_behind(
             behind.append(self.length() == begins[id(self)])
         return steps(self, *given)
 
-    monkeypatch.setattr(kind, "logits", breaking)
-    monkeypatch.setattr(Speculation, "offer_rows", offering)
-    monkeypatch.setattr(QuestionRunner, "step", again)
-    try:
+    with several(MEMORIES["rekv"], *range(SESSIONS)) as (sessions, alone):
+        monkeypatch.setattr(HFStreamAdapter, "logits", breaking)
+        monkeypatch.setattr(Speculation, "offer_rows", offering)
+        monkeypatch.setattr(QuestionRunner, "step", again)
         assert at_once([lambda one=one: told(one.ask(QUESTION, TOKENS)) for one in sessions]) == alone
         assert len(broke) == 3 and max(seen) > 1 and behind and all(behind)
-    finally:
-        for one in sessions:
-            one.close()
 
 
 def test_what_fails_in_one_memory_leaves_the_other_answers(
     sizes: Callable[[str], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kv = MEMORIES["rekv"]
-    with opened("random-ov", kv, 0) as session:
-        alone = told(session.ask(QUESTION, TOKENS))
     seen = sizes("random-ov")
-    good, bad = (opened("random-ov", kv, 0) for _ in range(2))
-    kind: Any = type(bad._live.state)  # type: ignore[union-attr]
-    append, left = kind.append, [50]
+    with several(MEMORIES["rekv"], 0, 0) as ((good, bad), (alone, _)):
+        kind: Any = type(bad._live.state)  # type: ignore[union-attr]
+        append, left = kind.append, [50]
 
-    def failing(self: Any, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        mine = getattr(self, "_main", None) is bad._live.state  # type: ignore[union-attr]
-        if mine and layer == 1:
-            left[0] -= 1
-            if left[0] < 40:
-                raise torch.OutOfMemoryError("no room")
-        append(self, layer, key, value)
+        def failing(self: Any, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+            mine = getattr(self, "_main", None) is bad._live.state  # type: ignore[union-attr]
+            if mine and layer == 1:
+                left[0] -= 1
+                if left[0] < 40:
+                    raise torch.OutOfMemoryError("no room")
+            append(self, layer, key, value)
 
-    monkeypatch.setattr(kind, "append", failing)
-    found = at_once([lambda: told(good.ask(QUESTION, TOKENS)), lambda: bad.ask(QUESTION, TOKENS)])
-    assert found[0] == alone and isinstance(found[1], torch.OutOfMemoryError)
-    assert max(seen) == 2
-    monkeypatch.undo()
-    assert told(bad.ask(QUESTION, TOKENS)) == alone == told(good.ask(QUESTION, TOKENS))
-    for one in (good, bad):
-        one.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "append", failing)
+            found = at_once([lambda: told(good.ask(QUESTION, TOKENS)), lambda: bad.ask(QUESTION, TOKENS)])
+        assert found[0] == alone and isinstance(found[1], torch.OutOfMemoryError)
+        assert max(seen) == 2
+        assert told(bad.ask(QUESTION, TOKENS)) == alone == told(good.ask(QUESTION, TOKENS))
 
 
 def test_a_model_goes_with_its_last_session() -> None:
-    import copy
-    import gc
-    import weakref
-
     model, processor = pair("random-ov")
     own = copy.deepcopy(model)
     sessions = [mmaccel.VideoSession(own, processor, None, kv=MEMORIES["rekv"]) for _ in range(2)]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import mmaccel
 from mmaccel.core.decoding.draft import Drafting
-from mmaccel.core.errors import DraftError, MmaccelError, MmaccelWarning, ModelError, RecipeError
+from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter
@@ -26,11 +26,11 @@ from mmaccel.models import loading, step
 from mmaccel.models.causal import is_causal_lm
 from mmaccel.models.family import Causal
 from mmaccel.models.generate import DraftTimes
-from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
+from mmaccel.policies.draft import PromptLookup, Sequential, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
-from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
-from tests.products import product
-from tests.spies import heard
+from tests.models.tiny_random import BUILD, DRAFTS, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
+from tests.products import crossed, product
+from tests.spies import heard, refusal
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -38,15 +38,11 @@ pytestmark = pytest.mark.in_turn("family", 1)
 PIECES = {**PROMPTS, "long": [("text", 4), ("video", 25), ("text", 6)]}
 PRUNERS = [None, *sorted(name for name, cls in registry("prune").items() if cls.stage == "draft")]
 STRATEGIES = {
-    "parallel": lambda model, window, **more: Parallel(model=model, window=window, process=False, **more),
-    "sequential": lambda model, window, **more: Sequential(model=model, window=window, **more),
-    "tree": lambda model, window, **more: Tree(model=model, **more),
+    **{name: one for name, one in DRAFTS.items() if name != "off"},
     "dynamic tree": lambda model, window, **more: Tree(
         model=model, shape="dynamic", depth=window, width=2, nodes=2 * window, **more
     ),
-    "text_only": lambda model, window, **more: TextOnly(model=model, window=window, **more),
     "prompt_lookup": lambda model, window, **more: PromptLookup(window=window, **more),
-    "sparse_to_dense": lambda model, window, **more: SparseToDense(window=window, retention=0.3, **more),
 }
 MEMORIES = {"full": "full", "window": {"name": "window", "sinks": 4, "window": 40, "margin": 40}}
 
@@ -122,9 +118,7 @@ def test_greedy_tokens_are_those_of_the_target_alone(
     assert tokens < 6 or strategy == "prompt_lookup" or told["proposed"] > 0
 
 
-@pytest.mark.parametrize(
-    ("strategy", "room", "pair"), product(STRATEGIES, [1, 2, 9], sorted(BUILD)), indirect=["pair"]
-)
+@crossed("pair", strategy=STRATEGIES, room=[1, 2, 9], pair=sorted(BUILD))
 def test_up_to_the_model_s_last_position(pair, strategy, room):
     """A prompt that leaves `room` positions: the answer fills them, and no draft asks for one beyond."""
     name, target, draft = pair
@@ -161,9 +155,7 @@ def words_of(target: torch.nn.Module | None = None, vocab: int = VOCAB) -> T.Qwe
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "family"), product(["text", "video", "interleaved"], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", kind=["text", "video", "interleaved"], family=sorted(BUILD))
 def test_greedy_tokens_are_the_plain_ones(family, kind: str, tmp_path: Path) -> None:
     name, target = family
     inputs = prompt(name, PROMPTS[kind])
@@ -212,28 +204,22 @@ def test_placeholders_are_never_proposed(family, monkeypatch: pytest.MonkeyPatch
     assert len(proposed) > 20 and not {IMG, VID} & set(proposed)
 
 
-def refused(works: Callable[[], object]) -> str:
-    with pytest.raises(MmaccelError) as error:
-        works()
-    return str(error.value)
-
-
 def test_what_cannot_draft_is_told(family, tmp_path: Path) -> None:
     _, target = family
     other = words_of(vocab=400)
-    told = refused(lambda: mmaccel.accelerate(target, draft=TextOnly(model=other)))
+    told = refusal(lambda: mmaccel.accelerate(target, draft=TextOnly(model=other)))
     assert "the draft has 400 token embeddings and the target 200" in told
     state = T.MambaForCausalLM(
         T.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
     )
-    told = refused(lambda: mmaccel.accelerate(target, draft=TextOnly(model=state)))
+    told = refusal(lambda: mmaccel.accelerate(target, draft=TextOnly(model=state)))
     assert "cannot roll back" in told
     for strategy in (Sequential, TextOnly):
-        told = refused(
+        told = refusal(
             lambda strategy=strategy: mmaccel.accelerate(target, draft=strategy(model=torch.nn.Linear(1, 1)))
         )
         assert "not supported" in told
-    assert "'qwen2' is not supported" in refused(
+    assert "'qwen2' is not supported" in refusal(
         lambda: mmaccel.accelerate(target, draft=Sequential(model=words_of()))
     )
     with pytest.raises(ModelError, match="'qwen2' is not supported"):

@@ -49,6 +49,25 @@ def write_model(folder: Path, family: str, **changes: Any) -> Path:
     return folder
 
 
+SHIPPED = {
+    "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
+}  # fmt: skip
+"""preprocessor_config.json of Qwen2.5-VL-7B-Instruct, the one file of settings that it has."""
+
+
+def shipped_qwen(folder: Path) -> Path:
+    write_model(folder, "qwen2_5_vl")
+    for name in ("processor_config.json", "video_preprocessor_config.json"):
+        (folder / name).unlink()
+    (folder / "preprocessor_config.json").write_text(json.dumps(SHIPPED))
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["temporal_patch_size"] = 2
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -175,18 +194,7 @@ def test_layouts_on_disk_mean_the_same(tmp_path: Path, family: str) -> None:
 
 
 def test_the_oldest_layout_names_pixel_budgets_and_serves_videos_with_the_image_file(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen2_5_vl")
-    (folder / "processor_config.json").unlink()
-    (folder / "video_preprocessor_config.json").unlink()
-    old = {
-        "min_pixels": 3136,
-        "max_pixels": 12845056,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(old))
-    processor = Processor.from_pretrained(folder)
+    processor = Processor.from_pretrained(shipped_qwen(tmp_path / "model"))
     budget = {"shortest_edge": 3136, "longest_edge": 12845056}
     assert processor.video.size == processor.image.size == budget
     assert processor.video.temporal_patch_size == 2
@@ -209,24 +217,23 @@ def raises(told: str) -> Any:
 
 
 def test_wrong_calls_are_told(processor: Processor, family: str) -> None:
-    mark = PLACEHOLDERS[family]["video"]
-    video = noise(2, 3, 84, 140)
-    with raises(r"the text has 0 placeholders '.*' for 1 videos: write one for each\."):
-        processor("what", videos=video)
-    with raises(r"the text has 2 placeholders '.*' for 1 videos"):
-        processor([mark, mark], videos=video)
-    with raises("text is an empty list: give at least one text"):
-        processor([])
-    with raises(r"fps has 2 entries for 1 videos: give one number, or one a video\."):
-        processor(mark, videos=video, fps=[1, 2])
-    with raises("padding_side='up' must be 'left' or 'right'"):
-        processor(mark, videos=video, padding_side="up")
-    with raises("a piece of type 'sound' is not known"):
-        processor.chat([{"type": "sound", "sound": 1}])
-    with raises("a piece of type 'video' holds no video: give it under 'video'"):
-        processor.chat([{"type": "video"}])
-    with raises("images and videos of a conversation belong in its messages"):
-        processor.chat([{"role": "user", "content": "what"}], videos=video)
+    mark, video = PLACEHOLDERS[family]["video"], noise(2, 3, 84, 140)
+    both = {"videos": video, "fps": [1, 2]}
+    for told, call in (
+        (r"the text has 0 placeholders '.*' for 1 videos: write one for each\.", lambda: processor("what", videos=video)),
+        (r"the text has 2 placeholders '.*' for 1 videos", lambda: processor([mark, mark], videos=video)),
+        ("text is an empty list: give at least one text", lambda: processor([])),
+        (r"fps has 2 entries for 1 videos: give one number, or one a video\.", lambda: processor(mark, **both)),
+        ("padding_side='up' must be 'left' or 'right'", lambda: processor(mark, videos=video, padding_side="up")),
+        ("a piece of type 'sound' is not known", lambda: processor.chat([{"type": "sound", "sound": 1}])),
+        ("a piece of type 'video' holds no video: give it under 'video'", lambda: processor.chat([{"type": "video"}])),
+        (
+            "images and videos of a conversation belong in its messages",
+            lambda: processor.chat([{"role": "user", "content": "what"}], videos=video),
+        ),
+    ):  # fmt: skip
+        with raises(told):
+            call()
     with pytest.raises(VideoError, match=r"there is no file none\.mp4"):
         processor(mark, videos="none.mp4")
     processor.chat_template = None

@@ -19,7 +19,7 @@ from mmaccel.core.streams.stream_runner import StreamRunner
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.models.streams import logits as session_logits
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -59,13 +59,13 @@ def same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(one[1], other[1], **CLOSE)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("kv", "name"), product(ROOM, MODELS))
+@crossed(kv=ROOM, name=MODELS)
 def test_with_room_for_all_it_is_the_plain_model(kv: str, name: str) -> None:
     inputs = filmed(name, 14)
     same(said(name, ROOM[kv], inputs), said(name, None, inputs))
 
 
-@pytest.mark.parametrize(("kv", "name"), product(TIGHT, ("tiny-ov", "random-qwen")))
+@crossed(kv=TIGHT, name=("tiny-ov", "random-qwen"))
 def test_it_is_the_session(kv: str, name: str) -> None:
     """Where a memory keeps little, too: both read the same units in the same passes, and search by the same words."""
     ids, logits = said(name, TIGHT[kv], filmed(name, 24))
@@ -113,7 +113,7 @@ CONTENTS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("content", "name"), product(CONTENTS, ("random-ov", "random-qwen")))
+@crossed(content=CONTENTS, name=("random-ov", "random-qwen"))
 def test_all_that_is_not_the_longest_video_stays_visible(content: str, name: str) -> None:
     """Videos of a batch of LLaVA-OneVision have one length; two in one prompt are taken as they come."""
     pieces = CONTENTS[content]
@@ -226,17 +226,17 @@ def test_a_place_for_each_token_or_none(models: Any, monkeypatch: pytest.MonkeyP
     """True positions end with the model's; closed up, as many units as are shown have places."""
     plain, other = models
     call = prompt("llava", PROMPTS["video"])
-    for one in models:
-        monkeypatch.setattr(
-            one.model.language_model.config, "max_position_embeddings", call["input_ids"].shape[1] + 2
-        )
+
+    def limited(more: int) -> None:
+        for one in models:
+            most = call["input_ids"].shape[1] + more
+            monkeypatch.setattr(one.model.language_model.config, "max_position_embeddings", most)
+
+    limited(2)
     with pytest.warns(MmaccelWarning, match="has .* positions"):
         got = other.generate(**call, **CALL)
     assert got.shape[1] == call["input_ids"].shape[1] + 2
-    for one in models:
-        monkeypatch.setattr(
-            one.model.language_model.config, "max_position_embeddings", call["input_ids"].shape[1] - 4
-        )
+    limited(-4)
     with pytest.raises(ModelError, match="positions"):
         other.generate(**call, **CALL)
     closed = {"name": "rekv", "frames": 1, "window": 1, "local": 0, "positions": "compact"}

@@ -17,7 +17,7 @@ from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.test_decode import counted, graphs_of
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 1)]
 PRUNERS: dict[str, Any] = {
@@ -54,11 +54,7 @@ def runners(fast: Any, rows: tuple[int, ...]) -> tuple[HFRunner, HFRunner]:
     return HFRunner(fast.model, family, plain), HFRunner(fast.model, family, static, rows)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "family"),
-    product(PRUNERS, ["text", "interleaved", "long"], BUILD),
-    indirect=["family"],
-)
+@crossed("family", name=PRUNERS, kind=["text", "interleaved", "long"], family=BUILD)
 @torch.no_grad()
 def test_steps_are_the_model_s_own(
     family: str, model: Any, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -93,11 +89,7 @@ def test_steps_are_the_model_s_own(
         both(3)
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    product(["fastv, numbered anew", "pyramid_drop", "visionzip"], BUILD),
-    indirect=["family"],
-)
+@crossed("family", name=["fastv, numbered anew", "pyramid_drop", "visionzip"], family=BUILD)
 @torch.no_grad()
 def test_trees_are_the_model_s_own(family: str, model: Any, name: str) -> None:
     inputs = prompt(family, PROMPTS["interleaved"])
@@ -119,15 +111,12 @@ def test_trees_are_the_model_s_own(family: str, model: Any, name: str) -> None:
         torch.testing.assert_close(one, other, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "drafted", "family"),
-    product(
-        [name for name in PRUNERS if "anew" not in name],
-        (False, True),
-        BUILD,
-        where=lambda name, drafted, _: not (drafted and PRUNERS[name].scoring_layer is not None),
-    ),
-    indirect=["family"],
+@crossed(
+    "family",
+    name=[name for name in PRUNERS if "anew" not in name],
+    drafted=(False, True),
+    family=BUILD,
+    where=lambda name, drafted, _: not (drafted and PRUNERS[name].scoring_layer is not None),
 )
 def test_a_recipe_decodes_through_it(
     family: str, model: Any, name: str, drafted: bool, monkeypatch: pytest.MonkeyPatch

@@ -74,5 +74,5 @@ def test_what_is_measured_leaves_random_numbers_as_they_are(monkeypatch: pytest.
 
     monkeypatch.setattr(rates, "measured", measured)
     before = torch.random.get_rng_state()
-    device_of("cpu", SIZES)
+    device_of("cpu", sizes_of("llava-onevision-0.5b"))
     assert torch.equal(torch.random.get_rng_state(), before)

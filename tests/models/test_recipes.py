@@ -3,8 +3,8 @@ names the user's line; beside the `window` memory a pattern acts within the wind
 
 from __future__ import annotations
 
-import inspect
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import mmaccel
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.registry import registry
-from tests.models.streams import FPS, film, open_session, pair
+from tests.models.streams import FPS, open_session, pair
 from tests.models.test_exact import TOLERANCE, logits
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 LAYERS = 3
@@ -59,7 +59,7 @@ def test_every_pattern_has_a_small_budget_here():
     assert sorted(SMALL) == SPARSE
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_a_pattern_runs_and_is_reported(family, name):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -72,7 +72,7 @@ def test_a_pattern_runs_and_is_reported(family, name):
     assert 1 / 3 < report.kept < 0.9
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_kept_is_the_listed_share_of_causal_pairs(family, name, monkeypatch):
     """Counted again by hand from the plans of the run, the tail's rows and a dense layer."""
     kind, model = family
@@ -105,7 +105,7 @@ def test_kept_is_the_listed_share_of_causal_pairs(family, name, monkeypatch):
     assert kept == pytest.approx(sum(shares) / 3, rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_the_last_rows_are_those_of_dense_attention_in_the_first_layer(family, name):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -124,9 +124,7 @@ def test_the_last_rows_are_those_of_dense_attention_in_the_first_layer(family, n
     assert not torch.allclose(seen["sparse"][:, -40:-8], seen["dense"][:, -40:-8], atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "tail", "family"), product(SPARSE, [0, 8], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", name=SPARSE, tail=[0, 8], family=sorted(BUILD))
 def test_padded_batches_equal_each_prompt_alone(family, name, tail):
     kind, model = family
     prompts = [prompt(kind, [("text", n), *PIECES[1:]], seed=n) for n in (3, 11)]
@@ -137,7 +135,7 @@ def test_padded_batches_equal_each_prompt_alone(family, name, tail):
             assert (row[-length:] - model(**single).logits[0]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_padding_behind_a_prompt_takes_none_of_its_dense_rows(family, name):
     kind, model = family
     prompts = [prompt(kind, [("text", 6), ("video", 36), ("text", n)], seed=n) for n in (110, 30)]
@@ -199,7 +197,7 @@ def written_out(run, layer, query, key, value, scale):
 ATTEND = ForwardPass.attend
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_a_pattern_and_a_window_are_dense_attention_under_both_masks(family, name, monkeypatch):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -215,7 +213,7 @@ def test_a_pattern_and_a_window_are_dense_attention_under_both_masks(family, nam
     assert (ours - exact).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(BUILD)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_a_chunked_prompt_goes_on_over_what_the_window_holds(family, name):
     """Later pieces see a view that lacks columns: the pattern runs there too, in a batch as in one sequence."""
     kind, model = family
@@ -235,45 +233,32 @@ def test_every_registered_pattern_may_stand_beside_a_window():
         assert mmaccel.Recipe.load(sparse=name, kv="window").sparse.name == name
 
 
-def idle_pruner() -> Any:
+def under(recipe: dict[str, Any], call: Callable[[Any], Any]) -> None:
     model = BUILD["qwen"]()
-    fast = mmaccel.accelerate(model, prune={"name": "dycoke", "layer": 1})
-    with fast:
-        return inspect.currentframe().f_lineno, model.generate(
-            **prompt("qwen", PROMPTS["text"]), max_new_tokens=2
-        )
+    with mmaccel.accelerate(model, **recipe), torch.no_grad():
+        call(model)
 
 
-def idle_pruner_of_a_pass() -> Any:
-    model = BUILD["qwen"]()
-    with mmaccel.accelerate(model, prune={"name": "dycoke", "layer": 1}), torch.no_grad():
-        return inspect.currentframe().f_lineno, model(**prompt("qwen", PROMPTS["text"]))
+TEXTS = [prompt("qwen", PROMPTS["text"], seed=n) for n in range(2)]
+PRUNED = {"prune": {"name": "dycoke", "layer": 1}}
+RESTS = {"draft": "prompt_lookup"}
+LARGE = torch.zeros(4, 3, 90, 60, dtype=torch.uint8)
+WORKS: dict[str, Callable[[], Any]] = {
+    "a pruner without a video": lambda: under(PRUNED, lambda one: one.generate(**TEXTS[0], max_new_tokens=2)),
+    "the same of a pass": lambda: under(PRUNED, lambda one: one(**TEXTS[0])),
+    "a draft that rests": lambda: under(RESTS, lambda one: one.generate(**batch("qwen", TEXTS), max_new_tokens=2)),
+    "another size": lambda: open_session("random-qwen", "recent", 2).watch(LARGE, fps=FPS),
+    "a bare placeholder": lambda: pair("random-ov")[1](f"what is {pair('random-ov')[1].video_token} ?"),
+}  # fmt: skip
+"""Each in a line of its own."""
 
 
-def resting_draft() -> Any:
-    model = BUILD["qwen"]()
-    inputs = batch("qwen", [prompt("qwen", PROMPTS["text"], seed=n) for n in range(2)])
-    with mmaccel.accelerate(model, draft="prompt_lookup"):
-        return inspect.currentframe().f_lineno, model.generate(**inputs, max_new_tokens=2, do_sample=False)
-
-
-def other_size() -> Any:
-    with open_session("random-qwen", "recent", 2) as session:
-        frames = torch.nn.functional.interpolate(film(4), (90, 60))
-        return inspect.currentframe().f_lineno, session.watch(frames, fps=FPS)
-
-
-def bare_placeholder() -> Any:
-    processor = pair("random-ov")[1]
-    return inspect.currentframe().f_lineno, processor(f"what is {processor.video_token} ?")
-
-
-@pytest.mark.parametrize(
-    "work", [idle_pruner, idle_pruner_of_a_pass, resting_draft, other_size, bare_placeholder]
-)
-def test_a_warning_names_the_line_that_called(work: Any) -> None:
+@pytest.mark.parametrize("name", WORKS)
+def test_a_warning_names_the_line_that_called(name: str) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        line, _ = work()
+        WORKS[name]()
     ours = [(Path(one.filename).name, one.lineno) for one in told if one.category is MmaccelWarning]
-    assert ours == [(Path(__file__).name, line)], [str(one.message) for one in told]
+    assert ours == [(Path(__file__).name, WORKS[name].__code__.co_firstlineno)], [
+        str(one.message) for one in told
+    ]

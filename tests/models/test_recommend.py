@@ -39,7 +39,7 @@ from mmaccel.models.shapes import SHAPES
 from mmaccel.policies.kv import Full
 from mmaccel_lab.world import World, render
 from tests.models.streams import QUESTION, film, pair
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 DEVICE = rates.DEVICES["h100"]
@@ -71,10 +71,8 @@ def test_sizes_are_the_loaded_model_s(name: str) -> None:
 
 def test_a_shape_and_a_folder_are_counted_without_weights(random_folder: Any) -> None:
     assert 7.9e9 < SIZES.weights < 8.2e9 and (SIZES.patches, SIZES.tokens) == (729, 196)
-    assert (
-        SIZES.kv_bytes_per_token == 2 * 28 * 4 * 128 * 2
-        and SIZES.inner == SHAPES["llava-onevision-7b"].intermediate
-    )
+    assert SIZES.kv_bytes_per_token == 2 * 28 * 4 * 128 * 2
+    assert SIZES.inner == SHAPES["llava-onevision-7b"].intermediate
     folder = random_folder("tiny-ov-draft")
     sizes = sizes_of(folder, (112, 112))
     assert sizes.weights == sum(p.numel() for p in mmaccel.load_model(folder).parameters())
@@ -93,9 +91,8 @@ def test_terms_grow_as_their_work_does() -> None:
         )
         for n in (3600, 7200)
     )
-    assert longer.device_bytes == film.device_bytes and longer.host_bytes - film.host_bytes >= 6 * grown - (
-        1 << 28
-    )
+    assert longer.device_bytes == film.device_bytes
+    assert longer.host_bytes - film.host_bytes >= 6 * grown - (1 << 28)
     assert longer.read_s < 2.5 * film.read_s, "an ingestion that holds a part sees a part"
     fast = replace(DEVICE, copy=2 * DEVICE.copy)
     assert costs.cost(Recipe(), SIZES, work(), fast).token_s < 0.8 * one.token_s
@@ -126,10 +123,8 @@ def test_every_memory_is_predicted_by_what_it_declares(name: str, live: bool) ->
     assert (found.host_bytes > 0) == (kept.host != 0)
     assert (found.read_s == 0) == kept.deferred
     if kept.copied:
-        assert (
-            found.token_s > full.token_s
-            and found.host_bytes >= 3600 * SIZES.tokens * SIZES.kv_bytes_per_token
-        )
+        assert found.token_s > full.token_s
+        assert found.host_bytes >= 3600 * SIZES.tokens * SIZES.kv_bytes_per_token
     elif not kept.deferred:
         assert found.question_s <= full.question_s and (kept.shown is None or found.token_s < full.token_s)
 
@@ -171,11 +166,8 @@ def test_the_preset_that_fits_is_taken_and_what_does_not_says_by_how_much() -> N
     nothing = recommend(SIZES, work(memory=GB), DEVICE)
     assert nothing.name is None and "Nothing fits" in nothing.why and "GB more" in nothing.why
     live = recommend(SIZES, work(live=True, frames=10**6), DEVICE)
-    assert (
-        live.name == "stream"
-        and set(live.costs) == {"stream"}
-        and live.costs["stream"].host_bytes <= 500 * GB
-    )
+    assert live.name == "stream" and set(live.costs) == {"stream"}
+    assert live.costs["stream"].host_bytes <= 500 * GB
     only = recommend(SIZES, work(frames=1800), DEVICE, lossless=True)
     assert set(only.costs) == {"exact"}
     far = recommend(replace(SIZES, limit=1000), work(), DEVICE)
@@ -300,7 +292,7 @@ def long_film(frames: int) -> torch.Tensor:
     return render(World.generate(3, frames).table(), 112, 224)
 
 
-@pytest.mark.parametrize(("name", "family"), product(MAIN_PRESETS, FAMILIES))
+@crossed(name=MAIN_PRESETS, family=FAMILIES)
 def test_all_that_a_preset_names_acts_in_a_session(name: str, family: str) -> None:
     model, processor = pair(family)
     chosen, report = recipe(name, family), None
@@ -314,9 +306,8 @@ def test_all_that_a_preset_names_acts_in_a_session(name: str, family: str) -> No
     if chosen.draft.active:
         assert report.draft["rounds"] > 0 and answer.counters.get("drafted", 0) > 0
     if chosen.kv.name == "mosaic":
-        assert (
-            counted["host_bytes"] > 0 and counted["recalled"] > 0 and counted["resident"] < counted["units"]
-        )
+        assert counted["host_bytes"] > 0 and counted["recalled"] > 0
+        assert counted["resident"] < counted["units"]
     else:
         assert counted["resident"] == counted["units"]
     assert not any("idle" in note or "acts on those given to ingest" in note for note in report.notes)

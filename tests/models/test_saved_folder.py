@@ -67,9 +67,8 @@ def test_what_a_user_puts_into_a_saved_session_stays(tmp_path: Path) -> None:
             session.save(place)
         assert all((place / name).read_text() == name for name in mine)
         files = json.loads((place / "session.json").read_text())["files"]
-        assert set(tree(place)) == {*mine, *files, "session.json"} and all(
-            n.startswith("data-3/") for n in files
-        )
+        assert set(tree(place)) == {*mine, *files, "session.json"}
+        assert all(n.startswith("data-3/") for n in files)
         assert {p.name for p in tmp_path.iterdir()} == {"stream", "stream.old"}
         session.load(place)
 

@@ -16,9 +16,10 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft.sequential import Sequential
 from mmaccel.policies.kv.full import FullState
+from tests.models.test_exact import logits
 from tests.models.test_recipes import PIECES, SPARSE, small
 from tests.models.tiny_random import EVERY, IMG, PROMPTS, VID, batch, prompt
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 2)
 
@@ -31,12 +32,7 @@ def family(request):
     return request.param, model
 
 
-@torch.no_grad()
-def logits(model, inputs, **kwargs):
-    return model(**inputs, **kwargs).logits
-
-
-@pytest.mark.parametrize(("name", "family"), product(SPARSE, sorted(EVERY)), indirect=["family"])
+@crossed("family", name=SPARSE, family=sorted(EVERY))
 def test_a_chunk_that_is_all_padding_for_one_sequence(family, name):
     kind, model = family
     prompts = [prompt(kind, [("text", 20)]), prompt(kind, [("text", 200)])]
@@ -187,21 +183,22 @@ def test_arguments_by_position_and_options_that_clash(family):
                     call(*args, **named)
 
 
-@pytest.mark.parametrize(
-    ("family", "draft", "where"),
-    product(sorted(EVERY), ["off", "prompt_lookup"], ["argument", "config", "the model's own config"]),
-    indirect=["family"],
+@crossed(
+    "family",
+    family=sorted(EVERY),
+    draft=["off", "prompt_lookup"],
+    place=["argument", "config", "the model's own config"],
 )
-def test_without_a_cache_the_tokens_are_the_same(family, draft, where, monkeypatch):
+def test_without_a_cache_the_tokens_are_the_same(family, draft, place, monkeypatch):
     """Under a draft the memory is there all the same; it is not given back."""
     kind, model = family
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     inputs = prompt(kind, PROMPTS["text"])
     plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     told = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
-    if where == "argument":
+    if place == "argument":
         told["use_cache"] = False
-    elif where == "config":
+    elif place == "config":
         told = {"generation_config": GenerationConfig(**told, use_cache=False)}
     else:
         monkeypatch.setattr(model.generation_config, "use_cache", False)
@@ -221,9 +218,7 @@ def test_a_model_dropped_without_detaching_is_freed(family):
     assert gone() is None
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), product(sorted(EVERY), ["dense", "a_shape", "vertical_slash"]), indirect=["family"]
-)
+@crossed("family", family=sorted(EVERY), name=["dense", "a_shape", "vertical_slash"])
 def test_with_gradients_on_it_runs_and_says_that_it_has_none(family, name):
     kind, model = family
     inputs = prompt(kind, PIECES)
@@ -236,11 +231,7 @@ def test_with_gradients_on_it_runs_and_says_that_it_has_none(family, name):
 
 
 @pytest.mark.numeric(by="torch")
-@pytest.mark.parametrize(
-    ("family", "name"),
-    product(sorted(EVERY), ["dense", "a_shape", "vertical_slash", "grid"]),
-    indirect=["family"],
-)
+@crossed("family", family=sorted(EVERY), name=["dense", "a_shape", "vertical_slash", "grid"])
 def test_under_autocast(family, name, monkeypatch):
     """With the same plans in bfloat16, the error is that of the plain model: twice it, over other numbers of the same size.
 
@@ -272,9 +263,7 @@ def test_under_autocast(family, name, monkeypatch):
         assert (whole - plain).abs().max() > budget, "the dense answer would pass"
 
 
-@pytest.mark.parametrize(
-    ("family", "choice"), product(sorted(EVERY), ["eager", {"vision_config": "eager"}]), indirect=["family"]
-)
+@crossed("family", family=sorted(EVERY), choice=["eager", {"vision_config": "eager"}])
 def test_another_attention_is_chosen_before_or_after(family, choice):
     kind, inputs = family[0], prompt(family[0], PIECES)
     model = EVERY[kind]()
@@ -285,9 +274,7 @@ def test_another_attention_is_chosen_before_or_after(family, choice):
     assert torch.isfinite(logits(model, inputs)).all()
 
 
-@pytest.mark.parametrize(
-    ("family", "by"), product(sorted(EVERY), [copy.deepcopy, pickle.dumps]), indirect=["family"]
-)
+@crossed("family", family=sorted(EVERY), by=[copy.deepcopy, pickle.dumps])
 def test_what_is_accelerated_is_not_copied_and_says_so(family, by):
     model = EVERY[family[0]]()  # one on which transformers has laid no hooks of its own
     with mmaccel.accelerate(model, "a_shape") as fast:

@@ -19,10 +19,10 @@ from mmaccel.core.layout import TEXT
 from mmaccel.core.prefill.prune import observers, question_text_columns
 from mmaccel.models.prompt_layout import question_columns
 from mmaccel.models.runner import HFRunner
-from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
+from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import FastV, UVPrune
-from tests.models.tiny_random import BUILD, IMG, VE, VID, VS, prompt
-from tests.products import product
+from tests.models.tiny_random import BUILD, DRAFTS, IMG, VE, VID, VS, prompt
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("family", 1)
@@ -44,44 +44,47 @@ def found(ids: list[int], ends: tuple[int, ...] = (E,)) -> list[int]:
     return [ids[n] for n in columns]
 
 
-@pytest.mark.parametrize("system", [[], SYSTEM], ids=["first message", "after a system's"])
-def test_words_before_a_video(system: list[int]) -> None:
-    assert found([*system, *USER, 10, 11, *VIDEO, *END, *MODEL]) == [10, 11]
-    # With words after it too, all that follows, as it is without words before.
-    tail = [BACK, 12, 13, *END, *MODEL]
-    assert found([*system, *USER, 10, 11, *VIDEO, 12, 13, *END, *MODEL]) == [10, 11, *tail]
-    assert found([*system, *USER, 10, *VIDEO, 11, *VIDEO, *END, *MODEL]) == [10, 11]
-    # The model's message is begun already.
-    assert found([*system, *USER, 10, 11, *VIDEO, *END, *MODEL, 7, 8]) == [10, 11]
-
-
-def test_where_the_text_after_is_the_question_nothing_is_said() -> None:
-    assert found([*SYSTEM, *USER, *VIDEO, 10, 11, *END, *MODEL]) == []
-    assert found([*SYSTEM, *USER, *VIDEO, *VIDEO, 10, *END, *MODEL]) == []
-    assert found([*USER, *VIDEO, *END, *MODEL]) == []
-    assert found([*USER, 10, 11, *END, *MODEL]) == []
-
-
-def test_earlier_messages_are_no_question_of_the_video() -> None:
-    before = [*USER, 20, 21, *END, *MODEL, 22, *END]
-    assert found([*before, *USER, 10, *VIDEO, *END, *MODEL]) == [10]
-    # A second question after the answer to the first.
-    more = [*MODEL, 30, *END, *USER, 31, *END, *MODEL]
-    assert found([*USER, 10, *VIDEO, *END, *more]) == [10, BACK, *END, *more]
-
-
-@pytest.mark.parametrize(
-    "ids, ends",
-    [
-        ([*USER, 10, 11, *VIDEO, *END, *MODEL], ()),
-        ([10, 11, *VIDEO, 12], (E,)),
-        ([*USER, 10, *VIDEO], (E,)),
-        ([10, *VIDEO, *END, *MODEL], (E,)),
-        ([], (E,)),
+TAIL = [BACK, 12, 13, *END, *MODEL]
+BEFORE = [*USER, 20, 21, *END, *MODEL, 22, *END]
+MORE = [*MODEL, 30, *END, *USER, 31, *END, *MODEL]
+ASKED: dict[str, list[tuple[list[int], list[int]]]] = {
+    "words before a video, after words of a system": [
+        (case, words)
+        for system in ([], SYSTEM)
+        for case, words in (
+            ([*system, *USER, 10, 11, *VIDEO, *END, *MODEL], [10, 11]),
+            # With words after it too, all that follows, as it is without words before.
+            ([*system, *USER, 10, 11, *VIDEO, 12, 13, *END, *MODEL], [10, 11, *TAIL]),
+            ([*system, *USER, 10, *VIDEO, 11, *VIDEO, *END, *MODEL], [10, 11]),
+            # The model's message is begun already.
+            ([*system, *USER, 10, 11, *VIDEO, *END, *MODEL, 7, 8], [10, 11]),
+        )
     ],
-)
-def test_markup_that_is_not_known_is_left_alone(ids: list[int], ends: tuple[int, ...]) -> None:
-    assert found(ids, ends) == []
+    "where the text after is the question nothing is said": [
+        ([*SYSTEM, *USER, *VIDEO, 10, 11, *END, *MODEL], []),
+        ([*SYSTEM, *USER, *VIDEO, *VIDEO, 10, *END, *MODEL], []),
+        ([*USER, *VIDEO, *END, *MODEL], []),
+        ([*USER, 10, 11, *END, *MODEL], []),
+    ],
+    "earlier messages are no question of the video": [
+        ([*BEFORE, *USER, 10, *VIDEO, *END, *MODEL], [10]),
+        # A second question after the answer to the first.
+        ([*USER, 10, *VIDEO, *END, *MORE], [10, BACK, *END, *MORE]),
+    ],
+    "markup that is not known is left alone": [
+        ([10, 11, *VIDEO, 12], []),
+        ([*USER, 10, *VIDEO], []),
+        ([10, *VIDEO, *END, *MODEL], []),
+        ([], []),
+    ],
+}
+
+
+@pytest.mark.parametrize("told", ASKED)
+def test_the_words_of_a_question(told: str) -> None:
+    for ids, words in ASKED[told]:
+        assert found(ids) == words
+    assert found([*USER, 10, 11, *VIDEO, *END, *MODEL], ()) == []
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen", "tiny-ov"])
@@ -151,15 +154,6 @@ def test_a_draft_s_pruner_that_has_nothing_to_prune_is_told(family: str) -> None
 
 
 TOKENS = 10
-DRAFTS: dict[str, Callable[..., Any]] = {
-    "off": lambda model: "off",
-    "prompt_lookup": lambda model: PromptLookup(),
-    "sequential": lambda model, **own: Sequential(model=model, window=3, **own),
-    "text_only": lambda model: TextOnly(model=model, window=3),
-    "tree": lambda model, **own: Tree(model=model, **own),
-    "parallel": lambda model, **own: Parallel(model=model, window=3, process=False, **own),
-    "sparse_to_dense": lambda model: SparseToDense(window=3, retention=0.5),
-}
 TURNS = {
     "text": [[("text", 6), ("video", 4), ("text", 9)], [("text", 8)], [("text", 5)]],
     "video": [
@@ -238,9 +232,7 @@ def plainly(model: Any, name: str, turns: Any) -> list[Tensor]:
     return answers
 
 
-@pytest.mark.parametrize(
-    ("draft", "turns", "family"), product(DRAFTS, TURNS, sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", draft=DRAFTS, turns=TURNS, family=sorted(BUILD))
 def test_turns_on_one_cache_are_one_whole_prompt(family, draft: str, turns: str, monkeypatch) -> None:
     name, model, peer = family
     want = plainly(model, name, TURNS[turns])

@@ -23,7 +23,7 @@ from mmaccel.policies.kv._window import QuestionRows, attention
 from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -206,10 +206,7 @@ def test_an_answer_is_cancelled_from_another_thread(stream: bool) -> None:
         assert session.ask("describe the video .", 3).finish_reason == "length", "later calls are not touched"
 
 
-@pytest.mark.parametrize(
-    ("name", "how", "kv"),
-    product(["random-ov", "random-qwen"], ["timeout", "cancel"], ["rekv", "mosaic", "no_cache"]),
-)
+@crossed(name=["random-ov", "random-qwen"], how=["timeout", "cancel"], kv=["rekv", "mosaic", "no_cache"])
 def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
     name: str, how: str, kv: str, clock: SimpleNamespace
 ) -> None:
@@ -288,7 +285,7 @@ def footage(name: str, seed: int) -> tuple[World, Footage]:
     return world, Footage(*pair(name), world, 0.3)
 
 
-@pytest.mark.parametrize(("memory", "name"), product(FIELDS, ["tiny-ov", "tiny-qwen"]))
+@crossed(memory=FIELDS, name=["tiny-ov", "tiny-qwen"])
 def test_the_first_moments_told_are_what_was_asked_about(name: str, memory: str) -> None:
     """Of answers that are right, nine in ten name a true frame, or the one beside, among the first three: of 216 on four
     worlds 213 did; ordered by how many layers retrieved them 30 of 46 (mosaic and rekv, tiny-ov, these two worlds)."""

@@ -26,9 +26,9 @@ from tests.media.films import answering, silent_pipe, write_film
 from tests.media.odd import even, write
 from tests.media.test_live import gone, readers
 from tests.models.streams import (
-    CLUSTERS,
     FPS,
     QUESTION,
+    SEARCHES,
     every_stream,
     film,
     inputs_of,
@@ -37,7 +37,7 @@ from tests.models.streams import (
     pair,
     resumed,
 )
-from tests.products import product
+from tests.products import crossed, product
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -76,7 +76,7 @@ def watched(
     return done, took
 
 
-@pytest.mark.parametrize(("how", "sent"), product(["timeout", "cancel"], [False, True]))
+@crossed(how=["timeout", "cancel"], sent=[False, True])
 def test_a_silent_pipe_is_left(tmp_path: Path, how: str, sent: bool) -> None:
     film = write(tmp_path / "film.ts", even(FRAMES, 1.0), gop=1)
     data, others = film.read_bytes() if sent else b"", readers()
@@ -89,7 +89,7 @@ def test_a_silent_pipe_is_left(tmp_path: Path, how: str, sent: bool) -> None:
         assert session.frames == done + FRAMES, "the session goes on"
 
 
-@pytest.mark.parametrize(("how", "timed"), product(["timeout", "cancel"], [False, True]))
+@crossed(how=["timeout", "cancel"], timed=[False, True])
 def test_a_slow_decoder_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, timed: bool
 ) -> None:
@@ -336,8 +336,7 @@ KEEPERS = {
         for name, fields in every_stream(frames=4, window=6).items()
         if name not in ("window", "recent")
     },
-    "mosaic": {"name": "mosaic", "window": 6, "local": 2, "frames": 4, "index": CLUSTERS, "encode_frames": 2},
-    "rekv reps": {"name": "rekv", "window": 6, "local": 2, "frames": 4, "reps": 3, "cache": 4},
+    **SEARCHES,
 }
 COUNT = 25
 
@@ -376,7 +375,7 @@ def test_it_is_the_model_that_sees_no_other_frames() -> None:
         assert torch.allclose(logits(session, beside=True, between=(0.0, 1e9)), whole, atol=2e-4)
 
 
-@pytest.mark.parametrize(("kv", "name"), product(KEEPERS, ["random-ov", "random-qwen"]))
+@crossed(kv=KEEPERS, name=["random-ov", "random-qwen"])
 def test_it_rests_on_frames_of_that_time(name: str, kv: str) -> None:
     with open_session(name, KEEPERS[kv], COUNT) as session:
         plain = session.ask(QUESTION, 4)

@@ -26,7 +26,7 @@ from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair, resumed
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = [pytest.mark.in_turn("family", 1), pytest.mark.in_turn("kv", 4)]
 
@@ -97,9 +97,7 @@ def in_runs(monkeypatch: pytest.MonkeyPatch, *first: int) -> None:
     monkeypatch.setattr(loading, "device_runs", runs)
 
 
-@pytest.mark.parametrize(
-    ("first", "family"), product([(0, 1), (0, 2, 3), (0, 0, 3)], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", first=[(0, 1), (0, 2, 3), (0, 0, 3)], family=sorted(BUILD))
 @torch.no_grad()
 def test_a_step_in_runs_is_the_step(
     family: tuple[str, Any], first: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -160,11 +158,8 @@ def test_a_shape_is_made_where_its_layers_lie(monkeypatch: pytest.MonkeyPatch) -
         n: p.shape for n, p in whole.named_parameters()
     }
     text = adapter_for(model).text(model)
-    assert text.config.num_hidden_layers == 3 and [layer.self_attn.layer_idx for layer in text.layers] == [
-        0,
-        1,
-        2,
-    ]
+    assert text.config.num_hidden_layers == 3
+    assert [layer.self_attn.layer_idx for layer in text.layers] == [0, 1, 2]
     assert all(
         float(layer.mlp.up_proj.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
         for layer in text.layers
@@ -227,10 +222,7 @@ def sessions(name: str, kv: Any, **choices: Any) -> tuple[mmaccel.VideoSession, 
     return one, two
 
 
-@pytest.mark.parametrize(
-    ("kv", "name", "way"),
-    product([kv for kv in KV if kv != "no_cache"], ["random-ov", "random-qwen"], ["watch", "ingest"]),
-)
+@crossed(kv=[kv for kv in KV if kv != "no_cache"], name=["random-ov", "random-qwen"], way=["watch", "ingest"])
 def test_it_answers_as_on_one_device(name: str, kv: str, way: str) -> None:
     one, two = sessions(name, KV[kv])
     with one, two:

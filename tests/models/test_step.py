@@ -26,7 +26,7 @@ from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.kv.mosaic.test_prefetch import Replayed
 from tests.policies.kv.test_question_reads import VIEWS
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 FREE = {*VIEWS, "split", "split_with_sizes", "_reshape_alias"}
@@ -164,24 +164,35 @@ def scores_of(answer: mmaccel.core.decoding.generate.Answer) -> dict[tuple[int, 
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("kv", "name"), product(["mosaic", "rekv", "full", "livevlm"], ["random-ov", "random-qwen"])
-)
-def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@crossed(kv=["mosaic", "rekv", "full", "livevlm"], name=["random-ov", "random-qwen"])
+def test_steps_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question, its answer, and rows behind it one by one and several at a time, some taken back: the logits of each."""
+
+    def behind(session: mmaccel.VideoSession) -> list[torch.Tensor]:
+        live: Any = session._live
+        with asked(live, QUESTION, 16) as turn:
+            said = [turn.step(torch.tensor([[7, 9, 11]]))]
+            turn.truncate(turn.length() - 2)
+            said += [turn.step(torch.tensor([[token]])) for token in (5, 6)]
+            return [*said, turn.step(torch.tensor([[8, 4, 3, 12, 5]]))]
+
     passes = heard(monkeypatch, step.StreamSteps, "run", lambda adapter, run, embeds, *_: len(embeds))
     with opened(name, KV[kv]) as session:
-        wanted, said = logits(session), session.ask(QUESTION, 6)
+        wanted, said = [logits(session), *behind(session)], session.ask(QUESTION, 6)
         assert not passes
         monkeypatch.setattr(step, "DEVICES", ("cpu",))
-        found, again = logits(session), session.ask(QUESTION, 6)
-    assert (found - wanted).abs().max() <= 1e-4 and again.ids == said.ids
+        found, again = [logits(session)], session.ask(QUESTION, 6)
+        # A question, twice, and the words of an answer one by one.
+        assert len(passes) >= 3 and max(passes) <= step.WIDTHS[-1] and min(passes) == 1
+        calls = heard(monkeypatch, step.StreamSteps, "_answer", lambda *_: 1)
+        found += behind(session)
+    assert len(calls) == 4 * (kv != "full") and again.ids == said.ids
+    assert all((one - right).abs().max() <= 1e-4 for one, right in zip(found, wanted, strict=True))
     assert len(scores_of(said)) >= 4 and scores_of(said) == pytest.approx(scores_of(again), abs=1e-4)
-    # A question, twice, and the words of an answer one by one.
-    assert len(passes) >= 3 and max(passes) <= step.WIDTHS[-1] and min(passes) == 1
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("kv", "name"), product(["mosaic", "rekv"], ["random-ov", "random-qwen"]))
+@crossed(kv=["mosaic", "rekv"], name=["random-ov", "random-qwen"])
 def test_replayed_layers_say_what_layers_launched_one_by_one_say(
     name: str, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,34 +289,6 @@ def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest
         assert heard
         monkeypatch.setattr(step, "WIDTHS", (1, 4))
         logits(session)
-
-
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    ("kv", "name"), product(["mosaic", "rekv", "full", "livevlm"], ["random-ov", "random-qwen"])
-)
-def test_all_layers_of_an_answer_say_what_the_modules_say(
-    name: str, kv: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows one by one and several at a time, some of them taken back, behind a question: the logits of each."""
-
-    def answered(session: mmaccel.VideoSession) -> list[torch.Tensor]:
-        live: Any = session._live
-        with asked(live, QUESTION, 16) as turn:
-            said = [turn.step(torch.tensor([[7, 9, 11]]))]
-            turn.truncate(turn.length() - 2)
-            said += [turn.step(torch.tensor([[token]])) for token in (5, 6)]
-            return [*said, turn.step(torch.tensor([[8, 4, 3, 12, 5]]))]
-
-    calls = heard(monkeypatch, step.StreamSteps, "_answer", lambda *_: 1)
-    with opened(name, KV[kv]) as session:
-        wanted = answered(session)
-        assert not calls
-        monkeypatch.setattr(step, "DEVICES", ("cpu",))
-        found = answered(session)
-    assert len(calls) == 4 * (kv != "full")
-    for one, right in zip(found, wanted, strict=True):
-        assert (one - right).abs().max() <= 1e-4
 
 
 @pytest.mark.usefixtures("repeated")

@@ -8,7 +8,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import ModelError
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, batch, prompt
-from tests.products import product
+from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -27,9 +27,7 @@ def close(a, b):
     return (a - b).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("recipe", "family"), product(["dense", "full budget", "chunks"], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", recipe=["dense", "full budget", "chunks"], family=sorted(BUILD))
 @torch.no_grad()
 def test_packed_sequences_do_not_see_each_other(family, recipe):
     kind, model = family
@@ -63,7 +61,7 @@ def test_rows_are_packed_each_in_its_own_way(family):
         model(**call)
 
 
-@pytest.mark.parametrize(("recipe", "family"), product(RECIPES, sorted(BUILD)), indirect=["family"])
+@crossed("family", recipe=RECIPES, family=sorted(BUILD))
 def test_without_a_cache_none_is_kept(family, recipe):
     kind, model = family
     inputs = prompt(kind, PROMPTS["video"])
@@ -138,13 +136,11 @@ def test_attention_weights_of_packed_sequences(family):
         assert close(torch.stack(model(**call).attentions), torch.stack(plain))
 
 
-@pytest.mark.parametrize(
-    "recipe", [FULL, RECIPES["window"], {"prune": {"name": "fastv", "layer": 1}}], ids=str
-)
-def test_weights_that_nobody_holds_are_refused(family, recipe):
+def test_weights_that_nobody_holds_are_refused(family):
+    """As they are under a pattern and a window, by test_arguments."""
     kind, model = family
     with (
-        mmaccel.accelerate(model, **recipe),
+        mmaccel.accelerate(model, prune={"name": "fastv", "layer": 1}),
         pytest.raises(ModelError, match=r"output_attentions: .*'dense'"),
     ):
         model(**prompt(kind, PROMPTS["video"]), output_attentions=True)
@@ -161,9 +157,7 @@ def test_a_prompt_in_pieces_is_refused_where_a_pruner_needs_it_whole(family):
         model.generate(**inputs, **CALL, prefill_chunk_size=0)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "own", "family"), product(RECIPES, [False, True], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", recipe=RECIPES, own=[False, True], family=sorted(BUILD))
 def test_an_assistant_model(family, recipe, own):
     kind, model = family
     inputs = prompt(kind, PROMPTS["interleaved"])
@@ -175,9 +169,7 @@ def test_an_assistant_model(family, recipe, own):
     assert torch.equal(got.sequences, plain.sequences)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "family"), product([*RECIPES, "draft"], sorted(BUILD)), indirect=["family"]
-)
+@crossed("family", recipe=[*RECIPES, "draft"], family=sorted(BUILD))
 @torch.no_grad()
 def test_a_placeholder_of_what_is_not_given_is_a_word(family, recipe):
     kind, model = family
@@ -188,23 +180,6 @@ def test_a_placeholder_of_what_is_not_given_is_a_word(family, recipe):
         plain = model.generate(**inputs, **CALL)
         with mmaccel.accelerate(model, **choice):
             assert torch.equal(model.generate(**inputs, **CALL).sequences, plain.sequences)
-
-
-def test_a_second_turn_beside_another_video():
-    model = BUILD["qwen"]()
-    first, other = prompt("qwen", PROMPTS["video"]), prompt("qwen", PROMPTS["long"])
-
-    def turns(between):
-        out = model.generate(**first, **CALL)
-        ids = torch.cat([out.sequences, torch.tensor([[7, 8, 9]])], 1)
-        if between:
-            model.generate(**other, **CALL)
-        return model.generate(input_ids=ids, past_key_values=out.past_key_values, **CALL).sequences
-
-    plain = turns(between=False)
-    with mmaccel.accelerate(model):
-        assert torch.equal(turns(between=False), plain)
-        assert torch.equal(turns(between=True), plain)
 
 
 SCORED = {**CALL, "output_scores": True, "output_logits": True, "repetition_penalty": 1.3}
@@ -234,10 +209,8 @@ def test_scores_of_a_batch_and_its_missing_cache(family):
         with pytest.warns(mmaccel.MmaccelWarning, match="past_key_values is None"):
             got = model.generate(**batch(kind, prompts), **SCORED, eos_token_id=end)
         assert "past_key_values is None" in str(fast.report())
-    assert (
-        got.past_key_values is None
-        and len(got.logits) == got.sequences.shape[1] - prompts[0]["input_ids"].shape[1]
-    )
+    assert got.past_key_values is None
+    assert len(got.logits) == got.sequences.shape[1] - prompts[0]["input_ids"].shape[1]
     for row, alone in enumerate(each):
         for step, want in zip(got.logits, alone.logits, strict=False):
             assert close(step[row], want[0]) or not step[row].any()

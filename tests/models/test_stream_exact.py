@@ -28,7 +28,7 @@ from tests.models.streams import (
     said,
 )
 from tests.models.test_ingest import ALL, EQUAL, FEW, ROOMY, by_mask
-from tests.products import product
+from tests.products import crossed, product
 from tests.spies import heard
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
@@ -129,7 +129,7 @@ def test_seconds_of_a_unit_move_the_positions_as_in_the_plain_model() -> None:
     assert (found[0] - found[1]).abs().max() > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize(("kv", "count"), product(WHOLE, [1, 2, 3, 7]))
+@crossed(kv=WHOLE, count=[1, 2, 3, 7])
 def test_a_unit_that_is_not_complete_is_seen_as_the_processor_fills_it(kv: str, count: int) -> None:
     frames = film(count)
     with open_session("random-qwen", WHOLE[kv]) as session:
@@ -159,7 +159,7 @@ def watched(name: str, kv: str, frames: int = FRAMES, **how: Any) -> mmaccel.Vid
     return open_session(name, TIGHT[kv], frames, **how)
 
 
-@pytest.mark.parametrize(("kv", "name"), product(TIGHT, ["random-ov", "random-qwen"]))
+@crossed(kv=TIGHT, name=["random-ov", "random-qwen"])
 def test_a_pattern_that_lists_everything_is_dense(name: str, kv: str) -> None:
     # Of an odd number of frames the last begins a unit of the Qwen, which is pending.
     with watched(name, kv, 21, sparse=ALL, **HOW) as sparse, watched(name, kv, 21) as dense:
@@ -171,7 +171,7 @@ def test_a_pattern_that_lists_everything_is_dense(name: str, kv: str) -> None:
     assert all("a_shape" in name.split("+") for layer in report.patterns for name in layer)
 
 
-@pytest.mark.parametrize(("pattern", "kv"), product(FEW, ["mosaic", "full", "streammem"]))
+@crossed(pattern=FEW, kv=["mosaic", "full", "streammem"])
 def test_a_pattern_that_lists_less_is_its_mask(
     pattern: str, kv: str, monkeypatch: pytest.MonkeyPatch, name: str = "random-ov"
 ) -> None:
@@ -234,9 +234,7 @@ def test_evidence_weighs_the_rows_that_saw_everything(kv: str, name: str = "rand
             assert sum(one.score or 0.0 for one in found) == pytest.approx(1, abs=0.6) and found
 
 
-def test_a_view_s_layout_names_head_summaries_units_and_the_question(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_view_s_layout_names_head_summaries_units_and_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = heard(monkeypatch, attention.ForwardPass, "_over", lambda self, layout, rows: layout)
     with watched("random-qwen", "mosaic", 21, sparse=ALL, **HOW) as session:
         live = session._live

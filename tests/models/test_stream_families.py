@@ -22,7 +22,7 @@ from mmaccel.models.qwen3_vl import Qwen3VL
 from tests.models.streams import every_stream, logits
 from tests.models.test_hybrid import Echo
 from tests.models.tiny_random import prompt, sampler
-from tests.products import product
+from tests.products import crossed
 
 KINDS = (
     *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm46v", "glm4v_moe"),
@@ -62,7 +62,7 @@ def plain(kind: str, one: mmaccel.VideoSession, frames: Tensor) -> Tensor:
     return pair(kind)[0](**inputs).logits[0, -1]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("kind", "kv"), product(KINDS, WHOLE))
+@crossed(kind=KINDS, kv=WHOLE)
 def test_with_room_for_all_it_is_the_plain_model(kind: str, kv: str) -> None:
     with session(kind, WHOLE[kv]) as one:
         for part in film(13, kind).split(5):
@@ -81,7 +81,7 @@ def test_a_question_is_found_as_text_and_as_messages() -> None:
         assert torch.equal(ids, same) and words == more and words[1] - words[0] == len(QUESTION)
 
 
-@pytest.mark.parametrize(("kv", "kind"), product(TIGHT, ["qwen3_vl", "internvl", "qwen3_5"]))
+@crossed(kv=TIGHT, kind=["qwen3_vl", "internvl", "qwen3_5"])
 def test_it_forgets_goes_on_and_comes_back_from_a_folder(kind: str, kv: str, tmp_path: Path) -> None:
     """A tight memory differs from the whole; questions leave no trace; a saved one says what it would have said."""
     frames = film(25, kind)

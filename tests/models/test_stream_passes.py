@@ -20,7 +20,7 @@ from mmaccel.policies.kv.mosaic.split import UnitMeans
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, resumed
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.policies.kv.test_question_reads import Counted
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -67,7 +67,7 @@ def kept(session: mmaccel.VideoSession) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("kv", "name"), product(NAMES, ["random-ov", "random-qwen"]))
+@crossed(kv=NAMES, name=["random-ov", "random-qwen"])
 def test_one_frame_a_call_keeps_what_sixteen_do(name: str, kv: str) -> None:
     """In passes of another size, too."""
     frames = stills()

@@ -34,12 +34,13 @@ from tests.models.test_recalled import (
     TIGHT,
     TOKENS,
     answer,
+    paid,
     prompt,
     said,
     session,
     watched,
 )
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -55,7 +56,7 @@ KINDS: dict[str, TokenPruner] = {
 }
 
 
-@pytest.mark.parametrize(("kv", "kind", "name"), product(ROOM, KINDS, FAMILIES))
+@crossed(kv=ROOM, kind=KINDS, name=FAMILIES)
 def test_with_room_for_all_it_is_the_pruned_model(kv: str, kind: str, name: str) -> None:
     """Of a film of whole groups of four frames, or of as many pairs."""
     inputs, prune = prompt(name), KINDS[kind]
@@ -116,9 +117,8 @@ def test_the_store_holds_what_is_left() -> None:
     whole, left = (answer("random-qwen", {"kv": kv, **more})[2] for more in ({}, {"prune": ZIP}))
     share = left["visual from layer 0"] / left["visual"]
     assert 0.3 < share <= 0.5
-    assert (
-        whole["seen"] - left["seen"] == left["visual"] - left["visual from layer 0"] and "visual" not in whole
-    )
+    assert whole["seen"] - left["seen"] == left["visual"] - left["visual from layer 0"]
+    assert "visual" not in whole
 
 
 def test_all_that_stays_is_as_it_was() -> None:
@@ -269,11 +269,8 @@ def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.Mon
         looks = layer > 1 if unlike else layer == 1
         if looks:
             attention, columns, before = next(told)
-            query, groups = whole.query, whole.key.shape[1]
-            assert query is not None and torch.equal(columns, at)
-            key = whole.key[0].repeat_interleave(query.shape[1] // groups, 0)
-            scores = (query[0] @ key.mT)[:, 0] * key.shape[-1] ** -0.5
-            torch.testing.assert_close(attention, scores.softmax(-1).mean(0)[at])
+            assert whole.query is not None and torch.equal(columns, at)
+            torch.testing.assert_close(attention, paid(whole.query, whole.key)[at])
             assert (before is None) == (layer not in past)
             assert before is None or torch.equal(before, past[layer])
             past[layer] = attention
@@ -283,9 +280,8 @@ def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.Mon
         seen = chosen.get(layer if unlike else 1) if layer > 1 else None
         shown = own if seen is None else torch.cat([torch.arange(first), seen[torch.isin(seen, own)]])
         shown = torch.cat([shown, torch.arange(base, whole.key.shape[2])])
-        assert torch.equal(left.key, whole.key[:, :, shown]) and torch.equal(
-            left.value, whole.value[:, :, shown]
-        )
+        assert torch.equal(left.key, whole.key[:, :, shown])
+        assert torch.equal(left.value, whole.value[:, :, shown])
     assert next(told, None) is None and len(past) == (2 if unlike else 1)
 
 
@@ -299,23 +295,15 @@ PRUNERS: dict[str, TokenPruner] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), product(PRUNERS, FAMILIES))
-def test_a_window_with_room_for_all_is_the_pruned_model(kind: str, name: str) -> None:
-    inputs = prompt(name)
-    runs = [said(name, {"kv": kv, "prune": PRUNERS[kind]}, inputs) for kv in ("full", Window(window=4096))]
-    assert torch.equal(runs[0][0], runs[1][0]) and len(runs[0][0].unique()) > 1
-    torch.testing.assert_close(runs[1][1], runs[0][1], **CLOSE)  # type: ignore[arg-type]
+@crossed(kind=PRUNERS, name=FAMILIES)
+def test_a_window_with_room_for_all_is_the_pruned_model_and_what_goes_is_gone(kind: str, name: str) -> None:
+    """A window that is shorter than what is left of the prompt holds less, and says something else."""
+    kvs = ("full", Window(window=4096), Window(window=40, margin=8))
+    full, roomy, tight = (said(name, {"kv": kv, "prune": PRUNERS[kind]}, prompt(name)) for kv in kvs)
+    assert torch.equal(full[0], roomy[0]) and len(full[0].unique()) > 1
+    torch.testing.assert_close(roomy[1], full[1], **CLOSE)  # type: ignore[arg-type]
     for at in ("visual", "held_mean"):
-        assert runs[1][2].kv[at] == runs[0][2].kv[at]
-
-
-@pytest.mark.parametrize(("kind", "name"), product(PRUNERS, FAMILIES))
-def test_what_goes_is_gone(kind: str, name: str) -> None:
-    """A window that is shorter than what is left of the prompt: it holds less, and says something else."""
-    inputs = prompt(name)
-    full, tight = (
-        said(name, {"kv": kv, "prune": PRUNERS[kind]}, inputs) for kv in ("full", Window(window=40, margin=8))
-    )
+        assert roomy[2].kv[at] == full[2].kv[at]
     assert tight[2].kv["held"] <= 4 + 40 + 8 + 1 < full[2].kv["held"] and tight[2].kv["visual"] > 0
     assert not torch.equal(full[1], tight[1])
 
@@ -349,13 +337,10 @@ def test_a_decoded_token_chooses_among_what_it_sees(monkeypatch: pytest.MonkeyPa
         assert torch.equal(columns, want) and 0 < len(want) < len(visual)
         glance, later = (seen[step * DEPTH + layer] for layer in (1, 2))
         assert (glance[0], later[0]) == (1, 2) and glance[2].column is not None
-        heads = glance[1].shape[1]
-        key = glance[2].key[0].repeat_interleave(heads // glance[2].key.shape[1], 0)
-        scores = (glance[1][0] @ key.mT)[:, 0] * key.shape[-1] ** -0.5
         unseen = ~torch.isin(glance[2].column, within)
         assert bool(unseen.any()) and torch.isin(within, glance[2].column).all()
-        paid = scores.masked_fill(unseen, -torch.inf).softmax(-1).mean(0)
-        torch.testing.assert_close(attention, paid[torch.isin(glance[2].column, want)])
+        looked = paid(glance[1], glance[2].key, unseen=unseen)
+        torch.testing.assert_close(attention, looked[torch.isin(glance[2].column, want)])
         if before is not None:
             old = asked[step - 1]
             torch.testing.assert_close(before, old[0][torch.isin(old[1], want)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import mmaccel
 from mmaccel.core.errors import MmaccelError, ModelError
@@ -14,6 +16,7 @@ from mmaccel_lab.tiny.configs import SPECS, build_model
 from mmaccel_lab.tiny.package import export
 from mmaccel_lab.tiny.tokenizer import PLACEHOLDERS, SPECIAL, build_tokenizer
 from mmaccel_lab.train.dialect import Dialect, words
+from tests.spies import refusal
 
 FAMILIES = tuple(PLACEHOLDERS)
 
@@ -114,9 +117,6 @@ def test_all_weights_fit_in_40_megabytes():
 
 @pytest.mark.parametrize("name", ["tiny-ov-draft", "tiny-qwen-draft", "tiny-qwen3", "tiny-hybrid"])
 def test_exported_folder_loads_in_stock_classes(name, tmp_path):
-    import torch
-    from transformers import AutoModelForImageTextToText, AutoTokenizer
-
     spec = SPECS[name]
     model = build_model(spec, seed=3)
     export(model, spec, words(), tmp_path, "# card\n")
@@ -172,12 +172,8 @@ def test_missing_weights_and_names_are_told(tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_loaded_is_told_before_weights_are_read(choices, words, monkeypatch):
-    import transformers
-
-    monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", None)
-    with pytest.raises(MmaccelError) as found:
-        mmaccel.load_model(**{"name": "tiny-ov", **choices})
-    assert words in str(found.value) and "\n" not in str(found.value)
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", None)
+    assert words in refusal(lambda: mmaccel.load_model(**{"name": "tiny-ov", **choices}))
 
 
 def test_a_processor_is_asked_for_by_the_same_names():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,12 +13,13 @@ import torch
 from torch import Tensor
 
 import mmaccel
+from mmaccel.core.attach import adapter_for
 from mmaccel.models import modules
 from mmaccel.models.modules import WINDOW_ATTENTION, batches_of, in_parts
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
-from tests.products import product
+from tests.products import crossed
 from tests.spies import heard
 
 # Steps, rows and columns of patches; a window is 4 x 4.
@@ -46,10 +46,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     )
 
 
-@contextmanager
-def batched(model: Any) -> Iterator[None]:
-    with in_parts(mmaccel.core.attach.adapter_for(model), model):
-        yield
+def batched(model: Any) -> AbstractContextManager[None]:
+    return in_parts(adapter_for(model), model)
 
 
 def pixels_of(grids: list[list[int]], seed: int = 3) -> tuple[Tensor, Tensor]:
@@ -58,7 +56,7 @@ def pixels_of(grids: list[list[int]], seed: int = 3) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 3 * 2 * 14 * 14, generator=generator), torch.tensor(grids)
 
 
-@pytest.mark.parametrize(("name", "dtype"), product(GRIDS, TYPES))
+@crossed(name=GRIDS, dtype=TYPES)
 @torch.no_grad()
 def test_the_tower_finds_the_same_in_few_calls(name: str, dtype: torch.dtype, calls: list[Any]) -> None:
     pixels, grid = pixels_of(GRIDS[name])
@@ -165,7 +163,7 @@ def test_an_accelerated_model_reads_images_and_videos_so_and_is_restored(calls: 
         assert tower.config._attn_implementation == WINDOW_ATTENTION and tower.config is not before
         torch.testing.assert_close(fast(**inputs).logits, want, rtol=0, atol=1e-5)
         assert len(calls) < apart / 3
-        with mmaccel.models.modules.in_parts(mmaccel.core.attach.adapter_for(model), model):
+        with batched(model):
             pass
         assert tower.config._attn_implementation == WINDOW_ATTENTION
     assert before._attn_implementation == "sdpa"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 
 from mmaccel.core.attach import family_of
 from mmaccel.models import tiny
+from mmaccel.policies.draft import Off, Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 
 IMG, VID, VS, VE, VOCAB = tiny.IMG, tiny.VID, tiny.BEGIN, tiny.END, tiny.VOCAB
 KINDS = {"qwen": "qwen2_5_vl", "llava": "llava_onevision"}
@@ -43,6 +45,18 @@ def often_right(target, noise: float, seed: int = 0):
     head = draft.get_output_embeddings().weight
     head.data += noise * torch.randn_like(head)
     return draft
+
+
+DRAFTS: dict[str, Callable[..., Any]] = {
+    "off": lambda model, window=3, **own: Off(),
+    "sequential": lambda model, window=3, **own: Sequential(model=model, window=window, **own),
+    "text_only": lambda model, window=3, **own: TextOnly(model=model, window=window, **own),
+    "tree": lambda model, window=3, **own: Tree(model=model, **own),
+    "parallel": lambda model, window=3, **own: Parallel(model=model, window=window, process=False, **own),
+    "prompt_lookup": lambda model, window=3, **own: PromptLookup(**own),
+    "sparse_to_dense": lambda model, window=3, **own: SparseToDense(window=window, retention=0.5, **own),
+}
+"""Each registered strategy, by a draft model, its window and fields of its own."""
 
 
 def redraw_patches(model, seed: int) -> None:

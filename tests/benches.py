@@ -1,7 +1,5 @@
 """Scripts of bench/ run in this process, as the command line runs them, and jobs for several processes."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -6,8 +6,6 @@ The seed is the commit's hash, so that nobody can choose the draw. The reader ma
 understood or not.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import subprocess

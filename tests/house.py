@@ -4,8 +4,6 @@
 docs/architecture.md from `WALLS` and `LAB_WALLS`.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

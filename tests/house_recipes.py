@@ -1,7 +1,5 @@
 """The recipes whose files the house counts: all that serve `generate`, and those that read its video as a stream."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -6,8 +6,6 @@ marked with that library, `numeric(by="numpy")` or `numeric(by="torch")`. What t
 line.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

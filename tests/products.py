@@ -1,7 +1,5 @@
 """Products of cases: always a part that holds each value (or each pair) of its axes; the rest of them is `slow`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any

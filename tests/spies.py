@@ -1,7 +1,5 @@
 """Calls, operators and refusals that a test listens to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The benchmarks of drafts: what is replayed has the chances that rows state, and the commands run from end to end."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

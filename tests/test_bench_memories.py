@@ -1,7 +1,5 @@
 """The benchmark of memories: rows as they come by several processes, runs that go on, files put together."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections import Counter

@@ -1,7 +1,5 @@
 """How scripts of bench/ take times, write rows and judge them: draws of verdicts, ratios, failures of stock tests."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The scripts of bench/ run on a CPU, by one process and by several; what was written stays, and a run goes on from it."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

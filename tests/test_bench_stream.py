@@ -1,7 +1,5 @@
 """Streams on the tiny model: the script of their speed table, what a frame waits for, and standing questions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

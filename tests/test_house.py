@@ -1,7 +1,5 @@
 """The laws of the house: what may import what, its counts, how long a file may be, that a policy's file has its name."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

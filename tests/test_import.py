@@ -1,7 +1,5 @@
 """Importing the package in a fresh process: what it loads, what it does without, what it touches; how threads wait."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Laws of the code that no type tells: core knows no policy, no mapping by tensors, hooks in one place."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping

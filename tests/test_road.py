@@ -3,8 +3,6 @@
 Worlds here have seeds that no training run drew.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

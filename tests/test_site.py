@@ -4,8 +4,6 @@ Pictures are those of their rows, and figures on docs/speed.md and README follow
 where a warning is an error; nothing here needs its packages.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -3,8 +3,6 @@
 The first is the table in the code; the second is made from ROWS, a file of what `python -m tests.backends.compiled` printed.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """What a question retrieves and gathers from the host, by the Triton kernels; `test_triton.py` runs them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The kernels of a decode step against their plain forms, interpreted or compiled; `test_triton.py` runs them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What flash-attn 4 does with block tensors and a mask, written out over all pairs, for devices on which it cannot run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Where the copy engine finds keys, and what else is made before the kernel for Hopper runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

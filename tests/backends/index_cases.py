@@ -1,7 +1,5 @@
 """Indices made by the Triton kernels against the plain way, interpreted or compiled; `test_triton.py` runs them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Where the cases of Triton's kernels run: in its interpreter on the CPU, a part of them, or all on a CUDA device."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from typing import Any

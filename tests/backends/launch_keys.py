@@ -9,8 +9,6 @@ for the given lengths, then for so many others between them. Prints a row for ea
 the other lengths there was a new one, and in what the keys differ.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence

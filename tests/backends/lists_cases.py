@@ -1,7 +1,5 @@
 """Lists made, and work made of them before a launch, by Triton kernels against the plain ones; `test_triton` runs them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

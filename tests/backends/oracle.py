@@ -1,7 +1,5 @@
 """What attention is, written out over all pairs; and calls of the flat operator from a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

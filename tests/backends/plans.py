@@ -1,7 +1,5 @@
 """Plans to try backends on: patterns on a prompt of many modalities, plans drawn at random, lists that differ."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

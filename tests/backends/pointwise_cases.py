@@ -1,7 +1,5 @@
 """The kernels of a layer's rows, running states and experts against plain forms; `test_triton` runs them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

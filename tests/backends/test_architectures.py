@@ -1,7 +1,5 @@
 """What each architecture runs: the table, its page, and every kernel compiled for every row without a device."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Every backend against dense attention under the plan's own mask, in float64, without a tensor of every pair."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """On a CUDA device: the same answers as on the CPU, from the kernels that serve there, without holding every pair."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

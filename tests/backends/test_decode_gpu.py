@@ -1,7 +1,5 @@
 """The kernels of a decode step compiled, on a CUDA device: the cases of the interpreter, and a captured graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The dense operator against its rules, written out pair by pair."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

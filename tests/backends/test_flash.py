@@ -4,8 +4,6 @@ Its kernel is written out over all pairs (`flash_cases`); `test_flash_gpu` runs 
 is made of lists beforehand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

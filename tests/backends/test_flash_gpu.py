@@ -1,7 +1,5 @@
 """flash-attn 4 against exact attention: every pattern, orders of every kind, the heads it serves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch

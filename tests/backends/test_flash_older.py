@@ -1,8 +1,6 @@
 """flash-attn 2 and 3: when dense attention goes to them, with what, and what comes back; a stand-in computes it over all
 pairs. The real ones run on a CUDA device where they are installed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType

@@ -1,7 +1,5 @@
 """What is made of lists for flash-attn 4, without it: tables, tiles, turns of heads, what a tested tile compares."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The kernel for Hopper against exact attention: orders of every kind, split rows, and too little room for copies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

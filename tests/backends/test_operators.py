@@ -1,7 +1,5 @@
 """The operators as torch sees them; the plain forms against what they are the short way of; what goes to which kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock

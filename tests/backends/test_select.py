@@ -1,7 +1,5 @@
 """Which backend one gets, and what one is told instead of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from importlib.metadata import version

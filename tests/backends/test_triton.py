@@ -4,8 +4,6 @@ Whether Triton interprets is settled when it is imported, and PyTorch may have i
 in a process of its own.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

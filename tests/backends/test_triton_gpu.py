@@ -1,7 +1,5 @@
 """The Triton backend compiled, on a CUDA device: the cases of the interpreter, and what only a device can show."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -4,8 +4,6 @@ Triton must be told to interpret before it is imported, so the interpreted run i
 bfloat16 matrices are wrong, so that type waits for a device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Commands, run in the tests' own process."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

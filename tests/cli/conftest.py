@@ -1,7 +1,5 @@
 """A clip, a model that knows nothing, and a way to run commands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`mmaccel ask`: what it prints, for people and for programs; also of what a pruner left, and of an answer cut off."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

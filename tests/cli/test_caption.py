@@ -1,7 +1,5 @@
 """`mmaccel caption`: the text streams, and what the draft did is told; a draft that does nothing does not pass unseen."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

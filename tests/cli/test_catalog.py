@@ -1,7 +1,5 @@
 """What there is by name: the page of pairs, the JSON schema of recipes, and policies of a user's own file."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

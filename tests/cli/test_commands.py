@@ -1,7 +1,5 @@
 """The other commands: what they print and what they write."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """`mmaccel doctor` on machines that have everything, nothing or something broken; `mmaccel recommend` of one."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

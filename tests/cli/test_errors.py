@@ -1,7 +1,5 @@
 """Faults that a user of the command meets are one sentence, those of choices before the model is loaded."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """`mmaccel-lab eval haystack` and `stream` from their command lines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

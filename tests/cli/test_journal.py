@@ -1,7 +1,5 @@
 """A watch that was killed goes on where its last save was; one that stalls or breaks off says so and keeps what it has."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """The page of a run: what it holds, that it needs no network, and its three ways: Python, --report, `mmaccel report`."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """`mmaccel search` and `mmaccel draw`: what they write, print, draw and refuse."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import json

@@ -1,7 +1,5 @@
 """`mmaccel serve`: what it refuses before it loads a model, and a process that answers and stops."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

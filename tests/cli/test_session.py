@@ -1,7 +1,5 @@
 """`mmaccel watch`: questions at their time, answers with evidence, sessions saved and gone on with, errors in a sentence."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

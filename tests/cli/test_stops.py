@@ -1,7 +1,5 @@
 """What a command says when it is stopped, and while it works where there is no terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

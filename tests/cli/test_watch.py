@@ -4,8 +4,6 @@ A stored film is ingested: frames see all before them, the pattern acts, questio
 through the command and through Python: four kinds of question, evidence, counters, the same words.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import random

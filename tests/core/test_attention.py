@@ -3,8 +3,6 @@
 And a window as a plan: the pairs that the dense operator computes, and no pair twice.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Dense or sparse, told from sizes and measured costs before anything is planned."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Which choices of a recipe exclude each other, told by what each declares."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

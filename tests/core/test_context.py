@@ -1,7 +1,5 @@
 """The shares of a plan: equal, disjoint and whole, and merged into what the plan gives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The decoding loop: with any draft, also a failing one, the output is the target's."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable

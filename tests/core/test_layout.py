@@ -1,7 +1,5 @@
 """What a layout derives from the modality, the frames and the padding of tokens."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 

@@ -1,7 +1,5 @@
 """Images whose tokens see each other whole, beside a plan, a window, padding and other heads: against a mask written out."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """A plan mixed of several computes, for each head, what that head's own plan computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

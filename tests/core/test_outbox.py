@@ -1,7 +1,5 @@
 """Messages that leave from a thread: what is left behind when one breaks, and what is not kept of them."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """The parts of the currency: lists, kinds, masks, counts, and the way to an operator and back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Recipes: from names, files and mappings, and the sentences of wrong ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Captures of several threads and streams, without a device."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

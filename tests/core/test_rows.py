@@ -1,7 +1,5 @@
 """Files of rows, and what a sentence says of arguments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Turns are given in the order in which threads asked, and back to who gave way."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """The accept rule: what is committed does not depend on the proposal, greedy or in distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

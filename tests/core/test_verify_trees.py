@@ -1,7 +1,5 @@
 """Trees are judged as chains are: from the root down, whatever was proposed; and both compile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

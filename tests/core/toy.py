@@ -1,7 +1,5 @@
 """Enumerable language models for tests: the next token's logits are a rule of the tokens before it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product

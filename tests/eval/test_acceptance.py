@@ -1,7 +1,5 @@
 """Figures of drafting, and the certificate: rounding passes, a wrong token does not."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Questions about worlds, worlds as files, and captions under teacher forcing."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

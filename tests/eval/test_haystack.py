@@ -1,7 +1,5 @@
 """Needles by length and depth: what is asked, how rivals are levelled, what is made of the answers."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 And the page from ParallelVLM to the code: its table is what the simulator says, and what it names is there.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

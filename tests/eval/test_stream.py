@@ -1,7 +1,5 @@
 """The comparison of memories: equal windows and budgets, the truth's frames, intervals, clusters, and a small run of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model card's table: its rows, their bounds, and how they are written."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

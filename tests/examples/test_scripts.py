@@ -1,7 +1,5 @@
 """Scripts and notebooks of examples/ run as they are: a stock script, an adapter of models with code of their own."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterator

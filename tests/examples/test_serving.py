@@ -1,7 +1,5 @@
 """The examples of serving, run against a server: the `openai` package, a camera to alerts, a stream over the WebSocket."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from pathlib import Path

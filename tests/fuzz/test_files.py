@@ -1,7 +1,5 @@
 """Recipes, tables of heads and saved sessions of which anything may have been changed, by chance or on purpose."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

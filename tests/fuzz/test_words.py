@@ -1,8 +1,6 @@
 """Questions and chat templates, as odd as text can be; videos and images of which anything may have been changed, and
 what is none of them."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random

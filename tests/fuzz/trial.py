@@ -3,8 +3,6 @@
 A case is made from a seed, and named by it in what fails: `cases(random.Random(seed))` gives what is called.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """lmms-eval's command with our entry point, on each layout of its tasks, over worlds; skipped where it is not installed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

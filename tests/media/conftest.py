@@ -1,7 +1,5 @@
 """Films in the folder of a test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small films for the tests: every frame carries its number as a bar code."""
 
-from __future__ import annotations
-
 import http.server
 import os
 import struct

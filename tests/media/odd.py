@@ -1,7 +1,5 @@
 """Odd videos, each with the true schedule of its frames, written in process."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Broken files: each is told in one sentence, or gives what can be read and says what was lost."""
 
-from __future__ import annotations
-
 import os
 import re
 import warnings

@@ -1,7 +1,5 @@
 """A consumer slower than its source, and one that leaves while the source is silent."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

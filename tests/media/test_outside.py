@@ -1,7 +1,5 @@
 """Inputs that are not a readable video or image: each gives one sentence, in time, and no other file is opened."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

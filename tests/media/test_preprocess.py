@@ -1,7 +1,5 @@
 """Pixels against the stock image processors, and against references written another way."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading files: times, rates, numbers, spans, sizes, rotation, memory; and which frames are chosen, without any video."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

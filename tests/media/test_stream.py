@@ -1,7 +1,5 @@
 """Clips: from a file, from one that grows, from an address."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Tests of a module that hold for each family or memory take these in turn; with all of them they are `slow`."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Every combination of registered policies: which a recipe refuses, and what shows that each part of one that runs acted."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Streams for tests: models of both families with processors, clips of the synthetic world, and the plain model's word."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator

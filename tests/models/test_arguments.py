@@ -4,8 +4,6 @@ A row that the installed version, 5.17 to 5.23, lacks is left alone. What a new 
 asks for something, and, if a recipe refuses it, its name in `REFUSED`.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

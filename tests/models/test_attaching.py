@@ -1,7 +1,5 @@
 """Attaching is all or nothing, beside calls under way, and what it cannot do is one sentence."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

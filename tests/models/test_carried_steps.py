@@ -1,7 +1,5 @@
 """Steps of layers with a running state and of mixtures of experts: the model's own tokens, some of them taken back."""
 
-from __future__ import annotations
-
 import gc
 from functools import cache
 from typing import Any

@@ -1,8 +1,6 @@
 """What `chat` takes, one prompt or a batch of them with a video each; wrong arguments, templates that fail, and special
 tokens in a question."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

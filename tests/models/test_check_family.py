@@ -1,7 +1,5 @@
 """Every family keeps its promises on tiny models of transformers' own classes, and one that breaks them is found."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """What goes wrong in a draft, which fails, is slow or is killed, costs the draft, never the answer; STD drafts from what
 its paper says."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

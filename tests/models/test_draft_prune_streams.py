@@ -1,7 +1,5 @@
 """A draft's own pruner on streams: the draft reads a part of what it recalls, and the text stays."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from pathlib import Path

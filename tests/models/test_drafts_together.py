@@ -1,7 +1,5 @@
 """Drafted sequences in steps that they share: drafts propose together, one step judges all, each says what it says alone."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

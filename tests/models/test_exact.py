@@ -1,8 +1,6 @@
 """An accelerated model with the dense recipe is the plain model, also compiled; detached, it is bit for bit what it was.
 In a long prompt no tensor is larger than the hidden states."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

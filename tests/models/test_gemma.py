@@ -1,7 +1,5 @@
 """Gemma 3 and 4: windows of sliding layers, images that see themselves whole, layers that read the keys of others."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """On a CUDA device: streams through its memory and back, a target and its draft side by side, and families whose norms,
 gates and rotations are kernels of ours."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

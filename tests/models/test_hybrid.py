@@ -1,7 +1,5 @@
 """Layers with a running state beside layers of attention: rolled back with the columns, in calls of every kind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """A stored video taken in by `ingest`: its frames see all frames before them, whatever the memory's window, or what the
 recipe's pattern lists of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Attaching and detaching, beside calls that wait for calls of other threads and wherever an interrupt comes, leaves
 nothing; and what is closed or done gives its memory back at once."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Generation ends where the positions of the model do, or the time of `max_time`, whatever drafts."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """A stream under asyncio, and a standing question: what is awaited or told of is what a session says at the same
 moments."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc

@@ -1,8 +1,6 @@
 """A conversation with a stream: messages, history, images, how the tokens of an answer are chosen, and answers in JSON by a
 schema."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import pickle

@@ -1,8 +1,6 @@
 """Frames that come while a question is read and answered change nothing of the answer, and the question nothing of what is
 kept of them: every memory, bit for bit, also in the middle of a pass of frames."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

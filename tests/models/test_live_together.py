@@ -1,7 +1,5 @@
 """Questions of several sessions of one model at once: their answers share steps, and each is what its session says alone."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import time

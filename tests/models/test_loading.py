@@ -1,8 +1,6 @@
 """Models loaded the way people load them; what their configuration alone tells, in the words that are used once they are
 loaded; and the named shapes, which are the published ones."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Drafting changes no token: every strategy with every pruner over every memory that rolls back, a language model without
 eyes, and batches, in which a draft rests until it is measured to pay."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings

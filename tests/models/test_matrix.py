@@ -1,8 +1,6 @@
 """Every combination of policies is refused before weights move, or runs, and then each of its parts acts; with room for
 everything, and a pattern that lists everything, it says what the plain model says."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,8 +1,6 @@
 """What is put in the place of a model's modules computes what they do, in fewer kernels, and goes away again; modules are
 known again only as long as nothing in them has been exchanged."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

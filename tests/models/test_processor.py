@@ -1,7 +1,5 @@
 """The processor of both families: tokens, pixels, files, chat, placeholders that a text names, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`generate` on a memory of streams: the video goes into it, and the answer is a session's, and the plain model's."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """The static step of a pruned target: layers that hold unlike numbers of columns, at their own positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

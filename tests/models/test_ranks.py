@@ -1,8 +1,6 @@
 """Two processes that share a model: the rows of a prompt, or each layer by transformers' tensor parallelism. What runs
 gives what one process gives; what cannot be shared is refused in a sentence."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

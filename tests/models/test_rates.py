@@ -1,7 +1,5 @@
 """The rates of a device that `mmaccel recommend` keeps on disk, and the seconds that it predicts of the host's memory."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

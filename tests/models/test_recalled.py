@@ -1,7 +1,5 @@
 """A pruner of layers on what a question to a stream recalls: the plain pruned model's answer where both drop alike."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Whatever a recipe admits runs on each family, says what it did, and never falls back to dense in silence; a warning
 names the user's line; beside the `window` memory a pattern acts within the window."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

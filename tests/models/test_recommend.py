@@ -1,7 +1,5 @@
 """The presets for what people do, none of them idle, and what `mmaccel recommend` predicts of them."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Short sessions of a reduced model, from which `mmaccel recommend` takes what kernels' rates do not tell."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a memory lets go of: by age, for room, thinned; what is pinned stays, and who asks for what is gone is told."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

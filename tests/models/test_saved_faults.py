@@ -1,8 +1,6 @@
 """Faults while a session is saved or loaded, a power that fails, and other processes in its folder: each is told in one
 sentence, and what was there stays whole."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """A save touches what a save wrote and nothing else, whenever it is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Where the question of a prompt stands, and that pruners read it there; later turns of a conversation, on the cache of
 the turn before, under every draft: the text of one whole prompt."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a session says of itself: times, progress, evidence, counters, answers token by token, threads."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Answers of a session: how they end (finish reason, the model's positions, deadlines), and what they are based on, against
 planted truth."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Faults injected into a session: each is told in one sentence, and the stream is as it was."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 end is kept; and times, at which units stand as the model has frames of them, and of which a question sees those frames
 alone."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

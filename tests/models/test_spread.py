@@ -1,7 +1,5 @@
 """A model over several devices says what it says on one; so does a stream, which rests and saves as on one."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

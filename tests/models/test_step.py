@@ -1,8 +1,6 @@
 """Steps whose layers are computed without their modules: five operators a layer, whoever runs it, the same words, and
 only where that is sound."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Drafts on streams: under every memory the text is the one without a draft, and the draft proposes."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from pathlib import Path

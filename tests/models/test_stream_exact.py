@@ -1,8 +1,6 @@
 """A stream that keeps and sees everything is the plain model's prompt, however it is cut, saved or shared; and so is a long
 question under a pattern that lists everything."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

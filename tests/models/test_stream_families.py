@@ -1,8 +1,6 @@
 """Streams of every family that has them, on tiny models of transformers' own classes: what is written beside the frames,
 where all stands, and what memories, pruners and files make of it."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Frames on their way into a stream: however many come a call, together or one at a time, fetched ahead or not, it is the
 same stream; and nothing is read back from the device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What is taken of a video file: the numbers of qwen_vl_utils, of a paper, of a folder, and all that there is room for; and
 transformers' own processor, to which ours is equal bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 import re

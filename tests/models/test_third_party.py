@@ -1,7 +1,5 @@
 """Policies and families that others write: what they declare decides what they may stand beside, and they lack nothing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass

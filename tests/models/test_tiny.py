@@ -1,7 +1,5 @@
 """The tiny models' tokenizer, sizes and folders."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

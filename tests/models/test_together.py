@@ -1,7 +1,5 @@
 """Several sequences in one step: each gets what it gets alone, whoever comes and goes beside it."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """The vision tower of an accelerated model sees some patches at a time, and finds what it finds of all at once; and a frame
 goes through it as a CUDA graph (`step.TowerSteps`), without a device."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

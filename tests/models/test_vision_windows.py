@@ -1,7 +1,5 @@
 """Windows of one length go through Qwen2.5-VL's vision tower in one call, and what is found is the same."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import AbstractContextManager
 from pathlib import Path

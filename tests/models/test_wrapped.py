@@ -1,8 +1,6 @@
 """Models as others leave them: in a wrapper of PEFT, a shard of heads, in training, layers on a disk, quantized,
 compiled; and what does not work, told."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

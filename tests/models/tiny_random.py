@@ -1,7 +1,5 @@
 """Tiny random models of the families, and prompts of every kind; no checkpoint, no network."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import cache, partial

@@ -1,8 +1,6 @@
 """A shared step by its kernels, interpreted: filled up to the numbers that are captured, and by the table alone, as on a
 device. `tests/backends/test_triton.py` runs this."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

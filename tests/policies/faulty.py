@@ -1,7 +1,5 @@
 """Policies as their writers get them wrong, one fault each; none is registered."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """What every registered policy promises; what is wrong with one of a user's own is told in a sentence where it would run."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Pictures of patterns and tables: what is drawn of a plan is what it computes, and each pattern has a colour of its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The search on tiny random models: what it writes, that it can be replayed, stopped, gone on with, and used."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

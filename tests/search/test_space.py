@@ -1,7 +1,5 @@
 """Table 3 row by row, its scaling, and the levelling of costs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

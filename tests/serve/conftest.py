@@ -1,7 +1,5 @@
 """Servers for tests: the app under uvicorn on a port of its own, with a tiny model that all share."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import json

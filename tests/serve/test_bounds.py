@@ -1,7 +1,5 @@
 """What one caller may hold, and that what happens beside a request changes nothing of its answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,8 +1,6 @@
 """Caps that hold together: bytes of decoded frames, of sockets, of memories, of saves and of sources at http addresses;
 and a stream that would break the promise to the others is refused."""
 
-from __future__ import annotations
-
 import base64
 import io
 import time

@@ -1,7 +1,5 @@
 """Completions: the answers are those of `generate`, in OpenAI's form, whole or piece by piece."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What docs/deployment.md and the Containerfile name is there: metrics, options, files, extras."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

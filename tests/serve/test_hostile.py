@@ -1,7 +1,5 @@
 """Requests of somebody who means harm: each gets one sentence and a status of 400 to 499, and the server goes on."""
 
-from __future__ import annotations
-
 import base64
 import socket
 import threading

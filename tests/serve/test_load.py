@@ -1,7 +1,5 @@
 """Many clients, slow ones, ones that leave, and a device without memory: each affects its own request alone."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

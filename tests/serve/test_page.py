@@ -4,8 +4,6 @@ Debian's chromium without a window, told what to do by the DevTools protocol.
 `make test-page` runs these; `MMACCEL_PICTURES=docs` writes the pictures of docs/serving.md.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

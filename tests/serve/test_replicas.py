@@ -1,7 +1,5 @@
 """Streams that outlive their replica: two servers over one folder, then Ray Serve with replicas that go and come."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

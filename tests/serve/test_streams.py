@@ -1,7 +1,5 @@
 """Streams over HTTP and WebSocket: what a session says, and that questions and frames go side by side."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,8 +1,6 @@
 """Requests of many clients at once: plain ones, decoded in steps that they share, completions under several recipes, kept
 videos and streams; also on a GPU, and with memory that runs out."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

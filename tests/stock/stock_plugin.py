@@ -6,8 +6,6 @@ It attaches after `__init__` and after `from_pretrained`, and writes what each t
 nothing: its failures are transformers' own.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -4,8 +4,6 @@ What the readers are told of a frame's past is true; the training forward gives 
 its conversation stood alone.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """What a world looks like: pixels follow the table alone, show what the records say, and survive a film's codec."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import av

@@ -1,7 +1,5 @@
 """What a world decides: cards, scenes, questions, captions, words, what stands still, and documents made of it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

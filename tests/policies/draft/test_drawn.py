@@ -1,7 +1,5 @@
 """Tokens that a pipelined draft draws: kept as often as by drafting in turns, and sent with what they were drawn from."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The pipelined draft in one process: Algorithm 1 step by step, and nothing of it changes what is said."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import pairwise

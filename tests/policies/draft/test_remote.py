@@ -1,7 +1,5 @@
 """The pipelined draft in a process of its own: the same tokens, also when that process dies, hangs or talks nonsense."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

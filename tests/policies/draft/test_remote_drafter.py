@@ -1,7 +1,5 @@
 """A draft in a process of its own, as its service and its streams do what one in this process does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Draft, then verify: exact bookkeeping, the target's output, and clear words about a wrong draft."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

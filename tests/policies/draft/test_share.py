@@ -1,7 +1,5 @@
 """How much of the video a draft reads, chosen by what was measured: the whole first, and never a slower part for long."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 from unittest.mock import Mock

@@ -3,8 +3,6 @@
 The scenario stands in the place of the model's folder: "seed", or "seed:fault:n" with a fault from the n-th window on.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A memory's behaviour, spelled out in plain Python: every column is a serial number, and a query sees a set of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Fields of memories out of their range, and of earlier versions: read with a warning, or refused in one sentence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Both plain memories: what a query sees, what is held and taken back, and any order of runs, cuts and questions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

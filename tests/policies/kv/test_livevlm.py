@@ -1,7 +1,5 @@
 """LiveVLM: what stays after each clip and what a question sees, against the words of the paper spelled out in loops."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A question's way through the layers reads nothing back from the device, and issues few operations."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

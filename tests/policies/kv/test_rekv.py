@@ -1,7 +1,5 @@
 """ReKV: it recalls what its authors' formula says; positions of an endless stream, bounded, however it is cut."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any

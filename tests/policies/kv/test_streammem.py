@@ -1,7 +1,5 @@
 """StreamMem: what the template's words keep, the prototypes of frames, and frames that are merged, spelled out in loops."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

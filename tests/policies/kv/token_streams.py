@@ -1,7 +1,5 @@
 """Streams of made-up keys, driven through a memory of tokens as a session drives it; and what it ought to hold, in loops."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A pruned model written out: whole layers over the whole prompt, masks and gathers, no cache; plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

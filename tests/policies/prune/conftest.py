@@ -1,7 +1,5 @@
 """A tiny model of each of two families, for pruners at work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Layouts of every kind, and signals made up for them."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """What every registered pruner must do, and refuse."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

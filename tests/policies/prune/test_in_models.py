@@ -1,7 +1,5 @@
 """Pruners inside models: what they hear of a prefill, on images, and beside a draft whose prompt is pruned too."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

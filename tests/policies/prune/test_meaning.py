@@ -1,7 +1,5 @@
 """Every pruner against its definition, written out token by token from its paper."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Pruners at work on a target: the same numbers as layers run by hand, in prefill and token by token, for both families."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Each function takes one sequence of tokens, unpadded, and gives ``mask[i][j]``, 
 adaptive patterns take the softmax weights of the last queries of one head too: rows (position of the query, weights).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Boundaries between modalities, against masks put together pair by pair from those of the patterns within."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

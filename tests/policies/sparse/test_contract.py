@@ -1,7 +1,5 @@
 """What every registered pattern promises and refuses, and how much it lists; a new one is tested by being registered."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each pattern against the mask of its paper, written down independently: equal, or between the mask and its closure."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A table gives each head its pattern: planned together, run together, reported by name, refused elsewhere."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

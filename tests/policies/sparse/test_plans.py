@@ -1,7 +1,5 @@
 """Plans: a window's share of them by every backend, and that making and running them reads nothing back."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Iterator

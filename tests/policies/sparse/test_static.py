@@ -1,7 +1,5 @@
 """The static patterns and the content baseline against the masks of their papers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

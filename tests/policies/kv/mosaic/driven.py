@@ -1,7 +1,5 @@
 """A `mosaic` memory driven as a session drives it, on planted streams of made-up keys; no model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Planted streams: units that belong to scenes, and a check of a hierarchy against everything recomputed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Clusters of clusters: the hierarchy against a plain one, what splits a cluster and when, and halves that are exact."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading

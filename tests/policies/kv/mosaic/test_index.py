@@ -1,7 +1,5 @@
 """Retrieval in two stages: exact budgets, the same as plain loops over sets; and what the device is told of the clusters."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

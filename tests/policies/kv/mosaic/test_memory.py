@@ -1,7 +1,5 @@
 """The memory `mosaic`: exact where it can be, the same answer however it fetches, and all that it says it does happens."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Nothing is read before it is there, or overwritten while it is read. What is rep
 to what its inputs and its fixed places hold now.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sessions with the memory `mosaic`: far longer than its window, and broken off in the midst; nothing is lost."""
 
-from __future__ import annotations
-
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The host store against a plain dictionary, and its counts, limits and faults."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """Saves write what is new; and faults a store survives: a full disk, a host without memory, a damaged save."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Slabs: made one ahead of need, and where they lie, as the wire tells it to the device."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import weakref

@@ -114,7 +114,7 @@ class StreamModel(ABC):
         input_hooks: Mapping[int, Callable[[Tensor], None]] | None = None,
         running: RunningStates | None = None,
     ) -> Tensor:
-        """Run new tokens `embeds` [n, E] through all layers, with `state` as KV memory; return final hidden states [n, E].
+        """Run new tokens `embeds` [n, E] through all layers, with `state` as KV memory; return final states [n, E] if `few`.
 
         `state` gets keys and queries before RoPE, and with `hidden` each layer's input. `few`: the tokens are of a question
         or an answer (a tree with `branches`), and fused kernels may compute them. `check` is called at each layer of a long

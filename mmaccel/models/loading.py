@@ -8,6 +8,7 @@ hidden state, and the arguments shared by all layers, from device to device.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -243,6 +244,12 @@ class MoveInputs(PromptHook):
             layout.__dict__["has_padding"] = x.layout.has_padding
             return replace(x, layout=layout)
         return x
+
+
+def pass_no_rows(thread: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook that leaves a module no rows of a call by `thread`: of a final norm whose output nobody reads, which
+    a spread model's first device would otherwise wait for before its next pass."""
+    return ((args[0][:, :0], *args[1:]), kwargs) if threading.get_ident() == thread else None
 
 
 def assign_layers(sizes: Sequence[int], ends: int, count: int) -> list[int]:

@@ -1,9 +1,8 @@
 """Streams on transformers: a Hugging Face model and its processor as a `VideoSession` uses them.
 
-A pass calls the text model directly. For its duration the attention modules hold a copy of their config that names our
-attention function, and in its thread the rotary module returns the identity (cosines 1, sines 0), so that queries and keys
-reach the KV memory before RoPE. Norms and MLPs use fused kernels meanwhile, also for other callers. Nothing stays installed
-on the model between passes.
+A pass calls the text model directly. Meanwhile the attention modules hold a copy of their config that names our
+attention function, and in its thread the rotary module returns the identity, so that keys reach the KV memory before RoPE.
+Norms and MLPs use fused kernels, also for other callers. Nothing stays installed on the model.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from mmaccel.models import deepstack, dialogue, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.chat import clips_of, common_prefix
 from mmaccel.models.install import Hooks, gate_of
+from mmaccel.models.loading import pass_no_rows
 from mmaccel.models.modules import chunk_tokens, in_parts, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.pruning import kept_tokens, prune_frames
@@ -159,13 +159,11 @@ class StreamPasses:
         if running is not None:
             running.cache = cache
         positions = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
-        if self.family.mrope:
-            positions = positions.expand(3, 1, -1)
         forward = self.text if self._attachment is None else self._attachment.forward
-        with self.busy(), self._hooked(state, hidden, input_hooks or {}), cache.at_work():
+        with self.busy(), self._hooked(state, hidden, input_hooks or {}, few), cache.at_work():
             out = forward(
                 inputs_embeds=embeds[None],
-                position_ids=positions,
+                position_ids=positions.expand(3, 1, -1) if self.family.mrope else positions,
                 # Of four axes: transformers makes none of its own.
                 attention_mask=embeds.new_ones(1, 1, 1, 1),
                 past_key_values=cache,
@@ -195,7 +193,7 @@ class StreamPasses:
 
     @contextmanager
     def _hooked(
-        self, state: StreamState, hidden: bool, input_hooks: Mapping[int, Callable[[Tensor], None]]
+        self, state: StreamState, hidden: bool, input_hooks: Mapping[int, Callable[[Tensor], None]], few: bool
     ) -> Iterator[None]:
         """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to, and
         `input_hooks` the input of theirs. What another thread calls meanwhile computes what it does without us."""
@@ -237,6 +235,8 @@ class StreamPasses:
                     hooks.add_pre_hook(layers[number], partial(entering, ear))
                 else:
                     hooks.add_hook(layers[-1], partial(leaving, ear))
+            if not few and len({*self.layer_devices}) > 1:
+                hooks.add_pre_hook(self.text.norm, partial(pass_no_rows, thread), prepend=True)
             yield
 
 

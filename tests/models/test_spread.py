@@ -242,6 +242,36 @@ def test_it_answers_as_on_one_device(name: str, kv: str, way: str) -> None:
         assert mine["units"] == others["units"] and 0.95 < others["bytes"] / mine["bytes"] < 1.2
 
 
+def test_a_device_gets_what_is_of_its_pass_when_the_others_have_theirs() -> None:
+    """What is sent to a device waits for what it has to do. So would a first device that sent it before its own layers, or
+    got the last layer's rows."""
+    model, processor = pair("random-ov", 4)
+    spread, order = copy.deepcopy(model), list[Any]()
+    loading.spread_layers(spread, [CPU, OTHER])
+    layers, norm = adapter_for(spread).layers(spread), adapter_for(spread).text(spread).norm
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda _, args, number=number: order.append(number))
+    norm.register_forward_pre_hook(lambda _, args: order.append(tuple(args[0].shape[:2])))
+    with mmaccel.VideoSession(spread, processor, None, kv=KV["mosaic"]) as session:
+        session.watch(film(9), fps=FPS)
+        state: Any = session._live.state  # type: ignore[union-attr]
+        for number, one in enumerate(state._states):
+            begin = one.begin_pass
+            one.begin_pass = lambda told, begin=begin, number=number: (
+                order.append(f"memory {number}"),
+                begin(told),
+            )
+        order.clear()
+        session.watch(film(9, seed=4), fps=FPS)
+        assert order == ["memory 0", 0, 1, 2, "memory 1", 3, (1, 0)] or order == [
+            "memory 0", 0, 1, "memory 1", 2, 3, (1, 0)
+        ]  # fmt: skip
+        for one in state._states:
+            del one.begin_pass
+        session.ask(QUESTION, 2)
+        assert order[-1] == (1, 1)
+
+
 def test_a_pattern_and_a_draft_act_on_both(tmp_path: Path) -> None:
     recipe = {"kv": KV["mosaic"], "sparse": SPARSE, "backend": "reference", "draft": "prompt_lookup"}
     model, processor = pair("random-ov", 4)

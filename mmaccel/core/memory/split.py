@@ -96,10 +96,12 @@ def load_stream(state: StreamState, path: Path) -> None:
 
 def _of_layer(split: SplitState, name: str, layer: int, *given: Any, **named: Any) -> Any:
     state, own = split._of[layer]
+    split._begin_waiting(state)
     return getattr(state, name)(own, *given, **named)
 
 
 def _each(split: SplitState, name: str, *given: Any, **named: Any) -> None:
+    split._begin_waiting()
     for state in split._states:
         getattr(state, name)(*given, **named)
 
@@ -111,7 +113,8 @@ def _first(split: SplitState, name: str, *given: Any, **named: Any) -> Any:
 class SplitState(StreamState):
     """Several stream memories as one, each for consecutive layers on their device. All hold the same units (frames).
 
-    Devices work on several passes at once: no method waits for one of them.
+    Devices work on several passes at once: no method waits for one of them. A memory begins a pass when the first of its
+    layers is asked for, since what is sent to its device is sent when that has done the pass before.
     """
 
     def __init__(self, parts: Sequence[tuple[range, torch.device, StreamState]]) -> None:
@@ -119,14 +122,17 @@ class SplitState(StreamState):
         self._layers = [len(layers) for layers, *_ in parts]
         self._of = [(state, layer) for layers, _, state in parts for layer in range(len(layers))]
         self.recalls_alike = self._states[0].recalls_alike
+        self._waiting: dict[int, tuple[StreamState, StreamPass]] = {}
+        """Memories that have not begun the pass under way, and the pass."""
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         """Return a snapshot of the memories of all devices; None if one of them supports none."""
+        self._begin_waiting()
         taken = [state.snapshot(stream, pause) for state in self._states]
         if None in taken:
             return None
         other = copy.copy(self)
-        other._states = [state for state in taken if state is not None]
+        other._states, other._waiting = [state for state in taken if state is not None], {}
         of = dict(zip(map(id, self._states), other._states, strict=True))
         other._of = [(of[id(state)], layer) for state, layer in self._of]
         return other
@@ -144,7 +150,16 @@ class SplitState(StreamState):
     units = length = shown_units = waiting_features = relay(_first)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
-        for state, device in zip(self._states, self._devices, strict=True):
+        self._waiting = {id(state): (state, stream_pass) for state in self._states}
+        self._begin_waiting(self._states[0])
+
+    def _begin_waiting(self, *some: StreamState) -> None:
+        """Begin the pass under way in these memories (none: in all), where they have not begun it."""
+        for one in map(id, some) if some else list(self._waiting):
+            if one not in self._waiting:
+                continue
+            state, stream_pass = self._waiting.pop(one)
+            device = self._devices[self._states.index(state)]
             layout = stream_pass.layout
             if layout is not None and layout.device != device:
                 moved = layout.to(device)
@@ -177,9 +192,11 @@ class SplitState(StreamState):
             yield
 
     def checkpoint(self) -> Any:
+        self._begin_waiting()
         return [state.checkpoint() for state in self._states]
 
     def restore(self, mark: Any) -> None:
+        self._waiting.clear()
         for state, own in zip(self._states, mark, strict=True):
             state.restore(own)
 

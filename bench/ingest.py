@@ -318,6 +318,8 @@ def capped_step(name: str) -> Callable[[argparse.Namespace, Log], None]:
             processor = mmaccel.load_processor(name)
         tokens = PROMPTS[name] // (1 if options.shrink == 1 else 500 * options.shrink)
         inputs = long_prompt(processor, max(tokens, 1000), next(model.parameters()).dtype)
+        # The pixels stay on the host.
+        inputs |= {name: inputs[name].to(sizes.device) for name in ("input_ids", "attention_mask")}
         how: dict[str, Any] = {"kv": sizes.kv("mosaic", positions="compact")}
         shipped = {
             "name": "per_head",

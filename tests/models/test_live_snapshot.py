@@ -209,7 +209,7 @@ def test_tokens_in_the_middle_of_passes(
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen", HYBRID])
 def test_fifty_frames_within_an_answer(name: str, kv: str, tmp_path: Path) -> None:
     """Of 200 tokens, each after seven pieces of the frames' work: after all of them in turn."""
-    frames = shots(name)[BEFORE:].repeat(3, 1, 1, 1)[:50]
+    frames = shots(name)[BEFORE:].repeat(5, 1, 1, 1)[:50]
     met, within = compared(name, kv, frames, functools.partial(Meeting, pieces=7), tmp_path, 200)
     assert within == 50 and (met.inside > 10) == (kv != "no_cache"), met.inside
 

@@ -188,10 +188,10 @@ def test_a_caller_has_so_many_streams_on_all_replicas(tmp_path: Path) -> None:
 def test_homes_of_streams() -> None:
     """The named replica while it is there; after that the others share its streams, and a fourth moves but some."""
     numbers = [f"{n:020d}.a" for n in range(300)]
-    assert {replicas.home(one, ["a", "b", "c"]) for one in numbers} == {"a"}
-    before = {one: replicas.home(one, ["b", "c"]) for one in numbers}
+    assert {replicas._choose_replica(one, ["a", "b", "c"]) for one in numbers} == {"a"}
+    before = {one: replicas._choose_replica(one, ["b", "c"]) for one in numbers}
     assert min(Counter(before.values()).values()) > 100
-    after = {one: replicas.home(one, ["d", "b", "c"]) for one in numbers}
+    after = {one: replicas._choose_replica(one, ["d", "b", "c"]) for one in numbers}
     moved = [one for one in numbers if after[one] != before[one]]
     assert 50 < len(moved) < 150 and {after[one] for one in moved} == {"d"}
 

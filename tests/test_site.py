@@ -30,7 +30,7 @@ from mmaccel_lab.world import World, write_mp4
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-TUTORIALS = sorted(path.name for path in (DOCS / "tutorials").glob("*.md"))
+TUTORIALS = [*sorted(path.name for path in (DOCS / "tutorials").glob("*.md")), "../live.md"]
 SITE = runpy.run_path(str(DOCS / "site.py"))
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 WORDS = 1500
@@ -118,6 +118,8 @@ def test_a_tutorial_runs_as_it_stands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shipped("tiny-ov"), shipped("tiny-ov-draft")
+    if name == "stock-script.md":
+        shipped("tiny-qwen"), pytest.importorskip("torchvision"), pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     for video in ("film.mp4", "camera.mp4"):
         (tmp_path / video).symlink_to(film)
@@ -133,8 +135,18 @@ def test_a_tutorial_runs_as_it_stands(
             space["Powers"](base=1)  # whose plan would never end
     if name == "long-video.md":
         assert space["answer"] == "orange" and "orange" in Path("page.html").read_text()
-    if name == "stream.md":
-        assert space["answer"].text == "pink" and Path("page.html").read_text().count("<img") > 2
+    if name == "stock-script.md":
+        told = re.search(
+            r"```text\n(\w+)\n.*\n.*kept ([\d.]+)%", (DOCS / "tutorials" / name).read_text("utf-8")
+        )
+        assert (
+            told
+            and told[1] == space["answer"]
+            and float(told[2]) == pytest.approx(100 * space["report"].kept, abs=1)
+        )
+    if name in ("stream.md", "../live.md"):
+        assert space["answer"].text == "pink"
+        assert name != "stream.md" or Path("page.html").read_text().count("<img") > 2
 
 
 def test_the_tutorial_s_own_policy_is_known_to_commands(
@@ -180,7 +192,10 @@ PAGES = (
                 "deployment",
                 "troubleshooting",
             ),
-            *(f"tutorials/{n}" for n in ("long-video", "stream", "captions", "own-policy", "own-family")),
+            *(
+                f"tutorials/{n}"
+                for n in ("long-video", "stream", "captions", "own-policy", "own-family", "stock-script")
+            ),
         )
     ),
 )

@@ -92,7 +92,7 @@ def draw_pictures(
     if is_session:
         stream_policy(load_recipe(Path(what)))
         known = None if truth is None else GroundTruth.read(truth)
-        loaded = choices.load(model, choices.available_device(device), choices.dtype(dtype))
+        loaded = choices.load(model, choices.available_device(device), choices.dtype(dtype), Path(what))
         with VideoSession.resume(loaded, choices.processor(model), Path(what)) as session:
             for path in _session(session, Path(what), output, form, layer or [0], question or [], known):
                 say(str(path))

@@ -166,8 +166,8 @@ def processor(model: str) -> Any:
 
 
 def load(model: str, device: str, dtype: str, saved: Path | None = None) -> nn.Module:
-    """Load a model on a device, in a dtype ("auto": that of the session `saved`; else float32 on CPU, and the checkpoint's own
-    elsewhere). Raises `ModelError` for another dtype than that of `saved`."""
+    """Load a model on a device, in a dtype ("auto": that of the session `saved`, or else float32 on CPU and the checkpoint's
+    own on others). Raises `ModelError` for another dtype than that of `saved`."""
     if saved is not None and (own := load_dtype(saved)) in DTYPES:
         if dtype not in ("auto", own):
             raise ModelError(

@@ -21,7 +21,7 @@ from mmaccel.cli.choices import has_field
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.recipe import FORMER, MAIN_PRESETS, VERSION, Recipe, check_sequences, presets, stream_policy
-from mmaccel.core.registry import BASES, DEFAULTS, KINDS, PARTS, policy, registry
+from mmaccel.core.registry import BASES, DEFAULTS, KINDS, PARTS, Limit, limits_of, policy, registry
 from mmaccel.models import shipped
 from mmaccel.models.shapes import SHAPES
 
@@ -132,12 +132,13 @@ def _class(kind: str, name: str) -> str:
     cls = registry(kind)[name]
     lines = [f"{name} ({'family' if kind == 'model' else kind})", "", inspect.getdoc(cls) or ""]
     if dataclasses.is_dataclass(cls):
-        fields = [_field(one) for one in dataclasses.fields(cls) if one.init]
+        limits = {} if kind == "model" else limits_of(cls)
+        fields = [_field(one, limits.get(one.name)) for one in dataclasses.fields(cls) if one.init]
         lines += ["", "fields", *(fields or ["  none"])]
     return "\n".join(lines)
 
 
-def _field(field: dataclasses.Field[Any]) -> str:
+def _field(field: dataclasses.Field[Any], limit: Limit | None) -> str:
     # A string, unless the file of the class has its annotations evaluated.
     kind = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
     default = "(required)"
@@ -145,7 +146,9 @@ def _field(field: dataclasses.Field[Any]) -> str:
         default = repr(field.default)
     elif field.default_factory is not dataclasses.MISSING:
         default = repr(field.default_factory())
-    return f"  {field.name}: {kind} = {default}"
+    # The choices of a Literal are its type.
+    allowed = "" if limit is None or "Literal" in kind else f" ({limit.give})"
+    return f"  {field.name}: {kind} = {default}{allowed}"
 
 
 def _words(word: str) -> list[str]:

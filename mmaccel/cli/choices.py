@@ -18,10 +18,11 @@ from typer import Option
 from mmaccel.backends import select
 from mmaccel.cli.console import add_bar, plural, remark
 from mmaccel.core.attach import Accelerated, accelerate, family_of
-from mmaccel.core.errors import RecipeError, UnknownName, VideoError, VideoStalled, VideoWarning
+from mmaccel.core.errors import ModelError, RecipeError, UnknownName, VideoError, VideoStalled, VideoWarning
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, fields_of, file_extensions, names, stream_policy
 from mmaccel.core.registry import registry
+from mmaccel.core.streams.session_io import load_dtype
 from mmaccel.core.streams.sources import StreamEvent, clips_with_reconnect
 from mmaccel.models import load_processor, loading
 
@@ -164,8 +165,15 @@ def processor(model: str) -> Any:
     return found
 
 
-def load(model: str, device: str, dtype: str) -> nn.Module:
-    """Load a model on a device, in a dtype ("auto": float32 on CPU, else the checkpoint's own)."""
+def load(model: str, device: str, dtype: str, saved: Path | None = None) -> nn.Module:
+    """Load a model on a device, in a dtype ("auto": that of the session `saved`, or else float32 on CPU and the checkpoint's
+    own on others). Raises `ModelError` for another dtype than that of `saved`."""
+    if saved is not None and (own := load_dtype(saved)) in DTYPES:
+        if dtype not in ("auto", own):
+            raise ModelError(
+                f"--dtype: {saved} was saved from a model in {own}, not {dtype}; give {own}, or leave --dtype out."
+            )
+        dtype = own
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     return loading.load_model(model, "auto" if dtype == "auto" else getattr(torch, dtype), device)

@@ -73,7 +73,7 @@ def draw_pictures(
     clusters: the cluster of each watched frame (timeline), and the frames that its questions retrieve (retrieved).
     """
     from mmaccel.search.measure import LayerInputs, visit_layers
-    from mmaccel.search.picture import head_picture, plan_picture, table_map
+    from mmaccel.search.picture import head_picture, plan_picture, small_fields, table_map
 
     if form not in FORMATS:
         raise UnknownName("format", form, FORMATS)
@@ -85,6 +85,8 @@ def draw_pictures(
             raise RecipeError(f"--out: the folder {output.parent} does not exist; create it first.")
         save(plan_picture(what) if is_pattern else table_map(layers, title), output)
         say(str(output))
+        if is_pattern:
+            say(f"for so short a prompt, in place of the (default): {small_fields(what)}")
         return
     figure(1, 1)  # says at once where matplotlib is missing
     if output.exists() and not output.is_dir():
@@ -92,7 +94,7 @@ def draw_pictures(
     if is_session:
         stream_policy(load_recipe(Path(what)))
         known = None if truth is None else GroundTruth.read(truth)
-        loaded = choices.load(model, choices.available_device(device), choices.dtype(dtype))
+        loaded = choices.load(model, choices.available_device(device), choices.dtype(dtype), Path(what))
         with VideoSession.resume(loaded, choices.processor(model), Path(what)) as session:
             for path in _session(session, Path(what), output, form, layer or [0], question or [], known):
                 say(str(path))

@@ -51,6 +51,10 @@ def recommend(
         raise RecipeError(f"--frame-size: {frame_size!r} is not HEIGHTxWIDTH; give one such as 252x448.")
     height, width = int(given[1]), int(given[2])
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "auto" and name == "cpu" and not as_json:
+        remark(
+            f"assumes {model} on this machine's CPU; --model and --device name others, and h100 or h200 need not be here."
+        )
     dtype = torch.float32 if name == "cpu" else torch.bfloat16
     sizes = sizes_of(model, (height, width), dtype)
     other = None if draft is None else sizes_of(draft, (height, width), dtype)

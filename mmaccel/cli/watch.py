@@ -54,7 +54,9 @@ def watch(
         str | None, Argument(help="A video file, URL or camera; none asks what --load holds.")
     ] = None,
     model: Model = "tiny-ov",
-    recipe: Annotated[str | None, Option(help=f"A memory's name or a YAML file ({RECIPE}).")] = None,
+    recipe: Annotated[
+        str | None, Option(help=f"A preset, a memory's name or a YAML file ({RECIPE}).")
+    ] = None,
     fps: Annotated[float, Option(help="Frames a second to look at.")] = 0.5,
     question: Annotated[
         list[str] | None,
@@ -133,7 +135,7 @@ def watch(
         reading, point, broken, stored = None, None, list[VideoError](), False
         breaks: list[StreamEvent] = []
         if video is not None:
-            warn_foreign(processor, video)
+            warn_foreign(processor, video, format is not None)
             # What is live runs away while a model is loaded, and cannot be gone on with.
             comes = format is not None or is_url(video)
             if reconnect and not comes:
@@ -163,7 +165,7 @@ def watch(
         if video is None and not asked and not terminal:
             raise ModelError("--load without a video: there is no question; give one with --question.")
         asked.sort(key=lambda one: float("inf") if one[0] is None else one[0])
-        session = VideoSession(choices.load(model, device, dtype), processor, chosen)
+        session = VideoSession(choices.load(model, device, dtype, load), processor, chosen)
         if load is not None:
             session.load(load)
     except KeyboardInterrupt:

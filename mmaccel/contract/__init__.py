@@ -26,7 +26,8 @@ def check_policy(policy: Any, *, rounds: int = 12, seed: int = 0) -> None:
     restoring. A draft: that a toy target's text does not change and nothing fails. A pruner: what it declares and keeps.
 
     Prompts have 20 to 600 tokens: give fields small enough to leave something out of these. `rounds` prompts of `seed` are
-    tested. It does not measure how good the policy is.
+    tested; of a pattern, it warns if they leave nothing out of any, and if a row sees no key at all. It does not measure
+    how good the policy is.
     """
     if isinstance(policy, Policy):
         check_registered(policy)

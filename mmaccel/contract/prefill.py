@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import ABSENT, FULL, KeySpan, Part
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, warn
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.plan import AttentionPlan, check_sizes
 from mmaccel.core.prefill.prune import (
@@ -85,8 +85,10 @@ def random_signals(layout: TokenLayout, stage: Stage, seed: int = 0, asked: int 
 
 
 def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
-    """Test the plans of a sparse pattern on `rounds` random prompts; raises `RecipeError` for the first violation."""
-    planned = pattern.dense or set(pattern.head_pattern_names(1)) == {"dense"}
+    """Test the plans of a sparse pattern on `rounds` random prompts; raises `RecipeError` for the first violation. Warns if
+    a row sees no key, and if no plan leaves anything out."""
+    dense = pattern.dense or set(pattern.head_pattern_names(1)) == {"dense"}
+    planned, whole, unseen = dense, not dense, ""
     for n in range(rounds):
         rng, g = Random(seed * 1000 + n), torch.Generator().manual_seed(seed * 1000 + n)
         keys = layout(rng, LENGTHS[n % len(LENGTHS)], batch=1 + n % 2)
@@ -95,6 +97,9 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
         query, key = (torch.randn(keys.batch, h, keys.length, 16, generator=g) for h in (heads, groups))
         plan = check_plan(pattern, query[:, :, start:], key, keys.take(slice(start, None)), keys)
         planned = planned or plan is not None
+        if plan is not None:
+            seen = _seen(plan, keys.take(slice(start, None)), keys)
+            whole, unseen = whole and seen[0], unseen or seen[1]
         require(
             len(pattern.head_pattern_names(heads)) == heads,
             f"sparse {pattern.name!r}: per_head({heads}) names not {heads} patterns; name one a head.",
@@ -113,6 +118,27 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
         f"sparse {pattern.name!r}: plan gives None, which means dense, for each of {rounds} prompts of 20 to 600 tokens; "
         "return an AttentionPlan, or give fields that plan for prompts so short.",
     )
+    if unseen:
+        warn(
+            f"sparse {pattern.name!r}: {unseen} sees no key, so its attention is zero; list a block for each row, such as "
+            "its own, unless you mean that."
+        )
+    if whole:
+        warn(
+            f"sparse {pattern.name!r}: it leaves nothing out of these prompts, of 20 to 600 tokens, which tests little; "
+            "give fields that leave something out."
+        )
+
+
+def _seen(plan: AttentionPlan, queries: TokenLayout, keys: TokenLayout) -> tuple[bool, str]:
+    """Whether a plan computes all pairs of causal attention; and, in words, a row that sees no key ("": there is none)."""
+    heads = [head for head in range(plan.heads) if plan.dense is None or head not in plan.dense.heads]
+    seen = plan.to_mask()[:, heads]
+    causal = (keys.position[:, None] <= queries.position[:, :, None]) & keys.valid[:, None]
+    left = causal[:, None] & queries.valid[:, None, :, None] & ~seen[..., : plan.n_key]
+    for b, h, row in (queries.valid[:, None] & ~seen.any(-1)).nonzero()[:1].tolist():
+        return False, f"query row {row} of head {heads[h]} (sequence {b} of a made-up prompt)"
+    return not bool(left.any()), ""
 
 
 def check_plan(

@@ -51,6 +51,15 @@ class _TakesFormerFields(ABCMeta):
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         return super().__call__(*args, **cls.upgrade(fields))
 
+    def __setattr__(cls, name: str, value: Any) -> None:
+        # What `dataclass` sets first: it would refuse an unfrozen subclass itself, in words of Python.
+        bases = (getattr(base, name, None) for base in cls.__mro__[1:])
+        if name == "__dataclass_params__" and not value.frozen and any(one and one.frozen for one in bases):
+            raise RecipeError(
+                f"{cls.__name__}: it is not a frozen dataclass; write @dataclass(frozen=True, kw_only=True)."
+            )
+        super().__setattr__(name, value)
+
 
 class Policy(metaclass=_TakesFormerFields):
     """Base of sparse patterns, KV memories, drafts and pruners; ``class KVPolicy(Policy, kind="kv")`` is that of a kind.
@@ -135,12 +144,12 @@ def limited(default: Any, limit: Limit) -> Any:
 def check_limits(who: str, fields: Any) -> None:
     """Raise `RecipeError`, beginning with `who`, for the first field of dataclass `fields` that violates its `limited`."""
     kind: Any = type(fields)
-    for name, limit in _limits(kind).items():
+    for name, limit in limits_of(kind).items():
         limit.check(who, name, getattr(fields, name))
 
 
 @functools.cache
-def _limits(cls: type) -> dict[str, Limit]:
+def limits_of(cls: type) -> dict[str, Limit]:
     """Field -> what it may be: the choices of its type, or the `limited` of its class or of the next base with one. A field
     that may be None may be so too."""
     try:

@@ -59,10 +59,14 @@ def size_of(processor: Any, frames: int, height: int, width: int) -> tuple[int, 
     return wanted if own[0] * own[1] > wanted[0] * wanted[1] else None
 
 
-def warn_foreign(processor: Any, path: Any) -> None:
-    """Warn, once per processor of a tiny model, that it understands only videos of `mmaccel-lab world`."""
+def warn_foreign(processor: Any, path: Any, device: bool = False) -> None:
+    """Warn, once per processor of a tiny model, that it understands only videos of `mmaccel-lab world`. Not if there is no
+    file `path`, which the reader refuses, unless it names a `device`."""
+    from mmaccel.media.address import is_url
     from mmaccel.media.reader import comment
 
+    if not (device or is_url(os.fspath(path)) or os.path.lexists(path)):
+        return
     if processor.tiny is not None and comment(path) != WORLD:
         name, processor.tiny = processor.tiny, None
         warn(f"{name} knows only the world of `mmaccel-lab world`; what it says of {path} means nothing.")

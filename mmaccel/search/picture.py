@@ -8,16 +8,17 @@ queries and keys, so patterns that estimate phases, columns or diagonals show on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.plan import AttentionPlan, element_mask
-from mmaccel.core.registry import policy
+from mmaccel.core.registry import policy, registry
 from mmaccel.figure import figure
 from mmaccel.search.measure import LayerInputs, frame_tokens
 
@@ -172,6 +173,21 @@ def small_layout() -> TokenLayout:
     video = modality == VIDEO
     frame = torch.where(video, (video.cumsum(0) - 1) // FRAME, -1)
     return TokenLayout.build(modality[None], frame=frame[None])
+
+
+def small_fields(name: str) -> str:
+    """The fields that pattern `name` has otherwise in its picture than by default, in words: "block 16 (64), ..."."""
+    defaults = {one.name: one.default for one in fields(registry("sparse")[name]) if one.init}
+    told = {"block": BLOCK, **FIELDS.get(name, {})}
+    return ", ".join(
+        f"{field} {_short(told[field])} ({_short(default)})"
+        for field, default in defaults.items()
+        if told.get(field, default) != default
+    )
+
+
+def _short(value: Any) -> str:
+    return str(value["name"]) if isinstance(value, Mapping) and "name" in value else shown(value)
 
 
 def small_plan(name: str) -> AttentionPlan:

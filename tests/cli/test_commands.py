@@ -42,6 +42,8 @@ def test_describe_shows_fields_and_presets(call: Call) -> None:
     out = call("describe", "a_shape")[1]
     assert "window: int = 4096" in out and "sink: int = 128" in out and "first `sink` tokens" in out
     assert "default: {name: a_shape" in call("describe", "long-video")[1]
+    shape = call.text("describe", "a_shape")
+    assert "sink: int = 128 (at least 0)\n" in shape and "\n  block: int = 64\n" in shape
     out = call("describe", "window")[1]
     assert "window (recipe: what `--recipe window` is; there is a kv of this name too, below)" in out
     assert "window (kv)" in out and "(recipe: what `--recipe std` is)" in call("describe", "std")[1]

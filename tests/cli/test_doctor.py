@@ -193,6 +193,10 @@ def test_of_a_device_of_this_machine_short_sessions_are_run(
     status, out, err = call(*words, "--device", "cpu", "--memory", "80GB")
     assert status == 0 and "take " in out and err == "measuring 3 kinds of sessions\n"
     assert heard == [("cpu", "qwen2.5-vl-7b", (252, 448), ["full", "full", "mosaic"], 5)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assumed = call(*words, "--memory", "80GB")[2].splitlines()[0]
+    assert assumed.startswith("assumes qwen2.5-vl-7b on this machine's CPU; --model and --device name others")
+    heard.pop()
     told = call.object(*words, "--device", "cpu", "--memory", "80GB", "--json")["presets"]["exact"]
     assert told["once_s"] == [1.5] and told["first_s"] > told["question_s"] + told["read_s"] + 1.4
     assert call(*words, "--device", "h200")[0] == 0 and len(heard) == 2

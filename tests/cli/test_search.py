@@ -127,6 +127,10 @@ def test_draw_shows_what_a_pattern_computes(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "grid.svg"
     status, out, err = call("draw", "grid", "--out", path, "--device", "cuda:99")  # which it does not use
     assert (status, err) == (0, "") and str(path) in out and "in the order of the plan" in path.read_text()
+    assert out.endswith("in place of the (default): block 16 (64)\n")
+    out = call.text("draw", "a_shape", "--out", path)
+    assert out.endswith("block 16 (64), sink 16 (128), window 48 (4096)\n")
+    assert "text vertical_slash" in call.text("draw", "q_boundary", "--out", path)
 
 
 def test_draw_shows_heads(

@@ -80,6 +80,26 @@ def test_it_watches_asks_saves_and_goes_on(call: Call, clip: str, ov: str, tmp_p
     assert [(a["asked_at"], a["frames"]) for a in told["answers"]] == [(72.0, 19)]
 
 
+def test_a_saved_session_has_its_own_dtype(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    base, saved = ("--model", ov, "--max-new-tokens", 2), tmp_path / "s"
+    call.object("watch", clip, *base, "--json", "--fps", 0.1, "--dtype", "bfloat16", "--save", saved)
+    told = call.object("watch", "--load", saved, *base, "--json", "--question", "how many ?")
+    assert told["frames"] and told["answers"][0]["answer"] is not None
+    said = call.error("watch", "--load", saved, *base, "--dtype", "float32", "--question", "how many ?")
+    assert said.startswith("error: --dtype: ") and "give bfloat16, or leave --dtype out." in said
+
+
+@pytest.mark.parametrize("command", ["watch", "ask"])
+def test_a_file_that_is_not_there_is_told_first(command: str, call: Call) -> None:
+    asks = ["what ?"] if command == "ask" else []
+    assert "there is no file nofile.mp4" in call.error(command, "nofile.mp4", *asks, "--model", "tiny-ov")
+
+
+def test_presets_are_recipes_of_a_watch(call: Call) -> None:
+    said = call.text("watch", "--help")
+    assert "A preset, a memory's name or a YAML file" in " ".join(said.replace("│", " ").split())
+
+
 def test_people_read_the_answer_and_what_it_rests_on(call: Call, clip: str, ov: str) -> None:
     status, out, err = call(
         "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--question", "how many ?", "--max-new-tokens", 2

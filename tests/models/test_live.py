@@ -4,19 +4,22 @@ moments."""
 import asyncio
 import functools
 import gc
+import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.standing import Change, StandingQuestion
+from mmaccel.media import Video
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 
 TIGHT = every_stream(frames=4, window=6)
@@ -67,6 +70,63 @@ async def test_errors_come_to_who_waits() -> None:
         await session.watch(film(2), fps=FPS)
         with pytest.raises(ModelError, match="temperatur: it is no setting"):
             await session.ask(QUESTION, temperatur=1)
+
+
+def one_by_one(frames: Any, go: threading.Event) -> Iterator[Any]:
+    """Clips of a frame each, from when `go` is set."""
+    assert go.wait(10)
+    for n, frame in enumerate(frames):
+        yield Video(frame[None], torch.tensor([n / FPS], dtype=torch.float64), FPS, FPS, 1 / FPS)
+
+
+@in_a_loop
+async def test_a_question_waits_for_the_first_frame_of_a_watch() -> None:
+    """The task that watches has not run when the question is asked, and its source is silent for a while."""
+    go = threading.Event()
+    async with open_live("random-ov", TIGHT["rekv"]) as session:
+        assert len(session) == 0 and session
+        task = asyncio.create_task(session.watch(one_by_one(film(5), go), fps=FPS))
+        asyncio.get_running_loop().call_later(0.3, go.set)
+        assert (await session.ask(QUESTION, 4)).ids
+        assert await task == 5 == len(session)
+
+
+@in_a_loop
+async def test_a_question_before_the_first_frame_ends_by_its_deadline() -> None:
+    go = threading.Event()
+    async with open_live("random-ov", TIGHT["rekv"]) as session:
+        task = asyncio.create_task(session.watch(one_by_one([], go), fps=FPS))
+        assert (await session.ask(QUESTION, timeout=0.2)).finish_reason == "timeout"
+        reply = session.ask(QUESTION)
+        await reply.aclose()
+        assert (await reply).finish_reason == "cancelled"
+        late = asyncio.ensure_future(session.ask(QUESTION)._whole())
+        asyncio.get_running_loop().call_later(0.2, go.set)
+        with pytest.raises(ModelError, match="has seen no frame"):  # for none came
+            await late
+        assert await task == 0
+
+
+def test_a_thread_asks_before_the_first_frame() -> None:
+    """Each of both ways to ask waits; the thread that takes in frames itself, before its first one, gets an error."""
+    go = threading.Event()
+    with open_session("random-ov", TIGHT["rekv"]) as session, ThreadPoolExecutor(1) as other:
+        late = other.submit(session.watch, one_by_one(film(3), go), fps=FPS)
+        while not session._feeds:
+            time.sleep(0.01)
+        pieces = session.ask(QUESTION, 4, stream=True)
+        threading.Timer(0.2, go.set).start()
+        assert session.ask(QUESTION, 4).ids and "".join(pieces) and late.result(10) == 3
+
+    def asks() -> Iterator[Any]:
+        session.ask(QUESTION, 4)
+        yield from ()
+
+    with (
+        open_session("random-ov", TIGHT["rekv"]) as session,
+        pytest.raises(ModelError, match="has seen no frame"),
+    ):
+        session.watch(asks(), fps=FPS)
 
 
 @in_a_loop

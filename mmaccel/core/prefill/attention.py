@@ -35,8 +35,7 @@ T = TypeVar("T")
 ELSEWHERE = 2
 """A prompt this many times longer or shorter than the searched one gives a warning: budgets are numbers of tokens."""
 PLANNER_S, SAVED = 32.0, 0.5
-"""Seconds that inductor takes to compile a plan, and the share of a plan's time that it saves, as measured of the plan of
-block_topk (lab/LOG.md)."""
+"""Seconds that inductor takes to compile a plan, and the share of a plan's time it saves, as of block_topk (lab/LOG.md)."""
 MIN_ROWS = 64
 """A shorter prompt, or last piece of one, is dense."""
 BIASED = "sparse: {} planned no pass whose memory adds a bias to the scores of its keys; these are dense"
@@ -81,10 +80,13 @@ class AttentionConfig:
         made: AttentionPlan | None = compiled(sizes, gain, query, key, value, queries, keys)
         return made
 
-    def check_length(self, tokens: int) -> None:
-        """Warn, once per attached recipe, if a prompt's length is far from that on which the patterns were searched."""
+    def check_search(self, tokens: int | None) -> None:
+        """Note what the pattern found otherwise than asked. Warn, once per attached recipe, if the length of a prompt (None:
+        unknown) is far from that on which the patterns were searched."""
         context = self.recipe.sparse.context
-        if context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
+        if self.recipe.sparse.note:
+            self.meter.add_note(self.recipe.sparse.note)
+        if tokens is None or context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
             return
         message = f"sparse: {self.recipe.sparse.name} was searched on {context} tokens, and this prompt has {tokens}"
         self.meter.add_note(message)
@@ -95,9 +97,8 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class Note:
-    """Facts of a forward pass that the multimodal model hands to the text model. These are: the layout of the new columns,
-    whether they are draft tokens to verify and their tree, probes, a `mask`, and the `images` with bidirectional
-    attention."""
+    """Facts of a pass that the multimodal model hands to the text model: the layout of the new columns, whether they are
+    draft tokens to verify and their tree, probes, a `mask`, and the `images` with bidirectional attention."""
 
     layout: TokenLayout | None = None
     mask: Tensor | None = None
@@ -141,8 +142,7 @@ class ForwardPass(PrefillPass):
     """Of a part of a prompt with padding: the column past the last token of each sequence of the whole."""
 
     listed: dict[int, tuple[Tensor, torch.cuda.Event | None, float]] = field(default_factory=dict)
-    """What sparse layers listed, on its way to the host, and what was expected of them, by the first new column of the pass:
-    told to the layers after them."""
+    """What sparse layers listed, on its way to the host, what was expected, by the pass's first column; for later layers."""
 
     @cached_property
     def _before(self) -> dict[int, Any]:
@@ -353,8 +353,8 @@ class ForwardPass(PrefillPass):
         if plan is None:
             meter.note_unplanned(recipe.sparse.for_layer(layer), query.shape[1])
             return None
-        if not self.stream:  # of which a pass is a part, and nobody knows how long the whole will be
-            self.config.check_length(self.layout.length + self.rest)
+        # Of a stream a pass is a part, and nobody knows how long the whole will be.
+        self.config.check_search(None if self.stream else self.layout.length + self.rest)
         check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.has_padding)
         plan = plan if view.window is None else plan.limit_to_window(view.sinks, view.window)
         if all(begin == end for _, begin, end in self._tails):

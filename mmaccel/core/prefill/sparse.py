@@ -60,6 +60,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     dense     it plans nothing: prefill stays dense
     reads_values  the plan depends on values too, as pooled keys need pooled values: `plan` is given `value`
     compiles  inductor may compile `plan` as one graph; a plan that reads the device cannot be compiled
+    note    what `bind` found otherwise than asked, for the report's notes: a sentence from "sparse: "; "": nothing
     """
 
     adaptive: ClassVar[bool] = False
@@ -67,6 +68,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     dense: ClassVar[bool] = False
     reads_values: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
+    note: ClassVar[str] = ""
 
     block: int = 64
 
@@ -97,7 +99,8 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         """Return the plan of one layer; None means dense attention.
 
         query [B, H, n_query, D] and key [B, G, n_key, D] after RoPE, H a multiple of G; layouts of the same lengths;
-        `q_layout.position` and `k_layout.position` count alike. Queries may be the last rows of a longer sequence.
+        `q_layout.position` and `k_layout.position` count alike. Queries may be the last rows of a longer sequence. A row for
+        which no key is listed gets zeros; `check_policy` warns of it.
         """
 
     def plan_heads(

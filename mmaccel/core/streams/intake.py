@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
+from time import sleep
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from mmaccel.core.decoding.watching import DraftStreamSettings
 from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.parts import Clip, FairLock
+from mmaccel.core.streams.parts import WAIT_S, Clip, FairLock
 from mmaccel.core.streams.sources import StreamEvent, clips_with_reconnect, shift_clip
 from mmaccel.core.streams.standing import StandingQuestion
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, shown_at
@@ -51,6 +52,7 @@ class FrameIntake:
         self.events: deque[StreamEvent] = deque(maxlen=1000)
         """What befell sources that are reconnected, and what the memory let go of; the last ones."""
         self._standing: list[StandingQuestion] = []
+        self._feeds: dict[Deadline, int] = {}  # calls that take in frames, and their threads
 
     @property
     def frames(self) -> int:
@@ -69,6 +71,25 @@ class FrameIntake:
         """
         cancelled, self._cancelled = self._cancelled, threading.Event()
         cancelled.set()
+
+    @contextmanager
+    def _feeding(self, deadline: Deadline) -> Iterator[None]:
+        """Context of a call that takes in frames: a question that comes before the first frame waits for it."""
+        self._feeds[deadline] = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._feeds.pop(deadline, None)
+
+    def _frame_comes(self) -> bool:
+        """Whether there is no frame yet, and another thread is about to take in the first."""
+        return not self.frames and any(one != threading.get_ident() for one in list(self._feeds.values()))
+
+    def _await_first_frame(self, deadline: Deadline) -> None:
+        """Wait for the first frame while another thread is about to take it in; raises `Ended` by `deadline`."""
+        while self._frame_comes():
+            deadline.check()
+            sleep(WAIT_S)
 
     @contextmanager
     def _working(self, *turns: FairLock, deadline: Deadline | None = None) -> Iterator[None]:
@@ -111,6 +132,7 @@ class FrameIntake:
         done, part, over = 0, False, None
         try:
             with (
+                self._feeding(deadline),
                 self._working(self._source, deadline=deadline),
                 every(),
                 closing(self._clips(video, fps, deadline, reconnect)) as clips,

@@ -16,6 +16,7 @@ from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, End
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.core.streams.intake import How, Progress
+from mmaccel.core.streams.parts import WAIT_S
 from mmaccel.core.streams.session import Messages, VideoSession
 from mmaccel.core.streams.standing import Change, StandingQuestion
 
@@ -148,10 +149,11 @@ class AsyncVideoSession:
         reconnect: bool = False,
     ) -> int:
         deadline = self.session._deadline(timeout)
-        work = run_in_thread(
-            lambda: self.session._take_in(how, video, times, fps, progress, deadline, reconnect)
-        )
-        return await await_or_cancel(work, deadline)
+        with self.session._feeding(deadline):
+            work = run_in_thread(
+                lambda: self.session._take_in(how, video, times, fps, progress, deadline, reconnect)
+            )
+            return await await_or_cancel(work, deadline)
 
     def ask(
         self,
@@ -164,11 +166,22 @@ class AsyncVideoSession:
     ) -> AsyncReply:
         """Return an `AsyncReply`: iterate over it for pieces of the text, or await it for the whole `Answer`.
 
-        The other arguments are those of `VideoSession.ask`; work begins at once.
+        The other arguments are those of `VideoSession.ask`; work begins at once, or with the first frame of a `watch` that
+        runs or is a task already.
         """
         deadline = self.session._deadline(timeout)
         ask = self.session._answering(question, max_new_tokens, evidence, deadline, **how)
-        return AsyncReply(ask, deadline)
+        if self.session.frames:
+            return AsyncReply(ask, deadline)
+        begun = threading.Event()
+        asyncio.get_running_loop().call_soon(begun.set)  # behind the first step of a task that watches
+
+        def work(put: Callable[[str], None]) -> Answer:
+            while not begun.wait(WAIT_S) and deadline.end_reason() is None:
+                pass
+            return ask(put)
+
+        return AsyncReply(work, deadline)
 
     def on(self, question: str, call: Callable[[Change], object], **how: Any) -> StandingQuestion:
         """Ask `question` again while frames come, and run `call` (async or not) in the loop when the answer changes."""
@@ -211,6 +224,12 @@ class AsyncVideoSession:
         """Return level name -> cluster index [L or 1, N] at each layer, for a memory that clusters frames, else {}. Each
         step of time in `shown` has N / len(shown) consecutive entries."""
         return self.session.clusters()
+
+    def __len__(self) -> int:
+        return self.session.frames
+
+    def __bool__(self) -> bool:
+        return True
 
     @property
     def frames(self) -> int:

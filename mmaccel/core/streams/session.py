@@ -172,14 +172,15 @@ class VideoSession(FrameIntake):
                   logits_processor or prefix_allowed_tokens_fn, as libraries make them for answers in JSON. Greedy without
 
         It sees the stream as it is when its answer begins; questions of a session are answered one after another, and frames
-        are taken in meanwhile. `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model runs, for a
-        question that leaves no position for an answer. An answer that reaches the last position ends there, with a warning.
+        are taken in meanwhile. Before the first frame it waits for it, if another thread's call is to take it in.
+        `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model runs, for a question that leaves no
+        position for an answer. An answer that reaches the last position ends there, with a warning.
         """
         deadline = self._deadline(timeout)
         work = self._answering(question, max_new_tokens, evidence, deadline, chat, between, **settings)
         if not stream:
             return work(None)
-        self._check(question)
+        (self._stream_adapter.tail_ids if self._frame_comes() else self._check)(question)
         return Reply(work, deadline)
 
     def _answering(
@@ -222,6 +223,7 @@ class VideoSession(FrameIntake):
                 torch.zeros(1, 1, dtype=torch.long), most, {"schema": schema}, False
             )
         try:
+            self._await_first_frame(deadline)
             with self._working(*turns, deadline=deadline):
                 said = [*self.history, *as_messages(question)] if chat else question
                 live = self._check(said)

@@ -101,6 +101,11 @@ def load_recipe(path: Path) -> Recipe:
     return saved_recipe(path, _read(path)["recipe"])
 
 
+def load_dtype(path: Path) -> str:
+    """Return the name of the dtype of the model whose session is saved at `path`; raises `ModelError` as `load_recipe`."""
+    return str(_read(path)["dtype"])
+
+
 def load(
     where: Path,
     adapter: StreamAdapter,

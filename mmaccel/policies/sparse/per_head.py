@@ -144,7 +144,12 @@ class PerHead(SparsePattern):
                     f"per_head: no table is shipped with this model (there is no {FILE} in its folder); "
                     "run `mmaccel search` on it and give the file as table, or give a default."
                 )
-            return replace(self, table=f"{model.folder}/{FILE}" if there else {}).bind(model)
+            bound = replace(self, table=f"{model.folder}/{FILE}" if there else {}).bind(model)
+            if not there:
+                rest = getattr(self.default, "name", None)
+                note = f"sparse: per_head found no table of heads ({FILE}) in the model's folder; {rest} runs for all heads"
+                object.__setattr__(bound, "note", note)
+            return bound
         file, adapter, whole = self._file, model.adapter, model.model
         if file is not None and (other := difference(file, adapter.fingerprint(whole))) is not None:
             raise RecipeError(

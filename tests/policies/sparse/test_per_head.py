@@ -271,11 +271,15 @@ def test_the_shipped_table_lies_in_the_model_s_folder(tmp_path: Path) -> None:
     with mmaccel.accelerate(model, either) as fast, torch.no_grad():
         model(**prompt("qwen", PIECES))
         assert fast.report().heads() == {"tri_shape": 8}
+        told = "sparse: per_head found no table of heads (heads.json) in the model's folder; tri_shape runs for all heads"
+        assert fast.report().notes == (told,)
     model.config._name_or_path = str(tmp_path)
     (tmp_path / "heads.json").write_text(json.dumps(table_of(model)))
     with mmaccel.accelerate(model, either) as fast, torch.no_grad():
         model(**prompt("qwen", PIECES))
-        assert fast.report().heads() == {"a_shape": 8}
+        assert fast.report().heads() == {"a_shape": 8} and not any(
+            "found no" in one for one in fast.report().notes
+        )
     with mmaccel.accelerate(model, "per_head") as fast, torch.no_grad():
         model(**prompt("qwen", PIECES))
         assert fast.report().heads() == {"a_shape": 8}

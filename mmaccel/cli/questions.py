@@ -173,7 +173,7 @@ def lines_below(answer: Answer, moments: int) -> list[str]:
     return [line for line in lines if line]
 
 
-def activity_lines(report: Report) -> list[str]:
+def stream_status_lines(report: Report) -> list[str]:
     """Return lines on what each part of a session's recipe did: frames seen, share of attention computed, tokens drafted."""
     parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
     if seen is not None:

@@ -23,12 +23,12 @@ from mmaccel.cli.questions import (
     Asked,
     Piece,
     TypedQuestions,
-    activity_lines,
     cut_at_due,
     evidence_table,
     lines_below,
     parse_question,
     read_piped,
+    stream_status_lines,
 )
 from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
@@ -254,7 +254,7 @@ def watch(
         if left:
             named = (f"{text!r}" + ("" if at is None else f" (for {at:g} s)") for at, text in left)
             remark(f"not answered: {', '.join(named)}")
-        for line in activity_lines(report):
+        for line in stream_status_lines(report):
             remark(line)
         if not failed:
             closing = f"{'stopped after' if stopped else 'watched'} {frames}, {facts['seconds']:.0f} s"

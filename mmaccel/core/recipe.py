@@ -87,7 +87,7 @@ class Recipe:
         if not isinstance(layers, list | tuple) or any(type(n) is not int or n < 0 for n in layers):
             raise RecipeError(f"dense_layers: {shown(layers)}; give a list of layer numbers, 0 or more.")
         object.__setattr__(self, "dense_layers", tuple(layers))
-        check_pairs(self)
+        check_parts_fit(self)
 
     @classmethod
     def load(cls, source: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any) -> Recipe:
@@ -145,7 +145,7 @@ _heard: set[str] = set()
 """The memories of sessions that were read, whose former fields have been warned of."""
 
 
-def check_pairs(recipe: Recipe) -> None:
+def check_parts_fit(recipe: Recipe) -> None:
     """Raise `RecipeError` for the first two choices that exclude each other. Every rule is about two choices."""
     sparse, kv, draft = recipe.sparse, recipe.kv, recipe.draft
     if recipe.prune is not None:

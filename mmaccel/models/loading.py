@@ -246,7 +246,7 @@ class MoveInputs(PromptHook):
         return x
 
 
-def pass_no_rows(thread: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def drop_unread_rows(thread: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook that leaves a module no rows of a call by `thread`: of a final norm whose output nobody reads, which
     a spread model's first device would otherwise wait for before its next pass."""
     return ((args[0][:, :0], *args[1:]), kwargs) if threading.get_ident() == thread else None

@@ -31,7 +31,7 @@ from mmaccel.models import deepstack, dialogue, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.chat import clips_of, common_prefix
 from mmaccel.models.install import Hooks, gate_of
-from mmaccel.models.loading import pass_no_rows
+from mmaccel.models.loading import drop_unread_rows
 from mmaccel.models.modules import chunk_tokens, in_parts, rotate_by
 from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.pruning import kept_tokens, prune_frames
@@ -236,7 +236,7 @@ class StreamPasses:
                 else:
                     hooks.add_hook(layers[-1], partial(leaving, ear))
             if not few and len({*self.layer_devices}) > 1:
-                hooks.add_pre_hook(self.text.norm, partial(pass_no_rows, thread), prepend=True)
+                hooks.add_pre_hook(self.text.norm, partial(drop_unread_rows, thread), prepend=True)
             yield
 
 

@@ -14,7 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMS
 import mmaccel
 from mmaccel.contract.draft import check_draft
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.recipe import Recipe, check_pairs, stream_policy
+from mmaccel.core.recipe import Recipe, check_parts_fit, stream_policy
 from mmaccel.core.registry import registry
 from mmaccel.models.llava_onevision import LlavaOnevision
 from mmaccel.models.processor import Processor
@@ -77,7 +77,7 @@ def test_a_draft_tells_the_report_what_its_figures_mean(family: str) -> None:
 
 
 def test_a_memory_is_known_by_what_it_declares() -> None:
-    check_pairs(Recipe(kv=Counting(), draft=SparseToDense()))
+    check_parts_fit(Recipe(kv=Counting(), draft=SparseToDense()))
     model = BUILD["llava"]()
     inputs = prompt("llava", PROMPTS["video"])
     plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -85,13 +85,13 @@ def test_a_memory_is_known_by_what_it_declares() -> None:
         assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
         assert fast.report().draft["proposed"] > 0
     with pytest.raises(RecipeError, match="kv to 'full'"):
-        check_pairs(Recipe.load(kv="window", draft=SparseToDense()))
+        check_parts_fit(Recipe.load(kv="window", draft=SparseToDense()))
 
 
 def test_a_dense_pattern_is_known_by_what_it_declares() -> None:
     """Dense attention under another name may stand beside every memory, and nothing is measured for it."""
     for recipe in (Recipe(sparse=Plain(), kv=Window()), Recipe.load("mosaic", sparse=Plain())):
-        check_pairs(recipe)
+        check_parts_fit(recipe)
     stream_policy(Recipe.load("mosaic", sparse=Plain()))
     with mmaccel.accelerate(BUILD["llava"](), sparse=Plain()) as fast:
         assert fast.attention.choice is not None and "lists no block" in fast.attention.choice.why

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = s
             yield
         await engine.close()
 
-    app = FastAPI(title="mmaccel", docs_url=None, redoc_url=None, lifespan=living)
+    # OpenAPI has no WebSockets.
+    told = f"WebSocket /v1/streaming/sessions/{{id}}/socket: {getdoc(socket.stream_socket)}"
+    app = FastAPI(title="mmaccel", description=told, docs_url=None, redoc_url=None, lifespan=living)
     app.state.engine = engine
     app.include_router(chat.router)
     app.include_router(socket.router)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def test_a_process_serves_and_stops(shipped: Callable[[str], str], tmp_path: Pat
     (tmp_path / "keys").write_text("a-key-of-mine\n")
     words = f"-m mmaccel serve --model {shipped('tiny-ov')} --port 0 --keys {tmp_path / 'keys'} --device cpu"
     env = {**os.environ, "PYTHONPATH": SOURCES}
+    began = time.monotonic()
     with subprocess.Popen(
         [sys.executable, *words.split()], env=env, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -57,6 +59,7 @@ def test_a_process_serves_and_stops(shipped: Callable[[str], str], tmp_path: Pat
             assert httpx.post(path, json=body, trust_env=False).status_code == 401
             head = {"Authorization": "Bearer a-key-of-mine"}
             answer = httpx.post(path, json=body, headers=head, trust_env=False, timeout=60)
+            assert time.monotonic() - began < 20
             assert answer.status_code == 200 and answer.json()["mmaccel"]["recipe"] == "dense"
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()

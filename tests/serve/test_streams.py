@@ -13,6 +13,7 @@ import torch
 import mmaccel
 from mmaccel.media.video import read_image
 from mmaccel.serve.settings import Limits, Settings
+from mmaccel.serve.socket import Incoming
 from mmaccel.serve.sources import decoded
 from tests.media.films import write_film
 from tests.serve.conftest import (
@@ -60,6 +61,13 @@ def test_a_stream_answers_as_a_session_does(served: Served) -> None:
         assert set(facts["clusters"]) >= {"visual"}
         assert facts["clusters"] == {k: v[0].tolist() for k, v in session.clusters().items()}
         assert client.delete(one).json()["deleted"] and client.get(one).status_code == 404
+
+
+def test_the_socket_stands_in_the_description_of_the_api(served: Served) -> None:
+    with served.client() as client:
+        told = client.get("/openapi.json").json()["info"]["description"]
+    messages = Incoming.json_schema()["discriminator"]["mapping"]
+    assert "/{id}/socket" in told and len(messages) == 6 and all(f"`{name}`" in told for name in messages)
 
 
 def test_an_answer_comes_by_events(served: Served) -> None:

@@ -237,7 +237,7 @@ def watch(
             "ended": "stopped" if stopped else ended,
             "events": [asdict(one) for one in events],
             "breaks": [asdict(one) for one in breaks],
-            "let_go": [asdict(one) for one in session.events],
+            "let_go": [asdict(one) for one in session.events if one.kind == "let_go"],
             "error": " ".join(map(_error_text, failed)) or None,
             "unanswered": [{"question": text, "at": at} for at, text in left],
             "answers": work.told,
@@ -250,7 +250,8 @@ def watch(
         for one in events:
             remark(f"{one.kind} at {one.time:g} s" + (f", {one.seconds:.3g} s" if one.seconds else ""))
         for gone in session.events:
-            remark(f"let go of frames of {gone.lasted or 0:.3g} s, up to {gone.seconds:g} s")
+            if gone.kind == "let_go":
+                remark(f"let go of frames of {gone.lasted or 0:.3g} s, up to {gone.seconds:g} s")
         if left:
             named = (f"{text!r}" + ("" if at is None else f" (for {at:g} s)") for at, text in left)
             remark(f"not answered: {', '.join(named)}")

@@ -288,3 +288,23 @@ def test_models_and_processors_that_cannot_serve_are_refused() -> None:
         with mmaccel.accelerate(model, "dense"), pytest.raises(ModelError, match="detach the recipe"):
             session.ask(QUESTION)
         assert torch.equal(logits(session), want)
+
+
+def test_gaps_and_changes_of_size_and_rate_are_events() -> None:
+    frames = film(12)
+    large = torch.nn.functional.interpolate(frames.float(), (90, 60)).to(torch.uint8)
+    with open_session("random-ov", "full") as session:
+        session.watch(frames[:4], fps=2.0)
+        session.watch(frames[4:8], times=[2.0, 2.5, 9.0, 9.5])
+        session.watch(large[8:], fps=5.0)
+        assert [(one.kind, one.seconds, one.lasted) for one in session.events] == [
+            ("gap", 2.5, 6.5),
+            ("size", 9.7, None),
+            ("rate", 9.7, None),
+        ]
+        assert "frames of 60x90 follow frames of" in session.events[1].why
+        assert session.events[2].why == "5 frames a second follow 2 frames a second"
+        session.watch(large[:4], fps=5.0)
+        with pytest.raises(ModelError, match="must rise"):
+            session.watch(frames[:2], times=[1.0, 2.0])
+        assert len(session.events) == 3

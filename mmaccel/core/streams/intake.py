@@ -22,9 +22,9 @@ from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.parts import WAIT_S, Clip, FairLock
-from mmaccel.core.streams.sources import StreamEvent, clips_with_reconnect, shift_clip
+from mmaccel.core.streams.sources import StreamEvent, changes_between, clips_with_reconnect, shift_clip
 from mmaccel.core.streams.standing import StandingQuestion
-from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, shown_at
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size, shown_at
 
 Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]
@@ -44,6 +44,7 @@ class FrameIntake:
     _stream_adapter: StreamAdapter
     _processor: Any
     _live: StreamRunner | None = None
+    _rate: float | None = None
     _closed = _changed = False
 
     def __init__(self) -> None:
@@ -233,7 +234,7 @@ class FrameIntake:
         alone = how == "ingest" or (draft.active and "video" in draft.needs)
         turns = self._stream_adapter.turns
         with self._working(self._stream, *([self._asking] if alone else []), deadline=deadline):
-            before, self._changed = self._live, False
+            before, self._changed, noted = self._live, False, tuple(self.events)
             with self._turn(deadline):
                 mark = None if before is None else before.checkpoint()
             try:
@@ -247,6 +248,8 @@ class FrameIntake:
                     elif self._live is not None:
                         self._live.close()
                     self._live = before
+                    self.events.clear()
+                    self.events.extend(noted)
                 raise
 
     def _take(
@@ -258,8 +261,11 @@ class FrameIntake:
         progress: Progress | None,
         deadline: Deadline,
     ) -> int:
-        count, live, watched = clip.frames.shape[0], self._live, 0
+        count, live, watched, changes = clip.frames.shape[0], self._live, 0, list[StreamEvent]()
         shown, timed = shown_at(how, clip, given, done, None if live is None else live.info)
+        size, rates = frame_size(clip.frames), (self._rate, clip.fps)
+        if live is not None and live.info.times and live.info.raw is not None:
+            changes = changes_between(live.info.times[-1], shown, (live.info.raw, size), rates)
         self._changed = True
         if live is None:
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
@@ -279,6 +285,10 @@ class FrameIntake:
                 progress(done + through, None if clip.part else done + count)
 
         taken = live.take_frames(clip.frames, shown, tell, deadline, ingest=how == "ingest")
+        self._rate = clip.fps or self._rate
+        # A break of the source is no gap besides.
+        broken = [one.seconds for one in self.events if one.kind in ("stall", "fault", "end")][-1:]
+        self.events += [one for one in changes if one.kind != "gap" or one.seconds not in broken]
         if not self.frames:
             live.close()
             self._live = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -12,20 +14,53 @@ from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.core.streams.parts import Clip
 
 Part = TypeVar("Part")
+GAP, GAP_S = 4.0, 1.0
+"""A gap lasts longer than so many times the usual step between frames, and than so many seconds."""
 FIRST_S, MOST_S, STEP_S = 0.5, 30.0, 0.05
 """Seconds until a source is opened again: at first, and at most; and between two checks meanwhile."""
 
 
 @dataclass
 class StreamEvent:
-    """What happened to a stream. Its source sent nothing ("stall"), failed ("fault") or ended ("end") after a frame shown at
-    `seconds` of the stream: `why` is the error, `lasted` the seconds until frames came again (None until then). Or its
-    memory forgot frames ("let_go"): the last of them was shown at `seconds`, and they span `lasted` seconds."""
+    """What happened to a stream.
 
-    kind: Literal["stall", "fault", "end", "let_go"]
+    stall, fault, end  its source sent nothing, failed or ended after a frame shown at `seconds` of the stream: `why` is the
+                       error, `lasted` the seconds until frames came again (None until then)
+    gap         no frame was shown for `lasted` seconds after one at `seconds`
+    size, rate  from `seconds` on frames have another size, or come at another rate: `why` names both
+    let_go      the memory forgot frames: the last of them was shown at `seconds`, and they span `lasted` seconds
+    """
+
+    kind: Literal["stall", "fault", "end", "gap", "size", "rate", "let_go"]
     seconds: float
     why: str = ""
     lasted: float | None = None
+
+
+def changes_between(
+    last: float, shown: Sequence[float], sizes: Sequence[tuple[int, int]], rates: Sequence[float | None]
+) -> list[StreamEvent]:
+    """Return the events of a clip whose frames are `shown` after one at `last` seconds: gaps of more than `GAP` times what
+    lies between most of its frames, and of `GAP_S`; and a change of frame size (height, width) and of frames a second, each
+    given before and now (a rate is None where it is unknown)."""
+    made, times = list[StreamEvent](), [last, *shown]
+    steps = [b - a for a, b in itertools.pairwise(times)]
+    usual = 1 / rates[1] if rates[1] else statistics.median(steps)
+    made += [
+        StreamEvent("gap", begin, "no frames came", step)
+        for begin, step in zip(times, steps, strict=False)
+        if step > max(GAP * usual, GAP_S)
+    ]
+    if sizes[0] != sizes[1]:
+        (before, wide), (now, broad) = sizes
+        made.append(
+            StreamEvent("size", shown[0], f"frames of {broad}x{now} follow frames of {wide}x{before}")
+        )
+    if rates[0] and rates[1] and not 0.9 < rates[1] / rates[0] < 1.1:
+        made.append(
+            StreamEvent("rate", shown[0], f"{rates[1]:g} frames a second follow {rates[0]:g} frames a second")
+        )
+    return made
 
 
 def shift_clip(clip: Clip, seconds: float) -> Clip:

@@ -308,3 +308,7 @@ def test_gaps_and_changes_of_size_and_rate_are_events() -> None:
         with pytest.raises(ModelError, match="must rise"):
             session.watch(frames[:2], times=[1.0, 2.0])
         assert len(session.events) == 3
+    with open_session("random-ov", "full") as slow:
+        for clip in frames.split(4):
+            slow.watch(clip, fps=0.2)
+        assert not slow.events, "a frame every five seconds is no gap"

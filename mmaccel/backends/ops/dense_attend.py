@@ -10,7 +10,6 @@ columns. Padded query rows, and rows that see no key, give zeros.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from mmaccel.backends.ops.operator import operator
 
 ROWS = 256  # query rows of a block where a mask has to be written out
 FEW = 16  # fewer rows than this are taken together for the heads of a group on a CPU
-PRODUCTS = 64  # rows up to which float32 goes by two products on CUDA
+PRODUCTS = 512  # rows of a key head up to which float32 goes by two products on CUDA
 MASK = 1 << 26  # most entries of such a mask, the heads of a group counted
 
 FASTEST = [
@@ -144,7 +143,9 @@ def _unpadded(
     if start == 0 and end == n:
         return _square(query, key, value, scale)
     flash = _flash(query, key, value)
-    if aligned and (flash or (query.is_cuda and n > FEW)):
+    rows_of_key = n * query.shape[1] // key.shape[1]
+    few = rows_of_key <= PRODUCTS if query.dtype == torch.float32 else n <= FEW
+    if aligned and (flash or (query.is_cuda and not few)):
         from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo
 
         mask = causal_lower_right(n, end)
@@ -263,11 +264,15 @@ def _sdpa(
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     few = query.dtype == torch.float32 and query.shape[2] <= PRODUCTS and not grouped
-    # PyTorch's kernel for float32 gives all keys of a few rows to one multiprocessor; products take the whole device.
-    with sdpa_kernel(SDPBackend.MATH) if few and query.is_cuda else nullcontext():
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+    if query.is_cuda and few and not causal and (mask is None or mask.dtype == torch.bool):
+        # PyTorch's kernel for float32 gives all keys of a few rows to one multiprocessor; products take the whole device.
+        scores = query @ key.mT * scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return scores.softmax(-1) @ value
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
 
 
 def flash_serving(

@@ -239,10 +239,9 @@ class MoveInputs(PromptHook):
         if isinstance(x, tuple):
             return tuple(self._moved(one) for one in x)
         if isinstance(x, ForwardPass) and x.layout.device != self.device:
-            layout = x.layout.to(self.device)
-            # Known of the one it comes from: nothing is read of a device that has yet to get there.
-            layout.__dict__["has_padding"] = x.layout.has_padding
-            return replace(x, layout=layout)
+            # Read of the device it comes from, and so not of one that has yet to get there.
+            _ = x.layout.has_padding
+            return replace(x, layout=x.layout.to(self.device))
         return x
 
 

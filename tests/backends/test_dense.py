@@ -149,3 +149,15 @@ def test_padding_reads_the_host_once_and_nothing_else_does(monkeypatch: pytest.M
     assert reads == []
     dense.dense_attend(query, key, value, 0.3, valid=torch.ones(2, 20, dtype=torch.bool))
     assert reads == [1]
+
+
+@pytest.mark.parametrize("keys", [3, 64, 2000])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_of_a_few_rows(rows: int, keys: int) -> None:
+    """What a CUDA device computes for float32; `test_cuda.py` has it there."""
+    query, key, value = drawn(2, (3, 3), rows, keys, 64)
+    mask = band(rows, keys, keys - rows if keys > rows else 0, 0, None)[:, :, :rows]
+    exact, allowed = budget(query, key, value, mask, 0.125)
+    given = None if bool(mask.all()) else mask
+    got = dense._by_products(query, key, value, 0.125, given)
+    assert float((got.double() - exact).abs().max()) <= allowed

@@ -50,6 +50,22 @@ def test_taking_and_sequences_keep_what_tokens_are(scene: Scene) -> None:
     assert torch.equal(layout.to("cpu").modality, layout.modality)
 
 
+def test_what_is_read_of_a_layout_is_known_of_its_copies_and_of_equal_ones() -> None:
+    def made() -> TokenLayout:
+        return TokenLayout.build(torch.tensor([[TEXT, VIDEO, VIDEO]]), valid=torch.tensor([[0, 1, 1]]))
+
+    one, other = made(), made()
+    assert (
+        one.fact("n", lambda: 1) == one.to("cpu").fact("n", lambda: 2) == 1
+        and other.fact("n", lambda: 3) == 3
+    )
+    other.share_facts(one)
+    assert other.fact("n", lambda: 4) == 1
+    assert one.has_padding and not one.take(slice(1, None)).has_padding
+    assert other.take(slice(1, None)).fact("has_padding", lambda: 5) is False
+    assert one.take(torch.tensor([1])).fact("n", lambda: 6) == 6
+
+
 def test_a_later_video_has_frames_of_its_own() -> None:
     """A turn with two frames, then one with two more, behind padding in the second sequence."""
     first = TokenLayout.build(

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -270,6 +271,39 @@ def test_a_device_gets_what_is_of_its_pass_when_the_others_have_theirs() -> None
             del one.begin_pass
         session.ask(QUESTION, 2)
         assert order[-1] == (1, 1)
+
+
+def test_an_ingestion_reads_of_the_first_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later device that is read, or waited for, has the first one wait for it before its next pass."""
+    model, processor = pair("random-ov", 4)
+    spread, at, reads, counts = copy.deepcopy(model), [-1], list[tuple[Any, int]](), list[Any]()
+    loading.spread_layers(spread, [CPU, OTHER])
+    known = TokenLayout.fact
+
+    def fact(layout: TokenLayout, name: Any, read: Any) -> Any:
+        return known(layout, name, lambda: (reads.append((name, at[0])), read())[1])
+
+    recipe = {
+        "kv": KV["mosaic"],
+        "sparse": {"name": "grid", "block": 16},
+        "backend": "reference",
+        "chunk": 64,
+    }
+    with mmaccel.VideoSession(spread, processor, recipe) as session:
+        session.watch(film(2), fps=FPS)
+        state: Any = session._live.state  # type: ignore[union-attr]
+
+        def enters(number: int, *_: Any) -> None:
+            at[0] = number
+            counts.append(state.last_listed)
+
+        for number, layer in enumerate(adapter_for(spread).layers(spread)):
+            layer.register_forward_pre_hook(partial(enters, number))
+        monkeypatch.setattr(TokenLayout, "fact", fact)
+        session.ingest(film(25, seed=4), fps=FPS)
+        assert 0 < (session.report().kept or 0) < 1
+    assert {name for name, _ in reads} >= {"has_padding"} and {layer for _, layer in reads} == {0}
+    assert len(counts) > 4 and all(one is counts[0] is not None for one in counts)
 
 
 def test_a_pattern_and_a_draft_act_on_both(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from mmaccel.backends.ops.operator import operator
 ROWS = 256  # query rows of a block where a mask has to be written out
 FEW = 16  # fewer rows than this are taken together for the heads of a group on a CPU
 PRODUCTS = 512  # rows of a key head up to which float32 goes by two products on CUDA
+SUMS = 64  # parts of the second product
 MASK = 1 << 26  # most entries of such a mask, the heads of a group counted
 
 FASTEST = [
@@ -265,14 +266,27 @@ def _sdpa(
     grouped = query.shape[1] != key.shape[1]
     few = query.dtype == torch.float32 and query.shape[2] <= PRODUCTS and not grouped
     if query.is_cuda and few and not causal and (mask is None or mask.dtype == torch.bool):
-        # PyTorch's kernel for float32 gives all keys of a few rows to one multiprocessor; products take the whole device.
-        scores = query @ key.mT * scale
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        return scores.softmax(-1) @ value
+        return _by_products(query, key, value, scale, mask)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
+
+
+def _by_products(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """A few rows of float32: PyTorch's kernel gives all keys of a few rows to one multiprocessor, products take the device.
+
+    The keys are summed in `SUMS` parts: one long sum rounds as often as it has keys.
+    """
+    scores = query @ key.mT * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights, size = scores.softmax(-1), key.shape[2] // SUMS
+    some, rest = (
+        weights[..., : size * SUMS].unflatten(-1, (SUMS, size)).transpose(2, 3),
+        slice(size * SUMS, None),
+    )
+    parts = some @ value[:, :, : size * SUMS].unflatten(2, (SUMS, size))
+    return parts.sum(2) + weights[..., rest] @ value[:, :, rest]
 
 
 def flash_serving(

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.layout import PositionIds, TokenLayout
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.buffers import grow_buffer as grow_buffer
 from mmaccel.core.memory.footprint import Footprint
+from mmaccel.core.positions import PositionIds
 from mmaccel.core.registry import Policy, refuse_former_names
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.frames import FrameMemory
-from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState, UnitEvidence
+from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamPolicy, StreamState, UnitEvidence
 from mmaccel.core.memory.relay import relay
 
 SPLIT = "split.json"
@@ -124,6 +125,7 @@ class SplitState(StreamState):
         self.recalls_alike = self._states[0].recalls_alike
         self._waiting: dict[int, tuple[StreamState, StreamPass]] = {}
         """Memories that have not begun the pass under way, and the pass."""
+        self._ingests, self._layouts = False, dict[int, TokenLayout]()
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         """Return a snapshot of the memories of all devices; None if one of them supports none."""
@@ -142,15 +144,27 @@ class SplitState(StreamState):
         """Whether the memories of all devices accept units (frames) between two layers of a question."""
         return all(state.parts for state in self._states)
 
-    append = view = take_hidden = write_slot = count_summary_columns = seen_tokens = note_shown_columns = (
+    append = take_hidden = write_slot = count_summary_columns = seen_tokens = note_shown_columns = (
         note_listed_rows
     ) = relay(_of_layer)
     end_pass = begin_ingest = finish_intake = set_query_fields = limit_to_units = relay(_each)
     accept = truncate = reset = relay(_each)
     units = length = shown_units = waiting_features = relay(_first)
 
+    @property
+    def last_listed(self) -> dict[int, Any] | None:  # type: ignore[override]
+        return self._states[0].last_listed
+
+    def view(self, layer: int, query: Tensor) -> KVView:
+        shown: KVView = _of_layer(self, "view", layer, query)
+        if self._ingests and shown.layout is not None:
+            # All show the same columns; what was read of the first device is not read of one that has yet to get there.
+            shown.layout.share_facts(self._layouts.setdefault(shown.layout.length, shown.layout))
+        return shown
+
     def begin_pass(self, stream_pass: StreamPass) -> None:
         self._waiting = {id(state): (state, stream_pass) for state in self._states}
+        self._ingests, self._layouts = stream_pass.kind == "units", {}
         self._begin_waiting(self._states[0])
 
     def _begin_waiting(self, *some: StreamState) -> None:
@@ -160,14 +174,8 @@ class SplitState(StreamState):
                 continue
             state, stream_pass = self._waiting.pop(one)
             device = self._devices[self._states.index(state)]
-            layout = stream_pass.layout
-            if layout is not None and layout.device != device:
-                moved = layout.to(device)
-                moved.__dict__["has_padding"] = (
-                    layout.has_padding
-                )  # known: nothing is read of a device that has yet to get there
-                layout = moved
-            look = stream_pass.look
+            layout, look = stream_pass.layout, stream_pass.look
+            layout = None if layout is None else layout.to(device)
             look = None if look is None else look.to(device, non_blocking=True)
             state.begin_pass(replace(stream_pass, layout=layout, look=look))
 

@@ -149,10 +149,10 @@ class Frames:
     def of(cls, region: Region, low: int, high: int) -> Frames:
         """Return the frame classes of the keys of `region`, for strides of `low` to `high`; cached for a prompt."""
         name = "frames", region.kinds[1], low, high
-        return once(region.layer.memo, name, lambda: cls._made(region, low, high))
+        return once(region.layer.memo, name, lambda: cls._made(region, low, high, name))
 
     @classmethod
-    def _made(cls, region: Region, low: int, high: int) -> Frames:
+    def _made(cls, region: Region, low: int, high: int, name: Hashable) -> Frames:
         """Reads the device once. A token outside frames counts on from the first token of the frame before it."""
         keys, layout = region.keys, region.layer.k_layout
         here, row = keys.row >= 0, keys.row.clamp(min=0).long()
@@ -170,7 +170,7 @@ class Frames:
         even = sizes.amax(1) <= (count + low - 1) // low
         fits = ((count >= 3 * low) & (longest[:, 0] > 0) & even) | (count == 0)
         facts = torch.stack([fits.all().long(), fits.any().long(), sizes[:, :high].amax(), stride.amax()])
-        whole, some, largest, widest = facts.tolist()
+        whole, some, largest, widest = layout.fact(name, facts.tolist)
         return cls(number[:, None], stride[:, None], fits, bool(whole), bool(some), largest, widest)
 
 

@@ -99,10 +99,11 @@ class PipelineTimes:
         self.kept += kept
 
     def pause_length(self, gain: float) -> int:
-        """Return for how many tokens drafting pauses, given the expected gain: 0 if it pays, else more each time in a
-        row."""
-        if self.rounds < SETTLED or gain > 1.0:
-            self.pauses = 0 if gain > WORTH else self.pauses
+        """Return for how many tokens drafting pauses, given the expected gain: 0 if it is `WORTH` it, for what the processes
+        tell each other is not in it; else more each time in a row."""
+        if gain > WORTH:
+            self.pauses = 0
+        if self.rounds < SETTLED or gain > WORTH:
             return 0
         self.rounds, self.pauses = 1, self.pauses + 1
         return PAUSE << min(self.pauses - 1, LONGEST)

@@ -138,7 +138,9 @@ def test_a_draft_that_pauses_is_judged_anew_before_it_pauses_again() -> None:
     assert pace.pause_length(0.5) == 2 * PAUSE
     for _ in range(SETTLED):
         pace.record_verification(0, True)
-    assert pace.pause_length(1.02) == 4 * PAUSE, "what the processes tell each other takes more than this gains"
+    assert pace.pause_length(1.02) == 4 * PAUSE, (
+        "what the processes tell each other takes more than this gains"
+    )
     for _ in range(SETTLED):
         pace.record_verification(3, False)
     assert pace.pause_length(2.0) == 0 and pace.pauses == 0

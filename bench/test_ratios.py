@@ -36,9 +36,8 @@ from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.contract import memory as contract
 from mmaccel.core.decoding.draft import Proposal, accept
 from mmaccel.core.decoding.trees import accept_tree
-from mmaccel.core.layout import VIDEO, TokenLayout
+from mmaccel.core.layout import VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy
-from mmaccel.core.positions import PositionIds
 from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.core.recipe import Recipe
 

@@ -106,14 +106,12 @@ def test_what_core_must_not_know_is_noticed() -> None:
 REACHES = {
     "cli/ask.py": "progress of a prompt, by hooks that go with the call",
     "contract/family.py": "what a family's layers are given, in a check",
-    "core/memory/split.py": "a cached property of a layout",
     "core/registry.py": "fields of base classes",
     "core/streams/parts.py": "a cached property",
     "models/attention.py": "a stand-in for a module, while its attention is read",
     "models/generate.py": "the state of a call, as it was",
     "models/hf.py": "the model's own rope_deltas, as they were",
     "models/layer_step.py": "a copy of a block, of which one part is another",
-    "models/loading.py": "a cached property of a layout",
     "models/signals.py": "what a thread has read",
     "models/stream.py": "a cached property",
 }

@@ -90,8 +90,11 @@ class Costs:
 
 
 def bench(run: Callable[[], Any], device: torch.device, ahead: float = 0.0) -> float:
-    """Seconds of `run`: the minimum of five runs after two warm-ups, by CUDA events on CUDA. There the device is kept busy
+    """Seconds of `run`: the minimum of five runs after two warm-ups, by CUDA events on CUDA. There `device` is kept busy
     for `ahead` seconds before each run, so that launch overhead within that time is not counted."""
+    if device.type == "cuda" and device != torch.device("cuda", torch.cuda.current_device()):
+        with torch.cuda.device(device):  # on whose stream events are recorded
+            return bench(run, torch.device("cuda", torch.cuda.current_device()), ahead)
     taken: list[float] = []
     for _ in range(7):
         if device.type != "cuda":

@@ -18,10 +18,9 @@ from torch import Tensor
 from mmaccel.contract.prefill import check_counters, require
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.layout import PositionIds, TokenLayout
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import KVPolicy, KVState, KVView, Stream, StreamPass, StreamPolicy, StreamState
-from mmaccel.core.positions import PositionIds
 
 LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD = 3, 4, 2, 8, 6, 3
 GEOMETRY = Geometry(layers=LAYERS, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=32, vocab=9)

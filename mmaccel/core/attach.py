@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from mmaccel.backends import select
 from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
 from mmaccel.core.errors import ModelError, RecipeError, nearest, shown
+from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVState, StreamState
 from mmaccel.core.memory.thinned import PrunedKVState
-from mmaccel.core.positions import PositionIds
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.prefill.prune import checked_stages
 from mmaccel.core.prefill.sparse import choose_backend

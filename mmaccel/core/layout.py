@@ -1,17 +1,24 @@
-"""`TokenLayout`: the modality, frame and cell of each token of a prompt."""
+"""`TokenLayout`: the modality, frame and cell of each token of a prompt; `PositionIds`: the rotary positions of a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 MODALITIES = {TEXT: "text", IMAGE: "image", VIDEO: "video"}
+NEAR = 1e-3  # share of a unit's interval: a unit this near to its time at the even rate counts as even
+
+
+def _fact(read: Callable[[Any], Any]) -> Any:
+    """A property of a layout that is read from the device once: see `TokenLayout.fact`."""
+    return property(lambda layout: layout.fact(read.__name__, partial(read, layout)), doc=read.__doc__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,55 +109,32 @@ class TokenLayout:
         first = torch.where(start, count, 0).cummax(1).values
         return torch.where(framed, count - first, -1)
 
-    @property
+    @_fact
     def max_tokens_of(self) -> dict[int, int]:
         """For each modality, the largest number of valid tokens in any sequence (read from the device once)."""
-        return self.fact("max_tokens_of", self._max_tokens_of)  # type: ignore[no-any-return]
-
-    def _max_tokens_of(self) -> dict[int, int]:
         kinds = list(MODALITIES)
         counts = torch.stack([((self.modality == m) & self.valid).sum(1).amax() for m in kinds])
         return dict(zip(kinds, counts.tolist(), strict=True))
-
-    @property
-    def runs(self) -> dict[int, tuple[int, int]]:
-        """For each modality, the most runs of it in any sequence, padding left out, and the fewest tokens of a run that is
-        neither the first nor the last of its sequence (copied to the host once)."""
-        return self.fact("runs", self._runs)  # type: ignore[no-any-return]
-
-    def _runs(self) -> dict[int, tuple[int, int]]:
-        runs = dict.fromkeys(MODALITIES, (0, self.length))
-        for row in torch.where(self.valid, self.modality, -1).to(torch.int8).cpu():
-            kinds, sizes = torch.unique_consecutive(row[row >= 0], return_counts=True)
-            for m, (most, least) in runs.items():
-                own = sizes[kinds == m]
-                inner = int(own[1:-1].min()) if len(own) > 2 else least
-                runs[m] = max(most, len(own)), min(least, inner)
-        return runs
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
         """A cache of values derived from this layout, keyed by what derived them; it lives as long as the layout."""
         return {}
 
-    @property
+    @_fact
     def has_padding(self) -> bool:
         """Whether any token is padding (read from the device once)."""
-        return self.fact("has_padding", lambda: not bool(self.valid.all()))  # type: ignore[no-any-return]
-
-    @cached_property
-    def _facts(self) -> dict[Any, Any]:
-        return {}
+        return not bool(self.valid.all())
 
     def fact(self, name: Any, read: Callable[[], Any]) -> Any:
         """Return the fact `name`, of the host: ``read()`` reads the device, if no copy of this layout has it."""
-        if name not in self._facts:
-            self._facts[name] = read()
-        return self._facts[name]
+        if name not in (facts := self.memo.setdefault("facts", {})):
+            facts[name] = read()
+        return facts[name]
 
     def share_facts(self, equal: TokenLayout) -> None:
-        """Know from now on what is known of an `equal` layout, on any device; both are as long and say the same."""
-        self.__dict__["_facts"] = equal._facts
+        """Know from now on what is known of an `equal` layout, on any device."""
+        self.memo["facts"] = equal.memo.setdefault("facts", {})
 
     def _map(self, f) -> TokenLayout:  # type: ignore[no-untyped-def]
         return TokenLayout(*(f(getattr(self, name)) for name in self.__dataclass_fields__))
@@ -159,16 +143,12 @@ class TokenLayout:
         """Return the layout of some columns, a slice or indices [n] long; positions stay those in the whole sequence."""
         part = self._map(lambda t: t[:, rows])
         if isinstance(rows, slice):
-            part.__dict__["_facts"] = self.fact((rows.start, rows.stop, rows.step), dict)
+            part.memo["facts"] = self.fact((rows.start, rows.stop, rows.step), dict)
         return part
 
-    def sequence(self, b: int) -> TokenLayout:
-        """Return the layout of only sequence `b` of the batch."""
-        return self._map(lambda t: t[b : b + 1])
-
-    def pick(self, rows: Tensor) -> TokenLayout:
-        """Return the layout of the sequences with batch indices `rows` [B']."""
-        return self._map(lambda t: t[rows.to(t.device)])
+    def pick(self, rows: slice | Tensor) -> TokenLayout:
+        """Return the layout of some sequences of the batch, a slice or indices `rows` [B']."""
+        return self._map(lambda t: t[rows if isinstance(rows, slice) else rows.to(t.device)])
 
     def repeat(self, times: int) -> TokenLayout:
         """Return the layout with each sequence repeated `times` times (beams, samples)."""
@@ -197,3 +177,224 @@ class TokenLayout:
         moved = self._map(lambda t: t.to(device))
         moved.share_facts(self)
         return moved
+
+
+class Pace(NamedTuple):
+    """For rotary positions in seconds: positions per second, and seconds per unit at the stream's even frame rate."""
+
+    second: float
+    unit: float
+
+
+class PositionIds:
+    """Rotary positions of a video stream: of the prompt before it, of any unit (step of time), and of the text after it.
+
+    All results are long, [n], or [3, n] for M-RoPE. A unit's number in the stream gives *original* positions, its rank among
+    the units that are seen *compact* ones. For a prefix of the stream both are what the model gives the same prompt.
+
+    A session makes it from the model's own rope index: `head` [A, h], `unit` [A, P] (positions of unit 0), with A = 1 or 3;
+    `steps(n)` [n] long, what is added to the first coordinate of units 0 .. n - 1; `text` the position of the first token
+    after one unit, `slope` how much a further unit adds to it; `limit` the length the model was made for; `after` [A, t]
+    what the first t columns of the text add to its first position, if images are among them (None: their number).
+
+    With `pace`, positions are seconds: `record_times` says when units were shown, and each has an *own* position from its
+    time, counted in slots, intervals of the even rate since the first unit; a unit of an even stream is in the slot of its
+    number. A unit between two slots gets the position of its second, one beyond `limit` that at the limit.
+    """
+
+    def __init__(
+        self,
+        head: Tensor,
+        unit: Tensor,
+        steps: Callable[[int], Tensor],
+        text: int,
+        slope: int,
+        limit: int,
+        pace: Pace | None = None,
+        after: Tensor | None = None,
+    ) -> None:
+        self._head, self._unit, self._make = head, unit, steps
+        self._text, self._slope, self.follows = text, slope, after
+        self._steps, self._known = torch.zeros(0, dtype=torch.long), list[int]()
+        self._upto(32)
+        # On the host, for a question is not to wait for the device.
+        self._last, self._largest = int(unit[0].max()), int(unit.max())
+        self.axes, self.limit = head.shape[0], limit
+        """1, or 3 for M-RoPE; and the positions that the model has."""
+        self.moved, self.tokens = 1, unit.shape[1]
+        """The first so many axes of a unit follow its number; and P, its tokens."""
+        self._pace, self._origin, self._slots = pace, 0.0, list[float]()
+        self._odd: int | None = (
+            None  # the first unit that is not in the slot of its number; and what is added for each
+        )
+        self._own = torch.zeros(0, dtype=torch.long, device=head.device)
+
+    @classmethod
+    def evenly_spaced(cls, head: Tensor, unit: Tensor, text: int, slope: int, limit: int, *more: Any) -> Self:
+        """Create the positions of units (frames) that follow each other as text does, `slope` apart on every axis."""
+        made = cls(head, unit, lambda n: torch.arange(n) * slope, text, slope, limit, None, *more)
+        made.moved = made.axes
+        return made
+
+    def renumbered_positions(self, tokens: int) -> PositionIds:
+        """Return positions that number the tokens of units (frames) of `tokens` tokens 0, 1, 2, ... on every axis."""
+        first = self._head.shape[1]
+        line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
+        return self.evenly_spaced(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)
+
+    # Units at times of their own.
+
+    def record_times(self, first: int, times: Sequence[float]) -> None:
+        """Record the times, in seconds, of units (frames) from `first` on; forget the times of later ones."""
+        pace = self._pace
+        if pace is None or first > len(self._slots):
+            return
+        self._slots = slots = self._slots[:first]  # a copy of these has what it had
+        if not first and times:
+            self._origin = times[0]
+        for moment in times:
+            slot = (moment - self._origin) / pace.unit
+            even = float(round(slot))
+            slots.append(even if abs(slot - even) < NEAR else slot)
+        begin = 0 if self._odd is None else first
+        if self._odd is None or self._odd >= first:
+            self._odd = next((unit for unit in range(first, len(slots)) if slots[unit] != unit), None)
+        if self._odd is None or not slots[begin:]:
+            return
+        if len(slots) > self._own.numel():
+            self._own = torch.nn.functional.pad(self._own, (0, 2 * len(slots) - self._own.numel()))
+        steps = torch.tensor([self._step(slot) for slot in slots[begin:]])
+        self._own[begin : len(slots)] = steps.to(self._own.device)
+
+    def time_slot(self, unit: int) -> float:
+        """Return the slot of a unit (frame): its time in intervals of the even rate. Unknown times follow the last one."""
+        if self._odd is None:
+            return unit
+        last = len(self._slots) - 1
+        return self._slots[unit] if unit <= last else self._slots[last] + unit - last
+
+    def slot_count(self, count: int) -> int:
+        """Return the number of time slots up to the last of `count` units (frames); it is `count` if the stream is even."""
+        return math.floor(self.time_slot(count - 1)) + 1 if count else 0
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every unit (frame) was shown at the even rate, in the slot of its number."""
+        return self._odd is None
+
+    def by_time(self, first: int, count: int, base: int = 0) -> Tensor:
+        """Return positions [count * P] or [3, count * P] of units (frames) from `first` on, by their times, minus `base`."""
+        if self._odd is None:
+            return self.units(first - base, count)
+        if not base:
+            return self._placed(self._own[first : first + count])
+        steps = [self._step(self.time_slot(unit) - base) for unit in range(first, first + count)]
+        return self._placed(torch.tensor(steps, dtype=torch.long, device=self._own.device))
+
+    def _step(self, slot: float) -> int:
+        """What is added to the first coordinate in a slot, 0 before the first."""
+        whole = int(max(slot, 0))
+        if slot <= whole and whole < self.limit:
+            self._upto(whole + 1)
+            step = self._known[whole]
+        else:
+            assert self._pace is not None
+            step = math.floor(slot * self._pace.unit * self._pace.second + NEAR * NEAR)
+        return min(step, self.limit - 1 - self._last)
+
+    # Units by number: all of them at an even rate, or ranks among those that are seen.
+
+    def head_positions(self) -> Tensor:
+        """Return the positions [h] or [3, h] of the prompt before the video."""
+        return self._shaped(self._head)
+
+    def units(self, first: int, count: int) -> Tensor:
+        """Return positions [count * P] or [3, count * P] of `count` units (frames) from `first` on, by their numbers."""
+        return self._placed(self._upto(first + count)[first : first + count])
+
+    def of_units(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
+        """Return positions [k * P] or [3, k * P] of the units (frames) `numbers` [k] long, none above `most`. With `token`,
+        of only that token of each unit: [k] or [3, k]. `own`: by the times of the units, not their numbers."""
+        return self._placed(self._table(most + 1, own)[numbers.to(self._head.device)], token)
+
+    def token_positions(self, columns: Tensor, most: int, own: bool = False) -> Tensor:
+        """Return positions [k] or [3, k] of single video tokens, by column: u * P + c is token c of unit (frame) u, no u
+        above `most`. `own`: by the times of the units, not their numbers."""
+        columns, tokens = columns.to(self._head.device), self._unit.shape[1]
+        out = self._unit[:, columns % tokens].clone()
+        out[: self.moved] += self._table(most + 1, own)[columns // tokens]
+        return self._shaped(out)
+
+    def text_positions(self, units: int, start: int, count: int) -> Tensor:
+        """Return positions [count] or [3, count] of the text after `units` units (frames), from its column `start` on."""
+        begin = self._text + (units - 1) * self._slope
+        first = start if self.follows is not None else begin + start
+        row = torch.arange(first, first + count, device=self._head.device)
+        if self.follows is None:
+            return self._shaped(row.expand(self.axes, -1))
+        last = row.clamp(max=self.follows.shape[1] - 1)
+        return self._shaped(self.follows[:, last] + (row - last) + begin)
+
+    def positions_after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
+        """Return positions [count] or [3, count] of what follows `units` units (frames), from column `start` on: first
+        `pending` columns of further units, then text. `own`: by the times of the units, not their numbers."""
+        more = pending // self._unit.shape[1]
+        if start >= pending:
+            return self.text_positions(units + more, start - pending, count)
+        first = self.by_time(units, more) if own else self.units(units, more)
+        return torch.cat([first, self.text_positions(units + more, 0, count - pending)], -1)
+
+    def largest(self, units: int, own: bool = False) -> int:
+        """Return the largest position of `units` units (frames) and a text token after them. `own`: by the units' times."""
+        last = max(units, 1) - 1
+        self._upto(last + 1)
+        step = self._step(self.time_slot(last)) if own and self._odd is not None else self._known[last]
+        return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
+
+    def last_position(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
+        """Return the position of the last of `rows` columns that follow `units` units (frames), the first `pending` of which
+        are further units; and the number of positions used in all. `own`: by the times of the units, not their numbers."""
+        whole = units + pending // self._unit.shape[1]
+        first, count = self._text + (whole - 1) * self._slope, rows - pending
+        if self.follows is None:
+            last = most = first + count - 1
+        else:
+            last = int(self.text_positions(whole, count - 1, 1).max())
+            most = max(last, first + int(self.follows.max()))
+        return last, max(most, self.largest(whole, own)) + 1
+
+    def admits_pass(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
+        """Return whether the model has positions for a pass of `rows` columns and one more token (see `last_position`)."""
+        last, taken = self.last_position(units, pending, rows, own)
+        return last + 1 < self.limit and taken <= self.limit
+
+    def table_units(self, count: int, own: bool = False) -> int:
+        """Return for how many units (frames), at least `count`, the position table has entries; more rebuild it."""
+        return self._table(count, own).numel()
+
+    def table_address(self, count: int) -> tuple[int, int]:
+        """Return the address of the position table of `count` units (frames); it changes when the table is rebuilt."""
+        return self._upto(count).data_ptr(), 0 if self._odd is None else self._own.data_ptr()
+
+    def _table(self, count: int, own: bool) -> Tensor:
+        return self._own if own and self._odd is not None else self._upto(count)
+
+    def _upto(self, count: int) -> Tensor:
+        """The steps of at least `count` units, where the head is; `_known` has them on the host."""
+        if count > self._steps.numel():
+            steps = self._make(2 * count)
+            self._steps, self._known = steps.to(self._head.device), steps.tolist()
+        return self._steps
+
+    def _placed(self, steps: Tensor, token: int | None = None) -> Tensor:
+        unit = self._unit if token is None else self._unit[:, token, None]
+        if self.axes == 1:
+            # A question asks for this at every layer: one launch.
+            return (unit + steps[:, None]).flatten()
+        out = unit[:, None, :].expand(-1, steps.numel(), -1).clone(memory_format=torch.contiguous_format)
+        out[: self.moved] += steps[:, None]
+        return out.flatten(1)
+
+    @staticmethod
+    def _shaped(positions: Tensor) -> Tensor:
+        return positions[0] if positions.shape[0] == 1 else positions

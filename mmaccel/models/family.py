@@ -19,9 +19,8 @@ from mmaccel.backends.ops import layer_ops
 from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, home_of, rows_of, unwrapped
 from mmaccel.core.attach import Accelerated, ModelFamily, StreamAdapter
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
+from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, Pace, TokenLayout
 from mmaccel.core.memory.kv import KVState
-from mmaccel.core.positions import Pace
 from mmaccel.core.registry import registry
 from mmaccel.models import causal, deepstack, shards
 from mmaccel.models.install import Hooks

@@ -29,7 +29,7 @@ class PackedPass:
             begin = 0
             for size in torch.unique_consecutive(row, return_counts=True)[1].tolist():
                 columns = slice(begin, begin + size)
-                layout = _alone(run.layout.sequence(b).take(columns))
+                layout = _alone(run.layout.pick(slice(b, b + 1)).take(columns))
                 images = None if run.images is None else run.images.select_sequence(b, begin, begin + size)
                 runs.append((b, columns, replace(run, layout=layout, listed={}, images=images)))
                 begin += size

@@ -20,9 +20,8 @@ from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import QuestionAttention
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
-from mmaccel.core.positions import PositionIds
 from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.streams.asking import QuestionRunner, asked
 from mmaccel.core.streams.listening import AttentionRecording

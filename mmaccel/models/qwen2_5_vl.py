@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops.layer_ops import rotated
-from mmaccel.core.layout import IMAGE, VIDEO
-from mmaccel.core.positions import Pace
+from mmaccel.core.layout import IMAGE, VIDEO, Pace
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features

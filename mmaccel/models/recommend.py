@@ -18,8 +18,8 @@ from mmaccel.core import costs, rates
 from mmaccel.core.adapter import home_of
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import Stream, StreamPass
-from mmaccel.core.positions import PositionIds
 from mmaccel.core.recipe import MAIN_PRESETS, Recipe, stream_policy
 from mmaccel.core.registry import policy
 from mmaccel.models import loading, shapes, stock

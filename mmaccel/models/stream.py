@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import Branches, ModelView, home_of
 from mmaccel.core.attach import StreamAdapter, adapter_for
 from mmaccel.core.errors import ModelError, check_question
+from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import StreamState
-from mmaccel.core.positions import PositionIds
 from mmaccel.core.prefill.attention import PASS, AttentionConfig, ForwardPass
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for

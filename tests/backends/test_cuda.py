@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mmaccel.backends import select
+from mmaccel.backends.measure import bench
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.prefill.sparse import attend_plan
 
@@ -96,3 +97,11 @@ def test_flex_serves_the_usual_block_and_size() -> None:
     exact, allowed = budget(query, key, value, plan.to_mask(), 0.1)
     out, _ = attend_plan(plan, query, key, value, 0.1, select.get("flex", "cuda"))
     assert float((out.double() - exact).abs().max()) <= allowed
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
+def test_costs_are_timed_on_the_device_that_they_are_of() -> None:
+    """Events of another device's stream would tell of its work."""
+    other, busy = torch.device("cuda:1"), torch.randn(8192, 8192, device="cuda:1")
+    taken = bench(lambda: [busy @ busy for _ in range(20)], other)
+    assert torch.cuda.current_device() == 0 and taken > 20 * 2 * 8192**3 / 1e15

@@ -46,7 +46,7 @@ def test_taking_and_sequences_keep_what_tokens_are(scene: Scene) -> None:
     picked = torch.arange(0, scene.length, 2)
     assert torch.equal(layout.take(picked).position, layout.position[:, ::2])
     for b in range(scene.batch):
-        assert torch.equal(layout.sequence(b).modality, layout.modality[b : b + 1])
+        assert torch.equal(layout.pick(slice(b, b + 1)).modality, layout.modality[b : b + 1])
     assert torch.equal(layout.to("cpu").modality, layout.modality)
 
 

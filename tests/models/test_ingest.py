@@ -107,7 +107,7 @@ def test_a_film_longer_than_the_positions_keeps_its_positions_within_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ways to the same view: a base is taken from positions, or the film is seen `ingest_frames` at a time."""
-    from mmaccel.core.positions import PositionIds
+    from mmaccel.core.layout import PositionIds
 
     taken: list[int] = []
     made = PositionIds.by_time

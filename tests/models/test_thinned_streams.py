@@ -13,10 +13,9 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.layout import PositionIds, TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.memory.thinned import PrunedKVState
-from mmaccel.core.positions import PositionIds
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, best
 from mmaccel.core.prefill.recalled import RecallPruning
 from mmaccel.core.recipe import Recipe, stream_policy

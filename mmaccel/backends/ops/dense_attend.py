@@ -26,7 +26,7 @@ from mmaccel.backends.ops.operator import operator
 
 ROWS = 256  # query rows of a block where a mask has to be written out
 FEW = 16  # fewer rows than this are taken together for the heads of a group on a CPU
-PRODUCTS = 512  # rows of a key head up to which float32 goes by two products on CUDA
+PRODUCTS = 128  # rows of a key head up to which float32 goes by two products on CUDA
 SUMS = 64  # parts of the second product
 MASK = 1 << 26  # most entries of such a mask, the heads of a group counted
 
@@ -281,12 +281,11 @@ def _by_products(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: 
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     weights, size = scores.softmax(-1), key.shape[2] // SUMS
-    some, rest = (
-        weights[..., : size * SUMS].unflatten(-1, (SUMS, size)).transpose(2, 3),
-        slice(size * SUMS, None),
-    )
-    parts = some @ value[:, :, : size * SUMS].unflatten(2, (SUMS, size))
-    return parts.sum(2) + weights[..., rest] @ value[:, :, rest]
+    even = size * SUMS
+    some = weights[..., :even].view(*weights.shape[:3], SUMS, size).transpose(2, 3)
+    parts = some @ value[:, :, :even].reshape(*value.shape[:2], SUMS, size, value.shape[3])
+    out: Tensor = parts.sum(2) + weights[..., even:] @ value[:, :, even:]
+    return out
 
 
 def flash_serving(

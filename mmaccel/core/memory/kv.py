@@ -14,10 +14,9 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Branches, Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.layout import PositionIds, TokenLayout
 from mmaccel.core.memory.buffers import grow_buffer as grow_buffer
 from mmaccel.core.memory.footprint import Footprint
-from mmaccel.core.positions import PositionIds
 from mmaccel.core.registry import Policy, refuse_former_names
 
 
@@ -31,8 +30,8 @@ class KVView:
 
     In a stream the columns are the view's own, 0 .. N - 1 in the order of the keys, and the `n` queries are the last `n` of
     them; `query` [B, H, n, D] are the queries after RoPE, which the memory applies. `bias` [m] float32 is added to the
-    scores of the first m keys. `layout` [1, N] describes the columns if the recipe's sparse pattern may choose among them:
-    the same object for all layers that show as many of each kind. There is no bias then.
+    scores of the first m keys; or `layout` [1, N] describes the columns if the recipe's sparse pattern may choose among
+    them, one object for all layers that show as many of each kind.
     """
 
     key: Tensor
@@ -243,8 +242,7 @@ class CacheSlot:
     bias: Tensor | None = None
 
 
-MARGIN = 64
-"""Columns for rows of a question or an answer that are there ahead of need, so that rows may be computed a few too many."""
+MARGIN = 64  # columns ahead of need for rows of a question or an answer; a few rows too many may be computed
 
 
 class StreamState(KVState):
@@ -254,12 +252,12 @@ class StreamState(KVState):
     for policies that need "hidden"); ``end_pass()``. Columns of a "head" or "units" pass belong to the stream once it has
     ended; if a pass fails, the session calls ``restore`` with what ``checkpoint`` gave before the clip. "question" and
     "answer" passes run inside ``question_scope()``, which drops all they appended; "proxy" is dropped at ``end_pass()``.
-    `length()` counts the stream's columns, and inside a question the question's and answer's too; `truncate` reaches back to
-    the begin of the question. `counters` has "units" taken in, and "resident" on the device.
+    `length()` counts the stream's columns, and the question's and answer's; `truncate` reaches back to the question's begin.
+    `counters` has "units" taken in, and "resident" on the device.
     """
 
     recalls_alike: bool = False  # whether all layers show a question the same tokens of the same units
-    last_listed: dict[int, Any] | None = None  # by layer, of an ingestion's last pass (`beats_dense`)
+    last_listed: dict[int, Any] | None = None  # by layer, of an ingestion (`beats_dense`)
 
     @abstractmethod
     def begin_pass(self, stream_pass: StreamPass) -> None:

@@ -142,7 +142,7 @@ class ForwardPass(PrefillPass):
     """Of a part of a prompt with padding: the column past the last token of each sequence of the whole."""
 
     listed: dict[int, tuple[Tensor, torch.cuda.Event | None, float]] = field(default_factory=dict)
-    """What sparse layers listed, on its way to the host, what was expected, by the pass's first column; for later layers."""
+    """What a sparse layer listed, on its way to the host, and what was expected, by the pass's first column."""
 
     @cached_property
     def _before(self) -> dict[int, Any]:
@@ -158,9 +158,8 @@ class ForwardPass(PrefillPass):
         """Return whether the pattern of `layer` is faster than dense attention to `view` (None: all columns), by sizes and
         measured costs.
 
-        It is faster if even the most blocks that it may list are. Otherwise the expected number of blocks decides, scaled by
-        how far this was off in the previous pass (of an ingestion) or at the last sparse layer, whose count is waited for.
-        """
+        If the most blocks that it may list are slower, the expected number decides, scaled by how far this was off two
+        passes ago (of an ingestion) or at the last sparse layer, whose count is waited for."""
         choice = self.config.choice
         if choice is None or choice.costs is None:
             return True
@@ -178,7 +177,7 @@ class ForwardPass(PrefillPass):
         if choice.beats_dense(B * H * listed, dense, B * n_key):
             return True
         expected = self._expected(layer, n, n_key, None if view is None else view.column)
-        if (told := self._before.get(layer, self.listed.get(self.start))) is not None:
+        if told := self._before.get(layer, [self.listed.get(self.start)])[0]:
             value, ready, before = told
             if ready is not None:
                 ready.synchronize()
@@ -388,7 +387,8 @@ class ForwardPass(PrefillPass):
             listed = plan.count_listed_pairs()
             if self.config.choice is not None and self.config.choice.costs is not None:
                 expected = self._expected(layer, query.shape[2], view.key.shape[2], view.column)
-                self.listed[self.start] = self._before[layer] = (*to_host(listed.mean()), expected)
+                own = self.listed[self.start] = (*to_host(listed.mean()), expected)
+                self._before[layer] = [*self._before.get(layer, [])[-1:], own]
             tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
             listed = listed + tails[:, None]
             if images is not None:

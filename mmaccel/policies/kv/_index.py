@@ -21,9 +21,9 @@ from torch import Tensor
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import UnitRows, on_device
 from mmaccel.core.memory.kv import Stream, grow_buffer
-from mmaccel.core.positions import PositionIds
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
 

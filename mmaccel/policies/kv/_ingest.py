@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import host_available
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, grow_buffer
-from mmaccel.core.positions import PositionIds
 from mmaccel.policies.kv._window import Pair, PassState, Ring
 from mmaccel.policies.kv.store.slabs import in_units
 

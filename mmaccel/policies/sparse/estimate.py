@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.lines import has_kernel, line_sums, row_totals
+from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.prefill.plan import HeadRun
 
 Score = Literal["contrast", "mean", "sum"]
@@ -18,6 +19,23 @@ Score = Literal["contrast", "mean", "sum"]
 
 BUDGET = 1 << 28
 """Most attention weights held at a time; beyond it key/value groups go one by one."""
+
+
+def modality_runs(layout: TokenLayout) -> dict[int, tuple[int, int]]:
+    """For each modality, the most runs of it in any sequence, padding left out, and the fewest tokens of a run that is
+    neither the first nor the last of its sequence (copied to the host once)."""
+
+    def read() -> dict[int, tuple[int, int]]:
+        runs = dict.fromkeys(MODALITIES, (0, layout.length))
+        for row in torch.where(layout.valid, layout.modality, -1).to(torch.int8).cpu():
+            kinds, sizes = torch.unique_consecutive(row[row >= 0], return_counts=True)
+            for m, (most, least) in runs.items():
+                own = sizes[kinds == m]
+                inner = int(own[1:-1].min()) if len(own) > 2 else least
+                runs[m] = max(most, len(own)), min(least, inner)
+        return runs
+
+    return layout.fact("runs", read)  # type: ignore[no-any-return]
 
 
 ROUNDS = 8

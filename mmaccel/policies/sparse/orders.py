@@ -16,7 +16,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.merge_heads import Share
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, HeadRun, of_heads, span_by_range
 from mmaccel.core.prefill.sparse import SparsePattern
-from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout
+from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout, modality_runs
 
 T = TypeVar("T")
 
@@ -185,7 +185,7 @@ class Region:
         # Only where a modality is left and met again do ranks jump.
         runs = 1
         if query_kind is not None and query_kind != key_kind:
-            runs = 2 + count // max(layout.runs[query_kind][1], 1)
+            runs = 2 + count // max(modality_runs(layout)[query_kind][1], 1)
         rows, keys = self.q_row[:, 0], self.keys.row[:, : self.max_keys]
         L = min(count, layout.length, rows.shape[1])
         last = (rows >= 0).sum(1, keepdim=True) - L + torch.arange(L, device=rows.device)

@@ -12,6 +12,7 @@ from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.lines import slash_runs, split_line_keys, strongest
 from mmaccel.core.prefill.plan import FAR, span_by_range
 from mmaccel.core.registry import at_least, limited, register
+from mmaccel.policies.sparse.estimate import modality_runs
 from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
 
 MOST_ENTRIES = 1 << 28
@@ -166,7 +167,7 @@ def _run_bounds(region: Region) -> tuple[int, int, int]:
     query_kind, key_kind = region.kinds
     if query_kind == key_kind:
         return 2, 0, 1
-    runs = region.layer.q_layout.runs
+    runs = modality_runs(region.layer.q_layout)
     # In each run of the sequence whole blocks have one shape; one more where it begins, and one where it ends.
     shapes = 3 * sum(count for count, _ in runs.values()) + 3
     if query_kind is None:

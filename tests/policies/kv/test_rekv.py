@@ -13,7 +13,7 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.positions import PositionIds
+from mmaccel.core.layout import PositionIds
 from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv.rekv import FrameIndex, Frames

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.contract.memory import GEOMETRY, GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, RotaryModel, draw
+from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamPolicy
-from mmaccel.core.positions import PositionIds
 from mmaccel.policies.kv._tokens import TokenMemory
 
 CPU = torch.device("cpu")

@@ -156,10 +156,9 @@ class StreamAdapter(StreamModel):
         proposes some. Raises `ModelError` for an unknown setting."""
         raise ModelError(f"{next(iter(settings))}: this model decodes greedily only; leave it out.")
 
-    def question(self, text: Any) -> Question:
-        """Return `text` as a `Question` after the video: its token ids and their embeddings."""
-        ids, words = self.tail_ids(text)
-        return Question(ids, words, self.token_embeds(ids))
+    @abstractmethod
+    def text_ids(self, text: str) -> Tensor:
+        """Return the token ids [n] of a text of which nothing acts as a special token."""
 
     @abstractmethod
     def end_token_ids(self) -> frozenset[int]:

@@ -211,13 +211,17 @@ def tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int
         if place % 2:
             ids.append(tokenizer.convert_tokens_to_ids(piece))
         elif piece:
-            piece = marks.sub(lambda found: plain[found[0]], piece)
-            ids += tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            ids += plain_ids(tokenizer, marks.sub(lambda found: plain[found[0]], piece))
     if add_special_tokens:
         bare, framed = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
         begin = next(n for n in range(len(framed)) if framed[n : n + len(bare)] == bare)
         ids = [*framed[:begin], *ids, *framed[begin + len(bare) :]]
     return ids
+
+
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Tokenize a text in which special tokens are ordinary text."""
+    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
 
 def clips_of(

@@ -27,12 +27,15 @@ from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.parts import Clip, Question, TokenChoice, fair_lock_of
+from mmaccel.media.preprocess import resize
 from mmaccel.models import deepstack, dialogue, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
-from mmaccel.models.chat import clips_of, common_prefix
+from mmaccel.models.chat import clips_of, common_prefix, plain_ids
+from mmaccel.models.choosing import choosing
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.loading import drop_unread_rows
 from mmaccel.models.modules import chunk_tokens, in_parts, rotate_by
+from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.pruning import kept_tokens, prune_frames
 from mmaccel.models.signals import VisionProbe
@@ -246,8 +249,6 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
         if why := family.unable.get("streams"):
             raise ModelError(f"models of the family {family.name!r} {why}; ask by generate.")
-        from mmaccel.models.processor import Processor
-
         if not isinstance(processor, Processor):
             processor = wrap(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
         if processor.model_type not in family.model_types:
@@ -293,32 +294,31 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         return self._units[size]
 
     def resize_frames(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
-        from mmaccel.media.preprocess import resize
-
         return resize(frames, size)
 
     def head_ids(self) -> Tensor:
         return self._template[0]
 
     def question(self, text: Any) -> Question:
-        asking = super().question(text)
+        ids, words = self.tail_ids(text)
+        asking = Question(ids, words, self.token_embeds(ids))
         images = [] if isinstance(text, str) else dialogue.question_messages(text)[2]
         return dialogue.with_images(self, asking, images) if images else asking
 
     def choose_tokens(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
-        from mmaccel.models.choosing import choosing
-
         return choosing(self, ids, most, settings, drafts)
 
     def tail_ids(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
-        if not isinstance(question, list | tuple):
-            ids, plain = self._chat(check_question(question))[1], self._template[1]
+        if isinstance(question, list | tuple):
+            ids, plain = (self._chat(one)[1] for one in dialogue.question_messages(question)[:2])
         else:
-            asked, silent, _ = dialogue.question_messages(question)
-            ids, plain = self._chat(asked)[1], self._chat(silent)[1]
+            ids, plain = self._chat(check_question(question))[1], self._template[1]
         begin = common_prefix(ids, plain)
         end = common_prefix(ids[begin:][::-1], plain[begin:][::-1])
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
+
+    def text_ids(self, text: str) -> Tensor:
+        return torch.tensor(plain_ids(self.processor.tokenizer, text), device=self.device, dtype=torch.long)
 
     @cached_property
     def _template(self) -> tuple[Tensor, list[int]]:

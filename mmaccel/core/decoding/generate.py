@@ -326,10 +326,9 @@ class Evidence:
 class Answer:
     """An answer about a stream: its text, why it ended, its times, and the frames it is based on.
 
-    `ttft_s` seconds from the question to its first token on the host; `tokens_per_s` of the tokens after it, or None when
-    there was none; `evidence` in order of time; `counters` those of the memory and of the draft. The memory's are of the
-    session up to this answer, watching and earlier questions too: what one question copied (`host_copies_in`,
-    `host_bytes_in`) is its counters less `VideoSession.counters()` before it was asked.
+    `ttft_s` seconds from the question to its first token on the host; `tokens_per_s` of the tokens after it, or None; by time
+    `evidence`, and the `lines` (begin, end, text) in its prompt. `counters` of the memory are of the session up to
+    this answer, earlier questions too: what one copied (`host_copies_in`, `host_bytes_in`) is less those before it.
 
     finish_reason  why the answer ends: "stop", the model generated an end token; "length", it has `max_new_tokens`;
                    "positions", the model has no position for another token; "timeout" or "cancelled", the caller ended
@@ -343,6 +342,7 @@ class Answer:
     evidence: tuple[Evidence, ...] = ()
     counters: dict[str, float] = field(default_factory=dict)
     finish_reason: FinishReason = "stop"
+    lines: tuple[tuple[float, float, str], ...] = ()
 
     def __repr__(self) -> str:
         """The text and what it took; evidence and counters are attributes."""

@@ -17,7 +17,15 @@ from torch import Tensor
 from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TEXT, VIDEO, TokenLayout
-from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState, grow_buffer
+from mmaccel.core.memory.kv import (
+    CacheSlot,
+    KVView,
+    Stream,
+    StreamPass,
+    StreamState,
+    UnitEvidence,
+    grow_buffer,
+)
 from mmaccel.core.memory.relay import relay
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_columns, thin
 from mmaccel.core.report import Meter
@@ -98,6 +106,10 @@ class TimeRangeMemory(WrappedMemory):
 
     def count_summary_columns(self, layer: int) -> int:
         return 0
+
+    def evidence(self) -> dict[int, UnitEvidence]:
+        found = self.state.evidence().items()
+        return {number: seen for number, seen in found if self._first <= number < self._end}
 
     def seen_tokens(self, layer: int) -> Tensor | None:
         tokens = self.state.seen_tokens(layer)

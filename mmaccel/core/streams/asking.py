@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import bisect
 import copy
-import itertools
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,8 +26,10 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.prefill.recalled import RecallPruning, TimeRangeMemory, tell_idle
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
+from mmaccel.core.streams.lines import TOKENS, fitting, recalled_lines
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import (
+    Line,
     MemoryWrapper,
     Question,
     RunningStates,
@@ -36,10 +38,8 @@ from mmaccel.core.streams.parts import (
     joined,
     states_restored,
 )
-from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size, pad_to_units
-
-FEW = 4
-"""Units of a memory of frames that go through the vision tower at a time."""
+from mmaccel.core.streams.picking import picked
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, pad_to_units
 
 GONE = "between: kv {!r} holds nothing of that time any more; ask for a later one, or choose a kv that keeps all frames."
 
@@ -85,11 +85,15 @@ def asked(
     inside = None if between is None else _units_between(info, *between)
     if between is not None and info.times[-1] > between[1]:
         waiting, info = None, replace(info, pending=None)
-    choosing = TokenChoice()
-    if settings:
+
+    def choosing(ids: Tensor) -> TokenChoice:
+        if not settings:
+            return TokenChoice()
         assert isinstance(adapter, StreamAdapter)
-        ids = torch.cat([adapter.head_ids(), asking.ids])[None]
-        choosing = adapter.choose_tokens(ids, room, settings, adapter.attention.recipe.draft.active)
+        before, drafts = torch.cat([adapter.head_ids(), ids])[None], adapter.attention.recipe.draft.active
+        return adapter.choose_tokens(before, room, settings, drafts)
+
+    choice = choosing(asking.ids)
     if info.timed and not isinstance(state, FrameMemory):
         # Those of the units that the memory has not taken in yet.
         times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
@@ -111,10 +115,7 @@ def asked(
     pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
     before = pending + info.marks.shape[0]
     rows, words = before + len(asking.ids), (before + asking.words[0], before + asking.words[1])
-    planned = planned_rows(adapter.attention.recipe, asking, rows - pending, adapter.device)
-    stream_pass = StreamPass(
-        kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh, layout=planned
-    )
+    stream_pass = StreamPass(kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh)
     if asking.after is not None and taken is not None:
         marks = torch.arange(info.marks.shape[0], device=asking.after.device).expand(positions.axes, -1)
         positions.follows = torch.cat([marks, asking.after + marks.shape[1]], 1)
@@ -131,14 +132,24 @@ def asked(
             "keeps less."
         )
     left = positions.limit - 1 - last
-    stream_pass = replace(stream_pass, room=min(room, left))  # none for what no position is left for
+    room = min(room, left)  # none for what no position is left for
+    rest, reads = asking.ids[:0], min(TOKENS, left // 2) if info.lines else 0
+    if reads:
+        # Lines come behind the words, once it is known what these recall, with what the template has there.
+        spoken, behind = asking.split()
+        if state.shown_units(replace(stream_pass, rows=rows - len(behind)))[1] == own:
+            asking, rest, rows = spoken, behind, rows - len(behind)
+        else:
+            reads = 0  # units would stand where they leave no room for them
+    planned = planned_rows(adapter.attention.recipe, asking, rows - pending, adapter.device)
+    stream_pass = replace(stream_pass, rows=rows, room=room + reads + len(rest), layout=planned)
     deadline.check()
     seen_as, evidence, shows = state, state.evidence, list(range(len(info.spans)))
     if inside is not None:
         state.limit_to_units(*inside)
     if isinstance(state, FrameMemory):
         running = adapter.new_running_states()
-        state, evidence = _picked(live, state, info, check, meter, running)
+        state, evidence = picked(live, state, info, check, meter, running)
         shows = list(evidence())
         if inside is not None and not shows:
             raise ModelError(GONE.format(live.kv.name))
@@ -150,7 +161,9 @@ def asked(
     timed = None
     if inside is not None and not isinstance(seen_as, FrameMemory):
         state = timed = TimeRangeMemory(state, stream, *inside)
-        evidence = _evidence_in(evidence, *inside)
+        evidence = timed.evidence
+    if reads:
+        evidence = functools.cache(evidence)
     state = live.around(state, stream, seen, numbers)
     if acts is not None and (acts.stage == "layer" or acts.scoring_layer is not None):
         state = pruned = RecallPruning(state, acts, stream, depth, seen)
@@ -166,14 +179,17 @@ def asked(
     shown = (lambda: _shown(info, evidence())) if weigh else tuple
     given = adapter, live, state, running, deadline, asking.ids, left, meter, shown, question
     runner = QuestionRunner(
-        *given, live.beside, live.around, check, pause, lambda: live.counters(seen_as), choosing
+        *given, live.beside, live.around, check, pause, lambda: live.counters(seen_as), choice
     )
     runner.shares = taken is not None and running is None and type(live.around) is MemoryWrapper
     with state.question_scope(), states_restored(running):
         runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts)})
-        meter.prompt_tokens = runner.length()
         if timed is not None and not timed.count:
             raise ModelError(GONE.format(live.kv.name))
+        if reads:
+            runner.read_lines(recalled_lines(info, evidence, between), reads, rest)
+            runner.choosing = choosing(runner.ids)
+        meter.prompt_tokens = runner.length()
         if pruned is not None:
             live.pruned = pruned.counts
             if not pruned.counts["visual"]:
@@ -183,34 +199,6 @@ def asked(
         finally:
             # The scope's end changes what a pass of frames reads.
             adapter.turns.wait_for_paused()
-
-
-def _picked(
-    live: StreamRunner,
-    state: FrameMemory,
-    info: StreamInfo,
-    check: Callable[[], None],
-    meter: Meter,
-    running: RunningStates | None,
-) -> tuple[StreamState, Callable[[], dict[int, UnitEvidence]]]:
-    """A memory of the frames that a memory of frames picks, and what the answer is based on."""
-    fresh, picked = state.new_state(), state.pick_units(getattr(live.around, "paid", {}))
-    live.around.forget_after(0)
-    live.run_head(fresh, running=running)
-    if live.kv.ingests:
-        fresh.begin_ingest()
-    for at in range(0, len(picked), live.bulk):
-        check()
-        some = picked[at : at + live.bulk]
-        runs = []
-        for _, alike in itertools.groupby((one for _, one in some), frame_size):  # each clip may have its own
-            while few := list(itertools.islice(alike, FEW)):
-                runs.append(live.adapter.features(torch.cat(few), info.size)[0])
-                check()
-        begins = [info.spans[number][0] for number, _ in some]
-        live.run_units(fresh, torch.cat(runs), begins, meter=meter, check=check, running=running)
-    fresh.finish_intake()
-    return fresh, lambda: {number: UnitEvidence(1.0, 1.0, None) for number, _ in picked}
 
 
 def _units_between(info: StreamInfo, begin: float, end: float) -> tuple[int, int]:
@@ -223,12 +211,6 @@ def _units_between(info: StreamInfo, begin: float, end: float) -> tuple[int, int
             f"between: no frame was shown from {begin:g} to {end:g} s; the stream is at {to:g} s."
         )
     return first, last
-
-
-def _evidence_in(
-    evidence: Callable[[], dict[int, UnitEvidence]], first: int, end: int
-) -> Callable[[], dict[int, UnitEvidence]]:
-    return lambda: {number: seen for number, seen in evidence().items() if first <= number < end}
 
 
 def _shown(info: StreamInfo, evidence: Mapping[int, UnitEvidence]) -> tuple[Evidence, ...]:
@@ -269,6 +251,7 @@ class QuestionRunner(Runner):
     counted   returns the figures of the memory
     choosing  how the tokens of the answer are chosen
     shares    whether steps of the answer may be batched with other answers on the model
+    lines     of the stream's text, that the prompt holds
     around    wraps the memory meanwhile; `AttentionRecording` records its attention for a draft's pruner
     logits    [1, V] of the first token, set by `prefill`
     """
@@ -290,17 +273,31 @@ class QuestionRunner(Runner):
     counted: Callable[[], dict[str, float]]
     choosing: TokenChoice
     shares: bool = field(default=False, init=False)
+    lines: tuple[Line, ...] = field(default=(), init=False)
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Run a question; return logits [1, V] of its last token. `inputs` has its `stream_pass` and `embeds` [n, E]. Raises
-        `Ended` if the deadline passes before the last layer."""
+        """Run a question, or what follows its words; return logits [1, V] of its last token. `inputs` has its `stream_pass`
+        and `embeds` [n, E]. Raises `Ended` if the deadline passes before the last layer."""
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
         how = {"check": self.check, "meter": self.meter, "running": self.running}
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
         self.adapter.ready(self.state, self.running)
         return self.logits
+
+    def read_lines(self, lines: Sequence[Line], room: int, rest: Tensor) -> None:
+        """Run the first of `lines` that have `room`, and the `rest` [n] of the prompt, behind the question's words."""
+        assert isinstance(self.adapter, StreamAdapter)
+        self.lines, text, ids = fitting(lines, room, self.adapter.text_ids)
+        if len(self.lines) < len(lines):
+            self.meter.add_note(f"text: {len(lines) - len(self.lines)} of {len(lines)} lines found no room")
+        self.left -= len(ids)
+        if text and isinstance(self.question, str):
+            self.question += text
+        if len(ids := torch.cat([ids, rest])):
+            self.ids, embeds = torch.cat([self.ids, ids]), self.adapter.token_embeds(ids)
+            self.prefill({"stream_pass": StreamPass(kind="answer", rows=len(ids)), "embeds": embeds})
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         self.pause(False)

@@ -21,7 +21,8 @@ from mmaccel.core.decoding.watching import DraftStreamSettings
 from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.parts import WAIT_S, Clip, FairLock
+from mmaccel.core.streams.lines import begun_between, read_lines, with_lines, without_units
+from mmaccel.core.streams.parts import WAIT_S, Clip, FairLock, Line
 from mmaccel.core.streams.sources import StreamEvent, changes_between, clips_with_reconnect, shift_clip
 from mmaccel.core.streams.standing import StandingQuestion
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size, shown_at
@@ -115,6 +116,7 @@ class FrameIntake:
         progress: Progress | None,
         deadline: Deadline,
         reconnect: bool = False,
+        subtitles: Any = None,
     ) -> int:
         """`watch` or `ingest`, by `deadline`. Raises `RecipeError` where the memory does not ingest."""
         if how == "ingest" and not self._kv.ingests:
@@ -126,6 +128,7 @@ class FrameIntake:
             raise ModelError("times: some are not finite numbers; give seconds from the start of the stream.")
         if reconnect and not (isinstance(video, str | os.PathLike) and times is None and how == "watch"):
             raise ModelError("reconnect: it opens a path or URL again, with its own times; leave it out.")
+        lines = read_lines(subtitles) if subtitles is not None else []
         # Times are given for all frames of a call: all are taken in, or none.
         apart = given is None and how == "watch"
         whole = partial(self._whole, how, deadline)
@@ -145,7 +148,7 @@ class FrameIntake:
                         if apart:
                             self._let_go()
                         with each():
-                            taken = self._take(how, clip, given, done, progress, deadline)
+                            taken = self._take(how, clip, given, done, progress, deadline, lines)
                             if not clip.part and (how == "watch" or taken == len(clip.frames)):
                                 self._rest()
                         done, part = done + taken, clip.part
@@ -214,6 +217,8 @@ class FrameIntake:
             return
         with self._turn():
             gone = live.state.forget_old_units(live.shown_seconds, live.is_pinned)
+            if gone and live.info.lines:
+                live.info.lines = without_units(live.info, gone)
         if not gone:
             return
         spans, times = live.info.spans, live.info.times
@@ -260,6 +265,7 @@ class FrameIntake:
         done: int,
         progress: Progress | None,
         deadline: Deadline,
+        lines: Sequence[Line],
     ) -> int:
         count, live, watched, changes = clip.frames.shape[0], self._live, 0, list[StreamEvent]()
         shown, timed = shown_at(how, clip, given, done, None if live is None else live.info)
@@ -273,10 +279,16 @@ class FrameIntake:
                 live = self._live = StreamRunner.begin(*parts, timed)
                 live.beside = self._beside()
 
+        since = live.info.ends if live.info.times else -math.inf
+        later = shown[0] - (clip.times[0] if clip.times else 0.0) if given is None else 0.0
+
         def tell(through: int) -> None:
-            nonlocal watched
+            nonlocal watched, since
             some, watched = slice(watched, through), through
             with self._turn():
+                if lines:
+                    info, before, since = live.info, since, live.info.ends
+                    info.lines = with_lines(info.lines, begun_between(lines, before, since, later))
                 told = clip.frames[some], shown[some], clip.fps, live.info.timed
                 live.beside.take_frames(*told, how == "ingest")
             for one in self._standing:

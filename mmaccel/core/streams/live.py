@@ -123,9 +123,10 @@ class AsyncVideoSession:
         *,
         timeout: float | None = None,
         reconnect: bool = False,
+        subtitles: Any = None,
     ) -> int:
         """Take in frames as `VideoSession.watch` does; return their number. Another thread calls `progress`."""
-        return await self._take_in("watch", video, times, fps, progress, timeout, reconnect)
+        return await self._take_in("watch", video, times, fps, progress, timeout, reconnect, subtitles)
 
     async def ingest(
         self,
@@ -134,24 +135,18 @@ class AsyncVideoSession:
         progress: Progress | None = None,
         *,
         timeout: float | None = None,
+        subtitles: Any = None,
     ) -> int:
         """Take in a stored video as `VideoSession.ingest` does; return its frames. Another thread calls `progress`."""
-        return await self._take_in("ingest", video, None, fps, progress, timeout)
+        return await self._take_in("ingest", video, None, fps, progress, timeout, False, subtitles)
 
     async def _take_in(
-        self,
-        how: How,
-        video: Any,
-        times: Any,
-        fps: float | None,
-        progress: Progress | None,
-        timeout: float | None,
-        reconnect: bool = False,
+        self, how: How, video: Any, times: Any, fps: Any, progress: Any, timeout: float | None, *more: Any
     ) -> int:
         deadline = self.session._deadline(timeout)
         with self.session._feeding(deadline):
             work = run_in_thread(
-                lambda: self.session._take_in(how, video, times, fps, progress, deadline, reconnect)
+                lambda: self.session._take_in(how, video, times, fps, progress, deadline, *more)
             )
             return await await_or_cancel(work, deadline)
 
@@ -194,6 +189,12 @@ class AsyncVideoSession:
                 loop.call_soon_threadsafe(call, turn)
 
         return self.session.on(question, tell, **how)
+
+    async def tell(
+        self, text: str | Sequence[Any], at: float | None = None, until: float | None = None
+    ) -> None:
+        """Add text with its time to the stream, as `VideoSession.tell` does."""
+        await run_in_thread(lambda: self.session.tell(text, at, until))
 
     async def save(self, path: str | Path) -> None:
         """Write the stream into the folder `path` (safetensors and JSON), replacing a session saved there."""

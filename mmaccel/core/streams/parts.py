@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from time import monotonic
 from typing import Any, NamedTuple
@@ -49,6 +49,12 @@ class Question:
     visual: int = 0
     layout: TokenLayout | None = None
     after: Tensor | None = None
+
+    def split(self) -> tuple[Question, Tensor]:
+        """Return the question up to its last word or picture, and the ids [n] of what the template has behind it."""
+        end = max(self.words[1], self.visual)
+        layout = None if self.layout is None else self.layout.take(slice(end))
+        return replace(self, ids=self.ids[:end], embeds=self.embeds[:end], layout=layout), self.ids[end:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +113,14 @@ def states_restored(running: RunningStates | None) -> Iterator[None]:
             running.restore(mark)
 
 
+class Line(NamedTuple):
+    """A text that was shown or said from `begin` to `end`, in seconds of the stream."""
+
+    begin: float
+    end: float
+    text: str
+
+
 @dataclass(eq=False)
 class StreamInfo:
     """Facts of a stream other than its memory.
@@ -118,6 +132,7 @@ class StreamInfo:
     spans    (first frame, frames) of each unit; `times`: the seconds at which each frame was shown
     pending  frames of an incomplete unit; `raw`: their (height, width)
     pins     (begin, end) in seconds, whose frames the memory must not forget
+    lines    text beside the frames, in order of time; replaced, never changed in place
     """
 
     size: tuple[int, int]
@@ -130,6 +145,13 @@ class StreamInfo:
     times: list[float] = field(default_factory=list)
     pending: Tensor | None = None
     pins: list[tuple[float, float]] = field(default_factory=list)
+    lines: tuple[Line, ...] = ()
+
+    @property
+    def ends(self) -> float:
+        """The second up to which the last frame is shown, by the rate or as long as the one before it."""
+        before = self.times[-2] if len(self.times) > 1 else self.times[-1] - 1.0
+        return self.times[-1] + (1 / self.fps if self.fps else self.times[-1] - before)
 
     def shown(self, first: int, count: int | None = None) -> list[float]:
         """Return the times in seconds of `count` units (frames) from unit `first` on; all later ones if None."""

@@ -18,7 +18,7 @@ from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.listening import AttentionRecording
-from mmaccel.core.streams.parts import StreamInfo
+from mmaccel.core.streams.parts import Line, StreamInfo
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 FILM, MEMORY = "film.safetensors", "memory"
@@ -36,6 +36,11 @@ def _is_stretch(value: Any) -> bool:
     """Whether it is two seconds, the first one first."""
     pair = isinstance(value, list) and len(value) == 2 and all(type(s) in (int, float) for s in value)
     return pair and -math.inf < value[0] <= value[1] < math.inf
+
+
+def _is_line(value: Any) -> bool:
+    """Whether it is two seconds, the first one first, and a text."""
+    return isinstance(value, list) and _is_stretch(value[:2]) and len(value) == 3 and type(value[2]) is str
 
 
 def _counts(least: int) -> Callable[[Any], bool]:
@@ -89,6 +94,7 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
         "pending": 0 if info.pending is None else info.pending.shape[0],
         "heard": sorted(heard),
         "pins": info.pins,
+        "lines": info.lines,
     }
 
 
@@ -191,5 +197,15 @@ def _read_info(data: Path, facts: dict[str, Any], adapter: StreamAdapter) -> Str
     pins = facts.get("pins", [])
     if not (isinstance(pins, list) and all(map(_is_stretch, pins))):
         raise damaged_error(data, "pins cannot be")
-    more = raw, spans, times, film.get("pending"), [(begin, end) for begin, end in pins]
+    lines = facts.get("lines", [])
+    if not (isinstance(lines, list) and all(map(_is_line, lines)) and lines == sorted(lines)):
+        raise damaged_error(data, "lines cannot be")
+    more = (
+        raw,
+        spans,
+        times,
+        film.get("pending"),
+        [(begin, end) for begin, end in pins],
+        tuple(map(Line._make, lines)),
+    )
     return StreamInfo((height, width), facts["fps"], facts["unit"], marks, timed, *more)

@@ -20,6 +20,7 @@ from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import asked
 from mmaccel.core.streams.intake import FrameIntake, Progress
+from mmaccel.core.streams.lines import checked_line, read_lines, with_lines
 from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
 
@@ -81,6 +82,7 @@ class VideoSession(FrameIntake):
         *,
         timeout: float | None = None,
         reconnect: bool = False,
+        subtitles: Any = None,
     ) -> int:
         """Take in frames: [T, 3, H, W] uint8, a list of images, a `media.Video` or a path. Returns their number.
 
@@ -97,8 +99,12 @@ class VideoSession(FrameIntake):
         `reconnect`: a source that stalls, fails or ends is opened again, after growing delays, until the call is cancelled
         or times out; `events` records this, and frames continue at the time at which they come. For endless sources,
         watch each clip of ``mmaccel.media.clips(...)``.
+        `subtitles`: an SRT or WebVTT file, or (begin, end, text) triples in seconds of the video (of the stream with
+        `times`): as frames come, their lines are told to the stream (`tell`). Lines earlier than this call are left out.
         """
-        return self._take_in("watch", video, times, fps, progress, self._deadline(timeout), reconnect)
+        return self._take_in(
+            "watch", video, times, fps, progress, self._deadline(timeout), reconnect, subtitles
+        )
 
     def ingest(
         self,
@@ -107,6 +113,7 @@ class VideoSession(FrameIntake):
         progress: Progress | None = None,
         *,
         timeout: float | None = None,
+        subtitles: Any = None,
     ) -> int:
         """Take in a stored video, or an iterator of its clips, as `watch` does, but in passes of the recipe's `chunk` (32768
         tokens) with its sparse pattern. A frame sees all earlier frames of the video, not only the window. At the end,
@@ -115,7 +122,24 @@ class VideoSession(FrameIntake):
         `ingest_frames` of a memory limits how far back frames see, and `counters` say what share of the frames up to them
         they saw ("ingest_seen"). All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
         """
-        return self._take_in("ingest", video, None, fps, progress, self._deadline(timeout))
+        return self._take_in("ingest", video, None, fps, progress, self._deadline(timeout), False, subtitles)
+
+    def tell(self, text: str | Sequence[Any], at: float | None = None, until: float | None = None) -> None:
+        """Add a line of text (what was said, or read) to the stream, shown from `at` (None: now) to `until` seconds of it
+        (None: at `at` alone); or several lines, (begin, end, text) each.
+
+        Lines stand beside the memory, not in it: a question reads those that fall on frames it recalls or has in its window
+        (with `between` those of that time), with their times, behind its words; `Answer.lines` has them. Where there are
+        more than 2048 tokens of them, those of the frames that most layers saw come first. A line of a later time is read
+        once frames of its time have come. Lines are saved with the stream, and go with the frames in which they begin; of
+        more than 2,097,152 characters the oldest go. No special token in a line acts as such. It waits for the clip that
+        is being taken in. Raises `ModelError` for times or a text that cannot be.
+        """
+        now = self.seconds if at is None else at
+        lines = [checked_line(now, until, text)] if isinstance(text, str) else read_lines(text)
+        with self._working(self._stream), self._turn():
+            info = self._opened("tell").info
+            info.lines = with_lines(info.lines, lines)
 
     @overload
     def ask(
@@ -201,8 +225,11 @@ class VideoSession(FrameIntake):
     def _check(self, question: str | Messages) -> StreamRunner:
         """The stream to ask; raises `ModelError` where nothing was watched, or the question is none."""
         self._stream_adapter.tail_ids(question)
+        return self._opened("ask")
+
+    def _opened(self, call: str) -> StreamRunner:
         if self._live is None or not self.frames:
-            raise ModelError("ask: the session has seen no frame; watch something first.")
+            raise ModelError(f"{call}: the session has seen no frame; watch something first.")
         return self._live
 
     def _answer(
@@ -237,7 +264,7 @@ class VideoSession(FrameIntake):
                             "accepted": float(draft["accepted"]),
                         }
                     speed = report.ttft_s or 0.0, report.tokens_per_s
-                    answer = Answer(text, ids, *speed, turn.evidence(), counters, reason)
+                    answer = Answer(text, ids, *speed, turn.evidence(), counters, reason, turn.lines)
                 if chat:
                     self.history = [*said, {"role": "assistant", "content": text}]
                 return answer
@@ -333,16 +360,12 @@ class VideoSession(FrameIntake):
             raise ModelError(
                 f"pin: {begin!r} to {end!r}; give two numbers of seconds, the earlier one first."
             )
-        if self._live is None:
-            raise ModelError("pin: the session has seen no frame; watch something first.")
-        return self._live.info.pins
+        return self._opened("pin").info.pins
 
     def save(self, path: str | Path) -> None:
         """Write the stream into the folder `path` (safetensors and JSON), atomically replacing a session saved there."""
         with self._working(self._stream):
-            if self._live is None:
-                raise ModelError("save: the session has seen no frame; watch something first.")
-            session_io.save(Path(path), self.recipe, self._live)
+            session_io.save(Path(path), self.recipe, self._opened("save"))
 
     def load(self, path: str | Path) -> None:
         """Continue from what `save` wrote, with the same model and kv; on an error the session stays as it was."""

@@ -1,0 +1,158 @@
+"""Lines of text with times (subtitles, OCR, transcripts) that stand beside the frames of a stream, and SRT and WebVTT files.
+
+A stored unit has one size and is compressed, pruned or merged as frames are, so no line is stored among them. A session
+keeps the lines beside its memory, whatever memory that is, and puts those of the frames that a question recalls behind its
+words.
+"""
+
+from __future__ import annotations
+
+import bisect
+import html
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mmaccel.core.errors import ModelError, shown
+from mmaccel.core.files import outside
+from mmaccel.core.memory.kv import UnitEvidence
+from mmaccel.core.streams.parts import Line, StreamInfo
+
+LONGEST, KEPT = 1 << 12, 1 << 21
+"""Characters of a line, and of all lines that a session keeps, at most; the oldest make room. A day of speech has 2^21."""
+TOKENS = 1 << 11
+"""Tokens that the lines of a question take at most."""
+FILE_BYTES = 16 << 20
+LEAD = "\n\nText with its times in the video:"
+TIME = r"(?:([0-9]{1,4}):)?([0-9]{1,2}):([0-9]{1,2}[,.][0-9]{1,3})"
+CUE = re.compile(rf"\s*{TIME}\s*-->\s*{TIME}(?:\s.*)?")
+MARKUP = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
+WRITE = "write 00:01:02,000 --> 00:01:04,000"
+
+
+def checked_line(begin: Any, end: Any, text: Any, call: str = "tell") -> Line:
+    """Return a `Line` from `begin` to `end` (None: at `begin` alone), in seconds, without line breaks. Raises `ModelError`,
+    which names `call`, for times that cannot be, and for no text or too much."""
+    end = begin if end is None else end
+    if not all(isinstance(one, int | float) for one in (begin, end)) or not 0 <= begin <= end < math.inf:
+        raise ModelError(
+            f"{call}: a text cannot be from {shown(begin)} to {shown(end)} s; give two times, from 0 s on."
+        )
+    text = " ".join(text.split()) if isinstance(text, str) else text
+    if not isinstance(text, str) or not 0 < len(text) <= LONGEST:
+        raise ModelError(
+            f"{call}: {shown(text)} is no text of 1 to {LONGEST} characters; give some, or leave it out."
+        )
+    return Line(float(begin), float(end), text)
+
+
+def read_lines(given: Any) -> list[Line]:
+    """Return the lines of an SRT or WebVTT file, or of (begin, end, text) triples, in order of time. Raises `ModelError`."""
+    if isinstance(given, str | os.PathLike):
+        return sorted(_cues(given))
+    made = []
+    for one in given or ():
+        if not isinstance(one, tuple | list) or len(one) != 3:
+            raise ModelError(
+                f"subtitles: {shown(one)} is no line; give (begin, end, text), in seconds, or a file."
+            )
+        begin, end, text = one
+        made.append(checked_line(begin, end, text, "subtitles"))
+    return sorted(made)
+
+
+def _cues(path: str | os.PathLike[str]) -> Iterable[Line]:
+    name, fix = shown(os.fspath(path), outside.PATH)[1:-1], "give an SRT or WebVTT file"
+    words, cues = list[str](), list[tuple[int, float, float, list[str]]]()
+    text = outside.read_text(path, f"subtitles: {name}", ModelError, most=FILE_BYTES, fix=fix)
+    for number, row in enumerate(text.splitlines(), 1):
+        if "-->" in row:
+            if (found := CUE.fullmatch(row)) is None:
+                raise ModelError(
+                    f"subtitles: line {number} of {name} has no two times: {shown(row)}; {WRITE}."
+                )
+            parts = [float(part.replace(",", ".")) for part in found.groups("0")]
+            begin, end = (3600 * h + 60 * m + s for h, m, s in (parts[:3], parts[3:]))
+            cues.append((number, begin, end, words := []))
+        elif row.strip():
+            words.append(row)
+        else:
+            words = []  # of what follows, up to the next cue, nothing is shown
+    if not cues:
+        raise ModelError(f"subtitles: {name} has no line of two times; {fix}, or {WRITE}.")
+    for number, begin, end, words in cues:
+        if said := html.unescape(MARKUP.sub("", " ".join(words))).strip():
+            yield checked_line(begin, end, said, f"subtitles: line {number} of {name}")
+
+
+def with_lines(have: Sequence[Line], new: Iterable[Line]) -> tuple[Line, ...]:
+    """Return the lines of both in order of time, each once; the oldest are left out so that all have `KEPT` characters."""
+    lines = sorted({*have, *new})
+    over = sum(len(one.text) for one in lines) - KEPT
+    first = 0
+    while over > 0:
+        over -= len(lines[first].text)
+        first += 1
+    return tuple(lines[first:])
+
+
+def begun_between(lines: Sequence[Line], after: float, to: float, shift: float) -> list[Line]:
+    """Return those of `lines`, in order, that begin after `after` and up to `to` seconds once they are `shift` s later."""
+    first, last = (bisect.bisect_right(lines, at - shift, key=lambda one: one.begin) for at in (after, to))
+    return [Line(one.begin + shift, one.end + shift, one.text) for one in lines[first:last]]
+
+
+def without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[Line, ...]:
+    """Return the lines of a stream but for those that began while the units (frames) `gone` were shown."""
+    starts, lost = info.shown(0), set(gone)
+    return tuple(one for one in info.lines if _unit_at(starts, one.begin) not in lost)
+
+
+def recalled_lines(
+    info: StreamInfo, evidence: Callable[[], Mapping[int, UnitEvidence]], between: tuple[float, float] | None
+) -> list[Line]:
+    """Return the lines that a question of a stream reads, best first: those `between` two times, or those whose time has a
+    frame that it recalled or has in its window. The frames that most layers see come first, then the latest."""
+    if between is not None:
+        begin, end = between[0], min(between[1], info.ends)
+        return [one for one in reversed(info.lines) if one.begin <= end and one.end >= begin]
+    share = {number: one.share for number, one in evidence().items()}
+    starts, read = info.shown(0), sum(info.spans[-1]) if info.spans else 0
+    if read < len(info.times):  # of a unit not yet complete
+        share[len(starts)] = 1.0
+        starts.append(info.times[read])
+    worth = dict[Line, float]()
+    for one in info.lines:
+        if one.begin < info.ends:
+            first = _unit_at(starts, one.begin)
+            units = range(first, max(first + 1, bisect.bisect_left(starts, one.end)))
+            worth[one] = max(share.get(number, 0.0) for number in units)
+    found = (one for one in reversed(info.lines) if worth.get(one, 0.0) > 0)
+    return sorted(found, key=lambda one: -worth[one])
+
+
+def fitting(
+    lines: Sequence[Line], room: int, ids: Callable[[str], Tensor]
+) -> tuple[tuple[Line, ...], str, Tensor]:
+    """Return the first of `lines` that fit into `room` tokens, in order of time; their text, and its `ids` [n]."""
+    while True:
+        some = sorted(lines)
+        text = LEAD + "".join(f"\n[{_clock(one.begin)}] {one.text}" for one in some) if some else ""
+        made = ids(text)
+        if len(made) <= room:
+            return tuple(some), text, made
+        lines = lines[: len(lines) * room // len(made)]
+
+
+def _unit_at(starts: Sequence[float], seconds: float) -> int:
+    """The unit (frame) that was shown at `seconds`; before the first one, that."""
+    return max(0, bisect.bisect_right(starts, seconds) - 1)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,0 +1,46 @@
+"""What a memory of frames shows a question: the frames that it picks, run again into a memory of keys and values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from mmaccel.core.memory.frames import FrameMemory
+from mmaccel.core.memory.kv import StreamState, UnitEvidence
+from mmaccel.core.report import Meter
+from mmaccel.core.streams.parts import RunningStates, StreamInfo
+from mmaccel.core.streams.stream_runner import StreamRunner, frame_size
+
+FEW = 4
+"""Units of a memory of frames that go through the vision tower at a time."""
+
+
+def picked(
+    live: StreamRunner,
+    state: FrameMemory,
+    info: StreamInfo,
+    check: Callable[[], None],
+    meter: Meter,
+    running: RunningStates | None,
+) -> tuple[StreamState, Callable[[], dict[int, UnitEvidence]]]:
+    """Return a memory of keys and values of the frames that `state` picks of the stream `live` for a question, and what
+    tells its evidence. `check` is called between passes and may raise; `running` are recurrent states, reading along."""
+    fresh, picked = state.new_state(), state.pick_units(getattr(live.around, "paid", {}))
+    live.around.forget_after(0)
+    live.run_head(fresh, running=running)
+    if live.kv.ingests:
+        fresh.begin_ingest()
+    for at in range(0, len(picked), live.bulk):
+        check()
+        some = picked[at : at + live.bulk]
+        runs = []
+        for _, alike in itertools.groupby((one for _, one in some), frame_size):  # each clip may have its own
+            while few := list(itertools.islice(alike, FEW)):
+                runs.append(live.adapter.features(torch.cat(few), info.size)[0])
+                check()
+        begins = [info.spans[number][0] for number, _ in some]
+        live.run_units(fresh, torch.cat(runs), begins, meter=meter, check=check, running=running)
+    fresh.finish_intake()
+    return fresh, lambda: {number: UnitEvidence(1.0, 1.0, None) for number, _ in picked}

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 import urllib.parse
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -197,3 +199,12 @@ def error_message(error: BaseException) -> str:
         return "the time of the request is over; ask for less."
     log.error("the server failed", exc_info=error)
     return "the server failed; its log says why."
+
+
+@contextmanager
+def hide_server_path(folder: Path) -> Iterator[None]:
+    """Context that replaces the server's path in error messages by the saved stream's name."""
+    try:
+        yield
+    except MmaccelError as error:
+        raise Refused(400, str(error).replace(str(folder), folder.name)) from error

@@ -17,6 +17,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from mmaccel.core.streams.lines import LONGEST
+
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, le=240, allow_inf_nan=False)]
@@ -222,10 +224,22 @@ class SessionRequest(StrictModel):
     seconds: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 900.0
 
 
+class TextLine(StrictModel):
+    """Text that was said or read from `begin` to `end`, in seconds of the stream (null: at its last frame, at `begin`)."""
+
+    text: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=LONGEST)]
+    begin: Seconds | None = None
+    end: Seconds | None = None
+
+    def triple(self, now: float) -> tuple[float, float | None, str]:
+        return now if self.begin is None else self.begin, self.end, self.text
+
+
 class FramesRequest(StrictModel):
     """Frames for a stream, each a data URL or base64, with their times in seconds or their rate; or a video, watched at
-    `fps` frames per second, or with `stored` ingested as a whole."""
+    `fps` frames per second, or with `stored` ingested as a whole. `text` stands beside them, or comes alone."""
 
+    text: Annotated[list[TextLine], Field(max_length=256)] = []
     frames: list[str] = []
     times: list[Seconds] | None = None
     video_url: Address | None = None

@@ -22,16 +22,16 @@ from fastapi.responses import Response, StreamingResponse
 from torch import Tensor
 
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline
-from mmaccel.core.errors import MmaccelError, ModelError
+from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import stream_policy
 from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession, await_or_cancel, run_in_thread
 from mmaccel.serve import sources
 from mmaccel.serve.admission import Admission, StreamPromise
 from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import ConnectedClient, error_message
+from mmaccel.serve.guard import ConnectedClient, error_message, hide_server_path
 from mmaccel.serve.kept import StreamEntry
-from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest
+from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest, TextLine
 from mmaccel.serve.settings import Refused
 from mmaccel.serve.turns import FairQueue
 
@@ -190,8 +190,9 @@ class Streams:
 
     async def take_frames(self, stream: Stream, asked: FramesRequest) -> int:
         """Take frames or a video into a stream; returns the number of frames."""
-        if bool(asked.frames) == (asked.video_url is not None):
-            raise ModelError("frames: give frames or a video_url, one of the two.")
+        given = bool(asked.frames) + (asked.video_url is not None)
+        if given == 2 or not (given or asked.text):
+            raise ModelError("frames: give frames or a video_url, one of the two, or text.")
         if asked.times is not None and len(asked.times) != len(asked.frames):
             raise ModelError(f"times: {len(asked.times)} for {len(asked.frames)} frames; give one for each.")
         if asked.frames and asked.stored:
@@ -200,7 +201,7 @@ class Streams:
         if len(asked.frames) > limits.frames:
             raise Refused(413, f"frames: give at most {limits.frames} in a call.")
         if asked.video_url is None:
-            return await self.watch(stream, asked.frames, asked.times, asked.fps)
+            return given and await self.watch(stream, asked.frames, asked.times, asked.fps)
         async with self.hold_call(stream):
             with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
                 source = await engine.fetch(
@@ -210,6 +211,12 @@ class Streams:
                 video = await await_or_cancel(run_in_thread(read), deadline)
             call = stream.session.ingest if asked.stored else stream.session.watch
             return await self._taken(stream, video.frames, partial(call, video), deadline, not asked.stored)
+
+    async def tell(self, stream: Stream, lines: Sequence[TextLine]) -> None:
+        """Add lines of text to a stream, behind the frames that are being taken in."""
+        async with self.hold_call(stream), stream.taking:
+            await stream.session.tell([one.triple(stream.session.seconds) for one in lines])
+            await self.note_change(stream)
 
     async def watch(
         self, stream: Stream, pieces: Sequence[str | bytes], times: list[float] | None, fps: float | None
@@ -282,6 +289,7 @@ class Streams:
             "ttft_s": answer.ttft_s,
             "tokens_per_s": answer.tokens_per_s,
             "recipe": stream.recipe,
+            "lines": answer.lines,
             "evidence": stream.kept.as_json(answer.evidence, asked.thumbnails) if asked.evidence else None,
         }
 
@@ -297,16 +305,15 @@ TheStreams = Annotated[Streams, Depends(streams_of)]
 
 async def facts(stream: Stream) -> dict[str, Any]:
     """A stream as a JSON-ready mapping: its contents, and the cluster of each time step in the first layer with clusters."""
-    session = stream.session
-    clusters = await run_in_thread(session.clusters)
+    clusters = await run_in_thread(stream.session.clusters)
     return {
         "id": stream.id,
         "object": "streaming.session",
         "recipe": stream.recipe,
-        "frames": session.frames,
-        "seconds": session.seconds,
+        "frames": stream.session.frames,
+        "seconds": stream.session.seconds,
         "counters": await stream.kept.count(),
-        "shown": session.shown,
+        "shown": stream.session.shown,
         "clusters": {level: rows[0].tolist() for level, rows in clusters.items()},
     }
 
@@ -327,9 +334,11 @@ async def get_stream(number: str, streams: TheStreams, asks: Asks) -> dict[str, 
 async def send_frames(
     number: str, body: FramesRequest, request: Request, streams: TheStreams, asks: Asks
 ) -> dict[str, Any]:
-    """Send frames, or a video, to the stream."""
+    """Send frames, or a video, to the stream; and text with times, which is added after them."""
     stream = streams.get(number, asks)
     taken = await ConnectedClient(request).wait(streams.take_frames(stream, body))
+    if body.text:
+        await streams.tell(stream, body.text)
     return {"taken": taken, "frames": stream.session.frames, "seconds": stream.session.seconds}
 
 
@@ -389,12 +398,3 @@ async def close_stream(number: str, streams: TheStreams, asks: Asks) -> dict[str
     """Close a stream and forget it; what was saved under a name stays."""
     await streams.close(streams.get(number, asks), forget=True)
     return {"id": number, "deleted": True}
-
-
-@contextmanager
-def hide_server_path(folder: Path) -> Iterator[None]:
-    """Context that replaces the server's path in error messages by the saved stream's name."""
-    try:
-        yield
-    except MmaccelError as error:
-        raise Refused(400, str(error).replace(str(folder), folder.name)) from error

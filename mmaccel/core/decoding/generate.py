@@ -326,7 +326,7 @@ class Evidence:
 class Answer:
     """An answer about a stream: its text, why it ended, its times, and the frames it is based on.
 
-    `ttft_s` seconds from the question to its first token on the host; `tokens_per_s` of the tokens after it, or None; by time
+    `ttft_s` seconds from the question to its first token on the host; `tokens_per_s` of those after it, or None; by time the
     `evidence`, and the `lines` (begin, end, text) in its prompt. `counters` of the memory are of the session up to
     this answer, earlier questions too: what one copied (`host_copies_in`, `host_bytes_in`) is less those before it.
 

@@ -34,7 +34,9 @@ from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
+from mmaccel.core.streams.lines import later, read_lines
 from mmaccel.core.streams.live import freeze_garbage_collector
+from mmaccel.core.streams.parts import Line
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, check_writable, load_recipe
 from mmaccel.core.streams.sources import StreamEvent
@@ -54,9 +56,7 @@ def watch(
         str | None, Argument(help="A video file, URL or camera; none asks what --load holds.")
     ] = None,
     model: Model = "tiny-ov",
-    recipe: Annotated[
-        str | None, Option(help=f"A preset, a memory's name or a YAML file ({RECIPE}).")
-    ] = None,
+    recipe: Annotated[str | None, Option(help=f"A preset, memory or YAML file ({RECIPE}).")] = None,
     fps: Annotated[float, Option(help="Frames a second to look at.")] = 0.5,
     question: Annotated[
         list[str] | None,
@@ -72,16 +72,11 @@ def watch(
     ] = False,
     follow: Annotated[bool, Option("--follow", help="The file is still being written.")] = False,
     format: Annotated[str | None, Option(help="Of a device, such as v4l2.")] = None,
-    timeout: Annotated[
-        float, Option(help="Seconds of silence after which a live source has stalled.")
-    ] = 10.0,
-    reconnect: Annotated[
-        bool, Option("--reconnect", help="Open a camera or URL again that stalls, breaks off or ends.")
-    ] = False,
+    timeout: Annotated[float, Option(help="Seconds of silence that stall a live source.")] = 10.0,
+    reconnect: Annotated[bool, Option("--reconnect", help="Reopen a source that stalls or ends.")] = False,
     keep_seconds: KeepSeconds = None,
-    host_bytes: Annotated[
-        str | None, Option(help="Host memory at most, as 24GB; the oldest frames make room.")
-    ] = None,
+    host_bytes: Annotated[str | None, Option(help="Host memory, as 24GB; the oldest frames go.")] = None,
+    subtitles: Annotated[Path | None, Option(help="Text with times: an SRT or WebVTT file.")] = None,
     gaps: Annotated[
         str, Option(help="A frame that stands: hold (taken again), skip, mark (and listed).")
     ] = "hold",
@@ -120,6 +115,7 @@ def watch(
     if video is None and load is None:
         raise VideoError("watch: there is no video; name one, or a saved session with --load.")
     check_page(page)
+    lines = read_lines(subtitles)
     asked = [parse_question(text) for text in question or [] if text != INPUT]
     if load is not None and recipe is not None:
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
@@ -180,6 +176,7 @@ def watch(
     with session, freeze_garbage_collector():
         keeper = PeriodicSaver(session, save, reading, point, every)
         work = WatchRun(session, asked, fps, max_new_tokens, evidence, as_json)
+        work.lines = lines
         try:
             with bars() as progress:
                 seen = add_bar(progress, "ingest" if stored else "watch", "frames")
@@ -280,7 +277,7 @@ class WatchRun:
     begin, had  seconds of the last frame, and number of frames, of the saved session it continues; None, 0 for none
     asked       questions with a time still to come, in order, then those for the end
     left, told  questions without an answer yet; the answers, JSON-ready
-    uneven      gaps and irregular times of the source
+    uneven      gaps and irregular times of the source; `lines`: text beside its frames, in the session's times
     """
 
     def __init__(
@@ -288,7 +285,7 @@ class WatchRun:
     ) -> None:
         from mmaccel.media.sampling import EventLog
 
-        self._session, self._fps = session, fps
+        self._session, self._fps, self.lines = session, fps, list[Line]()
         self._most, self._moments, self._quiet = most, moments, quiet
         self.begin, self.had = session.seconds if len(session) else None, len(session)
         self.asked, self.left = asked, list(asked)
@@ -303,9 +300,11 @@ class WatchRun:
 
     def pieces(self, clips: Iterator[Video], keeper: PeriodicSaver) -> Iterator[Piece]:
         """Yield the clips with the session's times, cut after the last frame before each question."""
+        given = self.lines
         for part in clips:
             if keeper.shift is None:
                 keeper.shift = self.time_shift(part)
+            self.lines = later(given, keeper.shift)
             for one in part.events:
                 self.uneven.add(one.kind, one.time, one.seconds)
             yield from cut_at_due(replace(part, clock=part.clock + keeper.shift), self.asked)
@@ -322,7 +321,7 @@ class WatchRun:
         frames, due = piece
         before = len(self._session)
         if frames is not None and rest is None:
-            self._session.watch(frames)
+            self._session.watch(frames, subtitles=self.lines)
         elif frames is not None and rest is not None:
             due = []
             with delay_stop_signals() as stopped:
@@ -337,7 +336,9 @@ class WatchRun:
                         if asked or pause():
                             return
 
-                self._session.ingest(film(rest), progress=lambda done, _: seen(before + done, None))
+                self._session.ingest(
+                    film(rest), progress=lambda n, _: seen(before + n, None), subtitles=self.lines
+                )
         seen(len(self._session), None)
         self.answer(due)
 
@@ -387,6 +388,7 @@ class WatchRun:
                 "tokens_per_s": answer.tokens_per_s,
                 "evidence": [asdict(one) for one in answer.top(moments)],
                 "moments": len(answer.evidence),
+                "lines": answer.lines,
                 "counters": answer.counters,
             }
         )

@@ -103,7 +103,12 @@ def with_lines(have: Sequence[Line], new: Iterable[Line]) -> tuple[Line, ...]:
 def begun_between(lines: Sequence[Line], after: float, to: float, shift: float) -> list[Line]:
     """Return those of `lines`, in order, that begin after `after` and up to `to` seconds once they are `shift` s later."""
     first, last = (bisect.bisect_right(lines, at - shift, key=lambda one: one.begin) for at in (after, to))
-    return [Line(one.begin + shift, one.end + shift, one.text) for one in lines[first:last]]
+    return later(lines[first:last], shift)
+
+
+def later(lines: Sequence[Line], seconds: float) -> list[Line]:
+    """Return `lines` with times increased by `seconds`."""
+    return [Line(one.begin + seconds, one.end + seconds, one.text) for one in lines]
 
 
 def without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[Line, ...]:

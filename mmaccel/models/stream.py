@@ -301,7 +301,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
 
     def question(self, text: Any) -> Question:
         ids, words = self.tail_ids(text)
-        asking = Question(ids, words, self.token_embeds(ids))
+        asking = Question(ids, words, self.token_embeds(ids), behind=self._template[2])
         images = [] if isinstance(text, str) else dialogue.question_messages(text)[2]
         return dialogue.with_images(self, asking, images) if images else asking
 
@@ -321,9 +321,9 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         return torch.tensor(plain_ids(self.processor.tokenizer, text), device=self.device, dtype=torch.long)
 
     @cached_property
-    def _template(self) -> tuple[Tensor, list[int]]:
-        head, tail = self._chat("")
-        return torch.tensor(head, dtype=torch.long, device=self.device), tail
+    def _template(self) -> tuple[Tensor, list[int], int]:
+        (head, tail), asked = self._chat(""), self._chat("?")[1]
+        return torch.tensor(head, device=self.device).long(), tail, common_prefix(tail[::-1], asked[::-1])
 
     def _chat(self, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """Ids before and after the video of a prompt; `question` is a text or messages (`dialogue.question_messages`)."""
@@ -370,7 +370,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         self, size: tuple[int, int], fps: float | None, units: int
     ) -> tuple[dict[str, Any], Tensor, Tensor, int]:
         """A prompt with so many units, the positions of its head [A, h] and units [A, units * P], and its text's first."""
-        count, (head, tail) = units * self.frames_a_step, self._template
+        count, (head, tail, _) = units * self.frames_a_step, self._template
         inputs = self.prompt(torch.zeros(count, 3, *size, dtype=torch.uint8), fps, [0.0] * count, tail)
         positions = self.family.positions(self.model, inputs)
         rows = positions[:, 0] if positions.ndim == 3 else positions

@@ -40,8 +40,9 @@ class Clip:
 @dataclass(frozen=True, eq=False)
 class Question:
     """A question on a stream, tokenized: ids [n] of what follows the video and its end marks, with input embeddings [n, E].
-    ``words[0] .. words[1]`` are the user's own; from `visual` on no token stands for an image or a video; `layout` [1, n]
-    tells their modality (None: all are text); `after` [A, n] are positions as in `PositionIds`."""
+    ``words[0] .. words[1]`` are the user's own, the last `behind` the template's; from `visual` on no token stands for an
+    image or a video; `layout` [1, n] tells their modality (None: all are text); `after` [A, n] are positions as in
+    `PositionIds`."""
 
     ids: Tensor
     words: tuple[int, int]
@@ -49,10 +50,11 @@ class Question:
     visual: int = 0
     layout: TokenLayout | None = None
     after: Tensor | None = None
+    behind: int = 0
 
     def split(self) -> tuple[Question, Tensor]:
-        """Return the question up to its last word or picture, and the ids [n] of what the template has behind it."""
-        end = max(self.words[1], self.visual)
+        """Return the question up to what the template has behind it, and the ids [n] of that."""
+        end = len(self.ids) - self.behind
         layout = None if self.layout is None else self.layout.take(slice(end))
         return replace(self, ids=self.ids[:end], embeds=self.embeds[:end], layout=layout), self.ids[end:]
 

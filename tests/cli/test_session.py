@@ -340,3 +340,30 @@ def test_what_is_typed_and_is_no_text_ends_the_questions(monkeypatch: pytest.Mon
         "sys.stdin", io.TextIOWrapper(io.BytesIO(b"first ?\n" + b"x" * 9000 + b"\n\xff\n"), "utf-8")
     )
     assert next(iter(list(TypedQuestions(True).read(waits=True)))) == "first ?"
+
+
+@pytest.mark.parametrize("how", [[], ["--live"]])
+def test_subtitles_of_a_film(how: list[str], call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    """Each question sees those of its time; a saved session has them."""
+    path = tmp_path / "clip.srt"
+    cues = {1: "one", 11: "eleven", 20: "twenty", 63: "last", 99: "beyond"}
+    path.write_text(
+        "\n".join(
+            f"0:0{n // 60}:{n % 60:02},0 --> 0:0{n // 60}:{n % 60:02},9\n{t}\n" for n, t in cues.items()
+        )
+    )
+    base = "--model", ov, "--fps", 1, "--json", "--max-new-tokens", 2, "--subtitles", path, *how
+    recipe = tmp_path / "all.yaml"
+    recipe.write_text("kv: full")
+    questions = "--question", "which ?@20", "--question", "what ?", "--save", tmp_path / "s"
+    answers = call.object("watch", clip, *base, "--recipe", recipe, *questions)["answers"]
+    assert [[text for _, _, text in one["lines"]] for one in answers] == [
+        [*cues.values()][:3],
+        [*cues.values()][:4],
+    ]
+    again = call.text("watch", clip, *base, "--load", tmp_path / "s", "--question", "what ?")
+    lines = json.loads(again)["answers"][0]["lines"]
+    assert lines == answers[1]["lines"], "the film was watched"
+    path.write_text("1\n0:01 --> 0:02\none")
+    err = call.error("watch", clip, *base, "--recipe", "rekv")
+    assert "subtitles: line 2 of" in err and "has no two times: '0:01 --> 0:02'; write 00:01:02,000" in err

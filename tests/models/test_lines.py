@@ -46,6 +46,7 @@ def test_a_prompt_with_lines_is_the_plain_models(name: str, pictures: bool) -> N
     """They stand behind the user's words, with their times."""
     image = {"type": "image", "image": film(25, seed=9)[4]}
     content: list[Any] = [{"type": "text", "text": QUESTION}, *([image] if pictures else [])]
+    content = [image, *content] if pictures else content
     with open_session(name, WHOLE["full"], 6) as session:
         session.tell("the cup is green", 1.0, 2.0)
         session.tell("red  star\n", 0.5)
@@ -73,8 +74,9 @@ def test_a_question_reads_the_lines_of_what_it_recalls_and_no_others(name: str, 
         with asked_of(session._live, QUESTION, 4, beside=True) as turn:
             prompt = session._processor.decode(turn.ids)
         assert [n for n in range(24) if f"{COLOURS[n % 4]} {n}".split() in by_twos(prompt)] == sorted(seen)
-        inside = words(session.ask(QUESTION, 6, between=(9.6, 11.0)))
-        assert inside == ["blue 18" if n == 18 else f"{COLOURS[n % 4]} {n}" for n in range(19, 23)]
+        first = 0 if kv == "no_cache" else 19  # which picks frames by itself
+        inside = words(session.ask(QUESTION, 6, between=(first * 0.5 + 0.1, 11.0)))
+        assert inside == [f"{COLOURS[n % 4]} {n}" for n in range(first, 23)]
         later = session.ask(QUESTION, 6)
         assert (later.ids, later.evidence, later.lines) == (answer.ids, answer.evidence, answer.lines)
 

@@ -97,6 +97,35 @@ def test_a_stored_video_is_ingested_and_one_is_watched(served: Served, tmp_path:
             client.delete(one)
 
 
+def test_text_stands_beside_frames(served: Served) -> None:
+    """With frames, alone, and through a save."""
+    with served.client() as client, reference(24) as session:
+        one = opened(client)
+        lines = [
+            {"text": " red star ", "begin": 4.0, "end": 5.0},
+            {"text": "a cup"},
+            {"text": "late", "begin": 90},
+        ]
+        taken = client.post(
+            f"{one}/frames", json={"frames": frames(24), "fps": 1.0, "text": lines[:2]}
+        ).json()
+        assert taken == {"taken": 24, "frames": 24, "seconds": 23.0}
+        assert client.post(f"{one}/frames", json={"text": lines[2:]}).json() == {**taken, "taken": 0}
+        session.tell([(4.0, 5.0, "red star"), (23.0, 23.0, "a cup"), (90.0, 90.0, "late")])
+        for between in (None, [3.0, 5.0]):
+            told = client.post(f"{one}/ask", json={"question": QUESTION, "between": between}).json()
+            answer = session.ask(QUESTION, between=None if between is None else (3.0, 5.0))
+            assert (
+                told["text"] == answer.text and told["lines"] == [list(line) for line in answer.lines] != []
+            )
+        assert client.post(f"{one}/save", json={"name": "told"}).status_code == 200
+        again = opened(client, resume="told")
+        assert (
+            client.post(f"{again}/ask", json={"question": QUESTION, "between": [3, 5]}).json()["lines"]
+            == told["lines"]
+        )
+
+
 def test_a_saved_stream_goes_on(served: Served) -> None:
     with served.client() as client:
         one = opened(client, 30)
@@ -300,6 +329,11 @@ def test_streams_are_few_and_close_when_nobody_uses_them() -> None:
         ({"frames": ["a"], "times": ["nan"]}, "times.0: input should be a finite number"),
         ({"frames": ["a"], "fps": 0}, "fps: input should be greater than 0"),
         ({"frames": ["a"], "stored": True}, "stored"),
+        ({"text": [{"text": " "}]}, "text.0.text: string should have at least 1 character"),
+        ({"text": [{"text": "a" * 5000}]}, "text.0.text: string should have at most 4096 characters"),
+        ({"text": [{"text": "a", "begin": -1}]}, "text.0.begin: input should be greater than or equal to 0"),
+        ({"text": [{"text": "a"}] * 257}, "text: list should have at most 256 items"),
+        ({"text": [{"text": "a"}]}, "tell: the session has seen no frame; watch something first."),
     ],
 )
 def test_frames_that_are_none_are_refused(served: Served, body: Any, told: str) -> None:

@@ -128,7 +128,7 @@ class FrameIntake:
             raise ModelError("times: some are not finite numbers; give seconds from the start of the stream.")
         if reconnect and not (isinstance(video, str | os.PathLike) and times is None and how == "watch"):
             raise ModelError("reconnect: it opens a path or URL again, with its own times; leave it out.")
-        lines = read_lines(subtitles)
+        lines = [] if subtitles is None else read_lines(subtitles)
         # Times are given for all frames of a call: all are taken in, or none.
         apart = given is None and how == "watch"
         whole = partial(self._whole, how, deadline)

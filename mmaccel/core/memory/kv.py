@@ -280,15 +280,15 @@ class StreamState(KVState):
         """Return the memory to its state at `checkpoint`, also after a pass that failed."""
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
-        """Return the memory as it is now, for one question, or None if frames have to wait until an answer has ended. One is
-        in use at a time. The question runs in its `question_scope`, and sees no frame that arrives meanwhile: those go to
-        this memory. `stream` is the question's; `pause` lets frames come while `evidence` is computed."""
+        """Return the memory as it is now, for the `question_scope` of one question: frames that arrive meanwhile go to this
+        one, unseen. None: they wait for the answer. `stream` is the question's; `pause` lets them come amid `evidence`."""
         return None
 
     def limit_to_units(self, first: int, end: int) -> None:
         """Restrict this snapshot's question to the units (frames) ``first .. end``: it retrieves no others."""
 
     parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
+    several: bool = False  # whether another snapshot may be asked while the answer on one is decoded
 
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         """Return where a caller that applies RoPE itself writes new keys and values; None: it has to call `view`."""

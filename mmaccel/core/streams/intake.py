@@ -31,12 +31,49 @@ Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]
 
 
+class AskingLock(FairLock):
+    """The lock of a session's questions, which one holds at a time until its first token. An answer may leave it then, and
+    goes on beside others; who is `holding` it waits for all that left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left, self._back = 0, threading.Condition()
+
+    @contextmanager
+    def holding(self, deadline: Any = None, token: bool = False) -> Iterator[float]:
+        with super().holding(deadline, token) as waited:
+            with self._back:
+                while self._left:
+                    self._back.wait(WAIT_S)
+                    if deadline is not None:
+                        deadline.check()
+            yield waited
+
+    @contextmanager
+    def asking(self, deadline: Deadline) -> Iterator[Callable[[], None]]:
+        """Context of a question and its answer; call what it gives to let others ask meanwhile."""
+        with ExitStack() as stack, ExitStack() as held:
+            held.enter_context(super().holding(deadline))
+
+            def leave() -> None:
+                stack.callback(self._count, -1)
+                self._count(1)
+                held.close()
+
+            yield leave
+
+    def _count(self, more: int) -> None:
+        with self._back:
+            self._left += more
+            self._back.notify_all()
+
+
 class FrameIntake:
     """Base of `VideoSession`: takes in frames. Threads hold these locks, in this order:
 
     _source  during a call of `watch` or `ingest`, so that frames of two calls do not mix
     _stream  while a clip is taken in, and while the stream is saved, loaded or closed
-    _asking  while a question is answered; a clip that fails waits for it before it is rolled back
+    _asking  while a question is read, or answered; a clip that fails waits for all answers before it is rolled back
     the model's `turns`, for one pass of frames, one token, or some layers of a question
     """
 
@@ -49,7 +86,7 @@ class FrameIntake:
     _closed = _changed = False
 
     def __init__(self) -> None:
-        self._source, self._stream, self._asking = FairLock(), FairLock(), FairLock()
+        self._source, self._stream, self._asking = FairLock(), FairLock(), AskingLock()
         self._cancelled = threading.Event()
         self.events: deque[StreamEvent] = deque(maxlen=1000)
         """What befell sources that are reconnected, and what the memory let go of; the last ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 Messages = Sequence[Mapping[str, Any]]
+AT_ONCE = 16
+"""Questions of `ask_all` that are answered at once."""
 
 
 def as_messages(question: str | Messages) -> Messages:
@@ -143,30 +146,12 @@ class VideoSession(FrameIntake):
 
     @overload
     def ask(
-        self,
-        question: str | Messages,
-        max_new_tokens: int = ...,
-        stream: Literal[False] = ...,
-        *,
-        timeout: float | None = ...,
-        evidence: bool = ...,
-        chat: bool = ...,
-        between: tuple[float, float] | None = ...,
-        **settings: Any,
+        self, question: str | Messages, max_new_tokens: int = ..., stream: Literal[False] = ..., **how: Any
     ) -> Answer: ...
 
     @overload
     def ask(
-        self,
-        question: str | Messages,
-        max_new_tokens: int = ...,
-        *,
-        stream: Literal[True],
-        timeout: float | None = ...,
-        evidence: bool = ...,
-        chat: bool = ...,
-        between: tuple[float, float] | None = ...,
-        **settings: Any,
+        self, question: str | Messages, max_new_tokens: int = ..., *, stream: Literal[True], **how: Any
     ) -> Reply: ...
 
     def ask(
@@ -195,8 +180,8 @@ class VideoSession(FrameIntake):
         settings  of `generate`: do_sample with temperature, top_k, top_p and a seed; repetition_penalty; stop_strings;
                   logits_processor or prefix_allowed_tokens_fn, as libraries make them for answers in JSON. Greedy without
 
-        It sees the stream as it is when its answer begins; questions of a session are answered one after another, and frames
-        are taken in meanwhile. Before the first frame it waits for it, if another thread's call is to take it in.
+        It sees the stream as it is when its answer begins; questions of a session are read one after another, and frames are
+        taken in meanwhile. Before the first frame it waits for it, if another thread's call is to take it in.
         `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model runs, for a question that leaves no
         position for an answer. An answer that reaches the last position ends there, with a warning.
         """
@@ -206,6 +191,14 @@ class VideoSession(FrameIntake):
             return work(None)
         (self._stream_adapter.tail_ids if self._frame_comes() else self._check)(question)
         return Reply(work, deadline)
+
+    def ask_all(self, questions: Sequence[str | Messages], *given: Any, **how: Any) -> list[Answer]:
+        """Answer several questions at once, and return their answers in order: each is the one that `ask` gives with the
+        same arguments. Their tokens are decoded as one batch, as those of calls of `ask` in several threads are; but one
+        after another with `chat`, under a draft or a pruner, and under a memory without `StreamState.several`. The first
+        error is raised once all have ended."""
+        with ThreadPoolExecutor(min(AT_ONCE, len(questions)) or 1) as pool:
+            return list(pool.map(lambda one: self.ask(one, *given, **how), questions))
 
     def _answering(
         self,
@@ -243,7 +236,6 @@ class VideoSession(FrameIntake):
         settings: Mapping[str, Any],
         put: Callable[[str], None] | None,
     ) -> Answer:
-        turns = self._asking, self._stream_adapter.turns
         if (schema := settings.get("schema")) is not None:
             # Compiled, and kept, before frames have to wait for it.
             self._stream_adapter.choose_tokens(
@@ -251,10 +243,19 @@ class VideoSession(FrameIntake):
             )
         try:
             self._await_first_frame(deadline)
-            with self._working(*turns, deadline=deadline):
+            with (
+                self._asking.asking(deadline) as leave,
+                self._working(self._stream_adapter.turns, deadline=deadline),
+            ):
                 said = [*self.history, *as_messages(question)] if chat else question
                 live = self._check(said)
                 with asked(live, said, most, evidence, deadline, True, settings, between) as turn:
+                    if (
+                        turn.shares
+                        and live.state.several
+                        and not (chat or live.pruned or self.recipe.draft.active)
+                    ):
+                        leave()
                     text, ids, reason = turn.decode(self.recipe.draft, most, put)
                     self._meter, report = turn.meter, self._told(turn.meter, turn.counted())
                     counters, draft = dict(report.kv), report.draft

@@ -227,6 +227,8 @@ class SharedArchive(ArchivedMemory):
         super().__init__(*parts)
         self.store.relieve = _weakly(self._relieved)
         _open[self] = None
+        # Snapshots whose questions are under way: what these may be about to fetch stays. One that never ran is nobody's.
+        self._questioned = weakref.WeakSet[SharedArchive]()
 
     @property
     def together(self) -> int:  # type: ignore[override]
@@ -237,8 +239,6 @@ class SharedArchive(ArchivedMemory):
 
     _lent: Any = None
     """The snapshot that reads what this memory changes."""
-    _question: Any = None
-    """A weak reference to the snapshot whose question is under way: what that may be about to fetch stays."""
     _apart = False
     """Of a snapshot: it reads copies."""
 
@@ -248,9 +248,15 @@ class SharedArchive(ArchivedMemory):
         return bool(self.store.spill != "drop_oldest")
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
+        self._part()
+        if self._questioned:
+            self.replays = Replays(
+                self.device
+            )  # in the former are results that another answer goes on reading
         self.finish_intake()
         taken: Any = super().snapshot(stream, pause)
-        self._lent, self._question = taken, weakref.ref(taken)
+        self._lent = taken
+        self._questioned.add(taken)
         return taken  # type: ignore[no-any-return]
 
     def limit_to_units(self, first: int, end: int) -> None:
@@ -268,15 +274,13 @@ class SharedArchive(ArchivedMemory):
             taken.replays, taken.prefetch, taken._apart = Replays(self.device), "off", True
             taken._numbers.copy_(told)
 
-    @property
-    def _asked_about(self) -> bool:
-        # A question that never ran leaves its snapshot to nobody.
-        return self._question is not None and self._question() is not None
-
     def _answered(self, taken: Any) -> None:
         super()._answered(taken)
-        self._recalled, self._questions = taken._recalled, taken._questions
-        self._lent = self._question = None
+        self._questioned.discard(taken)
+        if self._lent is taken:
+            self._lent = None
+        else:
+            self._part()  # what its question retrieved may change the index
 
     # What is let go of.
 
@@ -285,7 +289,7 @@ class SharedArchive(ArchivedMemory):
         self.store.pinned = _weakly(pinned)
         gone: list[int] = self.store.lost
         self.store.lost = []
-        if policy.keep_seconds is not None and not self._asked_about and held:
+        if policy.keep_seconds is not None and not self._questioned and held:
             newest = shown(self._count - 1)
             old = [unit for unit in held if policy.is_expired(unit, newest - shown(unit))]
             self._forget(old := [unit for unit in old if not pinned(unit)])
@@ -333,7 +337,7 @@ class SharedArchive(ArchivedMemory):
 
     def checkpoint(self) -> Any:
         self._part()
-        if not self._asked_about:
+        if not self._questioned:
             self.index.compact()
         return super().checkpoint()
 

@@ -84,7 +84,7 @@ class ArchivedMemory(StreamMemory):
         super().begin_pass(stream_pass)
         if stream_pass.kind == "question":
             self._found = {}
-            self._questions += 1
+            (self._main or self)._questions += 1
             if self._main is None:
                 self.finish_intake()
             begin, end = words_of(stream_pass)
@@ -182,7 +182,7 @@ class ArchivedMemory(StreamMemory):
         found, entries, code, ahead, few, name = self._choose(layer, asking)
         self._found[layer] = found
         recalled = len(found.entries)
-        self._recalled += recalled
+        (self._main or self)._recalled += recalled
         unit, ring = self.stream.unit, self._rings[layer]
         columns = few + len(entries) * unit
         asked, raw = self._space(layer, columns, columns + stream_pass.rows + stream_pass.room)
@@ -382,8 +382,8 @@ class ArchivedMemory(StreamMemory):
 
     def counters(self) -> dict[str, float]:
         own = {
-            "recalled": float(self._recalled),
-            "questions": float(self._questions),
+            "recalled": float((self._main or self)._recalled),
+            "questions": float((self._main or self)._questions),
             **self.index.counters(),
             **{f"fetch_{name}": count for name, count in self.prefetcher.counts().items()},
             "prefetch_coverage": self.prefetcher.coverage(),

@@ -54,7 +54,7 @@ class StreamMemory(IngestState):
         # What layers appended in the pass, its keys turned.
         self._fresh: dict[int, Tensor] = {}
         self._asked: dict[int, QuestionView] = {}
-        # On a device what a question sees lies where it lay for the one before.
+        # On a device what a question sees lies where it lay for one before, if no other is asked meanwhile.
         self._kept, self._keeps = dict[int, Pair](), device.type == "cuda"
         self._looks: dict[int, Look] = {}
         self._rows = QuestionRows()
@@ -102,6 +102,8 @@ class StreamMemory(IngestState):
     @property
     def parts(self) -> bool:  # type: ignore[override]
         return type(self) is StreamMemory  # a subclass says itself whether what it keeps bears that
+
+    several = property(lambda self: self.parts)
 
     def _answered(self, taken: Any) -> None:
         self._kept = taken._kept
@@ -252,7 +254,7 @@ class StreamMemory(IngestState):
         [2, G, filled, D], to be written to."""
         key, value = self._head(layer)
         keeps = self._keeps and self._stream_pass is not None and self._stream_pass.kind == "question"
-        old, known = self._kept.get(layer, (None, None)) if keeps else (None, None)
+        old, known = (self._main or self)._kept.pop(layer, (None, None)) if keeps else (None, None)
         count, like = key.shape[2], key.expand(2, -1, -1, -1)
         out = grow_buffer(old, 2, count + room + MARGIN, like=like, used=0, share=0.0)
         if out is not old or known is not key:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -107,8 +107,9 @@ class LiveVLMMemory(TokenMemory):
         mean = held.key[0, :, : pages * size].float().reshape(groups, pages, size, width).mean(2)
         score = torch.einsum("gpd,gd->p", mean, query.reshape(groups, -1, width).sum(1))
         chosen = min(pages, most)
-        self._pages += chosen
-        self._questions += layer == 0
+        counted = self._main or self  # snapshots of several questions count together
+        counted._pages += chosen
+        counted._questions += layer == 0
         if pages <= most:
             return None, begin
         best = torch.sort(score, descending=True, stable=True).indices[:most].sort().values
@@ -116,12 +117,9 @@ class LiveVLMMemory(TokenMemory):
         rest = torch.arange(pages * size, held.column.shape[0], device=best.device)
         return torch.cat([found, rest]), begin
 
-    def _answered(self, taken: Any) -> None:
-        super()._answered(taken)
-        self._pages, self._questions = taken._pages, taken._questions
-
     def counters(self) -> dict[str, float]:
-        own = {"pages": float(self._pages), "questions": float(self._questions)}
+        counted = self._main or self
+        own = {"pages": float(counted._pages), "questions": float(counted._questions)}
         return {**super().counters(), **own}
 
 

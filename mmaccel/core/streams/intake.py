@@ -31,29 +31,38 @@ Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]
 
 
+AT_ONCE = 16
+"""Answers of a session that may go on at once; then all end before the next, for a memory forgets between two answers."""
+
+
 class AskingLock(FairLock):
     """The lock of a session's questions, which one holds at a time until its first token. An answer may leave it then, and
     goes on beside others; who is `holding` it waits for all that left."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._left, self._back = 0, threading.Condition()
+        self._left, self._joined, self._back = 0, 0, threading.Condition()
 
     @contextmanager
     def holding(self, deadline: Any = None, token: bool = False) -> Iterator[float]:
         with super().holding(deadline, token) as waited:
-            with self._back:
-                while self._left:
-                    self._back.wait(WAIT_S)
-                    if deadline is not None:
-                        deadline.check()
+            self._wait(deadline)
             yield waited
+
+    def _wait(self, deadline: Deadline | None) -> None:
+        with self._back:
+            while self._left:
+                self._back.wait(WAIT_S)
+                if deadline is not None:
+                    deadline.check()
 
     @contextmanager
     def asking(self, deadline: Deadline) -> Iterator[Callable[[], None]]:
         """Context of a question and its answer; call what it gives to let others ask meanwhile."""
         with ExitStack() as stack, ExitStack() as held:
             held.enter_context(super().holding(deadline))
+            if self._joined >= AT_ONCE:
+                self._wait(deadline)
 
             def leave() -> None:
                 stack.callback(self._count, -1)
@@ -65,6 +74,7 @@ class AskingLock(FairLock):
     def _count(self, more: int) -> None:
         with self._back:
             self._left += more
+            self._joined = self._joined + max(0, more) if self._left else 0
             self._back.notify_all()
 
 

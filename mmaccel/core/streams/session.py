@@ -20,14 +20,12 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import asked
-from mmaccel.core.streams.intake import FrameIntake, Progress
+from mmaccel.core.streams.intake import AT_ONCE, FrameIntake, Progress
 from mmaccel.core.streams.lines import checked_line, read_lines, with_lines
 from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 Messages = Sequence[Mapping[str, Any]]
-AT_ONCE = 16
-"""Questions of `ask_all` that are answered at once."""
 
 
 def as_messages(question: str | Messages) -> Messages:

@@ -218,11 +218,18 @@ def _check_stream(policy: StreamPolicy) -> None:
     )
     trial.same(first, trial.ask(), "what came after a checkpoint leaves a trace; let restore take it back")
     mark = state.checkpoint()
-    if (taken := state.snapshot(replace(stream, positions=copy.copy(positions)), lambda: None)) is not None:
-        beside = _Trial(who, taken, policy.needs).ask(lambda: trial.watch(20))
+
+    def asked(meanwhile: Callable[[], object] = lambda: None) -> list[KVView] | None:
+        taken = state.snapshot(replace(stream, positions=copy.copy(positions)), lambda: None)
+        return None if taken is None else _Trial(who, taken, policy.needs).ask(meanwhile)
+
+    if (beside := asked(asked if state.several else lambda: None)) is not None:
+        trial.same(
+            first, beside, "a question meanwhile changes an answer that has begun; leave several False"
+        )
         trial.same(
             first,
-            beside,
+            asked(lambda: trial.watch(20)) or [],
             "units that come change an answer that has begun; let snapshot copy what they change",
         )
         state.restore(mark)
@@ -283,7 +290,7 @@ class _Trial:
             )
         self.state.finish_intake()
 
-    def ask(self, meanwhile: Callable[[], None] = lambda: None) -> list[KVView]:
+    def ask(self, meanwhile: Callable[[], object] = lambda: None) -> list[KVView]:
         """Run a question and, after `meanwhile`, a token of its answer; return copies of all views."""
         state, before = self.state, self.state.length()
         with state.question_scope():

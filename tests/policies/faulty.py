@@ -264,6 +264,17 @@ class _Lends(FullStream):
         return taken
 
 
+class _OneQuestion(StreamMemory):
+    several = True
+    last: Any = None
+
+    def snapshot(self, *given: Any) -> Any:
+        for asked in () if self.last is None else self.last._asked.values():
+            asked.value.zero_()
+        self.last = super().snapshot(*given)
+        return self.last
+
+
 def _one_column_less(state: StreamMemory, columns: int, few: int = 0) -> Any:
     return StreamMemory._layout(state, columns - 1, few)
 
@@ -294,6 +305,10 @@ MEMORIES = {
     "a snapshot": (
         wrong(Full, open_stream=lambda policy, *given: _Lends(*given)),
         "units that come change an answer that has begun",
+    ),
+    "several snapshots": (
+        wrong(_Streams, state=_OneQuestion),
+        "a question meanwhile changes an answer that has begun; leave several False",
     ),
     "a layout": (
         wrong(_Streams, state=wrong(StreamMemory, _layout=_one_column_less)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import copy
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.prefill.recalled import RecallPruning, TimeRangeMemory, tell_idle
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.lines import TOKENS, fitting, recalled_lines
+from mmaccel.core.streams.lines import TOKENS, fitting, recalled_lines, seen_shares
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import (
     Line,
@@ -162,8 +161,6 @@ def asked(
     if inside is not None and not isinstance(seen_as, FrameMemory):
         state = timed = TimeRangeMemory(state, stream, *inside)
         evidence = timed.evidence
-    if reads:
-        evidence = functools.cache(evidence)
     state = live.around(state, stream, seen, numbers)
     if acts is not None and (acts.stage == "layer" or acts.scoring_layer is not None):
         state = pruned = RecallPruning(state, acts, stream, depth, seen)
@@ -183,11 +180,12 @@ def asked(
     )
     runner.shares = taken is not None and running is None and type(live.around) is MemoryWrapper
     with state.question_scope(), states_restored(running):
-        runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts)})
+        runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts), "goes_on": reads})
         if timed is not None and not timed.count:
             raise ModelError(GONE.format(live.kv.name))
         if reads:
-            runner.read_lines(recalled_lines(info, evidence, between), reads, rest)
+            share = {} if between else seen_shares(state, depth, stream.unit, shows)
+            runner.read_lines(recalled_lines(info, share, between), reads, rest)
             runner.choosing = choosing(runner.ids)
         meter.prompt_tokens = runner.length()
         if pruned is not None:
@@ -278,12 +276,13 @@ class QuestionRunner(Runner):
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
         """Run a question, or what follows its words; return logits [1, V] of its last token. `inputs` has its `stream_pass`
-        and `embeds` [n, E]. Raises `Ended` if the deadline passes before the last layer."""
+        and `embeds` [n, E], and whether it `goes_on`. Raises `Ended` if the deadline passes before the last layer."""
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
         how = {"check": self.check, "meter": self.meter, "running": self.running}
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
-        self.adapter.ready(self.state, self.running)
+        if not inputs.get("goes_on"):
+            self.adapter.ready(self.state, self.running)
         return self.logits
 
     def read_lines(self, lines: Sequence[Line], room: int, rest: Tensor) -> None:

@@ -12,14 +12,15 @@ import html
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.files import outside
-from mmaccel.core.memory.kv import UnitEvidence
+from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.streams.parts import Line, StreamInfo
 
 LONGEST, KEPT = 1 << 12, 1 << 21
@@ -117,15 +118,27 @@ def without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[Line, ...]:
     return tuple(one for one in info.lines if _unit_at(starts, one.begin) not in lost)
 
 
+def seen_shares(state: StreamState, layers: int, tokens: int, numbers: Sequence[int]) -> dict[int, float]:
+    """Return, in a question, the share of layers that see each unit (frame) of `tokens` tokens, by its number in the stream:
+    `numbers` has those of the memory's units. A layer that does not tell what it sees counts for all."""
+    total = torch.zeros(len(numbers))
+    for layer in range(layers):
+        seen = state.seen_tokens(layer)
+        one = torch.ones(len(numbers), device=total.device if seen is None else seen.device)
+        if seen is not None:
+            one.zero_()[seen // tokens] = 1.0
+        total = total.to(one.device) + one
+    return {number: seen / layers for number, seen in zip(numbers, total.tolist(), strict=True) if seen}
+
+
 def recalled_lines(
-    info: StreamInfo, evidence: Callable[[], Mapping[int, UnitEvidence]], between: tuple[float, float] | None
+    info: StreamInfo, share: dict[int, float], between: tuple[float, float] | None
 ) -> list[Line]:
     """Return the lines that a question of a stream reads, best first: those `between` two times, or those whose time has a
-    frame that it recalled or has in its window. The frames that most layers see come first, then the latest."""
+    unit (frame) that a `share` of the layers sees. Those of units that most layers see come first, then the latest."""
     if between is not None:
         begin, end = between[0], min(between[1], info.ends)
         return [one for one in reversed(info.lines) if one.begin <= end and one.end >= begin]
-    share = {number: one.share for number, one in evidence().items()}
     starts, read = info.shown(0), sum(info.spans[-1]) if info.spans else 0
     if read < len(info.times):  # of a unit not yet complete
         share[len(starts)] = 1.0

@@ -56,7 +56,9 @@ def watch(
         str | None, Argument(help="A video file, URL or camera; none asks what --load holds.")
     ] = None,
     model: Model = "tiny-ov",
-    recipe: Annotated[str | None, Option(help=f"A preset, memory or YAML file ({RECIPE}).")] = None,
+    recipe: Annotated[
+        str | None, Option(help=f"A preset, a memory's name or a YAML file ({RECIPE}).")
+    ] = None,
     fps: Annotated[float, Option(help="Frames a second to look at.")] = 0.5,
     question: Annotated[
         list[str] | None,
@@ -85,11 +87,7 @@ def watch(
     ] = EVERY_S,
     max_new_tokens: Longest = MAX_NEW_TOKENS,
     evidence: Annotated[
-        int,
-        Option(
-            min=0,
-            help="How many of the moments that an answer is based on to show, best first; 0 computes none.",
-        ),
+        int, Option(min=0, help="Moments shown that an answer is based on, best first; 0 computes none.")
     ] = 5,
     device: Device = "auto",
     dtype: Dtype = "auto",

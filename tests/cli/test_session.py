@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -297,10 +298,10 @@ def test_answers_given_are_not_lost_when_it_ends_early(
     elif "stopped" in stop:
         take = VideoSession.watch
 
-        def stopped(self: VideoSession, video: Video) -> int:
+        def stopped(self: VideoSession, video: Video, **how: Any) -> int:
             if len(self) > 30:
                 raise KeyboardInterrupt
-            return take(self, video)
+            return take(self, video, **how)
 
         monkeypatch.setattr(VideoSession, "watch", stopped)
     base = (

@@ -2,8 +2,11 @@
 
 import os
 from collections.abc import Iterable
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,3 +28,33 @@ def first(count: int, *cases: Any) -> list[Any]:
 def some(*axes: Iterable[Any]) -> list[Any]:
     """All cases of the product of `axes`; interpreted, always those alone that hold each value of an axis."""
     return product(*axes, together=1 if INTERPRETED else len(axes))
+
+
+def scan(self: Any, given: tuple[Any, ...]) -> list[Any]:
+    """What `ScanOps.generic_scan` gives of a combination that is associative, by twice as many elements each step."""
+    data, axis = [one.handle.data for one in given], self.axis
+    count, step = data[0].shape[axis], 1
+    place = np.arange(count).reshape([-1 if n == axis else 1 for n in range(data[0].ndim)])
+    while step < count:
+        before = [np.roll(one, step, axis) for one in data]
+        told = [
+            self.to_tensor(one, t.dtype) for one, t in zip([*before, *data], [*given, *given], strict=True)
+        ]
+        made = self.combine_fn.fn(*told)
+        made = made if isinstance(made, tuple) else (made,)
+        data = [np.where(place < step, a, b.handle.data) for a, b in zip(data, made, strict=True)]
+        step *= 2
+    return [self.to_tensor(one, t.dtype) for one, t in zip(data, given, strict=True)]
+
+
+if INTERPRETED:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    # The language is prepared once, not at each call; types are looked up once; scans go by whole arrays.
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda function: SimpleNamespace(restore=lambda: None)
+    named = interpreter._get_np_dtype
+    known = cache(named)
+    interpreter._get_np_dtype = lambda kind: named(kind) if kind.scalar.is_ptr() else known(kind.scalar)
+    interpreter.ScanOps.generic_scan = scan

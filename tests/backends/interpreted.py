@@ -1,7 +1,8 @@
 """Where the cases of Triton's kernels run: in its interpreter on the CPU, a part of them, or all on a CUDA device."""
 
+import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -47,14 +48,24 @@ def scan(self: Any, given: tuple[Any, ...]) -> list[Any]:
     return [self.to_tensor(one, t.dtype) for one, t in zip(data, given, strict=True)]
 
 
+def in_range(self: Any, left: Any, right: Any, operation: Callable[..., Any]) -> None:
+    """What `binary_op_sanitize_overflow_impl` asserts, by NumPy."""
+    kind = left.type.scalar
+    if kind.int_bitwidth < 64:
+        found = getattr(operator, operation.__name__)(*(one.handle.data.astype(int) for one in (left, right)))
+        assert kind.get_int_min_value() <= found.min() and found.max() <= kind.get_int_max_value(), kind
+
+
 if INTERPRETED:
     import triton.language as tl
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    # The language is prepared once, not at each call; types are looked up once; scans go by whole arrays.
+    # The language is prepared once, not at each call; types are looked up once; scans and sums go by arrays.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda function: SimpleNamespace(restore=lambda: None)
     named = interpreter._get_np_dtype
     known = cache(named)
     interpreter._get_np_dtype = lambda kind: named(kind) if kind.scalar.is_ptr() else known(kind.scalar)
     interpreter.ScanOps.generic_scan = scan
+    TritonSemantic.binary_op_sanitize_overflow_impl = in_range

@@ -24,7 +24,7 @@ from tests.models.streams import FPS, QUESTION, every_stream, pair
 from tests.models.test_recipes import SMALL
 from tests.models.tiny_random import DRAFTS, often_right
 
-FRAMES, TOKENS = 48, 5
+FRAMES, TOKENS = 36, 5
 
 
 class Cell(NamedTuple):
@@ -46,7 +46,7 @@ SPARSE: dict[str, Any] = {
 SPARSE["per_head"] = {
     "name": "per_head",
     "block": 16,
-    "table": {0: {0: "dense", 1: SPARSE["grid"]}, 5: {3: SPARSE["sf_fixed"]}},
+    "table": {0: {0: "dense", 1: SPARSE["grid"]}, 3: {3: SPARSE["sf_fixed"]}},
     "default": SPARSE["a_shape"],
 }
 KV: dict[str, Any] = {
@@ -157,12 +157,12 @@ QUESTIONS = (QUESTION, "what ?", "what colour ?")
 
 @functools.cache
 def film(number: int = 0) -> torch.Tensor:
-    """[48, 3, 56, 70] uint8, of so many tokens that a pass of any memory is long enough for a pattern."""
+    """[36, 3, 56, 70] uint8, of so many tokens that a pass of any memory is long enough for a pattern."""
     return render(World.generate(3 + number, FRAMES).table(), 56, 70)
 
 
 @functools.cache
-def models(family: str, layers: int = 6) -> tuple[Any, Any, Any]:
+def models(family: str, layers: int = 4) -> tuple[Any, Any, Any]:
     """A random target with layers after each cut, a draft that is right now and then, and their processor.
 
     Weights of the layers are large: what random models of usual weights say is one token again and again, whatever they see.

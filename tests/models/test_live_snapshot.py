@@ -81,7 +81,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(one.relative_to(data)): one.read_bytes() for one in sorted(data.rglob("*")) if one.is_file()}
 
 
-LONG_TOKENS = 120
+LONG_TOKENS = 60
 WHOLE = ("full", "offload", "offload disk", "no_cache")
 """Memories that have nothing to do when a pass ends."""
 CASES = [(name, False) for name in MEMORIES] + [(name, True) for name in ("mosaic", "rekv", "livevlm")]

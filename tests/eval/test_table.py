@@ -148,4 +148,4 @@ def test_merged_lines_weigh_answers() -> None:
 def test_an_error_of_a_job_is_raised(tmp_path: Path) -> None:
     job = Job(load=partial(_loaded, tmp_path), samples=1, seed=0, recipe=Recipe())
     with pytest.raises(ModelError, match="config"):
-        list(measure_in(2, job))
+        list(measure_in(1, job))

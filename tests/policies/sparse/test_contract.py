@@ -118,8 +118,7 @@ def listed_by_hand(plan: AttentionPlan) -> Tensor:
                 (row >= 0).expand(*own.shape, -1).unflatten(-1, (-1, block)).sum(-1)
                 for row, block in ((part.q_row, plan.block_q), (span.k_row, plan.block_k))
             )
-            for b, h, m, n in (table >= 0).nonzero().tolist():
-                own[b, h] += int(rows[b, h, m]) * int(keys[b, h, n])
+            own += ((table >= 0) * rows[..., None] * keys[..., None, :]).sum((-2, -1))
     return total
 
 

@@ -256,9 +256,8 @@ LONG = Scene(
 
 def window_mask(plan: AttentionPlan, sinks: int, window: int) -> Tensor:
     """[n_query, n_key] bool, written out: what a window of `window` columns and `sinks` show, causality aside."""
-    first = plan.n_key - plan.n_query
-    rows = [[k < sinks or first + i - k < window for k in range(plan.n_key)] for i in range(plan.n_query)]
-    return torch.tensor(rows)
+    row, key = torch.arange(plan.n_key - plan.n_query, plan.n_key)[:, None], torch.arange(plan.n_key)
+    return (key < sinks) | (row - key < window)
 
 
 def check(plan: AttentionPlan, sinks: int, window: int) -> AttentionPlan:

@@ -33,19 +33,13 @@ def some(*axes: Iterable[Any]) -> list[Any]:
 
 def scan(self: Any, given: tuple[Any, ...]) -> list[Any]:
     """What `ScanOps.generic_scan` gives of a combination that is associative, by twice as many elements each step."""
-    data, axis = [one.handle.data for one in given], self.axis
-    count, step = data[0].shape[axis], 1
-    place = np.arange(count).reshape([-1 if n == axis else 1 for n in range(data[0].ndim)])
-    while step < count:
-        before = [np.roll(one, step, axis) for one in data]
-        told = [
-            self.to_tensor(one, t.dtype) for one, t in zip([*before, *data], [*given, *given], strict=True)
-        ]
-        made = self.combine_fn.fn(*told)
-        made = made if isinstance(made, tuple) else (made,)
-        data = [np.where(place < step, a, b.handle.data) for a, b in zip(data, made, strict=True)]
+    (one,), data, step = given, given[0].handle.data, 1
+    assert self.axis == 0
+    while step < len(data):
+        pair = (self.to_tensor(x, one.dtype) for x in (np.roll(data, step, 0), data))
+        data = np.concatenate([data[:step], self.combine_fn.fn(*pair).handle.data[step:]])
         step *= 2
-    return [self.to_tensor(one, t.dtype) for one, t in zip(data, given, strict=True)]
+    return [self.to_tensor(data, one.dtype)]
 
 
 def in_range(self: Any, left: Any, right: Any, operation: Callable[..., Any]) -> None:

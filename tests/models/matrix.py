@@ -167,7 +167,7 @@ def models(family: str, layers: int = 4) -> tuple[Any, Any, Any]:
 
     Weights of the layers are large: what random models of usual weights say is one token again and again, whatever they see.
     """
-    target, processor = pair(family, layers=layers)
+    target, processor = pair(family, layers=layers, wide=64)
     target = copy.deepcopy(target)
     for name, weight in target.named_parameters():
         if "language_model.layers." in name and weight.ndim == 2:

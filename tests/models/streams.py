@@ -32,8 +32,8 @@ MODELS = ("tiny-ov", "tiny-qwen", "random-ov", "random-qwen")
 
 
 @functools.cache
-def pair(name: str, layers: int = 2) -> tuple[Any, Processor]:
-    """A model in float32, and its processor; of a random one so many layers, whose feed-forward networks are thin."""
+def pair(name: str, layers: int = 2, wide: int = 128) -> tuple[Any, Processor]:
+    """A model in float32, and its processor; of a random one `layers`, whose feed-forward networks are so `wide`."""
     if name.startswith("tiny"):
         return mmaccel.load_model(name, dtype=torch.float32), mmaccel.load_processor(name)
     spec = SPECS[name.replace("random", "tiny")]
@@ -42,7 +42,7 @@ def pair(name: str, layers: int = 2) -> tuple[Any, Processor]:
     config = copy.deepcopy(like.config)
     config.text_config.num_hidden_layers = layers
     config.text_config.layer_types = ["full_attention"] * layers
-    config.text_config.intermediate_size = 64
+    config.text_config.intermediate_size = wide
     config.vision_config.num_hidden_layers = 1
     if name == "random-qwen":
         config.vision_config.depth = 1

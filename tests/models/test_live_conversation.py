@@ -106,7 +106,7 @@ def test_settings_that_cannot_be(settings: Any, words: str) -> None:
 
 def test_settings_are_those_of_generate() -> None:
     """Greedy with a penalty, and allowed tokens: the plain model's `generate` says the same after the same words."""
-    with open_session("random-ov", WHOLE["full"]) as session:
+    with open_session("random-qwen", WHOLE["full"]) as session:
         session._stream_adapter.end_token_ids = frozenset  # type: ignore[method-assign]
         session.watch(film(6), fps=FPS)
         plain = session.ask(QUESTION, 12)

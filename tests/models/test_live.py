@@ -41,16 +41,16 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 @in_a_loop
 async def test_answers_are_those_of_a_session(tmp_path: Path) -> None:
-    with open_session("random-ov", TIGHT["rekv"], 9) as session:
+    with open_session("random-qwen", TIGHT["rekv"], 9) as session:
         whole = session.ask(QUESTION, 8)
-    async with open_live("random-ov", TIGHT["rekv"]) as session:
+    async with open_live("random-qwen", TIGHT["rekv"]) as session:
         assert await session.watch(film(9), fps=FPS) == 9 == session.frames
         reply = session.ask(QUESTION, 8)
         pieces = [piece async for piece in reply]
         assert reply.answer is not None and reply.answer.ids == whole.ids and len(pieces) > 1
         assert "".join(pieces).strip() == whole.text == (await session.ask(QUESTION, 8)).text
         await session.save(tmp_path / "saved")
-    again = await mmaccel.AsyncVideoSession.resume(*pair("random-ov"), tmp_path / "saved")
+    again = await mmaccel.AsyncVideoSession.resume(*pair("random-qwen"), tmp_path / "saved")
     async with again:
         assert (await again.ask(QUESTION, 8)).ids == whole.ids and again.seconds == 4.0
         assert await again.ingest(film(4), fps=FPS) == 4
@@ -147,7 +147,7 @@ async def test_cancelling_a_watch_keeps_what_was_read() -> None:
 
 @in_a_loop
 async def test_closing_a_reply_ends_the_answer() -> None:
-    async with open_live("random-ov", TIGHT["rekv"]) as session:
+    async with open_live("random-qwen", TIGHT["rekv"]) as session:
         await session.watch(film(9), fps=FPS)
         reply = session.ask(QUESTION, 4000)
         async for _ in reply:
@@ -164,7 +164,7 @@ async def test_closing_a_reply_ends_the_answer() -> None:
 
 def test_leaving_a_reply_ends_the_answer() -> None:
     async def live() -> None:
-        async with open_live("random-ov", TIGHT["rekv"]) as session:
+        async with open_live("random-qwen", TIGHT["rekv"]) as session:
             await session.watch(film(9), fps=FPS)
             async for _ in session.ask(QUESTION, 4000):
                 break

@@ -29,7 +29,7 @@ from typing import Any
 import httpx2
 
 sys.path.insert(0, str(Path(__file__).parent))
-from timing import Log
+from timing import Log, told
 
 from mmaccel.media.video import write_jpeg
 from mmaccel_lab.world import World, render
@@ -44,24 +44,13 @@ def serving(model: str, device: str, replicas: int, keys: list[str], recipe: str
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     with tempfile.TemporaryDirectory() as saves:
-        words = [
-            "--model",
-            model,
-            "--device",
-            device,
-            "--recipe",
-            recipe,
-            "--port",
-            str(port),
-            "--saves",
-            saves,
-        ]
-        words += ["--ray", "--replicas", str(replicas)] * bool(replicas)
+        words = ["--model", model, "--device", device, "--recipe", recipe, "--port", str(port)]
+        words += ["--saves", saves, *["--ray", "--replicas", str(replicas)] * bool(replicas)]
         # A Ray of its own, of whose memory for objects a request takes little.
-        told = {"MMACCEL_KEY": " ".join(keys), "RAY_ADDRESS": "local"}
-        told |= {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20)}
+        given = {"MMACCEL_KEY": " ".join(keys), "RAY_ADDRESS": "local"}
+        given |= {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20)}
         command = [sys.executable, "-m", "mmaccel", "serve", *words]
-        process = subprocess.Popen(command, env={**os.environ, **told}, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env={**os.environ, **given}, stdout=subprocess.DEVNULL)
         url, end = f"http://127.0.0.1:{port}", time.monotonic() + 300
         try:
             while True:
@@ -155,18 +144,10 @@ def main() -> None:
     for replicas in args.replicas:
         with serving(args.model, args.device, replicas, keys, args.recipe) as url:
             found = measured(url, keys, args.clip, args.seconds, args.tokens)
-        row: dict[str, Any] = {
-            "case": "replicas",
-            "replicas": replicas,
-            "streams": args.streams,
-            "clip": args.clip,
-        }
-        row |= {"model": args.model, "recipe": args.recipe, "tokens": args.tokens, **found}
+        row: dict[str, Any] = {"case": "replicas", "replicas": replicas, "streams": args.streams}
+        row |= {"clip": args.clip, "model": args.model, "recipe": args.recipe, "tokens": args.tokens, **found}
         log.row(**row)
-        print(
-            "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()),
-            flush=True,
-        )
+        print(told(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 
 from mmaccel.core.report import RowFile, environment, read_rows, write_atomically
 
-__all__ = ["Log", "Times", "compare", "environment", "measure", "read_rows", "write_rows"]
+__all__ = ["Log", "Times", "compare", "environment", "measure", "read_rows", "told", "write_rows"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,13 @@ class Log:
     def row(self, **fields: Any) -> None:
         """One result."""
         self._rows.add(fields)
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row as one line of words."""
+    return "  ".join(
+        f"{name} {one:.3g}" if isinstance(one, float) else f"{name} {one}" for name, one in row.items()
+    )
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import crowd
 import happened
 import live
 import pytest
@@ -160,6 +161,26 @@ def test_a_frame_waits_for_one_piece(kv: str) -> None:
     assert row["wait p50"] <= max(row["slice max"], row["step max"]) + live.SPARE_MS, row
     answer = row["slice p50"] * 8 + row["step p50"] * 16
     assert row["wait p50"] < answer, "a frame does not wait for an answer"
+
+
+def test_a_crowd_is_served_or_late_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step adds streams; frames are late where they come faster than they are taken in, and a busy server refuses."""
+    some = ["--seconds", "2", "--settle", "0.5", "--every", "1", "--tokens", "4", "--before", "24"]
+    some += ["--host-gib", "64"]  # of all sessions of the process
+    out = tmp_path / "rows.jsonl"
+    _, one, two = ran("crowd", out, "--streams", "1", "2", "--fps", "2", *some)
+    assert (one["streams"], two["streams"], two["refused"]) == (1, 2, 0)
+    for row in (one, two):
+        assert row["frames_per_s"] > 0 and row["questions"] > 0 and 0 < row["first p50"] <= row["first p95"]
+        assert row["holds_least_s"] >= 12 and row["predicted_gib"] == pytest.approx(
+            row["device_gib"], rel=0.2
+        )
+        assert 0 < row["gap p50"] <= row["gap p99"] and 0 < row["askable p50"] <= row["askable p100"]
+    monkeypatch.setattr(crowd, "LATE_S", 0.001)
+    *_, row = ran("crowd", tmp_path / "late.jsonl", "--streams", "2", "--fps", "50", *some)
+    assert row["late"] == 1 and not row["ok"] and row["frames_a_call"] > 1
+    *_, row = ran("crowd", tmp_path / "full.jsonl", "--streams", "3", "--busy", "0.0001", *some)
+    assert (row["streams"], row["refused"]) == (1, 2)
 
 
 def test_quantiles() -> None:

@@ -34,9 +34,8 @@ from mmaccel.cli.report import Page, check_page, write_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.streams.lines import later, read_lines
+from mmaccel.core.streams.lines import Line, later, read_lines
 from mmaccel.core.streams.live import freeze_garbage_collector
-from mmaccel.core.streams.parts import Line
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, check_writable, load_recipe
 from mmaccel.core.streams.sources import StreamEvent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,8 @@ from mmaccel.core.prefill.sparse import choose_backend
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
-from mmaccel.core.streams.parts import Clip, FairLock, Moment, Question, RunningStates, TokenChoice
+from mmaccel.core.streams.parts import FairLock, Moment, Question, RunningStates, TokenChoice
+from mmaccel.core.streams.sources import Clip
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from mmaccel.core.decoding.batch import BatchSlot
     from mmaccel.core.prefill.context import Context
 
+Passes = Sequence[tuple[ForwardPass, int, bool]]
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
 
@@ -50,7 +52,8 @@ class StreamModel(ABC):
     device: torch.device
     layer_devices: list[torch.device]
     turns: FairLock
-    shares: bool = False  # whether it has `run_each`
+    shares: bool = False  # whether it has `run_each` for answers
+    batched: Hashable | None = None  # what models have alike whose units it has `run_each` for; None: none
     text_around_unit: tuple[int, int] = (0, 0)
     """Tokens that `unit_embeds` puts before and behind the visual tokens of a unit."""
     ready: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda state, running: None)
@@ -122,10 +125,10 @@ class StreamModel(ABC):
         E]; the key equal to the number of layers gets the last layer's output. `running` are recurrent states.
         """
 
-    def run_each(self, passes: Sequence[tuple[ForwardPass, int, bool]], embeds: Tensor) -> Any:
-        """Run one pass each for answers on several streams, as one batch (for each: pass, number of rows, `hidden`; see
-        `run`). Returns the final hidden states, and errors by index."""
-        raise ModelError("run_each: this model cannot batch several answers; run them one by one.")
+    def run_each(self, passes: Passes, embeds: Tensor, units: bool = False) -> Any:
+        """Run one pass each for answers (or `units`) on several streams, as one batch (for each: pass, number of rows,
+        `hidden`; see `run`). Returns the final hidden states, and errors by index."""
+        raise ModelError("run_each: this model cannot batch several streams; run them one by one.")
 
     def new_running_states(self) -> RunningStates | None:
         """Return fresh recurrent states for a stream, or None if no layer has any; they are passed to `run` as `running`."""
@@ -351,9 +354,7 @@ def accelerate(
     """
     chosen = Recipe.load(recipe, **choices)
     if attached(model) is not None:
-        raise ModelError(
-            "the model is already accelerated; call detach() on what accelerate returned, then attach again."
-        )
+        raise ModelError("the model is already accelerated; call detach() on what accelerate returned first.")
     return Accelerated(model, chosen, context_mesh)
 
 

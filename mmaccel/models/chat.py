@@ -20,7 +20,7 @@ from typing import Any
 from mmaccel.core import errors
 from mmaccel.core.errors import ModelError, check_text
 from mmaccel.core.files import outside
-from mmaccel.core.streams.parts import Clip
+from mmaccel.core.streams.sources import Clip
 from mmaccel.models.taking import warn_foreign
 
 SECONDS = 5.0
@@ -331,3 +331,19 @@ def _deadline() -> Iterator[None]:
         yield
     finally:
         sys.settrace(None)
+
+
+def ids_around_video(processor: Any, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """Return the ids before and after the video of a prompt; `question` is a text or messages
+    (`dialogue.question_messages`)."""
+    content: Any = [{"type": "video"}, {"type": "text", "text": question}]
+    ids, video = (
+        processor.template_ids(content if isinstance(question, str) else question),
+        processor.video_token_id,
+    )
+    if ids.count(video) != 1:
+        raise ModelError(
+            "processor: its chat template does not give a video one place; a stream needs one run of tokens."
+        )
+    at = ids.index(video)
+    return ids[:at], ids[at + 1 :]

@@ -1,8 +1,11 @@
-"""The forward pass of packed sequences: several one after the other in a batch row, each attending to itself alone."""
+"""Forward passes of several sequences one after the other in a batch row, each attending to itself alone: packed prompts
+without cache, and units of several streams, each with a memory of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -42,6 +45,55 @@ class PackedPass:
             some = (slice(b, b + 1), slice(None), columns)
             out[some] = run.attend(layer, query[some], key[some], value[some], scale)
         return out
+
+
+class JoinedStreams:
+    """Passes of several streams as one, in the place of a `ForwardPass` and of a memory.
+
+    passes  each stream's `ForwardPass`, its number of rows, and whether it takes hidden states; rows follow one another
+    check   called before each attends, at each layer
+    errors  of streams that failed, by index; the others go on
+    """
+
+    stream, ticket = True, None
+
+    def __init__(self, passes: Sequence[tuple[ForwardPass, int, bool]], check: Callable[[], None]) -> None:
+        ends = accumulate(rows for _, rows, _ in passes)
+        self._runs = [(slice(end - n, end), run) for end, (run, n, _) in zip(ends, passes, strict=True)]
+        self._check, self.errors = check, dict[int, Exception]()
+
+    def _each(self, act: Callable[[slice, ForwardPass], object]) -> None:
+        for number, (rows, run) in enumerate(self._runs):
+            if number not in self.errors:
+                try:
+                    act(rows, run)
+                except Exception as error:
+                    self.errors[number] = error
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Give each memory its keys and values of [1, G, n, D]."""
+        self._each(lambda rows, run: run.state.append(layer, key[:, :, rows], value[:, :, rows]))  # type: ignore[union-attr]
+
+    def take_hidden(self, layer: int, hidden: Tensor) -> None:
+        """Give each memory its rows of what enters a layer, [1, n, E]."""
+        self._each(lambda rows, run: run.state.take_hidden(layer, hidden[:, rows]))  # type: ignore[union-attr]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention [1, H, n, D] of each stream's rows to what its memory shows."""
+        out = torch.empty_like(query, dtype=value.dtype)
+
+        def attend(rows: slice, run: ForwardPass) -> None:
+            self._check()
+            out[:, :, rows] = run.attend(layer, query[:, :, rows], key[:, :, rows], value[:, :, rows], scale)
+
+        self._each(attend)
+        return out
+
+    def length(self) -> int:
+        """No columns of its own, as a cache of transformers counts them."""
+        return 0
+
+    held_columns = length
 
 
 def _alone(layout: TokenLayout) -> TokenLayout:

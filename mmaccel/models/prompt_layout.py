@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import IMAGE, TEXT, VIDEO
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds
 from mmaccel.models import deepstack
 
 HEAD = 3
@@ -176,6 +176,30 @@ def positions_of(config: Any) -> int | None:
     rope = rope_of(config)
     before = rope.get("original_max_position_embeddings") or most
     return max(most, int(before * (rope.get("factor") or 1)))
+
+
+def stream_positions(
+    family: Any, model: nn.Module, prompts: Sequence[tuple[Any, Tensor, Tensor, int]], alone: bool
+) -> PositionIds:
+    """Return the positions of a stream by those of `prompts` of one, two and three units: inputs, positions of the head and
+    of the units, and the text's first one. `alone`: no text stands around a unit. Raises `ModelError` where they are not
+    even."""
+    (inputs, head, unit, text), (*_, second), (_, _, three, third) = prompts
+    slope, limit = second - text, positions_of(family.text(model).config) or 1 << 15
+
+    def steps(units: int) -> Tensor:
+        return family.step_positions(model, inputs, units)  # type: ignore[no-any-return]
+
+    if alone:
+        made = PositionIds(head, unit, steps, text, slope, limit, family.stream_pace(model, inputs))
+    else:
+        made = PositionIds.evenly_spaced(head, unit, text, slope, limit)
+    if third - second != slope or not torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three):
+        raise ModelError(
+            f"{family.name}: the installed transformers gives positions that do not go on evenly from frame to frame; a "
+            "stream cannot follow them."
+        )
+    return made
 
 
 def has_sliding_window(config: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import is_not
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import home_of
+from mmaccel.core.attach import Passes
 from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
@@ -30,8 +31,6 @@ WIDTHS = (1, 2, 4, *range(8, 65, 8))
 
 FRAMES = 2
 """Frames at most whose way through the vision tower is captured: of more, the device takes longer than the host."""
-
-Passes = Sequence[tuple[ForwardPass, int, bool]]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ Norms and MLPs use fused kernels, also for other callers. Nothing stays installe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -26,17 +26,19 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import kernel_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.parts import Clip, Question, TokenChoice, fair_lock_of
+from mmaccel.core.streams.parts import Question, TokenChoice, fair_lock_of
+from mmaccel.core.streams.sources import Clip
 from mmaccel.media.preprocess import resize
 from mmaccel.models import deepstack, dialogue, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
-from mmaccel.models.chat import clips_of, common_prefix, plain_ids
+from mmaccel.models.chat import clips_of, common_prefix, ids_around_video, plain_ids
 from mmaccel.models.choosing import choosing
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.loading import drop_unread_rows
 from mmaccel.models.modules import chunk_tokens, in_parts, rotate_by
+from mmaccel.models.packed import JoinedStreams
 from mmaccel.models.processor import Processor
-from mmaccel.models.prompt_layout import positions_of, token_ids
+from mmaccel.models.prompt_layout import stream_positions, token_ids
 from mmaccel.models.pruning import kept_tokens, prune_frames
 from mmaccel.models.signals import VisionProbe
 from mmaccel.models.stock import wrap
@@ -142,7 +144,6 @@ class StreamPasses:
         input_hooks: Mapping[int, Callable[[Tensor], None]] | None = None,
         running: Any = None,
     ) -> Tensor:
-        depth = self.view.geometry.layers
         # The last rows of a question are a prompt's last; no row of a unit is.
         rest = 0 if few else self.attention.recipe.dense_tail
         told: dict[str, Any] = {"check": check or (None if few else self._between), "meter": meter}
@@ -155,15 +156,29 @@ class StreamPasses:
         if steps is not None and steps.can_run(embeds, slots is not None):
             with self.busy():
                 return steps.run(run, embeds, hidden, slots, running)
+        return self._forward(run, state, embeds, hidden, input_hooks or {}, few, running)
+
+    def _forward(
+        self,
+        run: Any,
+        state: Any,
+        embeds: Tensor,
+        hidden: bool,
+        hooks: Any,
+        few: bool = False,
+        running: Any = None,
+    ) -> Tensor:
+        """Final states [n, E] of rows `embeds` through the modules of the layers."""
         more: dict[str, Any] = {}
         if embeds.shape[1] > (wide := self.view.geometry.hidden):
             embeds, more = deepstack.split_rows(embeds, wide)
+        depth = self.view.geometry.layers
         cache = KVCache(state, depth, None if running is None else running.states)
         if running is not None:
             running.cache = cache
         positions = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         forward = self.text if self._attachment is None else self._attachment.forward
-        with self.busy(), self._hooked(state, hidden, input_hooks or {}, few), cache.at_work():
+        with self.busy(), self._hooked(state, hidden, hooks, few), cache.at_work():
             out = forward(
                 inputs_embeds=embeds[None],
                 position_ids=positions.expand(3, 1, -1) if self.family.mrope else positions,
@@ -180,7 +195,10 @@ class StreamPasses:
     def shares(self) -> bool:  # type: ignore[override]
         return step.steps_of(self).can_run(torch.empty(1, 0, device=self.device))
 
-    def run_each(self, passes: Any, embeds: Tensor) -> Any:
+    def run_each(self, passes: Any, embeds: Tensor, units: bool = False) -> Any:
+        if units:
+            joined = JoinedStreams(passes, self._between)
+            return self._forward(joined, joined, embeds, passes[0][2], {}), joined.errors
         with self.busy():
             return step.steps_of(self).run_answers(passes, embeds)
 
@@ -282,6 +300,10 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
             )
         return self.encoded(inputs, frames.shape[0] // self.frames_a_step, unit)
 
+    @property
+    def batched(self) -> Hashable | None:  # type: ignore[override]
+        return id(self.processor) if self.frame_pruner is None and len({*self.layer_devices}) == 1 else None
+
     def _pixels(self, frames: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
         return self.processor.pixels(frames, device=self.device, dtype=self.dtype)
 
@@ -327,15 +349,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
 
     def _chat(self, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """Ids before and after the video of a prompt; `question` is a text or messages (`dialogue.question_messages`)."""
-        content: Any = [{"type": "video"}, {"type": "text", "text": question}]
-        content = content if isinstance(question, str) else question
-        ids, video = self.processor.template_ids(content), self.processor.video_token_id
-        if ids.count(video) != 1:
-            raise ModelError(
-                "processor: its chat template does not give a video one place; a stream needs one run of tokens."
-            )
-        at = ids.index(video)
-        return ids[:at], ids[at + 1 :]
+        return ids_around_video(self.processor, question)
 
     def end_token_ids(self) -> frozenset[int]:
         own = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
@@ -345,26 +359,8 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         return str(self.processor.decode(ids.tolist()))
 
     def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
-        inputs, head, unit, text = self._positions(size, fps, 1)
-        second, (_, _, three, third) = self._positions(size, fps, 2)[3], self._positions(size, fps, 3)
-        slope = second - text
-        limit = positions_of(self.text.config) or 1 << 15
-
-        def steps(units: int) -> Tensor:
-            return self.family.step_positions(self.model, inputs, units)
-
-        if any(self.text_around_unit):
-            made = PositionIds.evenly_spaced(head, unit, text, slope, limit)
-        else:
-            pace = self.family.stream_pace(self.model, inputs)
-            made = PositionIds(head, unit, steps, text, slope, limit, pace)
-        same = torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three)
-        if third - second != slope or not same:
-            raise ModelError(
-                f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
-                "frame; a stream cannot follow them."
-            )
-        return self._kept(made)
+        some = [self._positions(size, fps, units) for units in (1, 2, 3)]
+        return self._kept(stream_positions(self.family, self.model, some, not any(self.text_around_unit)))
 
     def _positions(
         self, size: tuple[int, int], fps: float | None, units: int

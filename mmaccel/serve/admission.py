@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmaccel.core.recipe import Recipe
 from mmaccel.serve.settings import Limits, Refused
@@ -17,20 +18,29 @@ TIMED = 64
 SPAN_S = 10.0
 """Seconds from which on calls say how fast frames come."""
 
-Point = tuple[int, int]
-"""Frames that a stream has taken in, and bytes that it held then."""
+
+class Point(NamedTuple):
+    """Frames that a stream has taken in; the bytes that it held then, in all and on the device; and questions so far."""
+
+    frames: int
+    bytes: int
+    device: int = 0
+    questions: int = 0
+
+
+NOTHING = Point(0, 0)
 
 
 @dataclass(eq=False)
 class StreamPromise:
     """What the server has promised a stream under `recipe`: compute for `fps` frames per second, for `seconds`. `first` and
-    `last` are its (frames, bytes) at the first and the last measurement."""
+    `last` are the first and the last measurement; what a question added in between counts as there from the first on."""
 
     recipe: str
     fps: float
     seconds: float
     first: Point | None = None
-    last: Point = (0, 0)
+    last: Point = NOTHING
     calls: deque[tuple[float, int]] = field(default_factory=partial(deque, maxlen=TIMED))
 
     @property
@@ -40,18 +50,21 @@ class StreamPromise:
             return self.fps
         return max(self.fps, (self.calls[-1][1] - self.calls[0][1]) / span)
 
-    def memory_growth(self) -> float:
-        """Memory growth of a stream in bytes per frame, since the first measurement (stores grow by slabs of frames)."""
+    def memory_growth(self, device: bool = False) -> float:
+        """Memory growth of a stream in bytes per frame, in all or on the `device`, since the first measurement (stores grow
+        by slabs of frames)."""
         first, last = self.first or self.last, self.last
-        return max(0, last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
+        grown = last[1 + device] - first[1 + device]
+        return max(0, grown) / (last.frames - first.frames) if last.frames > first.frames else 0.0
 
 
 class Admission:
     """Predicts the compute time and memory of streams from what frames under their recipes took so far. A recipe without
     measurements counts as free."""
 
-    def __init__(self, recipes: Mapping[str, Recipe], limits: Limits) -> None:
-        self._recipes, self._limits = recipes, limits
+    def __init__(self, recipes: Mapping[str, Recipe], limits: Limits, device_bytes: float = math.inf) -> None:
+        """`device_bytes`: most bytes on the device that all streams may take."""
+        self._recipes, self._limits, self._device_bytes = recipes, limits, device_bytes
         self._promises = list[StreamPromise]()
         self._costs: defaultdict[str, deque[tuple[float, int]]] = defaultdict(partial(deque, maxlen=TIMED))
         self._longest = dict[str, StreamPromise]()
@@ -61,12 +74,17 @@ class Admission:
     ) -> None:
         """Record a call that took `seconds` (without waiting), and the stream's (frames, bytes) `before` it and `now`.
         Frames that are not `live` are not counted in the cost of live ones."""
-        new, promise.last = now[0] - before[0], now
-        promise.first = promise.first or (before if before[0] else now)
-        promise.calls.append((monotonic(), now[0]))
+        before, now = Point(*before), Point(*now)
+        new, promise.last = now.frames - before.frames, now
+        first = promise.first or (before if before.frames else now)
+        if now.questions != before.questions:
+            # What a question takes comes once, and is no growth by frames.
+            first = Point(*(one + more - less for one, more, less in zip(first, now, before, strict=True)))
+        promise.first = first
+        promise.calls.append((monotonic(), now.frames))
         if new > 0 and live:
             self._costs[promise.recipe].append((seconds, new))
-        if (longest := self._longest.get(promise.recipe)) is None or now[0] >= longest.last[0]:
+        if (longest := self._longest.get(promise.recipe)) is None or now.frames >= longest.last.frames:
             self._longest[promise.recipe] = promise
 
     def predicted_load(self, promise: StreamPromise) -> float:
@@ -74,18 +92,18 @@ class Admission:
         costs = self._costs[promise.recipe]
         return promise.rate * sum(seconds for seconds, _ in costs) / max(1, sum(new for _, new in costs))
 
-    def predicted_bytes(self, promise: StreamPromise) -> float:
-        """Predict how many bytes a stream will hold in the end: by its own growth, or, before it has any frames, by that of
-        the longest stream of its recipe."""
-        model = promise if promise.last[0] else self._longest.get(promise.recipe, promise)
-        (seen, held), each = model.last, model.memory_growth()
+    def predicted_bytes(self, promise: StreamPromise, device: bool = False) -> float:
+        """Predict how many bytes a stream will hold in the end, in all or on the `device`: by its own growth, or, before it
+        has any frames, by that of the longest stream of its recipe."""
+        model = promise if promise.last.frames else self._longest.get(promise.recipe, promise)
+        seen, held, each = model.last.frames, model.last[1 + device], model.memory_growth(device)
         kv: Any = self._recipes[promise.recipe].kv
         seconds = min(promise.seconds, getattr(kv, "keep_seconds", None) or promise.seconds)
         frames = promise.fps * seconds
-        whole = held + each * (frames - seen) if frames > seen else held * frames / seen
+        whole = held + each * (frames - seen) if frames > seen or device else held * frames / seen
         store = getattr(kv, "store", None)
         most = None if getattr(store, "spill", None) == "disk" else getattr(store, "host_bytes", None)
-        return max(promise.last[1], min(whole, most or whole))
+        return max(promise.last[1 + device], min(whole, (None if device else most) or whole))
 
     def admit(self, recipe: str, fps: float | None, seconds: float) -> StreamPromise:
         """Admit a new stream and return its `StreamPromise`, released by `end`. `fps` None: a stream moved here, which is
@@ -107,6 +125,16 @@ class Admission:
                 503,
                 f"seconds: this stream will hold {more:.0f} bytes after {seconds:g} s and the open ones {held:.0f}, of "
                 f"{limits.memory_bytes} for all; ask for fewer seconds, or come later.",
+                "no_room",
+            )
+        held, more = (
+            sum(self.predicted_bytes(one, True) for one in some) for some in (self._promises, [new])
+        )
+        if fps is not None and held + more > self._device_bytes and more:
+            raise Refused(
+                503,
+                f"seconds: this stream will hold {more:.0f} bytes of the device and the open ones {held:.0f}, of "
+                f"{self._device_bytes:.0f} for all; come later.",
                 "no_room",
             )
         self._promises.append(new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import tempfile
 import threading
 import time
@@ -40,6 +41,8 @@ from mmaccel.serve.turns import FairQueue
 log = logging.getLogger("mmaccel.serve")
 Put = Callable[[str], None]
 OUT_OF_MEMORY = "out_of_memory"
+DEVICE_SHARE = 0.9
+"""Of what is free on the device beside the model: the rest is for what passes compute."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,11 @@ class Engine:
                 continue
             found.append(name)
         return found
+
+    def free_device_bytes(self) -> float:
+        """Return how many bytes of the model's device streams may take; infinity where that is not a GPU."""
+        device = next(self.model.parameters()).device
+        return DEVICE_SHARE * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
     async def complete(self, request: ChatRequest, caller: str, put: Put) -> Completion:
         """Answer a chat request; `put` is called with its text piece by piece, from any thread."""

@@ -18,6 +18,7 @@ from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.live import AsyncVideoSession, run_in_thread
 from mmaccel.media.video import write_jpeg
+from mmaccel.serve.admission import Point
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits
 
@@ -79,9 +80,15 @@ class StreamEntry:
                 one["image"] = "data:image/jpeg;base64," + base64.b64encode(file).decode()
         return told
 
-    def frames_and_bytes(self) -> tuple[int, int]:
-        """Return how many frames the stream has taken in, and how many bytes it holds (`bytes()`)."""
-        return self.session.frames, self.bytes()
+    async def measured(self) -> Point:
+        """Count anew, and return `held`."""
+        await self.count()
+        return self.held()
+
+    def held(self) -> Point:
+        """Return how many frames the stream has taken in, and the bytes that it holds, as last counted."""
+        device, questions = (int(self.counters.get(name, 0)) for name in ("bytes", "questions"))
+        return Point(self.session.frames, self.bytes(), device, questions)
 
     def bytes(self) -> int:
         """Bytes that the stream holds on the device, the host and the disk, as last counted."""

@@ -73,7 +73,7 @@ class Streams:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.limits = engine, engine.settings.limits
         self._open: dict[str, Stream] = {}
-        self.admission = Admission(engine.recipes, self.limits)
+        self.admission = Admission(engine.recipes, self.limits, engine.free_device_bytes())
         self._opening: dict[str, int] = {}
         self._calls = defaultdict[str, FairQueue](partial(FairQueue, self.limits.calls, self.limits.waiting))
         self._sockets: Counter[str | None] = Counter()
@@ -157,8 +157,7 @@ class Streams:
                 if folder is not None:
                     with hide_server_path(folder):
                         await kept.session.load(folder)
-                    await kept.count()
-                    promise.last = promise.first = kept.frames_and_bytes()
+                    promise.last = promise.first = await kept.measured()
         except BaseException:
             self.admission.end(promise)
             if kept is not None:
@@ -240,13 +239,12 @@ class Streams:
         async with stream.taking:
             self._check_room()
             deadline.check()
-            before, start = stream.kept.frames_and_bytes(), time.monotonic() - stream.session.session.waited_s
+            before, start = stream.kept.held(), time.monotonic() - stream.session.session.waited_s
             with self.engine.out_of_memory():
                 taken: int = await call(timeout=max(0.01, deadline.seconds_left() or 0.0))
             seconds = time.monotonic() - stream.session.session.waited_s - start
             await run_in_thread(partial(stream.kept.pictures.add, before[0], frames[:taken]))
-            await stream.kept.count()
-            self.admission.record_call(stream.promise, seconds, before, stream.kept.frames_and_bytes(), live)
+            self.admission.record_call(stream.promise, seconds, before, await stream.kept.measured(), live)
             await self.note_change(stream)
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))

@@ -1,5 +1,6 @@
 """Turns are given in the order in which threads asked, and back to who gave way."""
 
+import math
 import threading
 import time
 
@@ -49,6 +50,35 @@ def test_turns_come_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> N
         until(turns, 1)
     finish(threads)
     assert order[-1] == "d" and turns._holder is None
+
+
+def test_passes_wait_for_what_is_short_and_for_new_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question comes before a new pass, not before an old one; what another has done is not waited for."""
+    turns, order, done = FairLock(), list[str](), threading.Event()
+
+    def work(name: str, **how: object) -> None:
+        with turns.holding(**how):
+            order.append(name if turns._holder == threading.get_ident() else f"{name} is over")
+            if name == "pass":
+                done.set()
+
+    with turns.holding():
+        threads = []
+        for number, (name, how) in enumerate(
+            [
+                ("pass", {"over": done.is_set}),
+                ("other", {"over": done.is_set}),
+                ("plain", {}),
+                ("question", {"ahead": 60.0}),
+                ("short", {"ahead": math.inf}),
+                ("late", {"ahead": 0.0}),
+            ]
+        ):
+            threads += beside(lambda name=name, how=how: work(name, **how))
+            until(turns, number + 1)
+    finish(threads)
+    assert order[:3] == ["question", "short", "pass"] and turns._holder is None
+    assert sorted(order[3:]) == ["late", "other is over", "plain"]
 
 
 def test_who_holds_nothing_gives_no_way() -> None:

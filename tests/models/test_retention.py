@@ -9,7 +9,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError, StoreError
-from mmaccel.core.streams.parts import Clip
+from mmaccel.core.streams.sources import Clip
 from mmaccel.policies.kv import _archived, _index
 from mmaccel.policies.kv.store import slabs
 from tests.models.streams import CLUSTERS, FPS, QUESTION, logits, open_session, pair, resumed

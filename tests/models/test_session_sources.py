@@ -17,7 +17,7 @@ from mmaccel import media
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, ModelError, VideoError, VideoStalled
 from mmaccel.core.streams import sources
-from mmaccel.core.streams.parts import Clip
+from mmaccel.core.streams.sources import Clip
 from mmaccel.media import Video
 from mmaccel.media.container import Source
 from tests.media.films import answering, silent_pipe, write_film

@@ -106,14 +106,14 @@ def test_a_draft_reads_a_stored_film_in_one_pass_under_its_window(monkeypatch: p
     draft, passes, encode = (
         Sequential(model=pair("random-ov")[0], window=3),
         list[Any](),
-        StreamRunner._encode,
+        StreamRunner.encode,
     )
 
     def noted(self: StreamRunner, frames: torch.Tensor) -> None:
         passes.append((self.adapter.attention.recipe.sparse, len(frames)))
         encode(self, frames)
 
-    monkeypatch.setattr(StreamRunner, "_encode", noted)
+    monkeypatch.setattr(StreamRunner, "encode", noted)
     with open_session("random-ov", TIGHT["mosaic"], draft=draft, chunk=None) as session:
         session.ingest(film(24), fps=FPS)
         (_, whole), (pattern, count) = passes

@@ -15,7 +15,7 @@ import pytest
 
 from mmaccel.core.recipe import Recipe
 from mmaccel.serve import sources
-from mmaccel.serve.admission import Admission
+from mmaccel.serve.admission import Admission, Point
 from mmaccel.serve.kept import Thumbnails
 from mmaccel.serve.settings import Limits, Refused, Settings
 from tests.media.films import answering, write_film
@@ -243,3 +243,20 @@ def test_a_server_refuses_the_stream_that_is_too_much() -> None:
         assert "send fewer frames a second" in refused.json()["error"]["message"]
         assert client.delete(f"{SESSIONS}/{opened}").status_code < 300
         assert client.post(SESSIONS, json={"fps": 1}).status_code == 201
+
+
+def test_bytes_of_the_device_are_promised_until_they_are_all_taken() -> None:
+    """What a question takes comes once, and is no growth by frames; a cap of the host's is none of the device's."""
+    kv = {"name": "rekv", "store": {"process_bytes": 1000, "spill": "drop_oldest"}}
+    admission = Admission({"capped": Recipe.load(None, kv=kv)}, Limits(), device_bytes=3_500)
+    one = admission.admit("capped", 1.0, 100.0)
+    admission.record_call(one, 0.0, Point(0, 0), Point(10, 9_000, 400))
+    admission.record_call(one, 0.0, Point(10, 9_000, 400), Point(12, 9_900, 1_000, 1))
+    admission.record_call(one, 0.0, Point(12, 9_900, 1_000, 1), Point(20, 20_000, 1_008, 1))
+    assert admission.predicted_bytes(one, device=True) == 1_008 + 80
+    admission.admit("capped", 1.0, 100.0)
+    admission.admit("capped", 1.0, 100.0)
+    with pytest.raises(Refused, match=r"1088 bytes of the device and the open ones 3264, of 3500") as told:
+        admission.admit("capped", 1.0, 100.0)
+    assert told.value.code == "no_room"
+    admission.admit("capped", None, 100.0)  # goes on here

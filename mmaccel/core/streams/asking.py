@@ -25,10 +25,9 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.prefill.recalled import RecallPruning, TimeRangeMemory, tell_idle
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.lines import TOKENS, fitting, recalled_lines, seen_shares
+from mmaccel.core.streams.lines import TOKENS, Line, fitting, recalled_lines, seen_shares
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import (
-    Line,
     MemoryWrapper,
     Question,
     RunningStates,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -21,15 +22,14 @@ from mmaccel.core.decoding.watching import DraftStreamSettings
 from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.lines import begun_between, read_lines, with_lines, without_units
-from mmaccel.core.streams.parts import WAIT_S, Clip, FairLock, Line
-from mmaccel.core.streams.sources import StreamEvent, changes_between, clips_with_reconnect, shift_clip
+from mmaccel.core.streams.lines import Line, begun_between, read_lines, with_lines, without_units
+from mmaccel.core.streams.parts import QUESTION_S, WAIT_S, FairLock, StreamInfo
+from mmaccel.core.streams.sources import Clip, StreamEvent, changes_between, clips_with_reconnect, shift_clip
 from mmaccel.core.streams.standing import StandingQuestion
-from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size, shown_at
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size
 
 Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]
-
 
 AT_ONCE = 16
 """Answers of a session that may go on at once; then all end before the next, for a memory forgets between two answers."""
@@ -44,8 +44,8 @@ class AskingLock(FairLock):
         self._left, self._joined, self._back = 0, 0, threading.Condition()
 
     @contextmanager
-    def holding(self, deadline: Any = None, token: bool = False) -> Iterator[float]:
-        with super().holding(deadline, token) as waited:
+    def holding(self, deadline: Any = None, **how: Any) -> Iterator[float]:
+        with super().holding(deadline, **how) as waited:
             self._wait(deadline)
             yield waited
 
@@ -148,7 +148,7 @@ class FrameIntake:
         exact = torch.autocast(self._stream_adapter.device.type, enabled=False)
         with ExitStack() as stack:
             for one in turns:
-                stack.enter_context(one.holding(deadline))
+                stack.enter_context(one.holding(deadline, ahead=QUESTION_S))
             with torch.inference_mode(False), torch.no_grad(), exact:
                 if self._closed:
                     raise ModelError("the session is closed; open a new one, or resume a saved one.")
@@ -192,8 +192,6 @@ class FrameIntake:
                     self._stream_adapter.attention.meter.clear()
                 try:
                     for clip in clips:
-                        if apart:
-                            self._let_go()
                         with each():
                             taken = self._take(how, clip, given, done, progress, deadline, lines)
                             if not clip.part and (how == "watch" or taken == len(clip.frames)):
@@ -215,7 +213,8 @@ class FrameIntake:
                     )
                 if part:
                     self._rest()
-            self._let_go()  # what is gone does not come back with a stream that is restored
+            if not apart:
+                self._let_go()
         except Ended as end:  # while the call waited for its turn
             over = end.reason
         except Exception as error:
@@ -247,7 +246,7 @@ class FrameIntake:
 
     @contextmanager
     def _turn(self, deadline: Deadline | None = None) -> Iterator[None]:
-        with self._stream_adapter.turns.holding(deadline) as waited:
+        with self._stream_adapter.turns.holding(deadline, ahead=math.inf) as waited:
             self._waited += waited
             yield
 
@@ -286,8 +285,9 @@ class FrameIntake:
         alone = how == "ingest" or (draft.active and "video" in draft.needs)
         turns = self._stream_adapter.turns
         with self._working(self._stream, *([self._asking] if alone else []), deadline=deadline):
-            before, self._changed, noted = self._live, False, tuple(self.events)
             with self._turn(deadline):
+                self._let_go()  # what is gone does not come back with a stream that is restored
+                before, self._changed, noted = self._live, False, tuple(self.events)
                 mark = None if before is None else before.checkpoint()
             try:
                 yield
@@ -332,12 +332,13 @@ class FrameIntake:
         def tell(through: int) -> None:
             nonlocal watched, since
             some, watched = slice(watched, through), through
-            with self._turn():
-                if lines:
-                    info, before, since = live.info, since, live.info.ends
-                    info.lines = with_lines(info.lines, begun_between(lines, before, since, later))
-                told = clip.frames[some], shown[some], clip.fps, live.info.timed
-                live.beside.take_frames(*told, how == "ingest")
+            if lines or live.beside.stream is not None:
+                with self._turn():
+                    if lines:
+                        info, before, since = live.info, since, live.info.ends
+                        info.lines = with_lines(info.lines, begun_between(lines, before, since, later))
+                    told = clip.frames[some], shown[some], clip.fps, live.info.timed
+                    live.beside.take_frames(*told, how == "ingest")
             for one in self._standing:
                 one.notify_frames()
             if progress is not None:
@@ -359,3 +360,41 @@ class FrameIntake:
         watches = draft.active and "video" in draft.needs
         opens = partial(draft.open_stream, self._stream_adapter.view, told)
         return GuardedDraftStream(opens if watches else None)
+
+
+def shown_at(
+    how: str, clip: Clip, given: list[float] | None, done: int, info: StreamInfo | None
+) -> tuple[list[float], bool]:
+    """Return the seconds at which the frames of a clip are shown, after those of the stream `info`, and whether they are
+    known or made up. `given` are the times of all frames of a call, `done` of which came before. Raises `ModelError`, which
+    names the call `how`."""
+    count = clip.frames.shape[0]
+    if not count:
+        raise ModelError(f"{how}: the clip has no frames; give at least one.")
+    if clip.frames.dtype != torch.uint8:
+        raise ModelError(f"{how}: frames are {clip.frames.dtype}; give uint8, 0 to 255.")
+    # Too many are told of before anything is taken in, where the end is known.
+    times = clip.times if given is None else given[done : done + count if clip.part else None]
+    if times is not None and len(times) != count:
+        whose = "of the video " if given is None else ""
+        raise ModelError(f"times: there are {len(times)} {whose}for {count} frames; give one for each frame.")
+    last = info.times[-1] if info is not None and info.times else None
+    rate = clip.fps if clip.fps or info is None else info.fps
+    return frame_times(last, times, count, rate, given is not None), times is not None or rate is not None
+
+
+def frame_times(
+    last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
+) -> list[float]:
+    """Return the seconds, ascending, of `count` new frames that follow a frame at `last`: the `given` ones, shifted to
+    follow it unless `strict`; else one every ``1 / fps``."""
+    step = 1 / fps if fps else 1.0
+    if given is None:
+        return [(0.0 if last is None else last + step) + i * step for i in range(count)]
+    rising = all(a < b for a, b in itertools.pairwise(given))
+    if not rising or (strict and last is not None and given[0] <= last):
+        after = "" if last is None else f" and be later than {last:g}, when the last frame was shown"
+        raise ModelError(f"times: they must rise{after}; give seconds from the start of the stream.")
+    # Another file begins at zero again.
+    shift = last + step - given[0] if last is not None and given[0] <= last else 0.0
+    return [moment + shift for moment in given]

@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.files import outside
 from mmaccel.core.memory.kv import StreamState
-from mmaccel.core.streams.parts import Line, StreamInfo
+from mmaccel.core.streams.parts import StreamInfo
 
 LONGEST, KEPT = 1 << 12, 1 << 21
 """Characters of a line, and of all lines that a session keeps, at most; the oldest make room. A day of speech has 2^21."""
@@ -33,6 +33,14 @@ TIME = r"(?:([0-9]{1,4}):)?([0-9]{1,2}):([0-9]{1,2}[,.][0-9]{1,3})"
 CUE = re.compile(rf"\s*{TIME}\s*-->\s*{TIME}(?:\s.*)?")
 MARKUP = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
 WRITE = "write 00:01:02,000 --> 00:01:04,000"
+
+
+class Line(NamedTuple):
+    """A text that was shown or said from `begin` to `end`, in seconds of the stream."""
+
+    begin: float
+    end: float
+    text: str
 
 
 def checked_line(begin: Any, end: Any, text: Any, call: str = "tell") -> Line:

@@ -1,4 +1,4 @@
-"""Pruning of a draft's retrieved tokens on a stream, guided by the attention of the target's question."""
+"""What wraps a stream's memory during a question: to prune a draft's retrieved tokens by the target's attention."""
 
 from __future__ import annotations
 

@@ -27,17 +27,6 @@ Moment = tuple[int, Sequence[float]]
 
 
 @dataclass(frozen=True, eq=False)
-class Clip:
-    """Frames [T, 3, H, W] with the seconds at which each was shown and their rate, None where unknown; `part`: it is a piece
-    of a source of unknown length."""
-
-    frames: Tensor
-    times: list[float] | None
-    fps: float | None
-    part: bool = False
-
-
-@dataclass(frozen=True, eq=False)
 class Question:
     """A question on a stream, tokenized: ids [n] of what follows the video and its end marks, with input embeddings [n, E].
     ``words[0] .. words[1]`` are the user's own, the last `behind` the template's; from `visual` on no token stands for an
@@ -115,14 +104,6 @@ def states_restored(running: RunningStates | None) -> Iterator[None]:
             running.restore(mark)
 
 
-class Line(NamedTuple):
-    """A text that was shown or said from `begin` to `end`, in seconds of the stream."""
-
-    begin: float
-    end: float
-    text: str
-
-
 @dataclass(eq=False)
 class StreamInfo:
     """Facts of a stream other than its memory.
@@ -147,7 +128,7 @@ class StreamInfo:
     times: list[float] = field(default_factory=list)
     pending: Tensor | None = None
     pins: list[tuple[float, float]] = field(default_factory=list)
-    lines: tuple[Line, ...] = ()
+    lines: tuple[Any, ...] = ()
 
     @property
     def ends(self) -> float:
@@ -189,12 +170,17 @@ WAIT_S = 0.05
 PATIENCE_S = 0.02
 """Seconds that a token waits before a pass stands still for it: with a layer and the token's own step, half of 60 ms."""
 
+QUESTION_S = 0.25
+"""A question comes before passes of frames that have waited for less: a frame has a second or so until it is asked about."""
+
 
 class _Waiter(NamedTuple):
     thread: int
     event: threading.Event
-    token: bool
     since: float
+    token: bool = False
+    ahead: float = 0.0
+    over: Callable[[], bool] | None = None
 
 
 class FairLock:
@@ -216,17 +202,30 @@ class FairLock:
         )  # what streams of the model share, while one of them holds it
         self.answers = 0
         """Answers under way that can share steps."""
+        self.units = list[Any]()
+        """Passes of frames that wait (`joint.WaitingUnits`); whoever has the turn may run them."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether another thread holds the lock, or a pass waits for it."""
+        return bool(self.units) or self._holder not in (None, threading.get_ident())
 
     @contextmanager
-    def holding(self, deadline: Any = None, token: bool = False) -> Iterator[float]:
-        """Context that holds the lock (for answer tokens if `token`) and gives the seconds waited. Raises `Ended` if the
-        deadline comes first."""
+    def holding(self, deadline: Any = None, **how: Any) -> Iterator[float]:
+        """Context that holds the lock and gives the seconds waited. Raises `Ended` if the deadline comes first.
+
+        token  for tokens of an answer
+        ahead  it comes before passes of frames that have waited for less than so many seconds: what is done before and after
+               a pass, always, so that passes wait at once; and a question, which has less time than they
+        over   tells that another holder has done what the lock is wanted for; the context then begins without the lock
+        """
         began = monotonic()
-        self._acquire(deadline, token)
+        held = self._acquire(deadline, **how)
         try:
             yield monotonic() - began
         finally:
-            self._release()
+            if held:
+                self._release()
 
     def yield_lock(self, inside: bool = False) -> None:
         """Release the lock to waiting threads, then continue: with the next token or, `inside`, with the forward pass under
@@ -263,7 +262,7 @@ class FairLock:
             if self._holder != threading.get_ident() or not when():
                 return
             depth, self._paused = self._depth, self._paused or inside
-            mine = self._queue(token)
+            mine = self._queue(token=token)
             self._still = mine if still else self._still
             self._next()
         try:
@@ -319,22 +318,24 @@ class FairLock:
         mine = self._holder == threading.get_ident()
         self._lock, self._waiting = threading.Lock(), deque()
         self._holder, self._depth = (self._holder, self._depth) if mine else (None, 0)
-        self._paused, self._still = False, None
+        self._paused, self._still, self.units = False, None, []
         self.__dict__.pop("batch", None)
 
-    def _queue(self, token: bool) -> _Waiter:
-        mine = _Waiter(threading.get_ident(), threading.Event(), token, monotonic())
+    def _queue(self, **how: Any) -> _Waiter:
+        mine = _Waiter(threading.get_ident(), threading.Event(), monotonic(), **how)
         self._waiting.append(mine)
         return mine
 
-    def _acquire(self, deadline: Any, token: bool) -> None:
+    def _acquire(self, deadline: Any, **how: Any) -> bool:
+        """Wait for the lock; return whether it is held, which it is not where what it was wanted for is `over`."""
         if deadline is not None:
             deadline.check()
+        me = threading.get_ident()
         with self._lock:
-            if self._holder == threading.get_ident():
+            if self._holder == me:
                 self._depth += 1
-                return
-            mine = self._queue(token)
+                return True
+            mine = self._queue(**how)
             if self._holder is None:
                 self._next()
         try:
@@ -346,8 +347,10 @@ class FairLock:
                 if mine in self._waiting:
                     self._waiting.remove(mine)
                     raise
-            self._release()
+            if self._holder == me:
+                self._release()
             raise
+        return self._holder == me
 
     def _release(self) -> None:
         with self._lock:
@@ -364,11 +367,17 @@ class FairLock:
         """Give the lock to who has waited longest, every other time to a token that waits for too long; while a pass stands
         still for tokens, to these or back to it. `_lock` is held."""
         self._holder, self._depth = None, 0
+        for mine in [one for one in self._waiting if one.over is not None and one.over()]:
+            self._waiting.remove(mine)
+            mine.event.set()
         able = [one for one in self._waiting if self._still is None or one.token or one is self._still]
         late = None if self._jumped else self._late()
         self._jumped = late is not None
         if able:
             mine = able[0] if late is None else late
+            if mine.over is not None:
+                waited = monotonic() - mine.since
+                mine = next((one for one in able if one.ahead > waited), mine)
             self._waiting.remove(mine)
             self._still = None if mine is self._still else self._still
             self._holder, self._depth = mine.thread, 1

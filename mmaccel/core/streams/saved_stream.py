@@ -17,8 +17,9 @@ from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.streams.lines import Line
 from mmaccel.core.streams.listening import AttentionRecording
-from mmaccel.core.streams.parts import Line, StreamInfo
+from mmaccel.core.streams.parts import StreamInfo
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 FILM, MEMORY = "film.safetensors", "memory"

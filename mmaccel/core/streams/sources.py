@@ -10,14 +10,26 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
+from torch import Tensor
+
 from mmaccel.core.errors import VideoError, VideoStalled
-from mmaccel.core.streams.parts import Clip
 
 Part = TypeVar("Part")
 GAP, GAP_S = 4.0, 1.0
 """A gap lasts longer than so many times the usual step between frames, and than so many seconds."""
 FIRST_S, MOST_S, STEP_S = 0.5, 30.0, 0.05
 """Seconds until a source is opened again: at first, and at most; and between two checks meanwhile."""
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """Frames [T, 3, H, W] with the seconds at which each was shown and their rate, None where unknown; `part`: it is a piece
+    of a source of unknown length."""
+
+    frames: Tensor
+    times: list[float] | None
+    fps: float | None
+    part: bool = False
 
 
 @dataclass

@@ -17,20 +17,19 @@ from torch import Tensor
 from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.decoding.watching import DraftStream
-from mmaccel.core.errors import DraftError, ModelError, warn
+from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import split_stream
 from mmaccel.core.prefill.attention import MIN_ROWS
+from mmaccel.core.streams.joint import UNITS, WaitingUnits, take_in
 from mmaccel.core.streams.listening import AttentionRecording
-from mmaccel.core.streams.parts import Clip, MemoryWrapper, StreamInfo, states_restored
+from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, states_restored
 
 WATCHED = (
     "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
     f"of {MIN_ROWS} tokens and of more than dense_tail"
 )
-UNITS = 16
-"""Units that go through the layers together where neither recipe nor memory says otherwise."""
 ROWS = {"cuda": 1 << 16}
 """Tokens of a pass of an ingestion where the recipe has no `chunk`; elsewhere half as many. A plan for twice the rows takes
 little longer."""
@@ -134,7 +133,8 @@ class StreamRunner:
         one = len(set(adapter.layer_devices)) == 1
         opened = kv.open_stream if one else partial(split_stream, kv, adapter.layer_devices)
         self.waits: deque[float] = deque(maxlen=1024)
-        """Seconds that each of the last passes of frames waited for its turn; `waited_s` is of all."""
+        """Seconds that each of the last passes of frames waited for its turn; `waited_s` is of all, and of a pass with
+        frames of other streams what these took."""
         self.waited_s = 0.0
         self.state = opened(self.stream, adapter.view.geometry, adapter.view, adapter.device)
         self.running = adapter.new_running_states()
@@ -199,11 +199,18 @@ class StreamRunner:
         try:
             for first in range(0, whole, step):
                 last = min(first + step, whole)
-                with self.adapter.turns.holding(deadline) as waited:
-                    self.waits.append(waited)
-                    self.waited_s += waited
-                    info.times += moments[len(info.times) - before : last * pace - pending]
-                    self._encode(frames[first * pace : last * pace])
+                shown = moments[len(info.times) - before : last * pace - pending]
+                some, turns = frames[first * pace : last * pace], self.adapter.turns
+                if turns.wanted:
+                    ours = take_in(WaitingUnits(self, some, shown), deadline)
+                    waited, others = ours.waited, ours.others
+                else:
+                    with turns.holding(deadline) as waited:
+                        info.times += shown
+                        self.encode(some)
+                    others = 0.0
+                self.waits.append(waited)
+                self.waited_s += waited + others
                 progress(last * pace - pending)
         except Ended:
             taken = max(0, first * pace - pending)
@@ -247,39 +254,48 @@ class StreamRunner:
         info.raw = size
         return frames
 
-    def _encode(self, frames: Tensor) -> None:
-        """Whole units into the memory."""
+    def encode(self, frames: Tensor) -> None:
+        """Take whole units of frames [n * pace, 3, H, W] into the memory."""
         info, state, pace = self.info, self.state, self.adapter.pace
+        if not isinstance(state, FrameMemory):
+            return self.run_units(state, *self.note_units(self.adapter.features(frames, info.size)[0]))
+        state.store_frames(frames)
         start = sum(info.spans[-1]) if info.spans else 0
-        if isinstance(state, FrameMemory):
-            state.store_frames(frames)
-            info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
-            return
-        features, counts = state.merge_units(self.adapter.features(frames, info.size)[0])
-        begins = (
-            [start + pace * past for past in itertools.accumulate(counts[:-1], initial=0)] if counts else []
-        )
-        info.spans += [(begin, count * pace) for begin, count in zip(begins, counts, strict=True)]
-        self.run_units(state, features, begins)
+        info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
+
+    def note_units(self, features: Tensor) -> tuple[Tensor, list[int]]:
+        """Note the spans of units with `features` [n, P, E], merged where the memory does; return what `run_units` takes."""
+        spans, pace = self.info.spans, self.adapter.pace
+        start = sum(spans[-1]) if spans else 0
+        features, counts = self.state.merge_units(features)
+        begins = [start + pace * past for past in itertools.accumulate(counts, initial=0)][: len(counts)]
+        spans += [(begin, count * pace) for begin, count in zip(begins, counts, strict=True)]
+        return features, begins
 
     def run_units(self, state: StreamState, features: Tensor, numbers: Sequence[int], **how: Any) -> None:
         """Run units with `features` [n, P, E], whose first frames have the `numbers`, into the memory `state`."""
-        total, done, info, adapter = features.shape[0], 0, self.info, self.adapter
-        if info.timed and state is self.state:
-            self.stream.positions.record_times(state.units(), info.shown(state.units()))
-        while done < total:
-            first = state.units()
-            count = state.units_that_fit(first, total - done)
-            part, frames = features[done : done + count], numbers[done : done + count]
-            shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
-            look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
-            part, rows = adapter.unit_embeds(part, info.moments(adapter.pace, frames)), count * info.unit
-            told: dict[str, Any] = {"times": shown, "look": look, "pause": adapter.turns.yield_to_answers}
-            stream_pass = StreamPass(kind="units", rows=rows, first=first, count=count, **told)
-            self.run_pass(state, stream_pass, part.flatten(0, 1), **how)
-            done += count
+        done = 0
+        while done < len(features):
+            stream_pass, rows = self.units_pass(state, features[done:], numbers[done:])
+            self.run_pass(state, stream_pass, rows, **how)
+            done += stream_pass.count
             if "proxy" in self.kv.needs:
                 self.run_pass(state, StreamPass(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
+
+    def units_pass(
+        self, state: StreamState, features: Tensor, numbers: Sequence[int]
+    ) -> tuple[StreamPass, Tensor]:
+        """Return the next pass of these units (see `run_units`), as many as fit, and its rows [n, E]."""
+        info, adapter, first = self.info, self.adapter, state.units()
+        if info.timed and state is self.state:
+            self.stream.positions.record_times(first, info.shown(first))
+        count = state.units_that_fit(first, len(features))
+        part, frames = features[:count], numbers[:count]
+        shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
+        look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
+        part, rows = adapter.unit_embeds(part, info.moments(adapter.pace, frames)), count * info.unit
+        told: dict[str, Any] = {"times": shown, "look": look, "pause": adapter.turns.yield_to_answers}
+        return StreamPass(kind="units", rows=rows, first=first, count=count, **told), part.flatten(0, 1)
 
     @cached_property
     def _proxy(self) -> Tensor:
@@ -359,41 +375,3 @@ def pad_to_units(frames: Tensor, pace: int) -> Tensor:
     """Pad `frames` to whole units of `pace` frames by repeating the last one, as processors do."""
     short = -len(frames) % pace
     return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames
-
-
-def shown_at(
-    how: str, clip: Clip, given: list[float] | None, done: int, info: StreamInfo | None
-) -> tuple[list[float], bool]:
-    """Return the seconds at which the frames of a clip are shown, after those of the stream `info`, and whether they are
-    known or made up. `given` are the times of all frames of a call, `done` of which came before. Raises `ModelError`, which
-    names the call `how`."""
-    count = clip.frames.shape[0]
-    if not count:
-        raise ModelError(f"{how}: the clip has no frames; give at least one.")
-    if clip.frames.dtype != torch.uint8:
-        raise ModelError(f"{how}: frames are {clip.frames.dtype}; give uint8, 0 to 255.")
-    # Too many are told of before anything is taken in, where the end is known.
-    times = clip.times if given is None else given[done : done + count if clip.part else None]
-    if times is not None and len(times) != count:
-        whose = "of the video " if given is None else ""
-        raise ModelError(f"times: there are {len(times)} {whose}for {count} frames; give one for each frame.")
-    last = info.times[-1] if info is not None and info.times else None
-    rate = clip.fps if clip.fps or info is None else info.fps
-    return frame_times(last, times, count, rate, given is not None), times is not None or rate is not None
-
-
-def frame_times(
-    last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
-) -> list[float]:
-    """Return the seconds, ascending, of `count` new frames that follow a frame at `last`: the `given` ones, shifted to
-    follow it unless `strict`; else one every ``1 / fps``."""
-    step = 1 / fps if fps else 1.0
-    if given is None:
-        return [(0.0 if last is None else last + step) + i * step for i in range(count)]
-    rising = all(a < b for a, b in itertools.pairwise(given))
-    if not rising or (strict and last is not None and given[0] <= last):
-        after = "" if last is None else f" and be later than {last:g}, when the last frame was shown"
-        raise ModelError(f"times: they must rise{after}; give seconds from the start of the stream.")
-    # Another file begins at zero again.
-    shift = last + step - given[0] if last is not None and given[0] <= last else 0.0
-    return [moment + shift for moment in given]

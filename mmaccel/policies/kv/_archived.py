@@ -285,11 +285,10 @@ class SharedArchive(ArchivedMemory):
     # What is let go of.
 
     def forget_old_units(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
-        held, policy = self.store.units(0), self.policy
-        self.store.pinned = _weakly(pinned)
+        policy, self.store.pinned = self.policy, _weakly(pinned)
         gone: list[int] = self.store.lost
         self.store.lost = []
-        if policy.keep_seconds is not None and not self._questioned and held:
+        if policy.keep_seconds is not None and not self._questioned and (held := self.store.units(0)):
             newest = shown(self._count - 1)
             old = [unit for unit in held if policy.is_expired(unit, newest - shown(unit))]
             self._forget(old := [unit for unit in old if not pinned(unit)])

@@ -1,0 +1,160 @@
+"""Frames of several streams of a model that wait at the same time: one batch through the vision tower and the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import Event
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.decoding.generate import Deadline, Ended
+from mmaccel.core.errors import ModelError
+from mmaccel.core.memory.frames import FrameMemory
+from mmaccel.core.memory.kv import StreamPass
+from mmaccel.core.prefill.attention import ForwardPass
+from mmaccel.core.streams.parts import MemoryWrapper
+
+UNITS = 16
+"""Units that go through the layers together where neither recipe nor memory says otherwise, of one stream or of several."""
+
+
+@dataclass(eq=False)
+class WaitingUnits:
+    """Whole units of a stream, frames [n * pace, 3, H, W] shown at `moments`, that wait for their pass.
+
+    live   the `StreamRunner` whose memory takes them in
+    waited seconds until their pass began; `others`: of its seconds, those that other streams in it took; `done`: it is over,
+           perhaps by `error`
+    """
+
+    live: Any
+    frames: Tensor
+    moments: list[float]
+    asked: float = field(default_factory=monotonic)
+    waited: float = 0.0
+    others: float = 0.0
+    done: Event = field(default_factory=Event)
+    error: BaseException | None = None
+
+    @property
+    def units(self) -> int:
+        """How many they are."""
+        return len(self.frames) // int(self.live.adapter.pace)
+
+    @property
+    def kind(self) -> Hashable | None:
+        """What passes that can be one batch have alike; None: they run alone."""
+        live = self.live
+        model = None if live.ingests or live.running is not None else live.adapter.batched
+        plain = type(live.around) is MemoryWrapper and not isinstance(live.state, FrameMemory)
+        if model is None or not plain or "proxy" in live.kv.needs:
+            return None
+        return model, live.info.size, self.frames.shape[1:], self.frames.device, live.hidden
+
+    def forward(self) -> ForwardPass:
+        """The pass of their rows over the memory."""
+        live, told = self.live, self.live.adapter.attention
+        return ForwardPass(told, False, told.recipe.dense_tail, state=live.state, stream=True)
+
+    @contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """Context in which an error is this stream's own, and ends its pass alone."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+
+
+def take_in(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
+    """Take in the units when their turn comes, with those of other streams that wait then, or by the turn of one of these.
+    Return them. Raises `Ended` if the deadline comes first, and what went wrong in the pass."""
+    turns = mine.live.adapter.turns
+    turns.units.append(mine)
+    try:
+        with turns.holding(deadline, over=mine.done.is_set):
+            if not mine.done.is_set():
+                _run(_batch(mine, turns.units))
+    except BaseException as end:
+        try:
+            turns.units.remove(mine)
+        except ValueError:
+            mine.done.wait()  # another's pass has them
+        if not (mine.done.is_set() and isinstance(end, Ended)):
+            raise
+    if mine.error is not None:
+        raise mine.error
+    return mine
+
+
+def _batch(first: WaitingUnits, waiting: list[WaitingUnits]) -> list[WaitingUnits]:
+    """Take `first` off those that wait, and with it others, oldest first, that can run with it."""
+    some, kind, left = list[WaitingUnits](), first.kind, UNITS
+    for one in (first, *waiting):
+        if one is first or (one.units <= left and kind is not None and one.kind == kind):
+            with suppress(ValueError):  # its call has ended
+                waiting.remove(one)
+                some.append(one)
+                left -= one.units
+    return some
+
+
+def _run(some: list[WaitingUnits]) -> None:
+    """Run the passes of these streams. What fails in one stream ends its pass alone; every other error ends all."""
+    now = monotonic()
+    try:
+        for one in some:
+            one.waited = now - one.asked
+            one.live.info.times += one.moments
+        if len(some) == 1:
+            with some[0].failing_alone():
+                some[0].live.encode(some[0].frames)
+        else:
+            _run_batch(some)
+    except BaseException as error:
+        mine, *others = some
+        mine.error = error
+        for one in others:
+            told = error if isinstance(error, Exception) else ModelError("watch: its pass was interrupted.")
+            one.error = one.error or told
+        if not isinstance(error, Exception):
+            raise
+    finally:
+        took, units = monotonic() - now, sum(one.units for one in some)
+        for one in some:
+            one.others = took * (1 - one.units / units)
+            one.done.set()
+
+
+def _run_batch(some: list[WaitingUnits]) -> None:
+    lead = some[0].live
+    features = lead.adapter.features(torch.cat([one.frames for one in some]), lead.info.size)[0]
+    passes, alone = list[tuple[WaitingUnits, StreamPass, Tensor]](), list[tuple[Any, ...]]()
+    for one, own in zip(some, features.split([one.units for one in some]), strict=True):
+        with one.failing_alone():
+            own, begins = one.live.note_units(own)
+            if not len(own):
+                continue
+            stream_pass, rows = one.live.units_pass(one.live.state, own, begins)
+            if stream_pass.count < len(own):
+                alone.append((one, own, begins))
+                continue
+            stream_pass.pause()
+            one.live.state.begin_pass(stream_pass)
+            passes.append((one, stream_pass, rows))
+    if passes:
+        each = [(one.forward(), len(rows), lead.hidden) for one, _, rows in passes]
+        _, errors = lead.adapter.run_each(each, torch.cat([rows for _, _, rows in passes]), units=True)
+        for number, (one, stream_pass, _) in enumerate(passes):
+            one.error = errors.get(number)
+            if one.error is None:
+                with one.failing_alone():
+                    stream_pass.pause()
+                    one.live.state.end_pass()
+    for one, own, begins in alone:
+        with one.failing_alone():
+            one.live.run_units(one.live.state, own, begins)

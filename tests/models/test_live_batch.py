@@ -1,0 +1,180 @@
+"""Frames of several sessions of one model that wait at once: one batch, which leaves each memory as alone."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.streams import joint
+from mmaccel.models.stream import HFStreamAdapter
+from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, told
+from tests.products import crossed
+
+pytestmark = pytest.mark.in_turn("kv", 4)
+
+MEMORIES: dict[str, Any] = {**every_stream(frames=4, window=6), **SEARCHES}
+SESSIONS = 3
+
+
+def opened(name: str, kv: Any) -> list[mmaccel.VideoSession]:
+    """Sessions with streams of their own, each longer than a window."""
+    sessions = [open_session(name, kv) for _ in range(SESSIONS)]
+    for number, one in enumerate(sessions):
+        one.watch(film(10 + 2 * number, seed=3 + number), fps=FPS)
+    return sessions
+
+
+def news(number: int) -> torch.Tensor:
+    """What comes next in a stream: so many frames that all go into one batch, where units are one frame or two."""
+    return film(2 + 2 * number, seed=8 + number)
+
+
+@contextmanager
+def waiting(sessions: list[mmaccel.VideoSession], *works: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Run `works` in threads, which find the model's turn taken until all wait for it; the list has what they return."""
+    turns, found = sessions[0]._stream_adapter.turns, list[Any]([None] * len(works))
+
+    def run(number: int, work: Callable[[], Any]) -> None:
+        try:
+            found[number] = work()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(works)]
+    with turns.holding():
+        for one in threads:
+            one.start()
+        # What comes before a pass is short; then all wait for the pass.
+        until(lambda: len(turns._waiting) == len(works))
+    yield found
+    for one in threads:
+        one.join(60)
+    assert not any(one.is_alive() for one in threads) and not turns.units and turns._holder is None
+
+
+def until(there: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many streams each pass of the layers had, from now on."""
+    seen, plain = list[int](), joint._run
+
+    def run(some: list[Any]) -> None:
+        seen.append(len(some))
+        plain(some)
+
+    monkeypatch.setattr(joint, "_run", run)
+    return seen
+
+
+def alike(one: mmaccel.VideoSession, other: mmaccel.VideoSession) -> None:
+    assert one.shown == other.shown and len(one) == len(other)
+    ours, theirs = one.clusters(), other.clusters()
+    assert ours.keys() == theirs.keys() and all(torch.equal(own, theirs[key]) for key, own in ours.items())
+    assert told(one.ask(QUESTION, 12)) == told(other.ask(QUESTION, 12))
+
+
+@crossed(name=["random-ov", "random-qwen"], kv=MEMORIES)
+def test_a_batch_leaves_each_memory_as_alone(name: str, kv: str, batches: list[int]) -> None:
+    apart, both = opened(name, MEMORIES[kv]), opened(name, MEMORIES[kv])
+    for number, one in enumerate(apart):
+        one.watch(news(number), fps=FPS)
+    batches.clear()
+    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
+    with waiting(both, *works) as found:
+        pass
+    assert found == [len(news(number)) for number in range(SESSIONS)]
+    batched = MEMORIES[kv]["name"] not in ("no_cache", "streammem")
+    assert max(batches) == (SESSIONS if batched else 1)
+    for one, other in zip(apart, both, strict=True):
+        alike(one, other)
+
+
+@pytest.mark.parametrize("where", ["begin_pass", "append", "view", "end_pass"])
+def test_what_fails_in_one_stream_ends_its_pass_alone(where: str, batches: list[int]) -> None:
+    kv = MEMORIES["mosaic"]
+    apart, both = opened("random-ov", kv), opened("random-ov", kv)
+    for number in (0, 2):
+        apart[number].watch(news(number), fps=FPS)
+    state = both[1]._live.state  # type: ignore[union-attr]
+
+    def broken(*given: Any) -> None:
+        raise RuntimeError("no room")
+
+    setattr(state, where, broken)
+    batches.clear()
+    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
+    with waiting(both, *works) as found:
+        pass
+    delattr(state, where)
+    assert batches[0] == SESSIONS and isinstance(found[1], RuntimeError) and str(found[1]) == "no room"
+    for one, other in zip(apart, both, strict=True):
+        alike(one, other)
+    assert both[1].watch(news(1), fps=FPS) == len(news(1)) == apart[1].watch(news(1), fps=FPS)
+    alike(apart[1], both[1])
+
+
+def test_what_fails_for_all_leaves_every_stream_as_it_was(
+    batches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart, both = (opened("random-ov", MEMORIES["rekv"]) for _ in range(2))
+
+    def broken(*given: Any, **how: Any) -> None:
+        raise RuntimeError("the layers broke")
+
+    batches.clear()
+    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
+    with monkeypatch.context() as patch:
+        patch.setattr(HFStreamAdapter, "run_each", broken)
+        with waiting(both, *works) as found:
+            pass
+    assert batches == [SESSIONS] and [str(one) for one in found] == ["the layers broke"] * SESSIONS
+    for one, other in zip(apart, both, strict=True):
+        alike(one, other)
+
+
+def test_a_call_that_ends_while_it_waits_is_not_taken_in(batches: list[int]) -> None:
+    sessions = opened("random-ov", MEMORIES["rekv"])
+    turns, before = sessions[0]._stream_adapter.turns, [len(one) for one in sessions]
+    batches.clear()
+    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(sessions)]
+    with turns.holding():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mmaccel.core.streams.intake.FrameIntake, "_turn", turned)
+            threads = [threading.Thread(target=work) for work in works]
+            for one in threads:
+                one.start()
+            until(lambda: len(turns.units) == SESSIONS)
+        sessions[1].cancel()
+        until(lambda: len(turns.units) == SESSIONS - 1)
+    for one in threads:
+        one.join(30)
+    assert batches == [SESSIONS - 1] and not turns.units and turns._holder is None
+    came = [len(news(0)), 0, len(news(2))]
+    assert [len(one) for one in sessions] == [a + b for a, b in zip(before, came, strict=True)]
+
+
+@contextmanager
+def turned(*_: Any) -> Iterator[None]:
+    """In the place of a turn, for what comes before a pass."""
+    yield
+
+
+def test_a_batch_has_no_more_units_than_a_pass(batches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "UNITS", 7)
+    sessions = opened("random-ov", MEMORIES["rekv"])
+    batches.clear()
+    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(sessions)]
+    with waiting(sessions, *works) as found:
+        pass
+    assert found == [2, 4, 6] and sorted(batches) in ([1, 2], [1, 1, 1])

@@ -124,8 +124,8 @@ class ArchivedMemory(StreamMemory):
             self.prefetcher.count_copies()
         retrieved = torch.stack(encoded) if encoded else None
         self.index.add_units(stream_pass.look, [*self._new.values()], retrieved)
-        # Until passes retrieve, the host clusters what came before while the device still computes this one. Devices among
-        # which a model is spread work on two passes of an ingestion at once: the host waits for neither.
+        # Until passes retrieve, the host clusters what came before while the device still computes this one. Of an
+        # ingestion two passes may be under way, one on each device of a spread model: the host waits for neither.
         self.index.cluster_units(keep=1 if self._ingested is None else 2)
         super()._move(stream_pass)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -34,7 +34,7 @@ NOTHING = Point(0, 0)
 @dataclass(eq=False)
 class StreamPromise:
     """What the server has promised a stream under `recipe`: compute for `fps` frames per second, for `seconds`. `first` and
-    `last` are the first and the last measurement; what a question added in between counts as there from the first on."""
+    `last` are the first and the last measurement; what the first question added counts as there from the first on."""
 
     recipe: str
     fps: float
@@ -62,9 +62,15 @@ class Admission:
     """Predicts the compute time and memory of streams from what frames under their recipes took so far. A recipe without
     measurements counts as free."""
 
-    def __init__(self, recipes: Mapping[str, Recipe], limits: Limits, device_bytes: float = math.inf) -> None:
-        """`device_bytes`: most bytes on the device that all streams may take."""
-        self._recipes, self._limits, self._device_bytes = recipes, limits, device_bytes
+    def __init__(
+        self,
+        recipes: Mapping[str, Recipe],
+        limits: Limits,
+        device_bytes: float = math.inf,
+        kept: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`device_bytes`: most bytes on the devices that all streams may take, with those that `kept` says videos hold."""
+        self._recipes, self._limits, self._device_bytes, self._kept = recipes, limits, device_bytes, kept
         self._promises = list[StreamPromise]()
         self._costs: defaultdict[str, deque[tuple[float, int]]] = defaultdict(partial(deque, maxlen=TIMED))
         self._longest = dict[str, StreamPromise]()
@@ -72,13 +78,13 @@ class Admission:
     def record_call(
         self, promise: StreamPromise, seconds: float, before: Point, now: Point, live: bool = True
     ) -> None:
-        """Record a call that took `seconds` (without waiting), and the stream's (frames, bytes) `before` it and `now`.
+        """Record a call that took `seconds` (without waiting), and the stream's `Point` `before` it and `now`.
         Frames that are not `live` are not counted in the cost of live ones."""
         before, now = Point(*before), Point(*now)
         new, promise.last = now.frames - before.frames, now
-        first = promise.first or (before if before.frames else now)
-        if now.questions != before.questions:
-            # What a question takes comes once, and is no growth by frames.
+        first = (promise.first or before) if before.frames else now
+        if before.frames and now.questions > before.questions == 0:
+            # What a question takes comes with the first one, and is no growth by frames.
             first = Point(*(one + more - less for one, more, less in zip(first, now, before, strict=True)))
         promise.first = first
         promise.calls.append((monotonic(), now.frames))
@@ -130,11 +136,11 @@ class Admission:
         held, more = (
             sum(self.predicted_bytes(one, True) for one in some) for some in (self._promises, [new])
         )
-        if fps is not None and held + more > self._device_bytes and more:
+        if fps is not None and held + more > (most := self._device_bytes - self._kept()) and more:
             raise Refused(
                 503,
                 f"seconds: this stream will hold {more:.0f} bytes of the device and the open ones {held:.0f}, of "
-                f"{self._device_bytes:.0f} for all; come later.",
+                f"{most:.0f} for all; ask for fewer seconds, or come later.",
                 "no_room",
             )
         self._promises.append(new)

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmaccel.core.attach import Accelerated
+from mmaccel.core.adapter import home_of
+from mmaccel.core.attach import Accelerated, adapter_for
 from mmaccel.core.decoding.batch import Batch, BatchSlot
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Deadline, Ended
 from mmaccel.core.errors import ModelError, RecipeError
@@ -127,9 +128,11 @@ class Engine:
         return found
 
     def free_device_bytes(self) -> float:
-        """Return how many bytes of the model's device streams may take; infinity where that is not a GPU."""
-        device = next(self.model.parameters()).device
-        return DEVICE_SHARE * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+        """Return how many bytes streams may take of the devices of the model's layers; infinity where one is not a GPU."""
+        devices = {home_of(layer) for layer in adapter_for(self.model).layers(self.model)}
+        if any(one.type != "cuda" for one in devices):
+            return math.inf
+        return DEVICE_SHARE * sum(torch.cuda.mem_get_info(one)[0] for one in devices)
 
     async def complete(self, request: ChatRequest, caller: str, put: Put) -> Completion:
         """Answer a chat request; `put` is called with its text piece by piece, from any thread."""

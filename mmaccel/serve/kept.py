@@ -145,6 +145,10 @@ class VideoCache:
         """Bytes that all cached videos hold in memory and on disk."""
         return sum(one.bytes() for one in self._whole().values())
 
+    def device_bytes(self) -> int:
+        """Those of them that lie on the model's devices."""
+        return sum(one.held().device for one in self._whole().values())
+
     async def shrink(self, most: int) -> int:
         """Close unused videos beyond `most` or the cap in bytes, least recently used first; returns how many."""
         whole, closed = self._whole(), list[StreamEntry]()

@@ -73,7 +73,9 @@ class Streams:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.limits = engine, engine.settings.limits
         self._open: dict[str, Stream] = {}
-        self.admission = Admission(engine.recipes, self.limits, engine.free_device_bytes())
+        self.admission = Admission(
+            engine.recipes, self.limits, engine.free_device_bytes(), engine.kept.device_bytes
+        )
         self._opening: dict[str, int] = {}
         self._calls = defaultdict[str, FairQueue](partial(FairQueue, self.limits.calls, self.limits.waiting))
         self._sockets: Counter[str | None] = Counter()

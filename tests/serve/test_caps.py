@@ -7,15 +7,18 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import PIL.Image
 import pytest
+import torch
 
 from mmaccel.core.recipe import Recipe
 from mmaccel.serve import sources
 from mmaccel.serve.admission import Admission, Point
+from mmaccel.serve.engine import DEVICE_SHARE, Engine
 from mmaccel.serve.kept import Thumbnails
 from mmaccel.serve.settings import Limits, Refused, Settings
 from tests.media.films import answering, write_film
@@ -72,8 +75,6 @@ def test_headers_that_are_no_addresses(served: Served, keyed: Served, headers: d
 
 
 def test_the_newest_picture_is_there_once_it_is_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     pictures, seen = Thumbnails(4), list[bytes | None]()
 
     def writing(frame: Any, side: int) -> bytes:
@@ -260,3 +261,36 @@ def test_bytes_of_the_device_are_promised_until_they_are_all_taken() -> None:
         admission.admit("capped", 1.0, 100.0)
     assert told.value.code == "no_room"
     admission.admit("capped", None, 100.0)  # goes on here
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_frames_count_where_questions_lie_between_them(device: bool) -> None:
+    admission = Admission(RECIPES, Limits(memory_bytes=1_500_000), device_bytes=500_000)
+    one, now = admission.admit("all", 1.0, 900.0), Point(0, 0)
+    for n in range(1, 31):
+        before, now = now, Point(10 * n, 10_000 * n, 5_000 * n, n - 1)
+        admission.record_call(one, 0.01, before, now)
+    assert admission.predicted_bytes(one, device) == pytest.approx(
+        (5_000 if device else 10_000) * 90, rel=0.01
+    )
+    with pytest.raises(Refused, match="seconds: this stream will hold"):
+        admission.admit("all", 1.0, 900.0)
+
+
+def test_bytes_of_the_device_are_of_all_devices_without_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [SimpleNamespace(home=torch.device("cuda", n)) for n in (0, 0, 1)]
+    family = SimpleNamespace(layers=lambda model: layers)
+    monkeypatch.setattr("mmaccel.serve.engine.adapter_for", lambda model: family)
+    monkeypatch.setattr("mmaccel.serve.engine.home_of", lambda layer: layer.home)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda one: (1_000 * (1 + one.index), 80_000))
+    free = Engine.free_device_bytes(SimpleNamespace(model=None))  # type: ignore[arg-type]
+    assert free == DEVICE_SHARE * 3_000
+    videos = 0
+    admission = Admission(RECIPES, Limits(), free, lambda: videos)
+    one = admission.admit("all", 1.0, 10.0)
+    admission.record_call(one, 0.0, Point(0, 0), Point(10, 1_000, 1_000))
+    admission.admit("all", 1.0, 10.0)
+    admission.end(one)
+    videos = 1_000
+    with pytest.raises(Refused, match="of 1700 for all; ask for fewer seconds, or come later"):
+        admission.admit("all", 1.0, 10.0)

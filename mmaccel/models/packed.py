@@ -87,6 +87,8 @@ class JoinedStreams:
             out[:, :, rows] = run.attend(layer, query[:, :, rows], key[:, :, rows], value[:, :, rows], scale)
 
         self._each(attend)
+        for number in self.errors:
+            out[:, :, self._runs[number][0]] = 0
         return out
 
     def length(self) -> int:

@@ -302,7 +302,11 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
 
     @property
     def batched(self) -> Hashable | None:  # type: ignore[override]
-        return id(self.processor) if self.frame_pruner is None and len({*self.layer_devices}) == 1 else None
+        alone, on = self.frame_pruner is not None or len({*self.layer_devices}) > 1, self.device
+        if on.type == "cuda" and not alone:  # what is queued on another stream is not in order with this
+            alone = torch.cuda.current_stream(on) != torch.cuda.default_stream(on)
+        # Each session wraps a stock processor anew.
+        return None if alone else id(getattr(self.processor, "stock", self.processor))
 
     def _pixels(self, frames: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
         return self.processor.pixels(frames, device=self.device, dtype=self.dtype)

@@ -4,13 +4,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.streams import joint
+from mmaccel.core.errors import ModelError
+from mmaccel.core.streams import joint, parts
+from mmaccel.models.packed import JoinedStreams
 from mmaccel.models.stream import HFStreamAdapter
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, told
 from tests.products import crossed
@@ -42,10 +45,10 @@ def waiting(sessions: list[mmaccel.VideoSession], *works: Callable[[], Any]) -> 
     def run(number: int, work: Callable[[], Any]) -> None:
         try:
             found[number] = work()
-        except Exception as error:
+        except BaseException as error:
             found[number] = error
 
-    threads = [threading.Thread(target=run, args=each) for each in enumerate(works)]
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(works)]
     with turns.holding():
         for one in threads:
             one.start()
@@ -54,7 +57,7 @@ def waiting(sessions: list[mmaccel.VideoSession], *works: Callable[[], Any]) -> 
     yield found
     for one in threads:
         one.join(60)
-    assert not any(one.is_alive() for one in threads) and not turns.units and turns._holder is None
+    assert not any(one.is_alive() for one in threads) and not turns.waiting_passes and turns._holder is None
 
 
 def until(there: Callable[[], bool]) -> None:
@@ -139,6 +142,7 @@ def test_what_fails_for_all_leaves_every_stream_as_it_was(
         with waiting(both, *works) as found:
             pass
     assert batches == [SESSIONS] and [str(one) for one in found] == ["the layers broke"] * SESSIONS
+    assert len({id(one) for one in found}) == SESSIONS  # each call adds to its own
     for one, other in zip(apart, both, strict=True):
         alike(one, other)
 
@@ -154,12 +158,12 @@ def test_a_call_that_ends_while_it_waits_is_not_taken_in(batches: list[int]) -> 
             threads = [threading.Thread(target=work) for work in works]
             for one in threads:
                 one.start()
-            until(lambda: len(turns.units) == SESSIONS)
+            until(lambda: len(turns.waiting_passes) == SESSIONS)
         sessions[1].cancel()
-        until(lambda: len(turns.units) == SESSIONS - 1)
+        until(lambda: len(turns.waiting_passes) == SESSIONS - 1)
     for one in threads:
         one.join(30)
-    assert batches == [SESSIONS - 1] and not turns.units and turns._holder is None
+    assert batches == [SESSIONS - 1] and not turns.waiting_passes and turns._holder is None
     came = [len(news(0)), 0, len(news(2))]
     assert [len(one) for one in sessions] == [a + b for a, b in zip(before, came, strict=True)]
 
@@ -178,3 +182,118 @@ def test_a_batch_has_no_more_units_than_a_pass(batches: list[int], monkeypatch: 
     with waiting(sessions, *works) as found:
         pass
     assert found == [2, 4, 6] and sorted(batches) in ([1, 2], [1, 1, 1])
+
+
+def test_a_tower_that_fails_for_all_is_run_for_each(
+    batches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart, both = (opened("random-ov", MEMORIES["rekv"]) for _ in range(2))
+    for number, one in enumerate(apart):
+        one.watch(news(number), fps=FPS)
+    plain, most = HFStreamAdapter.features, len(news(SESSIONS - 1))
+
+    def features(self: Any, frames: torch.Tensor, size: tuple[int, int]) -> Any:
+        if len(frames) > most:
+            raise RuntimeError("no room")
+        return plain(self, frames, size)
+
+    monkeypatch.setattr(HFStreamAdapter, "features", features)
+    batches.clear()
+    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
+    with waiting(both, *works) as found:
+        pass
+    assert batches == [SESSIONS] and found == [len(news(number)) for number in range(SESSIONS)]
+    for one, other in zip(apart, both, strict=True):
+        alike(one, other)
+
+
+class Interrupted(list[Any]):
+    """Passes that wait, of which the last call of a method is interrupted."""
+
+    def __init__(self, how: str, calls: int) -> None:
+        super().__init__()
+        self.how, self.left = how, calls
+
+    def _interrupt(self, how: str) -> None:
+        self.left -= how == self.how
+        if how == self.how and not self.left:
+            raise KeyboardInterrupt
+
+    def append(self, one: Any) -> None:
+        super().append(one)
+        self._interrupt("append")
+
+    def remove(self, one: Any) -> None:
+        super().remove(one)
+        self._interrupt("remove")
+
+
+@pytest.mark.parametrize(("how", "other"), [("append", int), ("remove", ModelError)])
+def test_an_interrupt_leaves_nobody_waiting(how: str, other: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between what takes passes off those that wait, and their run; and where one begins to wait."""
+    both = opened("random-ov", MEMORIES["rekv"])[:2]
+    turns, before = both[0]._stream_adapter.turns, [len(one) for one in both]
+    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
+    with monkeypatch.context() as patch:
+        patch.setattr(turns, "waiting_passes", Interrupted(how, 2))
+        with waiting(both, *works) as found:
+            pass
+    assert sum(isinstance(one, KeyboardInterrupt) for one in found) == 1
+    assert sum(isinstance(one, other) for one in found) == 1
+    for one, had, came in zip(both, before, found, strict=True):
+        assert len(one) == had + (came if isinstance(came, int) else 0)
+        assert one.watch(film(2), fps=FPS) == 2
+
+
+def test_a_pass_that_has_waited_comes_before_all_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many calls of other streams there are."""
+    one, order = open_session("random-ov", MEMORIES["rekv"], 4), list[str]()
+    turns = one._stream_adapter.turns
+
+    def run_pass() -> None:
+        with turns.holding(over=lambda: False):
+            order.append("pass")
+
+    def run_short() -> None:
+        with one._turn():
+            order.append("short")
+
+    monkeypatch.setattr(one._live, "counters", lambda: order.append("counters"))
+    works, threads = [run_pass, run_short, one.counters], list[threading.Thread]()
+    with turns.holding():
+        for work in works:
+            threads.append(threading.Thread(target=work))
+            threads[-1].start()
+            until(lambda: len(turns._waiting) == len(threads))
+        monkeypatch.setattr(parts, "monotonic", lambda: time.monotonic() + 2)
+    for thread in threads:
+        thread.join(30)
+    assert order[0] == "pass" and sorted(order) == ["counters", "pass", "short"]
+
+
+def test_rows_of_a_stream_that_fails_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(
+        torch, "empty_like", lambda like, dtype: torch.full_like(like, torch.nan, dtype=dtype)
+    )
+    runs = [SimpleNamespace(attend=broken), SimpleNamespace(attend=lambda layer, query, *_: query)]
+    joined = JoinedStreams([(run, 2, False) for run in runs], lambda: None)  # type: ignore[misc]
+    rows = torch.ones(1, 1, 4, 3)
+    assert joined.attend(0, rows, rows, rows, 1.0)[0, 0, :, 0].tolist() == [0, 0, 1, 1] and set(
+        joined.errors
+    ) == {0}
+
+
+def test_sessions_that_wrap_one_stock_processor_share_batches() -> None:
+    """Each wraps it anew; and those of another processor may see other pixels."""
+    cpu, stock = torch.device("cpu"), object()
+    told = [SimpleNamespace(stock=one) for one in (stock, stock, object())]
+    first, second, third = (
+        HFStreamAdapter.batched.fget(  # type: ignore[attr-defined]
+            SimpleNamespace(frame_pruner=None, layer_devices=[cpu], device=cpu, processor=one)
+        )
+        for one in told
+    )
+    assert first == second != third

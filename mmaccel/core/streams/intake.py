@@ -23,7 +23,7 @@ from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.lines import Line, begun_between, read_lines, with_lines, without_units
-from mmaccel.core.streams.parts import QUESTION_S, WAIT_S, FairLock, StreamInfo
+from mmaccel.core.streams.parts import QUESTION_S, SHORT_S, WAIT_S, FairLock, StreamInfo
 from mmaccel.core.streams.sources import Clip, StreamEvent, changes_between, clips_with_reconnect, shift_clip
 from mmaccel.core.streams.standing import StandingQuestion
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size
@@ -246,7 +246,7 @@ class FrameIntake:
 
     @contextmanager
     def _turn(self, deadline: Deadline | None = None) -> Iterator[None]:
-        with self._stream_adapter.turns.holding(deadline, ahead=math.inf) as waited:
+        with self._stream_adapter.turns.holding(deadline, ahead=SHORT_S) as waited:
             self._waited += waited
             yield
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Event
 from time import monotonic
 from typing import Any
@@ -28,6 +30,7 @@ class WaitingUnits:
     """Whole units of a stream, frames [n * pace, 3, H, W] shown at `moments`, that wait for their pass.
 
     live   the `StreamRunner` whose memory takes them in
+    taken  whoever has the turn took them off those that wait, or was about to
     waited seconds until their pass began; `others`: of its seconds, those that other streams in it took; `done`: it is over,
            perhaps by `error`
     """
@@ -36,6 +39,7 @@ class WaitingUnits:
     frames: Tensor
     moments: list[float]
     asked: float = field(default_factory=monotonic)
+    taken: bool = False
     waited: float = 0.0
     others: float = 0.0
     done: Event = field(default_factory=Event)
@@ -46,9 +50,9 @@ class WaitingUnits:
         """How many they are."""
         return len(self.frames) // int(self.live.adapter.pace)
 
-    @property
+    @cached_property
     def kind(self) -> Hashable | None:
-        """What passes that can be one batch have alike; None: they run alone."""
+        """What passes that can be one batch have alike; None: they run alone. It is first read in the thread that asks."""
         live = self.live
         model = None if live.ingests or live.running is not None else live.adapter.batched
         plain = type(live.around) is MemoryWrapper and not isinstance(live.state, FrameMemory)
@@ -74,16 +78,18 @@ def take_in(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
     """Take in the units when their turn comes, with those of other streams that wait then, or by the turn of one of these.
     Return them. Raises `Ended` if the deadline comes first, and what went wrong in the pass."""
     turns = mine.live.adapter.turns
-    turns.units.append(mine)
+    waiting, _ = turns.waiting_passes, mine.kind
     try:
+        waiting.append(mine)
         with turns.holding(deadline, over=mine.done.is_set):
             if not mine.done.is_set():
-                _run(_batch(mine, turns.units))
+                _run_turn(mine, waiting)
     except BaseException as end:
         try:
-            turns.units.remove(mine)
+            waiting.remove(mine)
         except ValueError:
-            mine.done.wait()  # another's pass has them
+            if mine.taken:
+                mine.done.wait()
         if not (mine.done.is_set() and isinstance(end, Ended)):
             raise
     if mine.error is not None:
@@ -91,48 +97,72 @@ def take_in(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
     return mine
 
 
-def _batch(first: WaitingUnits, waiting: list[WaitingUnits]) -> list[WaitingUnits]:
-    """Take `first` off those that wait, and with it others, oldest first, that can run with it."""
-    some, kind, left = list[WaitingUnits](), first.kind, UNITS
-    for one in (first, *waiting):
-        if one is first or (one.units <= left and kind is not None and one.kind == kind):
-            with suppress(ValueError):  # its call has ended
-                waiting.remove(one)
+def _run_turn(first: WaitingUnits, waiting: list[WaitingUnits]) -> None:
+    """Run the pass of `first`, and with it, oldest first, those of others that wait and can run with it. However it ends,
+    all that it took off those that wait are done."""
+    first.taken, some, left = True, [first], UNITS - first.units
+    try:
+        waiting.remove(first)
+        for one in () if first.kind is None else tuple(waiting):
+            if one.units <= left and one.kind == first.kind:
+                one.taken = True
                 some.append(one)
-                left -= one.units
-    return some
+                try:
+                    waiting.remove(one)
+                    left -= one.units
+                except ValueError:  # its call has ended
+                    some.pop()
+        _run(some)
+    except BaseException as error:
+        for one in some:
+            one.error = one.error or (error if one is first else _own(error))
+        if not isinstance(error, Exception):
+            raise
+    finally:
+        for one in some:
+            with suppress(ValueError):
+                waiting.remove(one)
+            one.done.set()
+
+
+def _own(error: BaseException) -> Exception:
+    """An error for one of several streams that `error` ended: each adds to the message of its own."""
+    own: Exception = ModelError("watch: its pass was interrupted.")
+    if isinstance(error, Exception):
+        try:
+            own = copy.copy(error)
+        except Exception:  # it is not made of its arguments
+            own = ModelError(f"watch: its pass failed ({error}).")
+    own.__cause__ = error
+    return own
 
 
 def _run(some: list[WaitingUnits]) -> None:
-    """Run the passes of these streams. What fails in one stream ends its pass alone; every other error ends all."""
+    """Run the passes of these streams. What fails in one stream ends its pass alone; every other error is raised."""
     now = monotonic()
     try:
         for one in some:
             one.waited = now - one.asked
             one.live.info.times += one.moments
-        if len(some) == 1:
-            with some[0].failing_alone():
-                some[0].live.encode(some[0].frames)
-        else:
+        if len(some) > 1:
             _run_batch(some)
-    except BaseException as error:
-        mine, *others = some
-        mine.error = error
-        for one in others:
-            told = error if isinstance(error, Exception) else ModelError("watch: its pass was interrupted.")
-            one.error = one.error or told
-        if not isinstance(error, Exception):
-            raise
+        else:
+            some[0].live.encode(some[0].frames)
     finally:
         took, units = monotonic() - now, sum(one.units for one in some)
         for one in some:
             one.others = took * (1 - one.units / units)
-            one.done.set()
 
 
 def _run_batch(some: list[WaitingUnits]) -> None:
-    lead = some[0].live
-    features = lead.adapter.features(torch.cat([one.frames for one in some]), lead.info.size)[0]
+    lead, features = some[0].live, None
+    with suppress(Exception):  # no memory has begun its pass: each runs alone, and says what fails there too
+        features = lead.adapter.features(torch.cat([one.frames for one in some]), lead.info.size)[0]
+    if features is None:
+        for one in some:
+            with one.failing_alone():
+                one.live.encode(one.frames)
+        return
     passes, alone = list[tuple[WaitingUnits, StreamPass, Tensor]](), list[tuple[Any, ...]]()
     for one, own in zip(some, features.split([one.units for one in some]), strict=True):
         with one.failing_alone():

@@ -172,6 +172,8 @@ PATIENCE_S = 0.02
 
 QUESTION_S = 0.25
 """A question comes before passes of frames that have waited for less: a frame has a second or so until it is asked about."""
+SHORT_S = 1.0
+"""So does what is done before and after a pass, so that passes wait at once."""
 
 
 class _Waiter(NamedTuple):
@@ -197,26 +199,23 @@ class FairLock:
         self._depth, self._paused, self._jumped = 0, False, False
         self._still: _Waiter | None = None  # the pass that stands still for tokens
         self._behind: Any = None  # when the device has done what came before the last layer
-        self.steps: Callable[[], Any] = lambda: (
-            None
-        )  # what streams of the model share, while one of them holds it
+        self.steps: Callable[[], Any] = lambda: None  # what streams share, while one of them holds the model
         self.answers = 0
         """Answers under way that can share steps."""
-        self.units = list[Any]()
+        self.waiting_passes = list[Any]()
         """Passes of frames that wait (`joint.WaitingUnits`); whoever has the turn may run them."""
 
     @property
     def wanted(self) -> bool:
         """Whether another thread holds the lock, or a pass waits for it."""
-        return bool(self.units) or self._holder not in (None, threading.get_ident())
+        return bool(self.waiting_passes) or self._holder not in (None, threading.get_ident())
 
     @contextmanager
     def holding(self, deadline: Any = None, **how: Any) -> Iterator[float]:
         """Context that holds the lock and gives the seconds waited. Raises `Ended` if the deadline comes first.
 
         token  for tokens of an answer
-        ahead  it comes before passes of frames that have waited for less than so many seconds: what is done before and after
-               a pass, always, so that passes wait at once; and a question, which has less time than they
+        ahead  it comes before passes of frames that have waited for less than so many seconds (`QUESTION_S`, `SHORT_S`)
         over   tells that another holder has done what the lock is wanted for; the context then begins without the lock
         """
         began = monotonic()
@@ -318,7 +317,7 @@ class FairLock:
         mine = self._holder == threading.get_ident()
         self._lock, self._waiting = threading.Lock(), deque()
         self._holder, self._depth = (self._holder, self._depth) if mine else (None, 0)
-        self._paused, self._still, self.units = False, None, []
+        self._paused, self._still, self.waiting_passes = False, None, []
         self.__dict__.pop("batch", None)
 
     def _queue(self, **how: Any) -> _Waiter:

@@ -307,7 +307,7 @@ class VideoSession(FrameIntake):
 
     def counters(self) -> dict[str, float]:
         """Return figures of the stream's KV memory, read between two forward passes."""
-        with self._stream_adapter.turns.holding(ahead=math.inf):
+        with self._stream_adapter.turns.holding():
             return {} if self._live is None else self._live.counters()
 
     def report(self) -> Report:

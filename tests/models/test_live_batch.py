@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import ModelError
 from mmaccel.core.streams import joint, parts
 from mmaccel.models.packed import JoinedStreams
@@ -228,21 +229,28 @@ class Interrupted(list[Any]):
         self._interrupt("remove")
 
 
-@pytest.mark.parametrize(("how", "other"), [("append", int), ("remove", ModelError)])
-def test_an_interrupt_leaves_nobody_waiting(how: str, other: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between what takes passes off those that wait, and their run; and where one begins to wait."""
-    both = opened("random-ov", MEMORIES["rekv"])[:2]
-    turns, before = both[0]._stream_adapter.turns, [len(one) for one in both]
+def test_an_interrupt_where_a_pass_begins_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = open_session("random-ov", MEMORIES["rekv"], 4)
+    turns = one._stream_adapter.turns
+    monkeypatch.setattr(turns, "waiting_passes", Interrupted("append", 1))
+    with pytest.raises(KeyboardInterrupt):
+        joint.take_in(joint.WaitingUnits(one._live, film(2), [2.0, 2.5]), Deadline())
+    assert not turns.waiting_passes and turns._holder is None
+
+
+def test_an_interrupt_where_passes_begin_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between what takes passes off those that wait, and their run."""
+    apart, both = (opened("random-ov", MEMORIES["rekv"])[:2] for _ in range(2))
+    turns = both[0]._stream_adapter.turns
     works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
     with monkeypatch.context() as patch:
-        patch.setattr(turns, "waiting_passes", Interrupted(how, 2))
+        patch.setattr(turns, "waiting_passes", Interrupted("remove", 2))
         with waiting(both, *works) as found:
             pass
     assert sum(isinstance(one, KeyboardInterrupt) for one in found) == 1
-    assert sum(isinstance(one, other) for one in found) == 1
-    for one, had, came in zip(both, before, found, strict=True):
-        assert len(one) == had + (came if isinstance(came, int) else 0)
-        assert one.watch(film(2), fps=FPS) == 2
+    assert sum(isinstance(one, ModelError) for one in found) == 1
+    for one, other in zip(apart, both, strict=True):
+        alike(one, other)
 
 
 def test_a_pass_that_has_waited_comes_before_all_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def take_in(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
     """Take in the units when their turn comes, with those of other streams that wait then, or by the turn of one of these.
     Return them. Raises `Ended` if the deadline comes first, and what went wrong in the pass."""
     turns = mine.live.adapter.turns
-    waiting, _ = turns.waiting_passes, mine.kind
+    waiting, _ = turns.waiting_passes, mine.kind  # which is of this thread
     try:
         waiting.append(mine)
         with turns.holding(deadline, over=mine.done.is_set):

@@ -16,7 +16,7 @@ import torch
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoWarning
-from mmaccel.core.streams.intake import frame_times
+from mmaccel.core.streams.sources import frame_times
 from mmaccel.media import Video, reader
 from mmaccel.media.container import Source
 from tests.media.films import Film, answering, numbers, send

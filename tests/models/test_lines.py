@@ -12,6 +12,7 @@ from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError
 from mmaccel.core.streams import asking, lines
 from mmaccel.core.streams.asking import asked as asked_of
+from mmaccel.core.streams.parts import StreamInfo
 from mmaccel.core.streams.session_io import add_checksum
 from tests.models.streams import (
     FPS,
@@ -134,12 +135,13 @@ def test_lines_go_with_the_frames_where_they_begin(kv: str) -> None:
 
 
 def test_of_too_many_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "KEPT", 50)
+    """A line has its times besides its text."""
+    monkeypatch.setattr(lines, "KEPT", 50 + 6 * lines.TIMES)
     with open_session("tiny-ov", TIGHT["full"], 24) as session:
         told(session)
         told(session)  # each counts once
         found = words(session.ask(QUESTION, 2))
-        assert sum(map(len, found)) <= 50 and found[-1] == "orange 23" and len(found) == 6
+        assert found[-1] == "orange 23" and len(found) == 6
 
 
 def test_where_lines_are_too_many_those_that_most_layers_saw_come_first(
@@ -260,6 +262,8 @@ def test_bad_files_of_subtitles(text: Any, why: str, tmp_path: Path, monkeypatch
         (("red", 2.0, 1.0), "tell: a text cannot be from 2.0 to 1.0 s"),
         (("red", float("nan")), "tell: a text cannot be from nan to nan s"),
         (("red", "now"), "tell: a text cannot be from 'now' to 'now' s"),
+        (("red", 10**400), "tell: a text cannot be from a whole number of 1329 bits to"),
+        (("red \ud800",), "tell: 'red \\ud800' has bytes that are not UTF-8"),
         (([("red", 1.0)],), "subtitles: ('red', 1.0) is no line; give (begin, end, text)"),
         (([(1.0, 2.0, 3)],), "subtitles: 3 is no text"),
     ],
@@ -304,3 +308,80 @@ def test_what_a_failed_watch_read_takes_its_lines_along() -> None:
             session.watch(film(24), fps=FPS, progress=broken, subtitles=[(1.0, 2.0, "cup")])
         assert session._live is not None
         assert [one.text for one in session._live.info.lines] == ["red star"] and len(session) == 4
+
+
+def test_no_line_is_lost_between_two_calls() -> None:
+    """Of another rate, of no rate, and frame by frame, with a line at each tenth of a second."""
+    given = [(n / 10, n / 10, f"red {n}") for n in range(100)]
+    with open_session("tiny-ov", TIGHT["rekv"]) as session:
+        session.watch(film(4), fps=0.5, subtitles=[(0.0, 0.0, "first"), (6.2, 8.0, "last")])
+        session.watch(film(8), fps=4.0, subtitles=given)
+        assert texts(session) == ["first", "last", *(f"red {n}" for n in range(20))]
+    with open_session("tiny-ov", TIGHT["rekv"]) as session:
+        for second in (5.0, 605.0):
+            session.watch(film(1), times=[second])
+        session.tell("ahead", 607.0)
+        assert words(session.ask(QUESTION, 2)) == words(session.ask(QUESTION, 2, between=(0.0, 700.0))) == []
+        session.watch(
+            film(3), times=[606.0, 607.0, 608.0], subtitles=[(606.0, 606.8, "x"), (608.5, 609, "y")]
+        )
+        assert texts(session) == ["x", "ahead", "y"]
+    with open_session("tiny-ov", TIGHT["rekv"]) as session:
+        for second in (0.0, 0.9, 2.0, 3.0, 4.1):
+            session.watch(film(1), times=[second], subtitles=given)
+        assert texts(session) == [f"red {n}" for n in range(51)]
+        session.watch(film(1), times=[9.0], subtitles=given)
+        assert texts(session)[51:] == [f"red {n}" for n in range(80, 100)], (
+            "none of a gap but of its last second"
+        )
+
+
+def texts(session: mmaccel.VideoSession) -> list[str]:
+    assert session._live is not None
+    return [one.text for one in session._live.info.lines]
+
+
+def test_a_line_when_the_last_frame_is_over_is_not_read() -> None:
+    with open_session("tiny-ov", TIGHT["full"], 6) as session:
+        session.tell([(2.9, 2.9, "red star"), (3.0, 3.0, "green cup")])
+        for between in (None, (0.0, 100.0)):
+            assert words(session.ask(QUESTION, 2, between=between)) == ["red star"]
+
+
+def test_the_first_lines_that_fit() -> None:
+    """As many as there is room for, whatever their lengths; what is too long alone is left out. Few characters are read."""
+    read = list[str]()
+
+    def ids(text: str) -> torch.Tensor:
+        read.append(text)
+        return torch.tensor(list(text.encode()))
+
+    best = [*(lines.Line(n, n, "red star") for n in (3.0, 1.0, 2.0)), lines.Line(4.0, 4.0, "a" * 900)]
+    best[2:2] = [lines.Line(9.0, 9.0, "b" * 900)]
+    best += [lines.Line(20.0 + n, 20.0 + n, "green cup") for n in range(10_000)]
+    head, each = len(lines.LEAD), len("\n[0:00:00] red star")
+    for room, count in ((head + 3 * each, 3), (head + 2 * each + 1, 2), (head, 0), (head + 5 * each + 2, 5)):
+        read.clear()
+        found, text, made = lines.fitting(best, room, ids)
+        assert len(found) == count and text.encode() == bytes(made.tolist()) and len(made) <= room
+        assert found == tuple(sorted([best[n] for n in (0, 1, 3, 5, 6)][:count]))
+        assert sum(map(len, read)) <= 20 * room
+
+
+def test_many_lines_stop_no_pass() -> None:
+    """None is compared where none is new; and long ones over many frames cost as short ones do."""
+    have = tuple(lines.Line(float(n), 1e9, "red star") for n in range(4000))
+    assert lines.with_lines(have, []) is have
+    times = [float(n) for n in range(8000)]
+    spans = [(n, 1) for n in range(8000)]
+    info = StreamInfo((1, 1), 1.0, 1, torch.zeros(0, 1), spans=spans, times=times, lines=have)
+    looked = list[int]()
+
+    class Share(dict[int, float]):
+        def get(self, unit: int, default: Any = None) -> Any:
+            looked.append(unit)
+            return super().get(unit, default)
+
+    found = lines.recalled_lines(info, Share({7000: 0.5, 10: 1.0}), None)
+    assert len(looked) == len(times)
+    assert found == [*reversed(have[:11]), *reversed(have[11:])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
@@ -22,9 +21,17 @@ from mmaccel.core.decoding.watching import DraftStreamSettings
 from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.lines import Line, begun_between, read_lines, with_lines, without_units
-from mmaccel.core.streams.parts import QUESTION_S, SHORT_S, WAIT_S, FairLock, StreamInfo
-from mmaccel.core.streams.sources import Clip, StreamEvent, changes_between, clips_with_reconnect, shift_clip
+from mmaccel.core.streams.lines import Line, begun_between, ends_at, read_lines, with_lines, without_units
+from mmaccel.core.streams.parts import QUESTION_S, SHORT_S, WAIT_S, FairLock
+from mmaccel.core.streams.sources import (
+    GAP_S,
+    Clip,
+    StreamEvent,
+    changes_between,
+    clips_with_reconnect,
+    shift_clip,
+    shown_at,
+)
 from mmaccel.core.streams.standing import StandingQuestion
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size
 
@@ -92,7 +99,6 @@ class FrameIntake:
     _stream_adapter: StreamAdapter
     _processor: Any
     _live: StreamRunner | None = None
-    _rate: float | None = None
     _closed = _changed = False
 
     def __init__(self) -> None:
@@ -316,9 +322,9 @@ class FrameIntake:
     ) -> int:
         count, live, watched, changes = clip.frames.shape[0], self._live, 0, list[StreamEvent]()
         shown, timed = shown_at(how, clip, given, done, None if live is None else live.info)
-        size, rates = frame_size(clip.frames), (self._rate, clip.fps)
         if live is not None and live.info.times and live.info.raw is not None:
-            changes = changes_between(live.info.times[-1], shown, (live.info.raw, size), rates)
+            sizes, rates = (live.info.raw, frame_size(clip.frames)), (live.info.rate, clip.fps)
+            changes = changes_between(live.info.times[-1], shown, sizes, rates)
         self._changed = True
         if live is None:
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
@@ -326,7 +332,10 @@ class FrameIntake:
                 live = self._live = StreamRunner.begin(*parts, timed)
                 live.beside = self._beside()
 
-        since = live.info.ends if live.info.times else -math.inf
+        since = ends_at(live.info) if live.info.times else -math.inf
+        if not done:  # those of a short gap before the call belong to it
+            since = max(min(since, shown[0]), shown[0] - GAP_S)
+        live.info.rate = clip.fps or live.info.rate
         later = shown[0] - (clip.times[0] if clip.times else 0.0) if given is None else 0.0
 
         def tell(through: int) -> None:
@@ -335,7 +344,7 @@ class FrameIntake:
             if lines or live.beside.stream is not None:
                 with self._turn():
                     if lines:
-                        info, before, since = live.info, since, live.info.ends
+                        info, before, since = live.info, since, ends_at(live.info)
                         info.lines = with_lines(info.lines, begun_between(lines, before, since, later))
                     told = clip.frames[some], shown[some], clip.fps, live.info.timed
                     live.beside.take_frames(*told, how == "ingest")
@@ -345,7 +354,6 @@ class FrameIntake:
                 progress(done + through, None if clip.part else done + count)
 
         taken = live.take_frames(clip.frames, shown, tell, deadline, ingest=how == "ingest")
-        self._rate = clip.fps or self._rate
         # A break of the source is no gap besides.
         broken = [one.seconds for one in self.events if one.kind in ("stall", "fault", "end")][-1:]
         self.events += [one for one in changes if one.kind != "gap" or one.seconds not in broken]
@@ -360,41 +368,3 @@ class FrameIntake:
         watches = draft.active and "video" in draft.needs
         opens = partial(draft.open_stream, self._stream_adapter.view, told)
         return GuardedDraftStream(opens if watches else None)
-
-
-def shown_at(
-    how: str, clip: Clip, given: list[float] | None, done: int, info: StreamInfo | None
-) -> tuple[list[float], bool]:
-    """Return the seconds at which the frames of a clip are shown, after those of the stream `info`, and whether they are
-    known or made up. `given` are the times of all frames of a call, `done` of which came before. Raises `ModelError`, which
-    names the call `how`."""
-    count = clip.frames.shape[0]
-    if not count:
-        raise ModelError(f"{how}: the clip has no frames; give at least one.")
-    if clip.frames.dtype != torch.uint8:
-        raise ModelError(f"{how}: frames are {clip.frames.dtype}; give uint8, 0 to 255.")
-    # Too many are told of before anything is taken in, where the end is known.
-    times = clip.times if given is None else given[done : done + count if clip.part else None]
-    if times is not None and len(times) != count:
-        whose = "of the video " if given is None else ""
-        raise ModelError(f"times: there are {len(times)} {whose}for {count} frames; give one for each frame.")
-    last = info.times[-1] if info is not None and info.times else None
-    rate = clip.fps if clip.fps or info is None else info.fps
-    return frame_times(last, times, count, rate, given is not None), times is not None or rate is not None
-
-
-def frame_times(
-    last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
-) -> list[float]:
-    """Return the seconds, ascending, of `count` new frames that follow a frame at `last`: the `given` ones, shifted to
-    follow it unless `strict`; else one every ``1 / fps``."""
-    step = 1 / fps if fps else 1.0
-    if given is None:
-        return [(0.0 if last is None else last + step) + i * step for i in range(count)]
-    rising = all(a < b for a, b in itertools.pairwise(given))
-    if not rising or (strict and last is not None and given[0] <= last):
-        after = "" if last is None else f" and be later than {last:g}, when the last frame was shown"
-        raise ModelError(f"times: they must rise{after}; give seconds from the start of the stream.")
-    # Another file begins at zero again.
-    shift = last + step - given[0] if last is not None and given[0] <= last else 0.0
-    return [moment + shift for moment in given]

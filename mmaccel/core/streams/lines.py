@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import bisect
 import html
-import math
+import itertools
 import os
 import re
+import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import ModelError, shown
+from mmaccel.core.errors import ModelError, check_text, shown
 from mmaccel.core.files import outside
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.streams.parts import StreamInfo
 
-LONGEST, KEPT = 1 << 12, 1 << 21
-"""Characters of a line, and of all lines that a session keeps, at most; the oldest make room. A day of speech has 2^21."""
-TOKENS = 1 << 11
-"""Tokens that the lines of a question take at most."""
+LONGEST, KEPT, TIMES = 1 << 12, 1 << 21, 64
+"""Characters of a line, and of all lines that a session keeps, at most, its times counted as `TIMES` more; the oldest make
+room. Half a day of speech has 2^21."""
+TOKENS, CHARACTERS = 1 << 11, 16
+"""Tokens that the lines of a question take at most; and for each so many characters are looked at."""
 FILE_BYTES = 16 << 20
 LEAD = "\n\nText with its times in the video:"
 TIME = r"(?:([0-9]{1,4}):)?([0-9]{1,2}):([0-9]{1,2}[,.][0-9]{1,3})"
@@ -47,11 +50,13 @@ def checked_line(begin: Any, end: Any, text: Any, call: str = "tell") -> Line:
     """Return a `Line` from `begin` to `end` (None: at `begin` alone), in seconds, without line breaks. Raises `ModelError`,
     which names `call`, for times that cannot be, and for no text or too much."""
     end = begin if end is None else end
-    if not all(isinstance(one, int | float) for one in (begin, end)) or not 0 <= begin <= end < math.inf:
+    if not (
+        all(isinstance(one, int | float) for one in (begin, end)) and 0 <= begin <= end <= sys.float_info.max
+    ):
         raise ModelError(
             f"{call}: a text cannot be from {shown(begin)} to {shown(end)} s; give two times, from 0 s on."
         )
-    text = " ".join(text.split()) if isinstance(text, str) else text
+    text = " ".join(check_text(text, call).split()) if isinstance(text, str) else text
     if not isinstance(text, str) or not 0 < len(text) <= LONGEST:
         raise ModelError(
             f"{call}: {shown(text)} is no text of 1 to {LONGEST} characters; give some, or leave it out."
@@ -98,21 +103,32 @@ def _cues(path: str | os.PathLike[str]) -> Iterable[Line]:
             yield checked_line(begin, end, said, f"subtitles: line {number} of {name}")
 
 
-def with_lines(have: Sequence[Line], new: Iterable[Line]) -> tuple[Line, ...]:
-    """Return the lines of both in order of time, each once; the oldest are left out so that all have `KEPT` characters."""
-    lines = sorted({*have, *new})
-    over = sum(len(one.text) for one in lines) - KEPT
+def with_lines(have: tuple[Line, ...], new: Sequence[Line]) -> tuple[Line, ...]:
+    """Return the lines of both, each in order of time, in that order, each once; the oldest are left out so that all have
+    `KEPT` characters."""
+    if not new:
+        return have
+    lines = list(dict.fromkeys(sorted([*have, *new])))
+    over = sum(len(one.text) + TIMES for one in lines) - KEPT
     first = 0
     while over > 0:
-        over -= len(lines[first].text)
+        over -= len(lines[first].text) + TIMES
         first += 1
     return tuple(lines[first:])
 
 
-def begun_between(lines: Sequence[Line], after: float, to: float, shift: float) -> list[Line]:
-    """Return those of `lines`, in order, that begin after `after` and up to `to` seconds once they are `shift` s later."""
-    first, last = (bisect.bisect_right(lines, at - shift, key=lambda one: one.begin) for at in (after, to))
+def begun_between(lines: Sequence[Line], since: float, ends: float, shift: float) -> list[Line]:
+    """Return those of `lines`, in order, that begin from `since` on and before `ends` s once they are `shift` s later."""
+    first, last = (bisect.bisect_left(lines, at - shift, key=lambda one: one.begin) for at in (since, ends))
     return later(lines[first:last], shift)
+
+
+def ends_at(info: StreamInfo) -> float:
+    """Return the second up to which the last frame of a stream is shown: by the rate of the last clip; without one as long
+    as the frame before it, but not longer than most of the last ones (of one or two frames: than a second)."""
+    steps = [b - a for a, b in itertools.pairwise(info.times[-9:])]
+    usual = statistics.median_low(steps) if len(steps) > 1 else 1.0
+    return info.times[-1] + (1 / info.rate if info.rate else min([usual, *steps[-1:]]))
 
 
 def later(lines: Sequence[Line], seconds: float) -> list[Line]:
@@ -143,35 +159,48 @@ def recalled_lines(
     info: StreamInfo, share: dict[int, float], between: tuple[float, float] | None
 ) -> list[Line]:
     """Return the lines that a question of a stream reads, best first: those `between` two times, or those whose time has a
-    unit (frame) that a `share` of the layers sees. Those of units that most layers see come first, then the latest."""
+    unit (frame) that a `share` of the layers sees; none that begin when the last frame is over. Those of units that most
+    layers see come first, then the latest."""
+    lines = info.lines[: bisect.bisect_left(info.lines, ends_at(info), key=lambda one: one.begin)]
     if between is not None:
-        begin, end = between[0], min(between[1], info.ends)
-        return [one for one in reversed(info.lines) if one.begin <= end and one.end >= begin]
+        return [one for one in reversed(lines) if one.begin <= between[1] and one.end >= between[0]]
     starts, read = info.shown(0), sum(info.spans[-1]) if info.spans else 0
     if read < len(info.times):  # of a unit not yet complete
         share[len(starts)] = 1.0
         starts.append(info.times[read])
-    worth = dict[Line, float]()
-    for one in info.lines:
-        if one.begin < info.ends:
-            first = _unit_at(starts, one.begin)
-            units = range(first, max(first + 1, bisect.bisect_left(starts, one.end)))
-            worth[one] = max(share.get(number, 0.0) for number in units)
-    found = (one for one in reversed(info.lines) if worth.get(one, 0.0) > 0)
-    return sorted(found, key=lambda one: -worth[one])
+    most, worth = [[share.get(number, 0.0) for number in range(len(starts))]], dict[Line, float]()
+    for one in lines:
+        first = _unit_at(starts, one.begin)
+        behind = max(first + 1, bisect.bisect_left(starts, one.end))
+        power = (behind - first).bit_length() - 1
+        while len(most) <= power:  # `most[p]` has the greatest share of each 2^p units in a row
+            most.append(list(map(max, most[-1], most[-1][1 << (len(most) - 1) :])))
+        worth[one] = max(most[power][first], most[power][behind - (1 << power)])
+    return sorted((one for one in reversed(lines) if worth[one] > 0), key=lambda one: -worth[one])
 
 
 def fitting(
     lines: Sequence[Line], room: int, ids: Callable[[str], Tensor]
 ) -> tuple[tuple[Line, ...], str, Tensor]:
-    """Return the first of `lines` that fit into `room` tokens, in order of time; their text, and its `ids` [n]."""
+    """Return the first of `lines` that fit into `room` tokens together, in order of time; their text, and its `ids` [n].
+    Lines that are too long alone are left out, and the next are taken; at most ``room * CHARACTERS`` characters are read."""
+    some, whole, longest = list[Line](), room - len(ids(LEAD)), room * CHARACTERS
+    left, unread = whole, longest
+    for one in lines:
+        if len(text := _said(one)) > longest:
+            continue
+        if (unread := unread - len(text)) < 0:
+            break
+        if (tokens := len(ids(text))) > whole:
+            continue
+        if (left := left - tokens) < 0:
+            break
+        some.append(one)
     while True:
-        some = sorted(lines)
-        text = LEAD + "".join(f"\n[{_clock(one.begin)}] {one.text}" for one in some) if some else ""
-        made = ids(text)
-        if len(made) <= room:
-            return tuple(some), text, made
-        lines = lines[: len(lines) * room // len(made)]
+        text = LEAD + "".join(map(_said, sorted(some))) if some else ""
+        if len(made := ids(text)) <= room:
+            return tuple(sorted(some)), text, made
+        some.pop()  # together they are longer
 
 
 def _unit_at(starts: Sequence[float], seconds: float) -> int:
@@ -179,6 +208,6 @@ def _unit_at(starts: Sequence[float], seconds: float) -> int:
     return max(0, bisect.bisect_right(starts, seconds) - 1)
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+def _said(one: Line) -> str:
+    minutes, rest = divmod(int(one.begin), 60)
+    return f"\n[{minutes // 60}:{minutes % 60:02}:{rest:02}] {one.text}"

@@ -115,7 +115,7 @@ class StreamInfo:
     spans    (first frame, frames) of each unit; `times`: the seconds at which each frame was shown
     pending  frames of an incomplete unit; `raw`: their (height, width)
     pins     (begin, end) in seconds, whose frames the memory must not forget
-    lines    text beside the frames, in order of time; replaced, never changed in place
+    lines    text beside the frames, in order of time; replaced, never changed in place; `rate`: that of the last clip
     """
 
     size: tuple[int, int]
@@ -129,12 +129,7 @@ class StreamInfo:
     pending: Tensor | None = None
     pins: list[tuple[float, float]] = field(default_factory=list)
     lines: tuple[Any, ...] = ()
-
-    @property
-    def ends(self) -> float:
-        """The second up to which the last frame is shown, by the rate or as long as the one before it."""
-        before = self.times[-2] if len(self.times) > 1 else self.times[-1] - 1.0
-        return self.times[-1] + (1 / self.fps if self.fps else self.times[-1] - before)
+    rate: float | None = None
 
     def shown(self, first: int, count: int | None = None) -> list[float]:
         """Return the times in seconds of `count` units (frames) from unit `first` on; all later ones if None."""

@@ -1,4 +1,5 @@
-"""Reopens a live source when it stalls, fails or ends, after growing delays, and records what happened."""
+"""Reopens a live source when it stalls, fails or ends, after growing delays, and records what happened; and the times at
+which the frames of a clip are shown."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
-from mmaccel.core.errors import VideoError, VideoStalled
+from mmaccel.core.errors import ModelError, VideoError, VideoStalled
+from mmaccel.core.streams.parts import StreamInfo
 
 Part = TypeVar("Part")
 GAP, GAP_S = 4.0, 1.0
@@ -121,3 +124,41 @@ def clips_with_reconnect(
             time.sleep(min(STEP_S, left))
         check()
         wait = min(2 * wait, MOST_S)
+
+
+def shown_at(
+    how: str, clip: Clip, given: list[float] | None, done: int, info: StreamInfo | None
+) -> tuple[list[float], bool]:
+    """Return the seconds at which the frames of a clip are shown, after those of the stream `info`, and whether they are
+    known or made up. `given` are the times of all frames of a call, `done` of which came before. Raises `ModelError`, which
+    names the call `how`."""
+    count = clip.frames.shape[0]
+    if not count:
+        raise ModelError(f"{how}: the clip has no frames; give at least one.")
+    if clip.frames.dtype != torch.uint8:
+        raise ModelError(f"{how}: frames are {clip.frames.dtype}; give uint8, 0 to 255.")
+    # Too many are told of before anything is taken in, where the end is known.
+    times = clip.times if given is None else given[done : done + count if clip.part else None]
+    if times is not None and len(times) != count:
+        whose = "of the video " if given is None else ""
+        raise ModelError(f"times: there are {len(times)} {whose}for {count} frames; give one for each frame.")
+    last = info.times[-1] if info is not None and info.times else None
+    rate = clip.fps if clip.fps or info is None else info.fps
+    return frame_times(last, times, count, rate, given is not None), times is not None or rate is not None
+
+
+def frame_times(
+    last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
+) -> list[float]:
+    """Return the seconds, ascending, of `count` new frames that follow a frame at `last`: the `given` ones, shifted to
+    follow it unless `strict`; else one every ``1 / fps``."""
+    step = 1 / fps if fps else 1.0
+    if given is None:
+        return [(0.0 if last is None else last + step) + i * step for i in range(count)]
+    rising = all(a < b for a, b in itertools.pairwise(given))
+    if not rising or (strict and last is not None and given[0] <= last):
+        after = "" if last is None else f" and be later than {last:g}, when the last frame was shown"
+        raise ModelError(f"times: they must rise{after}; give seconds from the start of the stream.")
+    # Another file begins at zero again.
+    shift = last + step - given[0] if last is not None and given[0] <= last else 0.0
+    return [moment + shift for moment in given]

@@ -268,7 +268,7 @@ def measured(
         with Trace() as trace:
             feeder.start()
             while time.perf_counter() < began + seconds:
-                session._answering(words(count), tokens, True, session._deadline(None))(lambda _: None)
+                session._answering(words(count), tokens, session._deadline(None))(lambda _: None)
                 clock.end()
                 answers += 1
             over.set()

@@ -224,9 +224,10 @@ def _check_stream(policy: StreamPolicy) -> None:
         return None if taken is None else _Trial(who, taken, policy.needs).ask(meanwhile)
 
     if (beside := asked(asked if state.several else lambda: None)) is not None:
-        trial.same(
-            first, beside, "a question meanwhile changes an answer that has begun; leave several False"
-        )
+        fault = "a question of a snapshot sees something else; let snapshot copy all that a question reads"
+        if state.several:
+            fault = "a question meanwhile changes an answer that has begun; leave several False"
+        trial.same(first, beside, fault)
         trial.same(
             first,
             asked(lambda: trial.watch(20)) or [],

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import mmaccel
 from mmaccel.core.errors import ModelError
 from mmaccel.core.streams import intake
+from mmaccel.core.streams import session as session_module
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.models import step
 from tests.models.streams import FPS, QUESTION, film, logits, told
@@ -158,3 +160,58 @@ def test_who_needs_the_session_alone_waits_for_all_answers(
         assert running < 4
     with pytest.raises(ModelError, match="the session is closed"):
         session.ask_all([QUESTION])
+
+
+def test_what_is_old_goes_although_answers_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes once so many have begun, when all have ended; but not while a clip is taken in."""
+    monkeypatch.setattr(intake, "AT_ONCE", 0)
+    monkeypatch.setattr(intake, "FORGET_S", 0.1)
+    with opened("random-ov", {**MEMORIES["mosaic"], "keep_seconds": 6.0}, 0) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "_let_go", lambda: None)  # as while an answer goes on
+            session.watch(film(20, seed=5), fps=FPS)
+        held: Any = session._live.state.store.units if session._live is not None else None
+        before = len(held(0))
+        with session._stream.holding():
+            at_once([lambda: session.ask(QUESTION, 2)])
+            assert len(held(0)) == before
+        session.ask(QUESTION, 2)
+        assert len(held(0)) < before and session.counters()["let_go"] > 0
+
+
+def test_one_deadline_and_one_cancel_are_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those that have not begun; and the first error is raised when all have ended."""
+    monkeypatch.setattr(session_module, "AT_ONCE", 1)
+    with opened("random-ov", MEMORIES["rekv"], 0) as session:
+        answer, ended = session._answer, list[Any]()
+
+        def answering(question: str, *given: Any) -> Any:
+            if not ended:
+                session.cancel()
+            try:
+                return answer(question, *given)
+            finally:
+                ended.append(question)
+
+        monkeypatch.setattr(session, "_answer", answering)
+        assert [one.finish_reason for one in session.ask_all(QUESTIONS, TOKENS)] == ["cancelled"] * 4
+        ended[:] = ["begun"]
+        with pytest.raises(ModelError, match="question: it is empty"):
+            session.ask_all(["", *QUESTIONS], TOKENS)
+        assert len(ended) == 6
+
+
+@pytest.mark.parametrize("call", ["close", "ingest", "load"])
+def test_an_answer_does_not_wait_for_itself(call: str, tmp_path: Path) -> None:
+    with opened("random-ov", MEMORIES["rekv"], 0) as session:
+        session.save(tmp_path / "s")
+        given = {"close": (), "ingest": (film(2),), "load": (tmp_path / "s",)}[call]
+
+        def within(ids: Any, scores: Any) -> Any:
+            getattr(session, call)(*given)
+            return scores
+
+        want = told(session.ask(QUESTION, TOKENS))
+        with pytest.raises(ModelError, match="an answer cannot wait for its own end; call this when"):
+            session.ask(QUESTION, TOKENS, logits_processor=[within])
+        assert told(session.ask(QUESTION, TOKENS)) == want

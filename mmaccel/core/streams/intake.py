@@ -7,10 +7,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from time import sleep
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -38,25 +38,36 @@ from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner,
 Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]
 
-AT_ONCE = 16
-"""Answers of a session that may go on at once; then all end before the next, for a memory forgets between two answers."""
+AT_ONCE, FORGET_S = 16, 5.0
+"""Answers of a session that may begin while others go on; then all end before the next, for a memory forgets between two
+answers. It waits for the clip that is being taken in, so many seconds at most."""
 
 
 class AskingLock(FairLock):
     """The lock of a session's questions, which one holds at a time until its first token. An answer may leave it then, and
-    goes on beside others; who is `holding` it waits for all that left."""
+    goes on beside others; who is `holding` it waits for all that left. `between` is called once `AT_ONCE` have ended."""
 
-    def __init__(self) -> None:
+    _inside: ClassVar[list[int]] = []  # threads of answers that left; each may run what others' call
+
+    def __init__(self, between: Callable[[], None]) -> None:
         super().__init__()
+        self._between = between
         self._left, self._joined, self._back = 0, 0, threading.Condition()
 
     @contextmanager
     def holding(self, deadline: Any = None, **how: Any) -> Iterator[float]:
+        self.refuse_answers()
         with super().holding(deadline, **how) as waited:
             self._wait(deadline)
             yield waited
 
+    def refuse_answers(self) -> None:
+        """Raise `ModelError` in a thread whose answer left, for who is `holding` the lock would wait for that."""
+        if threading.get_ident() in self._inside:
+            raise ModelError("an answer cannot wait for its own end; call this when the answer has ended.")
+
     def _wait(self, deadline: Deadline | None) -> None:
+        self.refuse_answers()
         with self._back:
             while self._left:
                 self._back.wait(WAIT_S)
@@ -70,6 +81,7 @@ class AskingLock(FairLock):
             held.enter_context(super().holding(deadline))
             if self._joined >= AT_ONCE:
                 self._wait(deadline)
+                self._between()
 
             def leave() -> None:
                 stack.callback(self._count, -1)
@@ -80,6 +92,7 @@ class AskingLock(FairLock):
 
     def _count(self, more: int) -> None:
         with self._back:
+            (self._inside.append if more > 0 else self._inside.remove)(threading.get_ident())
             self._left += more
             self._joined = self._joined + max(0, more) if self._left else 0
             self._back.notify_all()
@@ -90,7 +103,8 @@ class FrameIntake:
 
     _source  during a call of `watch` or `ingest`, so that frames of two calls do not mix
     _stream  while a clip is taken in, and while the stream is saved, loaded or closed
-    _asking  while a question is read, or answered; a clip that fails waits for all answers before it is rolled back
+    _asking  while a question is read, or answered; a clip that fails waits for all answers before it is rolled back. Who
+             holds it to let the memory forget between answers waits for `_stream` too, but not for longer than `FORGET_S`
     the model's `turns`, for one pass of frames, one token, or some layers of a question
     """
 
@@ -102,7 +116,8 @@ class FrameIntake:
     _closed = _changed = False
 
     def __init__(self) -> None:
-        self._source, self._stream, self._asking = FairLock(), FairLock(), AskingLock()
+        self._source, self._stream = FairLock(), FairLock()
+        self._asking = AskingLock(self._let_go_between_answers)
         self._cancelled = threading.Event()
         self.events: deque[StreamEvent] = deque(maxlen=1000)
         """What befell sources that are reconnected, and what the memory let go of; the last ones."""
@@ -152,6 +167,8 @@ class FrameIntake:
         # What is made in inference mode cannot be written to outside of it, and a stream may outlive the mode. A memory has
         # keys and values of the weights' type, whatever autocast makes of a product.
         exact = torch.autocast(self._stream_adapter.device.type, enabled=False)
+        if self._asking in turns:
+            self._asking.refuse_answers()
         with ExitStack() as stack:
             for one in turns:
                 stack.enter_context(one.holding(deadline, ahead=QUESTION_S))
@@ -263,6 +280,12 @@ class FrameIntake:
                 self._live.state.finish_intake()
                 self._live.beside.finish_intake()
 
+    def _let_go_between_answers(self) -> None:
+        """Let a memory forget that could not while answers overlapped; nothing is forgotten in the middle of a clip."""
+        if getattr(self._kv, "keep_seconds", None) is not None:
+            with suppress(Ended), self._working(self._stream, deadline=self._deadline(FORGET_S)):
+                self._let_go()
+
     def _let_go(self) -> None:
         """Let the memory forget what it keeps no longer, and note it, as one event for all that goes in a row."""
         if (live := self._live) is None:
@@ -271,17 +294,19 @@ class FrameIntake:
             gone = live.state.forget_old_units(live.shown_seconds, live.is_pinned)
             if gone and live.info.lines:
                 live.info.lines = without_units(live.info, gone)
-        if not gone:
-            return
-        spans, times = live.info.spans, live.info.times
-        first, last = times[spans[min(gone)][0]], times[sum(spans[max(gone)]) - 1]
-        event = self.events[-1] if self.events else None
-        if event is None or event.kind != "let_go" or event.lasted is None:
-            self.events.append(event := StreamEvent("let_go", last, "the memory keeps no more frames", 0.0))
-        else:
-            first = min(first, event.seconds - (event.lasted or 0.0))
-        event.seconds = max(last, event.seconds)
-        event.lasted = event.seconds - first
+            if not gone:
+                return
+            spans, times = live.info.spans, live.info.times
+            first, last = times[spans[min(gone)][0]], times[sum(spans[max(gone)]) - 1]
+            event = self.events[-1] if self.events else None
+            if event is None or event.kind != "let_go" or event.lasted is None:
+                self.events.append(
+                    event := StreamEvent("let_go", last, "the memory keeps no more frames", 0.0)
+                )
+            else:
+                first = min(first, event.seconds - (event.lasted or 0.0))
+            event.seconds = max(last, event.seconds)
+            event.lasted = event.seconds - first
 
     @contextmanager
     def _whole(self, how: How, deadline: Deadline) -> Iterator[None]:

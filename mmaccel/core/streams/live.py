@@ -165,7 +165,7 @@ class AsyncVideoSession:
         runs or is a task already.
         """
         deadline = self.session._deadline(timeout)
-        ask = self.session._answering(question, max_new_tokens, evidence, deadline, **how)
+        ask = self.session._answering(question, max_new_tokens, deadline, evidence, **how)
         if self.session.frames:
             return AsyncReply(ask, deadline)
         begun = threading.Event()

@@ -101,7 +101,8 @@ class VideoSession(FrameIntake):
         or times out; `events` records this, and frames continue at the time at which they come. For endless sources,
         watch each clip of ``mmaccel.media.clips(...)``.
         `subtitles`: an SRT or WebVTT file, or (begin, end, text) triples in seconds of the video (of the stream with
-        `times`): as frames come, their lines are told to the stream (`tell`). Lines earlier than this call are left out.
+        `times`): as frames come, their lines are told to the stream (`tell`). Lines that begin before the frames of this
+        call are left out, but for those in a gap of up to a second before them.
         """
         return self._take_in(
             "watch", video, times, fps, progress, self._deadline(timeout), reconnect, subtitles
@@ -133,8 +134,9 @@ class VideoSession(FrameIntake):
         (with `between` those of that time), with their times, behind its words; `Answer.lines` has them. Where there are
         more than 2048 tokens of them, those of the frames that most layers saw come first. A line of a later time is read
         once frames of its time have come. Lines are saved with the stream, and go with the frames in which they begin; of
-        more than 2,097,152 characters the oldest go. No special token in a line acts as such. It waits for the clip that
-        is being taken in. Raises `ModelError` for times or a text that cannot be.
+        more than 2,097,152 characters (64 more for each line) the oldest go. No special token in a line acts as such. It
+        waits for the clip that is being taken in, or for the end of a call of `ingest` or with `times`. Raises
+        `ModelError` for times or a text that cannot be.
         """
         now = self.seconds if at is None else at
         lines = [checked_line(now, until, text)] if isinstance(text, str) else read_lines(text)
@@ -184,26 +186,31 @@ class VideoSession(FrameIntake):
         position for an answer. An answer that reaches the last position ends there, with a warning.
         """
         deadline = self._deadline(timeout)
-        work = self._answering(question, max_new_tokens, evidence, deadline, chat, between, **settings)
+        work = self._answering(question, max_new_tokens, deadline, evidence, chat, between, **settings)
         if not stream:
             return work(None)
         (self._stream_adapter.tail_ids if self._frame_comes() else self._check)(question)
         return Reply(work, deadline)
 
-    def ask_all(self, questions: Sequence[str | Messages], *given: Any, **how: Any) -> list[Answer]:
+    def ask_all(
+        self, questions: Sequence[str | Messages], max_new_tokens: int = MAX_NEW_TOKENS, **how: Any
+    ) -> list[Answer]:
         """Answer several questions at once, and return their answers in order: each is the one that `ask` gives with the
-        same arguments. Their tokens are decoded as one batch, as those of calls of `ask` in several threads are; but one
-        after another with `chat`, under a draft or a pruner, and under a memory without `StreamState.several`. The first
-        error is raised once all have ended."""
-        with ThreadPoolExecutor(min(AT_ONCE, len(questions)) or 1) as pool:
-            return list(pool.map(lambda one: self.ask(one, *given, **how), questions))
+        same arguments; `timeout` is of all. They share steps as answers of several threads do, but come one after another
+        with `chat`, a draft or a pruner, under `full`, `offload`, `drop_oldest` and memories without `StreamState.several`,
+        and on models over several devices or with recurrent layers. The first error is raised once all have ended."""
+        given = max_new_tokens, self._deadline(how.pop("timeout", None))
+        works = [self._answering(one, *given, **how) for one in questions]
+        with ThreadPoolExecutor(min(AT_ONCE, len(works)) or 1) as pool:
+            made = [pool.submit(work, None) for work in works]
+        return [one.result() for one in made]
 
     def _answering(
         self,
         question: str | Messages,
         most: int,
-        evidence: bool,
         deadline: Deadline,
+        evidence: bool = True,
         chat: bool = False,
         between: tuple[float, float] | None = None,
         **settings: Any,
@@ -248,11 +255,8 @@ class VideoSession(FrameIntake):
                 said = [*self.history, *as_messages(question)] if chat else question
                 live = self._check(said)
                 with asked(live, said, most, evidence, deadline, True, settings, between) as turn:
-                    if (
-                        turn.shares
-                        and live.state.several
-                        and not (chat or live.pruned or self.recipe.draft.active)
-                    ):
+                    alone = chat or live.pruned or self.recipe.draft.active
+                    if turn.shares and live.state.several and not alone:
                         leave()
                     text, ids, reason = turn.decode(self.recipe.draft, most, put)
                     self._meter, report = turn.meter, self._told(turn.meter, turn.counted())
@@ -376,6 +380,7 @@ class VideoSession(FrameIntake):
 
     def close(self) -> None:
         """Close the session and release what its stream holds; a second call does nothing."""
+        self._asking.refuse_answers()
         for one in self._standing:
             one.cancel()
         with self._stream.holding(), self._asking.holding(), self._stream_adapter.turns.holding():

@@ -17,7 +17,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from mmaccel.core.streams.lines import LONGEST
+from mmaccel.core.errors import ModelError
+from mmaccel.core.streams.lines import LONGEST, checked_line
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -231,8 +232,19 @@ class TextLine(StrictModel):
     begin: Seconds | None = None
     end: Seconds | None = None
 
+    @model_validator(mode="after")
+    def _can_be(self) -> TextLine:
+        try:
+            checked_line(*self.triple(0.0), "text")
+        except ModelError as error:
+            raise ValueError(str(error)) from error
+        return self
+
     def triple(self, now: float) -> tuple[float, float | None, str]:
-        return now if self.begin is None else self.begin, self.end, self.text
+        """`begin`, `end` and `text`, in a stream that is at `now`; without `begin` it ends at `now` at the earliest."""
+        if self.begin is None:
+            return now, max(now, self.end or 0.0), self.text
+        return self.begin, self.end, self.text
 
 
 class FramesRequest(StrictModel):

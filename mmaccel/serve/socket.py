@@ -190,9 +190,9 @@ class StreamConnection:
                     some.append(self._frames.popleft())
                 times = [time for _, time in some if time is not None]
                 try:
-                    taken = await self._streams.watch(
-                        self._stream, [data for data, _ in some], times or None, None
-                    )
+                    async with self._streams.hold_call(self._stream):
+                        data = [data for data, _ in some]
+                        taken = await self._streams.watch(self._stream, data, times or None, None)
                 except Exception as error:
                     await self._send("event", name="error", message=error_message(error), frames=len(some))
                 else:

@@ -31,7 +31,7 @@ from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
 from mmaccel.serve.guard import ConnectedClient, error_message, hide_server_path
 from mmaccel.serve.kept import StreamEntry
-from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest, TextLine
+from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest
 from mmaccel.serve.settings import Refused
 from mmaccel.serve.turns import FairQueue
 
@@ -190,7 +190,7 @@ class Streams:
         return self.engine.settings.saves / caller / name
 
     async def take_frames(self, stream: Stream, asked: FramesRequest) -> int:
-        """Take frames or a video into a stream; returns the number of frames."""
+        """Take frames or a video into a stream, and then lines of text; returns the number of frames."""
         given = bool(asked.frames) + (asked.video_url is not None)
         if given == 2 or not (given or asked.text):
             raise ModelError("frames: give frames or a video_url, one of the two, or text.")
@@ -201,38 +201,37 @@ class Streams:
         engine, limits, deadline = self.engine, self.limits, Deadline(self.limits.seconds)
         if len(asked.frames) > limits.frames:
             raise Refused(413, f"frames: give at most {limits.frames} in a call.")
-        if asked.video_url is None:
-            return given and await self.watch(stream, asked.frames, asked.times, asked.fps)
+        session, taken = stream.session, 0
         async with self.hold_call(stream):
-            with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
-                source = await engine.fetch(
-                    asked.video_url.url, "video", stream.owner, Path(folder), deadline
-                )
-                read = partial(engine.read, source, asked.fps or 1.0, None, deadline)
-                video = await await_or_cancel(run_in_thread(read), deadline)
-            call = stream.session.ingest if asked.stored else stream.session.watch
-            return await self._taken(stream, video.frames, partial(call, video), deadline, not asked.stored)
-
-    async def tell(self, stream: Stream, lines: Sequence[TextLine]) -> None:
-        """Add lines of text to a stream, behind the frames that are being taken in."""
-        async with self.hold_call(stream), stream.taking:
-            await stream.session.tell([one.triple(stream.session.seconds) for one in lines])
-            await self.note_change(stream)
+            if asked.frames:
+                taken = await self.watch(stream, asked.frames, asked.times, asked.fps)
+            elif asked.video_url is not None:
+                with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
+                    url = asked.video_url.url
+                    source = await engine.fetch(url, "video", stream.owner, Path(folder), deadline)
+                    read = partial(engine.read, source, asked.fps or 1.0, None, deadline)
+                    video = await await_or_cancel(run_in_thread(read), deadline)
+                call = partial(session.ingest if asked.stored else session.watch, video)
+                taken = await self._taken(stream, video.frames, call, deadline, not asked.stored)
+            if asked.text:
+                async with stream.taking:
+                    await session.tell([one.triple(session.seconds) for one in asked.text])
+                    await self.note_change(stream)
+        return taken
 
     async def watch(
         self, stream: Stream, pieces: Sequence[str | bytes], times: list[float] | None, fps: float | None
     ) -> int:
-        """Take encoded frames (bytes or base64) into a stream; returns their number."""
-        session, deadline = stream.session, Deadline(self.limits.seconds)
+        """Take encoded frames (bytes or base64) into a stream, in a call that is held; returns their number."""
+        deadline = Deadline(self.limits.seconds)
 
         def read() -> Tensor:
             given = [one if isinstance(one, bytes) else sources.decoded(one) for one in pieces]
             return sources.decode_frames(given, self.limits)
 
-        async with self.hold_call(stream):
-            frames = await await_or_cancel(run_in_thread(read), deadline)
-            call = partial(session.watch, frames, times=times, fps=fps)
-            return await self._taken(stream, frames, call, deadline)
+        frames = await await_or_cancel(run_in_thread(read), deadline)
+        call = partial(stream.session.watch, frames, times=times, fps=fps)
+        return await self._taken(stream, frames, call, deadline)
 
     async def _taken(
         self, stream: Stream, frames: Tensor, call: Callable[..., Any], deadline: Deadline, live: bool = True
@@ -337,8 +336,6 @@ async def send_frames(
     """Send frames, or a video, to the stream; and text with times, which is added after them."""
     stream = streams.get(number, asks)
     taken = await ConnectedClient(request).wait(streams.take_frames(stream, body))
-    if body.text:
-        await streams.tell(stream, body.text)
     return {"taken": taken, "frames": stream.session.frames, "seconds": stream.session.seconds}
 
 

@@ -343,3 +343,18 @@ def test_frames_that_are_none_are_refused(served: Served, body: Any, told: str) 
         assert response.status_code == 400 and told in response.json()["error"]["message"]
         assert client.get(one).json()["frames"] == 0
         client.delete(one)
+
+
+@pytest.mark.parametrize("line", [{"text": "a", "begin": 3, "end": 2}, {"text": "\x1c"}, {"text": "\ud800"}])
+def test_frames_beside_text_that_cannot_be_are_not_taken(served: Served, line: dict[str, Any]) -> None:
+    with served.client() as client:
+        one = opened(client)
+        body = json.dumps({"frames": frames(1), "text": [line]})  # with what a client's own encoder refuses
+        response = client.post(f"{one}/frames", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400 and "text.0" in response.json()["error"]["message"]
+        assert client.get(one).json()["frames"] == 0
+        early = {"frames": frames(3), "fps": 1.0, "text": [{"text": "a cup", "end": 1.0}]}
+        assert client.post(f"{one}/frames", json=early).json()["frames"] == 3
+        told = client.post(f"{one}/ask", json={"question": QUESTION, "max_tokens": 2}).json()
+        assert told["lines"] == [[2.0, 2.0, "a cup"]]
+        client.delete(one)

@@ -160,6 +160,9 @@ def test_where_lines_are_too_many_those_that_most_layers_saw_come_first(
         assert f"text: {left} of {len(whole.lines)} lines found no room" in session.report().notes
         monkeypatch.setattr(asking, "TOKENS", 1)
         assert session.ask(QUESTION, 2).lines == ()
+        monkeypatch.setattr(asking, "TOKENS", 0)
+        assert session.ask(QUESTION, 2).lines == ()
+        assert "text: no line found room behind the question" in session.report().notes
 
 
 @pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])

@@ -139,6 +139,8 @@ def asked(
             asking, rest, rows = spoken, behind, rows - len(behind)
         else:
             reads = 0  # units would stand where they leave no room for them
+    if info.lines and not reads:
+        meter.add_note("text: no line found room behind the question")
     planned = planned_rows(adapter.attention.recipe, asking, rows - pending, adapter.device)
     stream_pass = replace(stream_pass, rows=rows, room=room + reads + len(rest), layout=planned)
     deadline.check()

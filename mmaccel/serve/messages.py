@@ -17,7 +17,6 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from mmaccel.core.errors import ModelError
 from mmaccel.core.streams.lines import LONGEST, checked_line
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
@@ -234,10 +233,7 @@ class TextLine(StrictModel):
 
     @model_validator(mode="after")
     def _can_be(self) -> TextLine:
-        try:
-            checked_line(*self.triple(0.0), "text")
-        except ModelError as error:
-            raise ValueError(str(error)) from error
+        checked_line(*self.triple(0.0), "text")
         return self
 
     def triple(self, now: float) -> tuple[float, float | None, str]:

@@ -21,17 +21,10 @@ from mmaccel.core.decoding.watching import DraftStreamSettings
 from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.streams import sources
 from mmaccel.core.streams.lines import Line, begun_between, ends_at, read_lines, with_lines, without_units
 from mmaccel.core.streams.parts import QUESTION_S, SHORT_S, WAIT_S, FairLock
-from mmaccel.core.streams.sources import (
-    GAP_S,
-    Clip,
-    StreamEvent,
-    changes_between,
-    clips_with_reconnect,
-    shift_clip,
-    shown_at,
-)
+from mmaccel.core.streams.sources import Clip, StreamEvent
 from mmaccel.core.streams.standing import StandingQuestion
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size
 
@@ -256,8 +249,8 @@ class FrameIntake:
         if not reconnect:
             return opens()
         begin = self._live.info.times[-1] if self._live is not None else 0.0
-        return clips_with_reconnect(
-            opens, deadline.check, self.events.append, begin, lambda one: one.times or [], shift_clip
+        return sources.clips_with_reconnect(
+            opens, deadline.check, self.events.append, begin, lambda one: one.times or [], sources.shift_clip
         )
 
     _waited = 0.0
@@ -300,9 +293,8 @@ class FrameIntake:
             first, last = times[spans[min(gone)][0]], times[sum(spans[max(gone)]) - 1]
             event = self.events[-1] if self.events else None
             if event is None or event.kind != "let_go" or event.lasted is None:
-                self.events.append(
-                    event := StreamEvent("let_go", last, "the memory keeps no more frames", 0.0)
-                )
+                event = StreamEvent("let_go", last, "the memory keeps no more frames", 0.0)
+                self.events.append(event)
             else:
                 first = min(first, event.seconds - (event.lasted or 0.0))
             event.seconds = max(last, event.seconds)
@@ -346,10 +338,10 @@ class FrameIntake:
         lines: Sequence[Line],
     ) -> int:
         count, live, watched, changes = clip.frames.shape[0], self._live, 0, list[StreamEvent]()
-        shown, timed = shown_at(how, clip, given, done, None if live is None else live.info)
+        shown, timed = sources.shown_at(how, clip, given, done, None if live is None else live.info)
         if live is not None and live.info.times and live.info.raw is not None:
             sizes, rates = (live.info.raw, frame_size(clip.frames)), (live.info.rate, clip.fps)
-            changes = changes_between(live.info.times[-1], shown, sizes, rates)
+            changes = sources.changes_between(live.info.times[-1], shown, sizes, rates)
         self._changed = True
         if live is None:
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
@@ -359,7 +351,7 @@ class FrameIntake:
 
         since = ends_at(live.info) if live.info.times else -math.inf
         if not done:  # those of a short gap before the call belong to it
-            since = max(min(since, shown[0]), shown[0] - GAP_S)
+            since = max(min(since, shown[0]), shown[0] - sources.GAP_S)
         live.info.rate = clip.fps or live.info.rate
         later = shown[0] - (clip.times[0] if clip.times else 0.0) if given is None else 0.0
 

@@ -13,7 +13,6 @@ import itertools
 import os
 import re
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,9 +24,9 @@ from mmaccel.core.files import outside
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.streams.parts import StreamInfo
 
-LONGEST, KEPT, TIMES = 1 << 12, 1 << 21, 64
+LONGEST, KEPT, TIMES, LATEST = 1 << 12, 1 << 21, 64, 1e12
 """Characters of a line, and of all lines that a session keeps, at most, its times counted as `TIMES` more; the oldest make
-room. Half a day of speech has 2^21."""
+room. Half a day of speech has 2^21. A line is before the second `LATEST`."""
 TOKENS, CHARACTERS = 1 << 11, 16
 """Tokens that the lines of a question take at most; and for each so many characters are looked at."""
 FILE_BYTES = 16 << 20
@@ -50,9 +49,7 @@ def checked_line(begin: Any, end: Any, text: Any, call: str = "tell") -> Line:
     """Return a `Line` from `begin` to `end` (None: at `begin` alone), in seconds, without line breaks. Raises `ModelError`,
     which names `call`, for times that cannot be, and for no text or too much."""
     end = begin if end is None else end
-    if not (
-        all(isinstance(one, int | float) for one in (begin, end)) and 0 <= begin <= end <= sys.float_info.max
-    ):
+    if not all(isinstance(one, int | float) for one in (begin, end)) or not 0 <= begin <= end < LATEST:
         raise ModelError(
             f"{call}: a text cannot be from {shown(begin)} to {shown(end)} s; give two times, from 0 s on."
         )
@@ -109,12 +106,8 @@ def with_lines(have: tuple[Line, ...], new: Sequence[Line]) -> tuple[Line, ...]:
     if not new:
         return have
     lines = list(dict.fromkeys(sorted([*have, *new])))
-    over = sum(len(one.text) + TIMES for one in lines) - KEPT
-    first = 0
-    while over > 0:
-        over -= len(lines[first].text) + TIMES
-        first += 1
-    return tuple(lines[first:])
+    sizes = itertools.accumulate(len(one.text) + TIMES for one in reversed(lines))
+    return tuple(lines[len(lines) - sum(size <= KEPT for size in sizes) :])
 
 
 def begun_between(lines: Sequence[Line], since: float, ends: float, shift: float) -> list[Line]:

@@ -289,6 +289,7 @@ class StreamState(KVState):
 
     parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
     several: bool = False  # whether another snapshot may be asked while the answer on one is decoded
+    forgets: bool = False  # whether units may become too old (`forget_old_units`)
 
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         """Return where a caller that applies RoPE itself writes new keys and values; None: it has to call `view`."""

@@ -55,7 +55,7 @@ class AskingLock(FairLock):
             yield waited
 
     def refuse_answers(self) -> None:
-        """Raise `ModelError` in a thread whose answer left, for who is `holding` the lock would wait for that."""
+        """Raise `ModelError` in a thread whose answer left: it would wait for its own end."""
         if threading.get_ident() in self._inside:
             raise ModelError("an answer cannot wait for its own end; call this when the answer has ended.")
 
@@ -275,7 +275,7 @@ class FrameIntake:
 
     def _let_go_between_answers(self) -> None:
         """Let a memory forget that could not while answers overlapped; nothing is forgotten in the middle of a clip."""
-        if getattr(self._kv, "keep_seconds", None) is not None:
+        if self._live is not None and self._live.state.forgets:
             with suppress(Ended), self._working(self._stream, deadline=self._deadline(FORGET_S)):
                 self._let_go()
 

@@ -1,5 +1,4 @@
-"""Reopens a live source when it stalls, fails or ends, after growing delays, and records what happened; and the times at
-which the frames of a clip are shown."""
+"""Reopens a live source that stalls, fails or ends, and records what happened; and when the frames of a clip are shown."""
 
 from __future__ import annotations
 

@@ -284,6 +284,8 @@ class SharedArchive(ArchivedMemory):
 
     # What is let go of.
 
+    forgets = property(lambda self: self.policy.keep_seconds is not None)
+
     def forget_old_units(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
         policy, self.store.pinned = self.policy, _weakly(pinned)
         gone: list[int] = self.store.lost

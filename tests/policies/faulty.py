@@ -264,6 +264,15 @@ class _Lends(FullStream):
         return taken
 
 
+class _SeesMore(StreamMemory):
+    several = False
+
+    def snapshot(self, *given: Any) -> Any:
+        taken: Any = super().snapshot(*given)
+        taken.local += 1
+        return taken
+
+
 class _OneQuestion(StreamMemory):
     several = True
     last: Any = None
@@ -305,6 +314,10 @@ MEMORIES = {
     "a snapshot": (
         wrong(Full, open_stream=lambda policy, *given: _Lends(*given)),
         "units that come change an answer that has begun",
+    ),
+    "another snapshot": (
+        wrong(_Streams, state=_SeesMore),
+        "a question of a snapshot sees something else; let snapshot copy all that a question reads",
     ),
     "several snapshots": (
         wrong(_Streams, state=_OneQuestion),

@@ -126,6 +126,8 @@ def test_questions_with_settings_stretches_and_faults() -> None:
             [lambda one=one: told(session.ask(QUESTION, TOKENS, **one)) for one in ({}, how[1], {})]
         )
         assert found[0] == found[2] == lines != alone[0]
+        with pytest.raises(ModelError, match="is one text; give a list of questions, or call ask"):
+            session.ask_all("what colour was the star ?")
         with pytest.raises(ModelError, match="question"):
             session.ask_all([QUESTION, ""], TOKENS)
         assert session.ask_all([]) == []

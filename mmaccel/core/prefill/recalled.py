@@ -108,6 +108,7 @@ class TimeRangeMemory(WrappedMemory):
         return 0
 
     def evidence(self) -> dict[int, UnitEvidence]:
+        """Return the evidence of the units (frames) of the time range alone."""
         found = self.state.evidence().items()
         return {number: seen for number, seen in found if self._first <= number < self._end}
 

@@ -49,6 +49,7 @@ class AskingLock(FairLock):
 
     @contextmanager
     def holding(self, deadline: Any = None, **how: Any) -> Iterator[float]:
+        """Context that holds the lock once all answers that left have ended (`FairLock.holding`)."""
         self.refuse_answers()
         with super().holding(deadline, **how) as waited:
             self._wait(deadline)

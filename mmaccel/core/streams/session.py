@@ -195,14 +195,14 @@ class VideoSession(FrameIntake):
     def ask_all(
         self, questions: Sequence[str | Messages], max_new_tokens: int = MAX_NEW_TOKENS, **how: Any
     ) -> list[Answer]:
-        """Answer several questions at once, and return their answers in order: each is the one that `ask` gives with the
-        same arguments; `timeout` is of all. They share steps as answers of several threads do, but come one after another
-        with `chat`, a draft or a pruner, under `full`, `offload`, `drop_oldest` and memories without `StreamState.several`,
-        and on models over several devices or with recurrent layers. The first error is raised once all have ended."""
+        """Answer several questions at once, and return their answers in order, each as `ask` gives it; `timeout` is of all.
+        They share steps, but not with `chat`, a draft or a pruner, nor under `full`, `offload` and `drop_oldest` (memories
+        without `StreamState.several`), nor on several devices or with recurrent layers. All end before an error is raised."""
+        if isinstance(questions, str):
+            raise ModelError("ask_all: questions is one text; give a list of questions, or call ask.")
         given = max_new_tokens, self._deadline(how.pop("timeout", None))
-        works = [self._answering(one, *given, **how) for one in questions]
-        with ThreadPoolExecutor(min(AT_ONCE, len(works)) or 1) as pool:
-            made = [pool.submit(work, None) for work in works]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            made = [pool.submit(self._answering(one, *given, **how), None) for one in questions]
         return [one.result() for one in made]
 
     def _answering(

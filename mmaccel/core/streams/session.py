@@ -196,8 +196,8 @@ class VideoSession(FrameIntake):
         self, questions: Sequence[str | Messages], max_new_tokens: int = MAX_NEW_TOKENS, **how: Any
     ) -> list[Answer]:
         """Answer several questions at once, and return their answers in order, each as `ask` gives it; `timeout` is of all.
-        They share steps, but not with `chat`, a draft or a pruner, nor under `full`, `offload` and `drop_oldest` (memories
-        without `StreamState.several`), nor on several devices or with recurrent layers. All end before an error is raised."""
+        They share steps, but not with `chat`, a draft or a pruner, nor under `full`, `offload` and `drop_oldest`
+        (`StreamState.several`), nor on several devices or with recurrent layers. All end before an error is raised."""
         if isinstance(questions, str):
             raise ModelError("ask_all: questions is one text; give a list of questions, or call ask.")
         given = max_new_tokens, self._deadline(how.pop("timeout", None))

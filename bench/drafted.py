@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -35,6 +36,8 @@ from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 
 DRAFT = "llava-onevision-0.5b"
 FIRST_S, GAIN, LEAST = 0.030, 1.5, 0.98
+WARM_S = 120.0
+"""Seconds that kernels may compile before the questions that count."""
 KEEPS = (0.8, 0.05)
 """Chances that a drafted token is kept: that of the mark, and one at which no draft can gain."""
 
@@ -125,10 +128,10 @@ def drafted_step(options: argparse.Namespace, log: Log) -> None:
     drafts: dict[str, Callable[[], Any]] = {
         "off": lambda: "off",
         "sequential": lambda: Sequential(model=draft_model(str(sizes.device), sizes.small), window=5),
-        "parallel": ReplayedParallel,
     }
     if sizes.device.type == "cuda" and torch.cuda.device_count() > 1:
         drafts["parallel, next device"] = ReplayedElsewhere
+    drafts["parallel"] = ReplayedParallel
     config: Any = model.generation_config
     ends, config.eos_token_id = config.eos_token_id, -1  # no answer ends before its last token
     try:
@@ -154,6 +157,17 @@ def drafted_step(options: argparse.Namespace, log: Log) -> None:
             )
 
 
+def warm_up(session: mmaccel.VideoSession, tokens: int, drafts: bool) -> None:
+    """Ask until what compiles has: three times, and with a draft until it has drafted for three whole answers. A process
+    whose kernels compile says nothing for longer than an answer lasts."""
+    began, whole = time.perf_counter(), 0
+    while whole < 3 and time.perf_counter() - began < WARM_S:
+        session.ask(QUESTION, tokens)
+        counters = session.report().draft["counters"]
+        whole += not drafts or counters.get("alone", 0.0) < tokens / 8
+    print(f"  warm after {time.perf_counter() - began:.1f} s", flush=True)
+
+
 def ask_under(way: str, draft: Any, keeps: list[float], tokens: int, sizes: Sizes, log: Log) -> None:
     """Rows of the questions to one film under one draft."""
     model, processor = HELD.model(sizes)
@@ -165,6 +179,8 @@ def ask_under(way: str, draft: Any, keeps: list[float], tokens: int, sizes: Size
         live: Any = session._live
         if isinstance(live.beside.stream, RemoteDraftStream):
             live.beside.stream.wait_until_done()  # the draft has read the film too
+        with replaying(model, KEEPS[0]):
+            warm_up(session, tokens, draft != "off")
         for keep in keeps:
             with replaying(model, keep):
                 answers = [session.ask(QUESTION, tokens) for _ in range(sizes.questions + 3)][3:]

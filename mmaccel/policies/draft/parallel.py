@@ -179,6 +179,7 @@ class Pipeline(DraftState):
     _line     the draft's tokens: the committed ones, then those drafted ahead. While a window is being drafted
               (`_busy`) it stays as it was at the request
     _due      whether to wait for the window being drafted; False once it is late
+    _judged   drafted tokens that this round verifies: those ahead, and the next window's first if it came in time
     _odds     for each index of `_line`, the distribution that a sampled token was drawn from
     devices   the target's devices
 
@@ -205,7 +206,7 @@ class Pipeline(DraftState):
         self._line: list[int] = []
         self._odds: dict[int, TokenDistribution] = {}
         self._last, self._vocab = devices[-1], vocab
-        self._ahead = 0
+        self._ahead = self._judged = 0
         self._busy = self._due = False
         self._pace = PipelineTimes()
         self._window = choice.window or min(FIRST_WINDOW, choice.most)
@@ -282,15 +283,18 @@ class Pipeline(DraftState):
         return Proposal(torch.tensor(tokens, dtype=torch.long), q=q)
 
     def tail_token(self) -> Proposal:
-        for device in self._waited:
-            torch.cuda.current_stream(device).synchronize()
-        self._pace.record_target_step(time.perf_counter() - self._began)
-        # A window is waited for twice as long as a round takes; not at all while the draft reads, or is late already.
         if self._busy:
+            # What judges a step is launched behind it: the host waits for the step only where a window may come meanwhile.
+            for device in self._waited:
+                torch.cuda.current_stream(device).synchronize()
+            self._pace.record_target_step(time.perf_counter() - self._began)
+            # A window is waited for twice as long as a round takes; not at all while the draft reads, or is late already.
             round_s = max(self._pace.step_s, self._window * self._pace.draft_s)
             self._collect(0.05 + 2 * round_s if self._due else 0.0)
         place = len(self._said) + self._ahead
-        return self._proposal(place, self._line[place : place + 1] if self._agrees() else [])
+        tail = self._line[place : place + 1] if self._agrees() else []
+        self._judged = self._ahead + len(tail)
+        return self._proposal(place, tail)
 
     def observe(self, committed: Tensor, kept: int) -> None:
         tokens = committed.tolist()
@@ -300,10 +304,10 @@ class Pipeline(DraftState):
             self._tally.ready = len(self._line)
             kept = int(self._line[:1] == tokens[:1])
         elif not first:
-            mode = "post_verify" if self._ahead else "pre_verify" if self._due else "alone"
+            mode = "post_verify" if self._ahead else "pre_verify" if self._judged else "alone"
             self._tally.figures[mode] += 1
-            if mode != "alone":
-                self._pace.record_verification(kept, len(tokens) > kept)
+            if self._judged:
+                self._pace.record_verification(kept, kept < self._judged)
         self._said += tokens
         self._odds = {place: odds for place, odds in self._odds.items() if place >= len(self._said)}
         self._tally.record_round(kept, len(tokens) > kept)

@@ -16,7 +16,13 @@ from mmaccel.core.decoding.draft import Proposal, accept
 from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.policies.draft import _draft_model, parallel
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens
-from mmaccel.policies.draft._window_model import PipelineTimes, best_window, tokens_per_round
+from mmaccel.policies.draft._window_model import (
+    ASSUMED,
+    TOKENS_KNOWN,
+    PipelineTimes,
+    best_window,
+    tokens_per_round,
+)
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests import sentence
 from tests.core.test_generate import limit, run
@@ -189,6 +195,21 @@ def test_a_draft_that_is_late_changes_no_token(seed: int, window: int) -> None:
         target, Pipeline(engine, choice, [torch.device("cpu")], 5), stop, toy_prompt([1], max_new_tokens=39)
     )
     assert ids == decode_greedily(target, [1], stop) and not meter.failures
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_window_that_comes_too_late_is_no_refusal(window: int) -> None:
+    """A draft that is always right, and now and then late: nothing it said was refused."""
+    rule = bigram(torch.eye(7).roll(1, 1))
+    engine = Sluggish(DraftDecoder(ToyRunner(rule), "cpu", 7), random.Random(0))
+    choice = Parallel(model=ToyModel(rule, 7), window=window, process=False)
+    state = Pipeline(engine, choice, [torch.device("cpu")], 7)
+    run(rule, state, limit(60), toy_prompt([0], max_new_tokens=59))
+    told = state.counters()
+    assert told["late"] > 3 and told["pre_verify"] + told["post_verify"] > 1 and told["alone"] > 3
+    assert told["keep_rate"] > ASSUMED and state._pace.judged - state._pace.kept == pytest.approx(
+        TOKENS_KNOWN * (1 - ASSUMED)
+    )
 
 
 def test_the_second_process_takes_a_device_that_the_target_leaves_free(

@@ -119,9 +119,10 @@ def run(
     taken = rehearsal.run(model, processor, recipe, film, work, QUESTION, RATE, clock)
     question, token = (statistics.median(some) for some in zip(*taken.asked, strict=True))
     if not costs.in_session(recipe, work):
-        return taken.told, {"read_s": taken.read_s, "token_s": token}
+        return taken.step_tokens, {"read_s": taken.read_s, "token_s": token}
     first = taken.asked[0][0] + work.answer * taken.asked[0][1]
-    return taken.told, {"read_s": taken.read_s, "question_s": question, "token_s": token, "first_s": first}
+    parts = {"read_s": taken.read_s, "question_s": question, "token_s": token, "first_s": first}
+    return taken.step_tokens, parts
 
 
 def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, str]) -> None:
@@ -176,7 +177,7 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
         with held:
             run(model, processor, recipe, film, work)
         peak = held.most
-    cost = costs.cost(recipe, sizes, replace(work, told=gave), device, other)
+    cost = costs.cost(recipe, sizes, replace(work, step_tokens=gave), device, other)
     errors = cost.total_s / seconds - 1, cost.device_bytes / peak - 1
     log.row(
         case="recommend", model=TINY[shape] if not cuda else shape, frames=frames, questions=questions, preset=preset,

@@ -36,7 +36,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearCost:
     """A linear cost model, in seconds for `work` units: ``fixed + each * work``."""
 
     fixed: float
@@ -46,7 +46,7 @@ class Line:
         return self.fixed + self.each * work
 
     @classmethod
-    def through_points(cls, short: tuple[float, float], long: tuple[float, float]) -> Line:
+    def through_points(cls, short: tuple[float, float], long: tuple[float, float]) -> LinearCost:
         """Fit a cost line through two points (work, seconds); through 0 and the longer one if the shorter took longer."""
         (less, early), (more, late) = short, long
         each = (late - early) / (more - less)
@@ -66,9 +66,9 @@ class Costs:
     host      seconds of host time to launch a plan on CUDA, whatever its length
     """
 
-    dense: Line
-    sparse: dict[str, Line]
-    planning: Line = Line(0.0, 0.0)
+    dense: LinearCost
+    sparse: dict[str, LinearCost]
+    planning: LinearCost = LinearCost(0.0, 0.0)
     untried: dict[str, str] = field(default_factory=dict)
     host: float = 0.0
 
@@ -84,8 +84,8 @@ class Costs:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Costs:
         """Rebuild a `Costs` from the dictionary that `asdict` makes of it."""
-        sparse = {name: Line(**line) for name, line in found["sparse"].items()}
-        dense, planning = Line(**found["dense"]), Line(**found["planning"])
+        sparse = {name: LinearCost(**line) for name, line in found["sparse"].items()}
+        dense, planning = LinearCost(**found["dense"]), LinearCost(**found["planning"])
         return cls(dense, sparse, planning, dict(found["untried"]), float(found["host"]))
 
 
@@ -144,25 +144,26 @@ def measured_costs(
     tensors = {n: _tensors(shape, n, device) for n in lengths}
     scale = shape.size**-0.5
 
-    def line(make: Callable[[int], tuple[float, Callable[[], Any]]]) -> Line:
+    def line(make: Callable[[int], tuple[float, Callable[[], Any]]]) -> LinearCost:
         (short, first), (long, second) = (make(n) for n in lengths)
-        return Line.through_points((short, bench(first, device)), (long, bench(second, device)))
+        return LinearCost.through_points((short, bench(first, device)), (long, bench(second, device)))
 
-    def plans(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Line, float]:
+    def plans(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[LinearCost, float]:
         host = launch_seconds(second, device)
         more = {"ahead": AHEAD * host} if host else {}
         early, late = (bench(one, device, **more) for one in (first, second))
         # What does not grow between two prompts does not grow beyond them.
         flat = late <= early
-        line = Line(late, 0.0) if flat else Line.through_points((lengths[0], early), (lengths[1], late))
+        ends = (lengths[0], early), (lengths[1], late)
+        line = LinearCost(late, 0.0) if flat else LinearCost.through_points(*ends)
         return line, host
 
     def dense(n: int) -> tuple[float, Callable[[], Any]]:
         return shape.heads * n * (n + 1) / 2, lambda: dense_attend(*tensors[n], scale)
 
     costs_dense = line(dense)
-    costs_plan, host = (Line(0.0, 0.0), 0.0) if plan is None else plans(*(plan(n) for n in lengths))
-    found: dict[str, Line] = {}
+    costs_plan, host = (LinearCost(0.0, 0.0), 0.0) if plan is None else plans(*(plan(n) for n in lengths))
+    found: dict[str, LinearCost] = {}
     untried: dict[str, str] = {}
     for name, kernel in backends.items():
         if found and clock() - began + STARTS.get(name, 0.0) > limit:

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from mmaccel.backends.measure import BLOCK, Costs, Line, Shape, measured_costs
+from mmaccel.backends.measure import BLOCK, Costs, LinearCost, Shape, measured_costs
 from mmaccel.core.errors import RecipeError, UnknownName
 
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
@@ -156,7 +156,7 @@ def _candidates(device: torch.device) -> Iterator[str]:
 
 
 def _reason(costs: Costs, best: str, shape: Shape, again: bool) -> str:
-    def rate(line: Line) -> str:
+    def rate(line: LinearCost) -> str:
         return f"{4 * shape.size / line.each / 1e12:.3g} TFLOP/s"
 
     told = [f"{name} {rate(line)}" for name, line in costs.sparse.items()]

@@ -18,8 +18,8 @@ from mmaccel.cli import choices
 from mmaccel.cli.answer import Answer, prompt_inputs
 from mmaccel.cli.answer import ask as answer
 from mmaccel.cli.choices import MAX_FRAMES, Device, Draft, Dtype, Fps, Frames, Json, Longest, Model, Timeout
-from mmaccel.cli.console import bars, column_groups, number, out, plural, print_json, size, why_cut_off
-from mmaccel.cli.report import Page, check_page, write_page
+from mmaccel.cli.console import bars, column_groups, format_number, out, plural, print_json, size, why_cut_off
+from mmaccel.cli.report import Page, check_report_path, write_page
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import RecipeError, VideoError, check_question
@@ -79,7 +79,7 @@ def ask(
     if not question.strip():
         raise VideoError("the question is empty; ask something.")
     check_question(question)
-    check_page(report)
+    check_report_path(report)
     chosen = choices.load_recipes(recipe or ["dense" if draft is None else "sequential"], draft)
     if compare:
         dense = choices.load_recipe("dense")
@@ -216,8 +216,8 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
     rows: Sequence[tuple[str, Any]] = (
         ("answer", lambda a: a.text or "(nothing)"),
         ("ends", lambda a: why_cut_off(a.finish_reason, a.report.new_tokens)),
-        ("first token", lambda a: number(a.report.ttft_s, ".2f", " s")),
-        ("then", lambda a: number(a.report.tokens_per_s, ".1f", " tokens/s")),
+        ("first token", lambda a: format_number(a.report.ttft_s, ".2f", " s")),
+        ("then", lambda a: format_number(a.report.tokens_per_s, ".1f", " tokens/s")),
         ("attention kept", lambda a: format_share(a.report.kept)),
         ("heads", lambda a: format_head_counts(a.report.heads())),
         ("drafted", lambda a: drafted_text(a.report.draft)),

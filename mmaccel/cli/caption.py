@@ -11,7 +11,7 @@ from typer import Argument, Option
 from mmaccel.cli import answer, choices
 from mmaccel.cli.answer import RoundingCheck
 from mmaccel.cli.choices import Device, Draft, Dtype, Fps, Frames, Json, Model, Timeout
-from mmaccel.cli.console import bars, number, out, plural, print_json, why_cut_off
+from mmaccel.cli.console import bars, format_number, out, plural, print_json, why_cut_off
 from mmaccel.core.attach import accelerate
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import RecipeError
@@ -95,12 +95,12 @@ def _figure_lines(
     told: dict[str, Any], facts: dict[str, Any], compare: bool, certificate: RoundingCheck | None
 ) -> list[str]:
     """The lines of figures printed below the description."""
-    speed = f"speed   {number(told['tokens_per_s'], '.1f', ' tokens/s')}"
-    first = f"first   {number(told['ttft_s'], '.2f', ' s')}"
+    speed = f"speed   {format_number(told['tokens_per_s'], '.1f', ' tokens/s')}"
+    first = f"first   {format_number(told['ttft_s'], '.2f', ' s')}"
     if compare:
-        plain = number(told["plain_per_s"], ".1f", " tokens/s")
-        speed += f", {number(told['speedup'], '.2f')} x plain decoding ({plain})"
-        first += f", plain {number(told['plain_ttft_s'], '.2f', ' s')}"
+        plain = format_number(told["plain_per_s"], ".1f", " tokens/s")
+        speed += f", {format_number(told['speedup'], '.2f')} x plain decoding ({plain})"
+        first += f", plain {format_number(told['plain_ttft_s'], '.2f', ' s')}"
     floor = f"{facts['floor_tokens_per_s']:.0f} tokens/s"
     found = [
         f"{facts['model']}, {plural(facts['frames'], 'frame')}, {plural(facts['prompt_tokens'], 'token')}; "

@@ -169,7 +169,7 @@ def column_groups(names: Sequence[str], room: int, wide: int) -> Iterator[Sequen
         begin = end
 
 
-def number(value: float | None, form: str, unit: str = "") -> str:
+def format_number(value: float | None, form: str, unit: str = "") -> str:
     """Format a figure for a table; a dash for None."""
     return "-" if value is None else f"{value:{form}}{unit}"
 

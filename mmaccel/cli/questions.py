@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from mmaccel.cli.console import number, plural, remark, why_cut_off
+from mmaccel.cli.console import format_number, plural, remark, why_cut_off
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
 from mmaccel.core.files import outside
@@ -169,7 +169,8 @@ def lines_below(answer: Answer, moments: int) -> list[str]:
         lines.append(f"and on {left} more")
     if answer.evidence and all(one.score is None for one in answer.evidence):
         lines.append("these were seen; this memory does not tell which of them the answer is based on")
-    lines.append(f"first token {answer.ttft_s:.3f} s, then {number(answer.tokens_per_s, '.1f', ' tokens/s')}")
+    rate = format_number(answer.tokens_per_s, ".1f", " tokens/s")
+    lines.append(f"first token {answer.ttft_s:.3f} s, then {rate}")
     return [line for line in lines if line]
 
 

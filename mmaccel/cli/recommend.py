@@ -42,7 +42,7 @@ def recommend(
     import torch
 
     from mmaccel.core.rates import DEVICES as KNOWN
-    from mmaccel.models.recommend import device_of, sizes_of, spelled, worth
+    from mmaccel.models.recommend import device_of, format_seconds, sizes_of, worth
     from mmaccel.models.recommend import recommend as run
     from mmaccel.models.rehearsal import rehearsed
 
@@ -87,9 +87,9 @@ def recommend(
     for preset, one in found.costs.items():
         parts = zip(memories, found.lacks[preset], strict=False)
         lacks = " and ".join(f"{n / 1e9:.1f} GB of {where}" for where, n in parts if n)
-        asked = spelled(one.question_s) if one.session else ""
+        asked = format_seconds(one.question_s) if one.session else ""
         held = [f"{n / 1e9:.1f} GB" for n in (one.device_bytes, one.host_bytes)][: len(memories)]
-        times = spelled(one.first_s), asked, f"{1 / one.token_s:.3g}"
+        times = format_seconds(one.first_s), asked, f"{1 / one.token_s:.3g}"
         table.add_row(preset, *times, *held, f"lacks {lacks}" if lacks else "fits")
     out().print(table)
     for preset, why in found.unfit.items():

@@ -46,7 +46,7 @@ def report(
         raise RecipeError(f"{shown(run, outside.PATH)} is no run; {FIX}.") from error
 
 
-def check_page(path: Path | None) -> None:
+def check_report_path(path: Path | None) -> None:
     """Raise `RecipeError` if a report cannot be written to `path`, before the run starts."""
     if path is not None and not path.parent.is_dir():
         raise RecipeError(f"--report: the folder {path.parent} does not exist; create it first.")

@@ -30,11 +30,11 @@ from mmaccel.cli.questions import (
     read_piped,
     stream_status_lines,
 )
-from mmaccel.cli.report import Page, check_page, write_page
+from mmaccel.cli.report import Page, check_report_path, write_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.streams.lines import Line, later, read_lines
+from mmaccel.core.streams.lines import TimedText, read_lines, shifted
 from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, check_writable, load_recipe
@@ -111,7 +111,7 @@ def watch(
 
     if video is None and load is None:
         raise VideoError("watch: there is no video; name one, or a saved session with --load.")
-    check_page(page)
+    check_report_path(page)
     lines = read_lines(subtitles)
     asked = [parse_question(text) for text in question or [] if text != INPUT]
     if load is not None and recipe is not None:
@@ -204,7 +204,7 @@ def watch(
             stopped = True
         except Exception as error:
             failed.append(error)
-        events, left = work.uneven.pop_until(), work.left
+        events, left = work.uneven.pop_until(), work.unanswered
         # How a watch that nobody stopped ended; another error than the source's is no end of it.
         ended = "error" if failed else "end"
         if broken:
@@ -234,7 +234,7 @@ def watch(
             "let_go": [asdict(one) for one in session.events if one.kind == "let_go"],
             "error": " ".join(map(_error_text, failed)) or None,
             "unanswered": [{"question": text, "at": at} for at, text in left],
-            "answers": work.told,
+            "answers": work.answers,
         }
         saved = keeper.saved_text()
     frames = plural(facts["frames"], "frame")
@@ -273,7 +273,7 @@ class WatchRun:
     most        tokens of an answer; `moments` frames it is based on are shown, unless `quiet`
     begin, had  seconds of the last frame, and number of frames, of the saved session it continues; None, 0 for none
     asked       questions with a time still to come, in order, then those for the end
-    left, told  questions without an answer yet; the answers, JSON-ready
+    unanswered  questions without an answer yet; `answers`: the answers, JSON-ready
     uneven      gaps and irregular times of the source; `lines`: text beside its frames, in the session's times
     """
 
@@ -282,11 +282,11 @@ class WatchRun:
     ) -> None:
         from mmaccel.media.sampling import EventLog
 
-        self._session, self._fps, self.lines = session, fps, list[Line]()
+        self._session, self._fps, self.lines = session, fps, list[TimedText]()
         self._most, self._moments, self._quiet = most, moments, quiet
         self.begin, self.had = session.seconds if len(session) else None, len(session)
-        self.asked, self.left = asked, list(asked)
-        self.told: list[dict[str, Any]] = []
+        self.asked, self.unanswered = asked, list(asked)
+        self.answers: list[dict[str, Any]] = []
         self.uneven = EventLog()
 
     def time_shift(self, first: Video) -> float:
@@ -301,7 +301,7 @@ class WatchRun:
         for part in clips:
             if keeper.shift is None:
                 keeper.shift = self.time_shift(part)
-            self.lines = later(given, keeper.shift)
+            self.lines = shifted(given, keeper.shift)
             for one in part.events:
                 self.uneven.add(one.kind, one.time, one.seconds)
             yield from cut_at_due(replace(part, clock=part.clock + keeper.shift), self.asked)
@@ -350,7 +350,7 @@ class WatchRun:
                 when = f"{at:g} s, before the saved session's end at {self.begin:g} s"
                 remark(f"{text!r} is for {when}; it is asked there.")
             self.ask(text, at)
-            self.left.remove((at, text))
+            self.unanswered.remove((at, text))
 
     def ask(self, text: str, at: float | None = None) -> None:
         """Ask a question meant for `at` seconds (None: now), store its answer, and print it as it is generated unless
@@ -373,7 +373,7 @@ class WatchRun:
                 console.print(evidence_table(answer, moments))
             for line in lines_below(answer, moments):
                 say(f"  {line}")
-        self.told.append(
+        self.answers.append(
             {
                 "question": text,
                 "at": at,

@@ -288,9 +288,9 @@ class ModelAdapter(ABC):
         """Return the token ids that visual features replace in a prompt."""
         return ()
 
-    def text_only(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
-        """Return a causal language model without vision (`model`, or loaded as by `load` if it is a name) and its adapter.
-        None if `model` is another kind of model; raises `ModelError` if it cannot roll back."""
+    def causal_lm(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
+        """Return a causal language model without vision and its adapter: `model`, or the one `load` loads from that folder.
+        Return None if `model` is another kind of model; raise `ModelError` if it cannot roll back."""
         return None
 
 
@@ -375,10 +375,10 @@ class ModelView:
         model = unwrapped(model)
         return ModelView(model, self.resolve(model), self.resolve)
 
-    def text_only(self, model: str | nn.Module) -> ModelView | None:
+    def causal_lm(self, model: str | nn.Module) -> ModelView | None:
         """Return the view (see `peer`) of a causal language model without vision; None if `model` is of another kind."""
         given = self._loaded.get(model, model) if isinstance(model, str) else unwrapped(model)
-        found = self.adapter.text_only(given, self.model)
+        found = self.adapter.causal_lm(given, self.model)
         if found is None:
             return None
         if isinstance(model, str):

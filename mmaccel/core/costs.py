@@ -56,7 +56,7 @@ class Work:
 
     live    the frames come from a camera as they are watched
     memory, host  bytes of device and host memory that may be used
-    told    tokens per decode step with the recipe's draft; None: `TOLD` with a draft model, else 1
+    step_tokens  tokens per decode step with the recipe's draft; None: `TOLD` with a draft model, else 1
     """
 
     frames: int
@@ -66,7 +66,7 @@ class Work:
     live: bool = False
     memory: int
     host: int
-    told: float | None = None
+    step_tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _Estimate:
             held, passing, leaving, host = held + more, max(passing, other), max(leaving, last), host + beside
         if self.kept.deferred:
             read, question = 0.0, question + read
-        token /= self.work.told or (1.0 if self.other is None else TOLD)
+        token /= self.work.step_tokens or (1.0 if self.other is None else TOLD)
         most = held + max(passing, leaving)
         if not self.device.cuda:  # nothing is on the host before it leaves
             host = most = held + max(passing, leaving + host)

@@ -180,10 +180,10 @@ class TokenLayout:
 
 
 class Pace(NamedTuple):
-    """For rotary positions in seconds: positions per second, and seconds per unit at the stream's even frame rate."""
+    """For rotary positions that follow time: positions per second, and seconds per unit at the stream's even frame rate."""
 
-    second: float
-    unit: float
+    per_second: float
+    unit_s: float
 
 
 class PositionIds:
@@ -253,7 +253,7 @@ class PositionIds:
         if not first and times:
             self._origin = times[0]
         for moment in times:
-            slot = (moment - self._origin) / pace.unit
+            slot = (moment - self._origin) / pace.unit_s
             even = float(round(slot))
             slots.append(even if abs(slot - even) < NEAR else slot)
         begin = 0 if self._odd is None else first
@@ -278,14 +278,14 @@ class PositionIds:
         return math.floor(self.time_slot(count - 1)) + 1 if count else 0
 
     @property
-    def is_even(self) -> bool:
-        """Whether every unit (frame) was shown at the even rate, in the slot of its number."""
+    def has_even_rate(self) -> bool:
+        """Whether every unit (frame) was shown at the stream's even rate, so that unit n is in time slot n."""
         return self._odd is None
 
     def by_time(self, first: int, count: int, base: int = 0) -> Tensor:
-        """Return positions [count * P] or [3, count * P] of units (frames) from `first` on, by their times, minus `base`."""
+        """Return positions [count * P] or [3, count * P] of units (frames) from `first` on, by their times since `base`."""
         if self._odd is None:
-            return self.units(first - base, count)
+            return self.by_range(first - base, count)
         if not base:
             return self._placed(self._own[first : first + count])
         steps = [self._step(self.time_slot(unit) - base) for unit in range(first, first + count)]
@@ -299,7 +299,7 @@ class PositionIds:
             step = self._known[whole]
         else:
             assert self._pace is not None
-            step = math.floor(slot * self._pace.unit * self._pace.second + NEAR * NEAR)
+            step = math.floor(slot * self._pace.unit_s * self._pace.per_second + NEAR * NEAR)
         return min(step, self.limit - 1 - self._last)
 
     # Units by number: all of them at an even rate, or ranks among those that are seen.
@@ -308,11 +308,11 @@ class PositionIds:
         """Return the positions [h] or [3, h] of the prompt before the video."""
         return self._shaped(self._head)
 
-    def units(self, first: int, count: int) -> Tensor:
-        """Return positions [count * P] or [3, count * P] of `count` units (frames) from `first` on, by their numbers."""
+    def by_range(self, first: int, count: int) -> Tensor:
+        """Return positions [count * P] or [3, count * P] of the `count` units (frames) from number `first` on."""
         return self._placed(self._upto(first + count)[first : first + count])
 
-    def of_units(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
+    def by_number(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
         """Return positions [k * P] or [3, k * P] of the units (frames) `numbers` [k] long, none above `most`. With `token`,
         of only that token of each unit: [k] or [3, k]. `own`: by the times of the units, not their numbers."""
         return self._placed(self._table(most + 1, own)[numbers.to(self._head.device)], token)
@@ -341,7 +341,7 @@ class PositionIds:
         more = pending // self._unit.shape[1]
         if start >= pending:
             return self.text_positions(units + more, start - pending, count)
-        first = self.by_time(units, more) if own else self.units(units, more)
+        first = self.by_time(units, more) if own else self.by_range(units, more)
         return torch.cat([first, self.text_positions(units + more, 0, count - pending)], -1)
 
     def largest(self, units: int, own: bool = False) -> int:

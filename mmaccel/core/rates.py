@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mmaccel.backends import measure, select
-from mmaccel.backends.measure import Bench, Costs, Line, Shape, bench, measured_costs
+from mmaccel.backends.measure import Bench, Costs, LinearCost, Shape, bench, measured_costs
 from mmaccel.backends.select import Store
 from mmaccel.core.memory.buffers import host_total
 from mmaccel.core.prefill.sparse import planner
@@ -185,7 +185,7 @@ class Device:
 
 
 def _hopper(name: str, copy: float, memory: int) -> Device:
-    pairs = Costs(Line(2e-4, 9.1e-13), {"triton": Line(5e-4, 1.0e-12)}, Line(1e-3, 9e-9))
+    pairs = Costs(LinearCost(2e-4, 9.1e-13), {"triton": LinearCost(5e-4, 1.0e-12)}, LinearCost(1e-3, 9e-9))
     return Device(
         name=name, products={1280: 4.5e14, 3584: 6.4e14}, attend=pairs, copy=copy, wire=48e9, layer=4e-4, few=4e-4,
         memory=memory, pin=1.2e9,

@@ -126,14 +126,14 @@ def one_of(*choices: object, why: str = "") -> Limit:
     return Limit(choices.__contains__, f"{', '.join(most)} or {last}{why}")
 
 
-def between(least: float, most: float, give: str) -> Limit:
-    """A `Limit` of numbers from `least` to `most`, both included; `give` ends its error, such as "a share above 0"."""
+def in_range(least: float, most: float, give: str) -> Limit:
+    """Return a `Limit` that allows numbers from `least` to `most`, both included; `give` says so in its error."""
     return Limit(
         lambda value: _is_number(value) and not isinstance(value, bool) and least <= value <= most, give
     )
 
 
-SHARE = between(0, 1, "a share from 0 to 1")
+SHARE = in_range(0, 1, "a share from 0 to 1")
 
 
 def limited(default: Any, limit: Limit) -> Any:

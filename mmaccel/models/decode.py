@@ -24,8 +24,8 @@ from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
 from mmaccel.models.fingerprint import can_fuse, hooked
 from mmaccel.models.layer_step import (
+    HiddenRows,
     LayerStep,
-    Rows,
     StateStep,
     StepStates,
     Weights,
@@ -130,7 +130,7 @@ class DeviceStep:
         The rows are the columns `columns` [B, n] of the sequence, and are rotated as its columns `positions` [B, n] are;
         `sees` [n] is that of `decode_attend`; `carried` what layers with a running state are given.
         """
-        x = Rows(given if self.words is None else self.words(given).flatten(0, 1))
+        x = HiddenRows(given if self.words is None else self.words(given).flatten(0, 1))
         held: CachedTokens | None = None
         attended = iter(zip(self.buffers, self.held, strict=True))
         for layer in self.layers:

@@ -53,7 +53,7 @@ class Family(ModelFamily):
     facts                   processor outputs beside ids, mask and pixels, such as `video_grid_thw`
     needed                  pixel input -> the fact that must come with it
     processors              model type -> its `ProcessorStyle`
-    vision_tower            a `signals.VisionTower`, by which pruners read the vision tower; None: not supported
+    vision_tower_reader     the `signals.VisionTowerReader` of its vision tower, for pruners; None: not supported
     decoder_layers          decoder layers that `layer_step.py` can compute: norms, biases and projections as in Qwen2
     centred_norms           norms of these layers that scale by ``1 + weight``
     rms_norms               RMSNorm classes: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
@@ -72,7 +72,7 @@ class Family(ModelFamily):
     facts: ClassVar[frozenset[str]] = frozenset()
     needed: ClassVar[Mapping[str, str]] = {}
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
-    vision_tower: ClassVar[Any] = None
+    vision_tower_reader: ClassVar[Any] = None
     decoder_layers: ClassVar[frozenset[str]] = frozenset()
     centred_norms: ClassVar[frozenset[str]] = frozenset()
     rms_norms: ClassVar[frozenset[str]] = frozenset()
@@ -118,7 +118,7 @@ class Family(ModelFamily):
             unwrapped(model), self, processor
         )
 
-    def text_only(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
+    def causal_lm(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
         from mmaccel.models.loading import load_text_model
 
         found = load_text_model(model, like) if isinstance(model, str) else model

@@ -38,7 +38,7 @@ class Glm4V(Qwen25VL):
     model_types: ClassVar[tuple[str, ...]] = ("glm4v", "glm46v")
     facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
-    vision_tower = None
+    vision_tower_reader = None
     mixes = False
     decoder_layers = frozenset({"Glm4vTextDecoderLayer"})
     rms_norms = frozenset({"Glm4vRMSNorm", "Glm4vMoeRMSNorm"})

@@ -129,8 +129,8 @@ def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None])
                 known.pop(name)[0].close()
 
 
-def stacks() -> dict[int, FrameType]:
-    """Thread id -> innermost stack frame, for all threads.
+def current_frames() -> dict[int, FrameType]:
+    """Return the innermost Python stack frame of every thread, by thread id.
 
     Garbage collection is off meanwhile: before Python 3.12.4 a collection inside `sys._current_frames` can deadlock (CPython
     issue 106883).
@@ -271,7 +271,7 @@ class Gate:
         """The calls of other threads that entered no gate, by their outermost frames, and whether there may be others."""
         found: _Calls = {}
         unsure = False
-        for thread, frame in stacks().items():
+        for thread, frame in current_frames().items():
             attaching = self._waiting.get(thread)
             # Whether it waits to enter, and goes on waiting if it is woken now.
             waits = thread in self._waiting and not (attaching and attaching.over)
@@ -281,7 +281,7 @@ class Gate:
             if call := _call_of(frame, self._ends):
                 found[call] = thread
             # A frame that has returned meanwhile no longer knows who called it: then the look says nothing.
-            unsure |= stacks().get(thread) is not frame
+            unsure |= current_frames().get(thread) is not frame
         return found, unsure
 
     def reset_after_fork(self) -> None:

@@ -24,9 +24,9 @@ Weights = tuple[list[Tensor], list[Tensor]]
 """Weights of products that are made together, and their biases, if any."""
 
 
-class Rows(NamedTuple):
-    """Hidden states [R, E] between fused operators. `gained` [R, E] and `squares` [R, P] are inputs of the following RMSNorm
-    (scaled rows and partial sums of squares), if `pass_rows` already computed them."""
+class HiddenRows(NamedTuple):
+    """Hidden states `rows` [R, E] of R new tokens between two fused operators. `gained` [R, E] (rows times the weight of the
+    next RMSNorm) and `squares` [R, P] (partial sums of squares) are set if `pass_rows` already computed them for it."""
 
     rows: Tensor
     gained: Tensor | None = None
@@ -34,11 +34,14 @@ class Rows(NamedTuple):
 
 
 class StepStates(NamedTuple):
-    """The recurrent states that a decode step of B sequences reads and writes, in slots (`recurrent.StateSlots`). told [B,
-    4] long, for each sequence: its first new column, the columns that its state contains before and after the step, and its
-    slot. layers: for each recurrent layer a journal of rows [S, R, W] and states [S, H, K, V] of S slots (`delta_rows`)."""
+    """The recurrent states that a decode step of B sequences reads and writes, in slots (`recurrent.StateSlots`).
 
-    told: Tensor
+    bounds  [B, 4] long, for each sequence: its first new column, the columns that its state contains before and after the
+            step, and its slot
+    layers  for each recurrent layer, a journal of rows [S, R, W] and states [S, H, K, V] of S slots (see `delta_rows`)
+    """
+
+    bounds: Tensor
     layers: Sequence[tuple[Tensor, Tensor]]
 
 
@@ -63,12 +66,12 @@ class _Step:
             weight, bias = ([x for one in some for x in one.detach().chunk(2)] for some in self.gate_up)
             self.gate_up = weight, bias
 
-    def finish(self, x: Rows, attended: Tensor) -> Rows:
+    def finish(self, x: HiddenRows, attended: Tensor) -> HiddenRows:
         """Output projection and MLP of a decoder layer, from input rows x [R, E] and attention output [R, H * D]."""
         if self.mixed is not None:
             rows = _added(attended, self.out, x.rows, None, self.ends[0]).rows
             normed = layer_ops.rms_norm(rows, self.between.weight, self.between.variance_epsilon)
-            return Rows(rows + self.mixed(normed))
+            return HiddenRows(rows + self.mixed(normed))
         x = _added(attended, self.out, x.rows, self.between, self.ends[0])
         inner = project(x, self.between, self.gate_up, gated=True)
         return _added(inner, self.down, x.rows, self.follows, self.ends[1])
@@ -83,12 +86,12 @@ class StateStep(_Step):
         self.number, self.own = number, layer.linear_attn
         self.gate = weights(self.own.in_proj_z)
 
-    def __call__(self, x: Rows, carried: StepStates) -> Rows:
+    def __call__(self, x: HiddenRows, carried: StepStates) -> HiddenRows:
         """What leaves the layer for its input x, B * n rows."""
         made, gate = (project(x, self.before, some) for some in (self.enters, self.gate))
         journal, state = carried.layers[self.number]
         conv, decay, shift, gain, eps = recurrent.delta_weights(self.own)
-        out = delta_rows(made, gate, conv, decay, shift, gain, eps, carried.told, journal, state)
+        out = delta_rows(made, gate, conv, decay, shift, gain, eps, carried.bounds, journal, state)
         return self.finish(x, out)
 
 
@@ -111,14 +114,14 @@ class LayerStep(_Step):
         self.sizes = [heads, own.k_proj.out_features, own.v_proj.out_features]
         self.line = torch.arange(layer_ops.WINDOW, device=layer.input_layernorm.weight.device)[None]
 
-    def __call__(self, x: Rows, *given: Any) -> tuple[Rows, Tensor]:
+    def __call__(self, x: HiddenRows, *given: Any) -> tuple[HiddenRows, Tensor]:
         """What leaves the layer for its input x, and the queries [B, H, n, D], with RoPE; `given` as of `attend`."""
         out, query = self.attend(x, *given)
         return self.finish(x, out), query
 
     def attend(
         self,
-        x: Rows | None,
+        x: HiddenRows | None,
         rope: Tensor,
         columns: Tensor,
         key: Tensor | Caches,
@@ -165,7 +168,7 @@ class LayerStep(_Step):
             out = layer_ops.decode_attend(query, key, value, columns, scale, sees, bias)
         return self.apply_gates(out.transpose(1, 2).reshape(columns.numel(), -1), qkv), query
 
-    def project(self, x: Rows) -> Tensor:
+    def project(self, x: HiddenRows) -> Tensor:
         """Queries, keys and values before RoPE, side by side: [R, (H + 2 G) * D] of the rows, and H * D gate columns for
         gated attention."""
         rows = project(x, self.before, self.enters)
@@ -249,23 +252,23 @@ def weights(*linear: nn.Linear) -> Weights:
     return [one.weight for one in linear], [one.bias for one in linear if one.bias is not None]
 
 
-def project(x: Rows, norm: Any, by: Weights, gated: bool = False) -> Tensor:
+def project(x: HiddenRows, norm: Any, by: Weights, gated: bool = False) -> Tensor:
     """Apply the RMSNorm `norm` and the linear weights `by` to the rows, in one operator (`project_rows`)."""
     rows, gain, squares = _normed_by(x, norm)
     return layer_ops.project_rows(rows, *by, gain, norm.variance_epsilon, None, gated, squares)
 
 
-def _normed_by(x: Rows, norm: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _normed_by(x: HiddenRows, norm: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What a product after `norm` is given of x: rows, and the norm's gain or the squares, whichever is still to be used."""
     return (x.rows, norm.weight, None) if x.gained is None else (x.gained, None, x.squares)
 
 
-def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any, end: Any = None) -> Rows:
+def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any, end: Any = None) -> HiddenRows:
     """`residual` and rows x through a product, and through the norm `end`, if any; ready for `norm`, if one follows."""
     if end is not None:
         out = layer_ops.project_rows(x, *by)
-        return Rows(residual + layer_ops.rms_norm(out, end.weight, end.variance_epsilon))
+        return HiddenRows(residual + layer_ops.rms_norm(out, end.weight, end.variance_epsilon))
     # In float16 the rows times the gain, not normed yet, might be too large.
     if norm is None or x.dtype == torch.float16:
-        return Rows(layer_ops.project_rows(x, by[0], by[1], None, 0.0, residual))
-    return Rows(*layer_ops.pass_rows(x, by[0][0], by[1], residual, norm.weight))
+        return HiddenRows(layer_ops.project_rows(x, by[0], by[1], None, 0.0, residual))
+    return HiddenRows(*layer_ops.pass_rows(x, by[0][0], by[1], residual, norm.weight))

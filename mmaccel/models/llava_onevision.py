@@ -17,7 +17,7 @@ from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Features
 from mmaccel.models.prompt_layout import PIXELS, Budget, ByFrame, Grid, Inputs, Made, ProcessorStyle
-from mmaccel.models.signals import VisionTower, received_attention
+from mmaccel.models.signals import VisionTowerReader, received_attention
 from mmaccel.models.tiny import IMG, TEXT, VID
 
 
@@ -103,7 +103,7 @@ def _pools_by_element(features: Tensor) -> bool:
     return features.is_cuda and features.dtype != torch.float32
 
 
-class LlavaTower(VisionTower):
+class LlavaTowerReader(VisionTowerReader):
     """Vision-tower signals for frames (batch entries of P patches) that are pooled 2 x 2; one token ends each video.
 
     An image's base view and its tiles are a batch entry each; their signals are joined as their features are.
@@ -176,7 +176,7 @@ class LlavaOnevision(Family):
             video_settings={"size": {"height": 384, "width": 384}},
         )
     }
-    vision_tower = LlavaTower
+    vision_tower_reader = LlavaTowerReader
     pixels_alone = True
     decoder_layers = frozenset({"Qwen2DecoderLayer"})
     rms_norms = frozenset({"Qwen2RMSNorm"})

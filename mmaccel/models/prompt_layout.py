@@ -194,7 +194,7 @@ def stream_positions(
         made = PositionIds(head, unit, steps, text, slope, limit, family.stream_pace(model, inputs))
     else:
         made = PositionIds.evenly_spaced(head, unit, text, slope, limit)
-    if third - second != slope or not torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three):
+    if third - second != slope or not torch.equal(made.by_range(0, 3), three[0] if made.axes == 1 else three):
         raise ModelError(
             f"{family.name}: the installed transformers gives positions that do not go on evenly from frame to frame; a "
             "stream cannot follow them."

@@ -69,7 +69,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             self._count = len(self.frames) // self.frames_a_step
             self._unit = (self._inside - self._head) // self._count
             pace = self.family.stream_pace(self.model, own)
-            seconds = 1.0 if pace is None else pace.unit / self.frames_a_step
+            seconds = 1.0 if pace is None else pace.unit_s / self.frames_a_step
         self.times = [number * seconds for number in range(len(self.frames))]
         visual = (layout.modality[0, self._tail :] != TEXT).nonzero()[:, 0]
         self._visual = len(visual) > 0
@@ -215,7 +215,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
 
     def _checked(self, made: PositionIds, rows: Tensor, count: int, even: bool = True) -> PositionIds:
         """`made`, the positions of `count` units, once `rows` [A, n] are found to be equal to them."""
-        if not even or not torch.equal(made.units(0, count).view(rows.shape), rows):
+        if not even or not torch.equal(made.by_range(0, count).view(rows.shape), rows):
             raise ModelError(
                 f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
                 f"frame; set kv to 'full'."
@@ -310,7 +310,7 @@ class PromptRunner(Runner):
 
     def position_limit(self, read: int) -> MaxLength:
         """Stopping criterion at the model's last position, for the answer to a prompt of `read` tokens."""
-        return MaxLength(torch.tensor([read + self._at_work().left]), self._positions, True)
+        return MaxLength(torch.tensor([read + self._at_work().tokens_left]), self._positions, True)
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         with self._plainly():

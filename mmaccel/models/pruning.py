@@ -22,7 +22,7 @@ from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import PASS, ForwardPass
 from mmaccel.core.prefill.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
-from mmaccel.core.prefill.recalled import tell_idle
+from mmaccel.core.prefill.recalled import warn_idle_pruner
 from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.prompt_layout import of_columns
 from mmaccel.models.signals import VisionProbe
@@ -103,7 +103,7 @@ class Pruning:
             state.begin_prompt(run.layout)
             total = self.pruner.candidates(run.layout).numel()
             if not total:
-                tell_idle(self.pruner, run.config.meter)
+                warn_idle_pruner(self.pruner, run.config.meter)
         elif run.prefill and self.pruner.candidates(run.layout.take(slice(run.start, None))).numel():
             run.config.meter.add_note(sentence := LATER.format(name=self.pruner.name))
             warn(f"{sentence}.")

@@ -17,7 +17,7 @@ from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features
 from mmaccel.models.prompt_layout import PIXELS, Budget, ByFrame, Grid, Inputs, Made, ProcessorStyle
-from mmaccel.models.signals import VisionTower, received_attention
+from mmaccel.models.signals import VisionTowerReader, received_attention
 
 _GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 
@@ -62,7 +62,7 @@ _PROCESSOR: dict[str, Any] = {
 }
 
 
-class Tower(VisionTower):
+class QwenTowerReader(VisionTowerReader):
     """Vision-tower signals for packed patches in window order, where four patches merge into one token."""
 
     def __init__(self, multimodal: Any) -> None:
@@ -117,7 +117,7 @@ class Qwen25VL(Family):
         "qwen2_vl": ProcessorStyle(processor="Qwen2VLProcessor", **_PROCESSOR),
         "qwen2_5_vl": ProcessorStyle(processor="Qwen2_5_VLProcessor", seconds=True, **_PROCESSOR),
     }
-    vision_tower: ClassVar[Any] = Tower
+    vision_tower_reader: ClassVar[Any] = QwenTowerReader
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "qwen2_vl": {
             "text_config": {**tiny.TEXT, "rope_parameters": tiny.MROPE},

@@ -234,7 +234,7 @@ def recommend(
         why = f"{name} takes least seconds of those that fit"
     else:
         why = f"{name} says what the plain model says, and takes little longer than {best}"
-    return Recommendation(name, f"{why}: {spelled(found[name].total_s)} in all.", found, lacks, unfit)
+    return Recommendation(name, f"{why}: {format_seconds(found[name].total_s)} in all.", found, lacks, unfit)
 
 
 def worth(
@@ -271,7 +271,7 @@ def _unfit(
     return None
 
 
-def spelled(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return a time as words: 93 s, 4.2 min, 18.3 h."""
     for unit, size in ("h", 3600), ("min", 60):
         if seconds >= 2 * size:

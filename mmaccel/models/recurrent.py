@@ -80,7 +80,7 @@ class Recurrent(LinearAttentionLayer):
         self._copies = [(self._base, state.clone())]
 
     def enter(self, count: int) -> tuple[int, int, int, int]:
-        """Announce a decode step of `count` rows; returns (start, base, upto, slot), the argument `told` of `delta_rows`."""
+        """Announce a decode step of `count` rows; return (start, base, upto, slot), a row of `bounds` of `delta_rows`."""
         start, base, self._base = self.length, self._base, max(self._base, self.length - self._lag)
         if self._base - self._copies[-1][0] > REACH:
             self._copies = [self._copies[-1], (base, self._room()[1].clone())]
@@ -218,7 +218,7 @@ class StateSlots:
         self.owners = list[Callable[[], Any]]()  # of each seat the sequence's first layer, or None
 
     def join(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int, int, int]:
-        """Announce a decode step of `count` rows of one sequence, which gets a slot if it has none; return its row `told`
+        """Announce a decode step of `count` rows of one sequence, which gets a slot if it has none; return its row `bounds`
         for `delta_rows`."""
         held = [one() for one in self.owners]
         number = held.index(layers[0]) if layers[0] in held else None

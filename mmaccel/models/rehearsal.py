@@ -48,11 +48,11 @@ QUESTION = "What happens in the video?"
 @dataclass(frozen=True)
 class Taken:
     """Measured seconds: to read a video, and of each question those to the first token and per token after it. Of a call
-    `read_s` goes to the first token. `told`: tokens that a step of the model gave."""
+    `read_s` goes to the first token. `step_tokens`: tokens that a step of the model gave."""
 
     read_s: float
     asked: tuple[tuple[float, float], ...]
-    told: float
+    step_tokens: float
 
 
 _Cases = dict[tuple[int, int], tuple[Taken, costs.Cost]]
@@ -215,7 +215,8 @@ class _Plan:
         sizes = replace(self.sizes, layers=layers, layer_weights=part, weights=weights)
         # A call answers one question.
         asked = QUESTIONS if costs.in_session(recipe, self.work) else 1
-        return sizes, replace(self.work, frames=units * sizes.pace, questions=asked, answer=ANSWER, told=None)
+        work = replace(self.work, frames=units * sizes.pace, questions=asked, answer=ANSWER)
+        return sizes, replace(work, step_tokens=None)
 
     def affordable(
         self, device: rates.Device, place: torch.device, recipes: Mapping[str, Recipe]
@@ -249,7 +250,8 @@ class _Plan:
                 run(*built, recipe, frames, replace(work, questions=min(2, work.questions)))
             _tidy(built[0].device)
             taken = run(*built, recipe, frames, work, clock=clock)
-            found[layers, units] = taken, costs.cost(recipe, sizes, replace(work, told=taken.told), device)
+            work = replace(work, step_tokens=taken.step_tokens)
+            found[layers, units] = taken, costs.cost(recipe, sizes, work, device)
         return found
 
 
@@ -262,12 +264,12 @@ def _surplus(found: _Cases, grows: bool, window: int, captures: bool) -> rates.S
         if not later:  # of a call: what captures its steps on CUDA comes once, however long the answer is
             read[at] = taken.read_s - told.read_s - told.question_s
             more = taken.asked[0][1] - told.token_s
-            question[at], step[at] = 0.0, 0.0 if captures else more * taken.told
+            question[at], step[at] = 0.0, 0.0 if captures else more * taken.step_tokens
             first[0][at] = told.work.answer * more * captures
             continue
         words, token = (statistics.median(some) for some in zip(*later, strict=True))
         read[at] = taken.read_s - told.read_s
-        question[at], step[at] = words - told.question_s, (token - told.token_s) * taken.told
+        question[at], step[at] = words - told.question_s, (token - told.token_s) * taken.step_tokens
         for number, (one, each) in enumerate(taken.asked[:FIRST]):
             first[number][at] = one - words + told.work.answer * (each - token)
     once = [rates.plane_of(one, grows=False)[::3] for one in first if one]

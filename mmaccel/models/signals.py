@@ -28,7 +28,7 @@ from mmaccel.core.prefill.prune import (
     observers,
     thin,
 )
-from mmaccel.core.prefill.recalled import tell_idle
+from mmaccel.core.prefill.recalled import warn_idle_pruner
 from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.modules import METHODS
 from mmaccel.models.prompt_layout import PIXELS, by_name
@@ -105,7 +105,7 @@ class SignalProbe(Probe):
         """The columns of the prompt that a layer holds, for each layer that was heard; None: all."""
         self.total = pruner.candidates(layout).numel()
         if not self.total:
-            tell_idle(pruner, owner.attention.meter)
+            warn_idle_pruner(pruner, owner.attention.meter)
         self.asked = observers(layout, new)
         self.hidden: dict[int, list[Tensor]] = {index: [] for index in self.stage.hidden}
         self.states: dict[int, Tensor] = dict(heard or {})
@@ -234,8 +234,8 @@ class SignalProbe(Probe):
                 raise ModelError(f"prune {self.pruner.name!r} received nothing from the target's prefill.")
 
 
-class VisionTower(ABC):
-    """How pruners read a family's vision tower: the attention that each visual token receives there, and its key vector.
+class VisionTowerReader(ABC):
+    """Reads a family's vision tower for pruners: the attention that each visual token receives there, and its key vector.
 
     attention  the attention module whose input is given to `measure_patches`
     """
@@ -265,12 +265,12 @@ class VisionProbe:
     """
 
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any) -> None:
-        if family.vision_tower is None:
+        if family.vision_tower_reader is None:
             raise ModelError(
                 f"prune: mmaccel cannot read the vision tower of {family.name}; choose a pruner that does not need it."
             )
         multimodal: Any = family.multimodal(model)
-        self.tower = family.vision_tower(multimodal)
+        self.tower = family.vision_tower_reader(multimodal)
         self.local = threading.local()
         for kind, name in METHODS.items():
             hooks.wrap(multimodal, name, self._encode, kind)

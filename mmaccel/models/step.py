@@ -19,7 +19,7 @@ from mmaccel.core.decoding.replay import Replays
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse
-from mmaccel.models.layer_step import LayerStep, Rows, StateStep, StepStates, layer_steps
+from mmaccel.models.layer_step import HiddenRows, LayerStep, StateStep, StepStates, layer_steps
 from mmaccel.models.modules import normed
 from mmaccel.models.recurrent import Recurrent, StateSlots, restored_on_error
 
@@ -203,7 +203,7 @@ class StreamSteps:
         qkv = [room(("qkv", number), wide, dtype) for number in range(len(self._layers))]
         lies = None if self._seats is None else len(self._seats.owners)
         self._replays(
-            ("enter", width), partial(self._leave, -1, Rows(x), x, qkv, carried), lies, lasting=False
+            ("enter", width), partial(self._leave, -1, HiddenRows(x), x, qkv, carried), lies, lasting=False
         )
         self._angles.clear()
         for number in range(len(self._layers)):
@@ -261,7 +261,7 @@ class StreamSteps:
             torch._foreach_copy_(list(biases.values()), [one for _, one in biased])
 
         def work() -> tuple[Tensor, ...]:
-            rows, columns = Rows(x), [start + layers[0].line[:, :count] for start in starts]
+            rows, columns = HiddenRows(x), [start + layers[0].line[:, :count] for start in starts]
             for n, (layer, slot) in enumerate(zip(layers, slots, strict=True)):
                 rows = self._led(n, rows, carried)
                 where = ropes[turned[n]], columns[wrote[n]], slot.key, slot.value
@@ -301,7 +301,7 @@ class StreamSteps:
             ready((n, 1), lies) or ready((n, 1, "slot"), ...) for n in layers
         )
 
-    def _led(self, number: int, rows: Rows, carried: StepStates | None) -> Rows:
+    def _led(self, number: int, rows: HiddenRows, carried: StepStates | None) -> HiddenRows:
         """`rows` through the layers with a running state before layer `number` of attention."""
         for one in self._leads[number]:
             assert carried is not None
@@ -311,7 +311,7 @@ class StreamSteps:
     def _rest(
         self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor], carried: StepStates | None
     ) -> tuple[Tensor, ...]:
-        return self._leave(number, self._layers[number].finish(Rows(x), attended), x, qkv, carried)
+        return self._leave(number, self._layers[number].finish(HiddenRows(x), attended), x, qkv, carried)
 
     def _whole(
         self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor], carried: StepStates | None
@@ -322,7 +322,7 @@ class StreamSteps:
 
         def work() -> tuple[Tensor, ...]:
             columns = start + layer.line[:, :count]
-            left, _ = layer(Rows(x), rope, columns, key, value, None, bias, qkv[number])
+            left, _ = layer(HiddenRows(x), rope, columns, key, value, None, bias, qkv[number])
             return self._leave(number, left, x, qkv, carried)
 
         self._replays((number, count, "slot"), work, at=at)
@@ -371,7 +371,7 @@ class StreamSteps:
         return self._replays.get_buffer(("bias", number), (whole,), like.dtype)[: len(like)]
 
     def _leave(
-        self, number: int, left: Rows, x: Tensor, qkv: list[Tensor], carried: StepStates | None
+        self, number: int, left: HiddenRows, x: Tensor, qkv: list[Tensor], carried: StepStates | None
     ) -> tuple[Tensor, ...]:
         """The rows that leave layer `number` go, through what is before the next one, to x, and their projections to where
         the next layer's memory sees them."""

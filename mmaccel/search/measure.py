@@ -143,7 +143,8 @@ class LayerBenchmark:
     _dense: dict[int | None, Tensor] = field(default_factory=dict)
 
     @property
-    def heads(self) -> int:
+    def num_heads(self) -> int:
+        """Number of query heads of the layer."""
         return self.inside.query.shape[1]
 
     def plan(self, pattern: SparsePattern) -> AttentionPlan | None:
@@ -216,7 +217,7 @@ class LayerBenchmark:
         """Share of causal query-key pairs that the plan lists, [H] float64."""
         length = self.inside.layout.length
         if plan is None:
-            return torch.ones(self.heads, dtype=torch.float64)
+            return torch.ones(self.num_heads, dtype=torch.float64)
         return (plan.count_listed_pairs()[0] / (length * (length + 1) / 2)).cpu()
 
 
@@ -265,11 +266,11 @@ def measure_all(
     errors, kept    boundary type, with its best candidates -> error of the whole output, and share of causal pairs
     """
     heads: list[dict[str, Any]] = [
-        {"scores": {}, "shares": {}, "errors": {}, "kept": {}} for _ in range(bench.heads)
+        {"scores": {}, "shares": {}, "errors": {}, "kept": {}} for _ in range(bench.num_heads)
     ]
     for kind, candidates in space.items():
         for slot, candidate in product(boundary_slots(kind, modalities), candidates):
-            figures: list[list[float | None]] = [[None] * bench.heads] * 2
+            figures: list[list[float | None]] = [[None] * bench.num_heads] * 2
             if candidate.state != "dear":
                 pattern = slot_recipe(kind, slot, candidate.pattern, block)
                 figures = [list(map(round_figures, t.tolist())) for t in bench.errors(pattern, slot)]

@@ -64,14 +64,12 @@ def test_scores_by_words(count: int, cosine: bool) -> None:
     rows[:, count:] = torch.nan
     size, told = few((2, 21), 3).long().clamp_min(0), torch.tensor([count])
     words = Words(there(rows), there(told))
-    found = stream.scored_by_words(there(key)[1:3], words, there(size), cosine)
-    wanted = plain.scored_by_words.plain(key[1:3], Words(rows, told), size, cosine)
+    found = stream.score_by_words(there(key)[1:3], words, there(size), cosine)
+    wanted = plain.score_by_words.plain(key[1:3], Words(rows, told), size, cosine)
     torch.testing.assert_close(found.cpu(), wanted, atol=1e-5, rtol=1e-4)
-    one = stream.scored_by_words(
-        there(key)[1:2], Words(there(rows)[:1], there(told)), there(size)[:1], cosine
-    )
+    one = stream.score_by_words(there(key)[1:2], Words(there(rows)[:1], there(told)), there(size)[:1], cosine)
     assert torch.equal(one, found[:1])
-    assert stream.scored_by_words(there(key)[1:3, :0], words, there(size)[:, :0], cosine).shape == (2, 0)
+    assert stream.score_by_words(there(key)[1:3, :0], words, there(size)[:, :0], cosine).shape == (2, 0)
 
 
 @pytest.mark.parametrize(("limit", "count"), some([1, 200, 7, 10**6], [1, 9, MANY]))

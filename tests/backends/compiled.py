@@ -256,7 +256,7 @@ def indexed() -> None:
     Work.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
     lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
     lists.reach(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
-    lists.join_pairs(told)
+    lists.merge_query_block_pairs(told)
     kept, nine = zeros(1, 28, N + 1, dtype=torch.bool)[..., :-1], zeros(1, 9, dtype=INT)
     line_kernels.slash_runs(
         kept, (zeros(3, 3, dtype=INT), few, few, zeros(3, 1, 64, dtype=INT), nine, zeros(1, 9, 2, 2, dtype=INT), nine), 64
@@ -278,7 +278,7 @@ def clustered() -> None:
     size, score, one = long[:, :count], blank(layers, count, dtype=torch.float32), long[0, :1]
     own = Own(key.transpose(0, 1), 1, lambda at: query, query[0], False)
     stream.score(key, query, False)
-    stream.scored_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
+    stream.score_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
     stream.beyond_budget(score, size[0], 256, 2)
     stream.scores_and_preceding(score, size, size, score > 0)
     stream.select(size, Lists(long, long, long, size, size, 32), 64, 80, own, Late(one, 1, 8))

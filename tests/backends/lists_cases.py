@@ -22,7 +22,7 @@ from mmaccel.backends.triton.prefill import attend, lists
 from mmaccel.backends.triton.prefill import kernel as working
 from mmaccel.backends.triton.prefill.kernel import MOST_PIECES, WAVES, Work
 from mmaccel.backends.triton.prefill.lists import copy_pieces as launched
-from mmaccel.backends.triton.prefill.lists import count_masked, join_pairs
+from mmaccel.backends.triton.prefill.lists import count_masked, merge_query_block_pairs
 from mmaccel.core.prefill.merge_heads import Slice, TensorPacker
 from mmaccel.core.prefill.plan import AttentionPlan, span_by_range
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
@@ -163,9 +163,9 @@ def test_work_fits_the_room_that_is_made_for_it(
     given_size = Work.of([count], 1, 1, len(lengths), 1, longest, 1, chunk)
     even = Work.of([count, 0 * count], 1, 1, len(lengths), tiles, longest, chunk)
     assert even.items == len(lengths) + WAVES * chunk // tiles
-    assert int(even.told[0]) == max(32, -(-sum(lengths) * tiles // (WAVES * chunk)))
+    assert int(even.split_sizes[0]) == max(32, -(-sum(lengths) * tiles // (WAVES * chunk)))
     for work in (given_size, even):
-        most = int(work.told[0])
+        most = int(work.split_sizes[0])
         pieces = [max(1, -(-n // most)) for n in lengths]
         assert work.pieces.tolist() == pieces
         found = work.item.tolist()
@@ -177,7 +177,7 @@ def test_work_fits_the_room_that_is_made_for_it(
         whole = [row for row in range(len(lengths)) if pieces[row] == 1]
         rounds = [(row, i) for i in range(max(pieces)) for row in split[::-1] if pieces[row] > i]
         assert mine == rounds + [(row, 0) for row in whole[::-1]]
-        assert int(work.told[1]) == sum(pieces[row] for row in split)
+        assert int(work.split_sizes[1]) == sum(pieces[row] for row in split)
         slots = [work.slot[row].item() + piece for row, piece in mine if pieces[row] > 1]
         assert sorted(slots) == list(range(len(slots))) and len(slots) <= work.slots
 
@@ -187,7 +187,7 @@ def test_a_row_has_no_more_pieces_than_there_are_programs_for() -> None:
     count = torch.zeros(1, 1, 5, dtype=torch.int64, device=DEVICE)
     count[..., 3] = 1 << 16
     work = Work.of([count], 1, 1, 5, 1, 1 << 17, 512)
-    assert int(work.told[0]) == (1 << 17) // MOST_PIECES
+    assert int(work.split_sizes[0]) == (1 << 17) // MOST_PIECES
     assert work.pieces.tolist() == [1, 1, 1, MOST_PIECES // 2, 1]
 
 
@@ -214,7 +214,7 @@ def test_a_pair_holds_what_both_hold(seed: int) -> None:
     head = torch.minimum(draw[2], count)
     tail = torch.minimum(torch.maximum(draw[3], head), count)
     row = torch.stack([draw[0], count, head, tail, torch.zeros_like(count)], -1)
-    two = join_pairs(row.to(DEVICE))
+    two = merge_query_block_pairs(row.to(DEVICE))
     for h in range(2):
         for m in range(3):
             mine = [row[0, h, i].tolist() for i in (2 * m, 2 * m + 1) if i < 5]

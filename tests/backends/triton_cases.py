@@ -262,7 +262,7 @@ def test_a_row_is_split_where_lists_are_uneven() -> None:
     _, lse = check(plan, tensors)
     if INTERPRETED:
         work = Work.of([span.lists.count], 1, 1, 3, 1, n // 16, 1)
-        assert int(work.told[0]) == 32
+        assert int(work.split_sizes[0]) == 32
         assert work.pieces.tolist() == [1, 2, 1]
         assert work.item[:4].tolist() == [[1, 0], [1, 1], [2, 0], [0, 0]]
         assert work.item[4:, 0].tolist() == [-1] * (WAVES - 1)

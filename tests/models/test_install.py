@@ -307,7 +307,7 @@ def test_a_change_says_which_call_it_waits_for(family: Any, monkeypatch: pytest.
 
 COLLECTS = """
 import gc, threading
-from mmaccel.models.install import stacks
+from mmaccel.models.install import current_frames
 
 stop = threading.Event()
 threads = [threading.Thread(target=stop.wait, daemon=True) for _ in range(20)]
@@ -319,11 +319,11 @@ for _ in range(50):
     del one
 gc.set_threshold(gc.get_count()[0] + 10)  # the collector runs at the tenth frame
 gc.enable()
-print(len(stacks()), gc.isenabled())
+print(len(current_frames()), gc.isenabled())
 """
 
 
-def test_stacks_are_read_while_the_collector_is_due() -> None:
+def test_frames_are_read_while_the_collector_is_due() -> None:
     done = subprocess.run(
         [sys.executable, "-c", COLLECTS],
         env={**os.environ, "PYTHONPATH": SOURCES},

@@ -359,9 +359,12 @@ def test_the_first_lines_that_fit() -> None:
         read.append(text)
         return torch.tensor(list(text.encode()))
 
-    best = [*(lines.Line(n, n, "red star") for n in (3.0, 1.0, 2.0)), lines.Line(4.0, 4.0, "a" * 900)]
-    best[2:2] = [lines.Line(9.0, 9.0, "b" * 900)]
-    best += [lines.Line(20.0 + n, 20.0 + n, "green cup") for n in range(10_000)]
+    best = [
+        *(lines.TimedText(n, n, "red star") for n in (3.0, 1.0, 2.0)),
+        lines.TimedText(4.0, 4.0, "a" * 900),
+    ]
+    best[2:2] = [lines.TimedText(9.0, 9.0, "b" * 900)]
+    best += [lines.TimedText(20.0 + n, 20.0 + n, "green cup") for n in range(10_000)]
     head, each = len(lines.LEAD), len("\n[0:00:00] red star")
     for room, count in ((head + 3 * each, 3), (head + 2 * each + 1, 2), (head, 0), (head + 5 * each + 2, 5)):
         read.clear()
@@ -373,8 +376,8 @@ def test_the_first_lines_that_fit() -> None:
 
 def test_many_lines_stop_no_pass() -> None:
     """None is compared where none is new; and long ones over many frames cost as short ones do."""
-    have = tuple(lines.Line(float(n), 1e9, "red star") for n in range(4000))
-    assert lines.with_lines(have, []) is have
+    have = tuple(lines.TimedText(float(n), 1e9, "red star") for n in range(4000))
+    assert lines.merge_lines(have, []) is have
     times = [float(n) for n in range(8000)]
     spans = [(n, 1) for n in range(8000)]
     info = StreamInfo((1, 1), 1.0, 1, torch.zeros(0, 1), spans=spans, times=times, lines=have)

@@ -147,7 +147,7 @@ def test_a_draft_costs_its_own_reading_and_gives_tokens() -> None:
     with_draft = costs.cost(recipe, SIZES, work(), DEVICE, small)
     assert with_draft.read_s > alone.read_s and with_draft.token_s < alone.token_s
     assert with_draft.device_bytes > alone.device_bytes + small.weights * 2
-    never = costs.cost(recipe, SIZES, work(told=1.0), DEVICE, small)
+    never = costs.cost(recipe, SIZES, work(step_tokens=1.0), DEVICE, small)
     assert never.token_s > alone.token_s, "a draft of which nothing is kept"
 
 

@@ -91,7 +91,7 @@ def test_a_surplus_is_added_where_it_was_measured_and_nowhere_else() -> None:
     assert grown == pytest.approx(3.3) and found.device_bytes == plain.device_bytes
     single = costs.cost(recipe, SIZES, replace(one, questions=1), device)
     assert single.total_s == pytest.approx(single.read_s + single.asked_s + 2.8)
-    halved = costs.cost(recipe, SIZES, replace(one, told=2.0), device)
+    halved = costs.cost(recipe, SIZES, replace(one, step_tokens=2.0), device)
     assert halved.token_s == pytest.approx(found.token_s / 2), "of a step, which gives two tokens"
     for other, what in ((Recipe(), one), (recipe, replace(one, live=True))):
         assert costs.cost(other, SIZES, what, device) == costs.cost(other, SIZES, what, DEVICE)
@@ -120,7 +120,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.Surplus) -> list[tupl
         sizes = replace(
             SIZES, layers=layers, layer_weights=weights, weights=SIZES.weights - SIZES.layer_weights + weights
         )
-        told = costs.cost(recipe, sizes, replace(one, told=1.0), with_told(recipe, one, spent))
+        told = costs.cost(recipe, sizes, replace(one, step_tokens=1.0), with_told(recipe, one, spent))
         once = [*told.once_s, *[0.0] * one.questions]
         asked = ((told.question_s + once[n], told.token_s) for n in range(one.questions))
         return rehearsal.Taken(told.read_s, tuple(asked), 1.0)

@@ -199,12 +199,12 @@ def test_positions_anew_are_numbers_in_a_row_on_every_axis() -> None:
         made = PositionIds(head, unit, torch.arange, 9, 1, 1000).renumbered_positions(2)
         flat = (lambda x: x) if axes == 1 else (lambda x: x.expand(3, -1))
         line = torch.arange(100)
-        assert made.tokens == 2 and made.is_even and made.limit == 1000
+        assert made.tokens == 2 and made.has_even_rate and made.limit == 1000
         for got, begin, end in (
             (made.head_positions(), 0, 4),
-            (made.units(0, 5), 4, 14),
+            (made.by_range(0, 5), 4, 14),
             (made.by_time(3, 2), 10, 14),
-            (made.of_units(torch.tensor([1, 2]), 5), 6, 10),
+            (made.by_number(torch.tensor([1, 2]), 5), 6, 10),
             (made.token_positions(torch.tensor([2, 3, 4]), 3), 6, 9),
             (made.positions_after(5, 0, 0, 3), 14, 17),
             (made.positions_after(5, 2, 0, 5), 14, 19),

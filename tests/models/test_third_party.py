@@ -225,7 +225,7 @@ def test_a_family_without_a_fact_does_without(
     theirs: tuple[Any, Processor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, processor = theirs
-    monkeypatch.setattr(TheirFamily, "vision_tower", None)
+    monkeypatch.setattr(TheirFamily, "vision_tower_reader", None)
     with pytest.raises(ModelError, match="cannot read the vision tower of theirs"):
         mmaccel.accelerate(model, prune="visionzip")
     monkeypatch.setattr(TheirFamily, "processors", {})

@@ -9,7 +9,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Draft, Dtype, Json, Model
-from mmaccel.cli.console import bar_callback, bars, number, out, print_json, remark, say
+from mmaccel.cli.console import bar_callback, bars, format_number, out, print_json, remark, say
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, kinds_of, lengths_of, tell_stop
 
@@ -156,9 +156,10 @@ def caption(
     if as_json:
         print_json(result)
     elif rows or not stopped:
-        told_line = f"{result['captions']} captions, {result['tokens']} tokens: {number(shares['accuracy'], '.1%')} right"
+        right = format_number(shares["accuracy"], ".1%")
+        told_line = f"{result['captions']} captions, {result['tokens']} tokens: {right} right"
         if second is not None:
-            told_line += f", the draft agrees on {number(shares['agreement'], '.1%')}"
+            told_line += f", the draft agrees on {format_number(shares['agreement'], '.1%')}"
         say(told_line)
     if stopped:
         tell_stop(len(rows))
@@ -317,9 +318,9 @@ def _rows(tally: Tally, kinds: tuple[str, ...]) -> Any:
         cells = ["-" if one is None else f"{one['right']}/{one['asked']}" for one in per_kind]
         shown.add_row(
             str(row["frames"]),
-            number(row["tokens"], "d"),
-            number(row["accuracy"], ".1%"),
-            number(row["kept"], ".1%"),
+            format_number(row["tokens"], "d"),
+            format_number(row["accuracy"], ".1%"),
+            format_number(row["kept"], ".1%"),
             *cells,
         )
     return shown

@@ -10,7 +10,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Model
-from mmaccel.cli.console import bar_callback, bars, number, out, plural, print_json, say
+from mmaccel.cli.console import bar_callback, bars, format_number, out, plural, print_json, say
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, lengths_of, tell_stop
@@ -361,8 +361,8 @@ def _show(
         cells = []
         for frames in found.lengths:
             row = rows.get((name, frames), {"accuracy": None, "kept": None})
-            cells.append(f"{number(row['accuracy'], '.1%')} ({number(row['kept'], '.0%')})")
-        shown.add_row(name, *cells, number(found.mean(name), ".1%"), _points(gaps.get(name)))
+            cells.append(f"{format_number(row['accuracy'], '.1%')} ({format_number(row['kept'], '.0%')})")
+        shown.add_row(name, *cells, format_number(found.mean(name), ".1%"), _points(gaps.get(name)))
     out().print(shown)
     several = len({one["seed"] for one in missed}) > 1
     for one in missed:

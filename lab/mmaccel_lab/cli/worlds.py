@@ -17,7 +17,7 @@ from mmaccel.cli.console import (
     bar_callback,
     bars,
     column_groups,
-    number,
+    format_number,
     out,
     plural,
     print_json,
@@ -141,14 +141,14 @@ def demo(
             told += f"; without a question of every kind, and skipped: {', '.join(map(str, skipped))}"
         console.print(told, highlight=False)
         for name, tally in tallies.items():
-            kept = number(tally.rows()[0]["kept"], ".1%")
-            told = f"{name}: {number(shares[name], '.1%')} of {len(seen)} right, kept {kept}"
+            kept = format_number(tally.rows()[0]["kept"], ".1%")
+            told = f"{name}: {format_number(shares[name], '.1%')} of {len(seen)} right, kept {kept}"
             console.print(told, highlight=False)
     if not whole:
         raise typer.Exit(130)
     short = {name: share for name, share in shares.items() if share is None or share < ENOUGH}
     if short:
-        told = ", ".join(f"{name} ({number(share, '.1%')})" for name, share in short.items())
+        told = ", ".join(f"{name} ({format_number(share, '.1%')})" for name, share in short.items())
         remark(f"fewer than {ENOUGH:.0%} of the answers are right: {told}.")
         raise typer.Exit(1)
 

@@ -84,7 +84,7 @@ def score(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
 
 
 @operator("stream", serves=_few)
-def scored_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Tensor:
+def score_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Tensor:
     """Score clusters by the question word that matches each best, [R, C] float32; keys [R, C, d].
 
     The scores of each word are standardized over clusters with `size` [R, C] > 0. A cluster's score is that of its best word

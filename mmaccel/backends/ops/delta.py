@@ -24,7 +24,7 @@ def delta_rows(
     shift: Tensor,
     gain: Tensor,
     eps: float,
-    told: Tensor,
+    bounds: Tensor,
     journal: Tensor,
     state: Tensor,
 ) -> Tensor:
@@ -35,8 +35,8 @@ def delta_rows(
     buffer of projected rows. So a sequence is rolled back by an earlier `start`, and padding rows at the end have no effect.
     Returns [B * n, H * V].
 
-    told     [B, 4] long. `start`: first new column; `base`: number of columns the state contains; `upto`: number it contains
-             afterwards, at most `start`; `seat`: slot of the sequence in journal and state
+    bounds   [B, 4] long. `start`: first new column; `base`: number of columns the state contains; `upto`: number it
+             contains afterwards, at most `start`; `seat`: slot of the sequence in journal and state
     rows     [B * n, W], columns ``start .. start + n - 1`` of each: queries and keys of G heads of size K, values of H heads
              of size V, then for each of the H heads the write strength and the decay. Written to the journal
     gate     [B * n, H * V]; conv [W - 2 H, taps]; decay, shift [H] (`A_log`, `dt_bias`); gain [V] and `eps` of the norm
@@ -44,8 +44,8 @@ def delta_rows(
     state    [S, H, K, V] float32
     """
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    n = len(rows) // len(told)
-    for at, (*when, seat) in enumerate(told.tolist()):  # off a device: nothing waits
+    n = len(rows) // len(bounds)
+    for at, (*when, seat) in enumerate(bounds.tolist()):  # off a device: nothing waits
         some = slice(at * n, (at + 1) * n)
         said = _ruled(rows[some], conv, decay, shift, when, journal[seat], state[seat])
         normed = rms_norm.plain(said.to(gate.dtype), gain, eps)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.triton.launch_args import lines
+from mmaccel.backends.triton.launch_args import row_strides
 from mmaccel.backends.triton.pointwise import rms_norm_kernel
 
 LEAST = 2  # tiles of keys that a piece has at least: shorter ones cost more to merge than they save
@@ -183,7 +183,7 @@ def decode_attend(
     table, aligned = (columns, 0) if each is None else (each.table, each.aligned)
     piece_kernel[(splits, B * G, tiles)](
         query, key, value, columns, sees, lse if bias is None else bias.contiguous(), table, part, lse, scale,
-        n, 0 if bias is None else len(bias), lines(query), lines(key), lines(value),
+        n, 0 if bias is None else len(bias), row_strides(query), row_strides(key), row_strides(value),
         GROUPS=G, GROUP=group, D=D, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         LEAST=LEAST, TREE=tree, BIAS=bias is not None, WINDOW=torch.iinfo(sees.dtype).bits, EACH=aligned,
         PRECISION="ieee", STAGES=stages, num_warps=4,
@@ -525,7 +525,7 @@ def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *
         x = normed(x, gain, eps)
     _enter_kernel[((heads + 2 * G) * triton.cdiv(D, block_o),)](
         x, *weight, *(bias or weight), x if squares is None else squares, turn, columns, table, query, key,
-        value, rows, n, eps, lines(key), lines(value),
+        value, rows, n, eps, row_strides(key), row_strides(value),
         K=K, HEADS=heads, GROUPS=G, D=D, BIAS=bool(bias), PARTS=parts, CHUNK=chunk, BLOCK_O=block_o,
         BLOCK_K=block_k, BLOCK_R=block_r, EACH=aligned, PRECISION="ieee", STAGES=stages, num_warps=warps,
     )  # fmt: skip
@@ -548,7 +548,7 @@ def rope_rows(rows, cos, sin, positions, columns, key, value, *, each=None):
     table, aligned = (columns, 0) if each is None else (each.table, each.aligned)
     _rope_kernel[(heads + 2 * G, n, B)](
         rows.contiguous(), cos.contiguous(), sin.contiguous(), positions.contiguous(),
-        columns.contiguous(), table, query, key, value, n, cos.shape[1], lines(key), lines(value),
+        columns.contiguous(), table, query, key, value, n, cos.shape[1], row_strides(key), row_strides(value),
         HEADS=heads, GROUPS=G, D=D, BLOCK_D=triton.next_power_of_2(D), EACH=aligned, num_warps=1,
     )  # fmt: skip
     return query.transpose(1, 2)

@@ -43,15 +43,15 @@ def _mixed(
 
 @triton.jit(do_not_specialize=["n"])
 def _delta_kernel(
-    rows, conv, decay, shift, told, journal, state, out, n, scale,
+    rows, conv, decay, shift, bounds, journal, state, out, n, scale,
     R: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Gated delta rule on a strip of one head's state, for one sequence; out [B * n, HEADS, V] float32."""
     head, strip, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = b.to(tl.int64)
-    first, taken = tl.load(told + 4 * b).to(tl.int32), tl.load(told + 4 * b + 1).to(tl.int32)
-    upto, own = tl.load(told + 4 * b + 2).to(tl.int32), tl.load(told + 4 * b + 3)
+    first, taken = tl.load(bounds + 4 * b).to(tl.int32), tl.load(bounds + 4 * b + 1).to(tl.int32)
+    upto, own = tl.load(bounds + 4 * b + 2).to(tl.int32), tl.load(bounds + 4 * b + 3)
     journal += own * (R * W)
     k, v = tl.arange(0, BLOCK_K), strip * BLOCK_V + tl.arange(0, BLOCK_V)
     deep, wide = k < K, v < V
@@ -109,17 +109,17 @@ def _gate_kernel(x, gate, gain, out, eps, V: tl.constexpr, BLOCK_V: tl.constexpr
     tl.store(out + at + v, (normed * (open_ / (1.0 + tl.exp(-open_)))).to(kind), mask=wide)
 
 
-def delta_rows(rows, gate, conv, decay, shift, gain, eps, told, journal, state, *, strip=STRIP):
+def delta_rows(rows, gate, conv, decay, shift, gain, eps, bounds, journal, state, *, strip=STRIP):
     """Launch `ops.delta.delta_rows` (Gated DeltaNet on new rows); a program holds `strip` of the V values."""
     (_, heads, K, V), (taps, R, W) = state.shape, (conv.shape[1], *journal.shape[1:])
-    B, groups = len(told), (conv.shape[0] - heads * V) // (2 * K)
+    B, groups = len(bounds), (conv.shape[0] - heads * V) // (2 * K)
     n = len(rows) // B
     rows, gate = rows.contiguous(), gate.contiguous()
     said = torch.empty(len(rows), heads, V, dtype=torch.float32, device=rows.device)
     out = torch.empty_like(gate)
     block_v = min(strip, max(triton.next_power_of_2(V), 2))
     _delta_kernel[(heads, triton.cdiv(V, block_v), B)](
-        rows, conv.contiguous(), decay, shift, told, journal, state, said, n, K**-0.5,
+        rows, conv.contiguous(), decay, shift, bounds, journal, state, said, n, K**-0.5,
         R=R, W=W, TAPS=taps, GROUPS=groups, HEADS=heads, K=K, V=V, BLOCK_K=triton.next_power_of_2(K),
         BLOCK_V=block_v, num_warps=1,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mmaccel.backends.triton.launch_args import lines
+from mmaccel.backends.triton.launch_args import row_strides
 
 MERGED = 32  # rows that a program of `_merge_parts_kernel` merges
 ROWS = 16  # positions whose angles a program makes
@@ -143,7 +143,7 @@ def rotate_(x, cos, sin):
     cos, sin = cos.contiguous(), sin.contiguous()
     if x.numel():
         _rotate_kernel[(n, B)](
-            x, cos, sin, n, *lines(x), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
+            x, cos, sin, n, *row_strides(x), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
             H=H, HALF=D // 2, HEADS=triton.next_power_of_2(H), BLOCK=triton.next_power_of_2(D // 2),
             num_warps=4 if H * D > 2048 else 1,
         )  # fmt: skip

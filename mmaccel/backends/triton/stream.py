@@ -83,7 +83,7 @@ def _word_scores_kernel(
 
 @triton.jit(do_not_specialize=["C", "n"])
 def _standardize_scores_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexpr):
-    """Second kernel of `scored_by_words`: standardizes each word's scores over all clusters of a layer, and reduces over
+    """Second kernel of `score_by_words`: standardizes each word's scores over all clusters of a layer, and reduces over
     words."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -392,8 +392,8 @@ def score(key, query, cosine):
     return out
 
 
-def scored_by_words(key, words, size, cosine):
-    """Launch `ops.clusters.scored_by_words`: score of each cluster by its best-matching question word, [R, C] float32."""
+def score_by_words(key, words, size, cosine):
+    """Launch `ops.clusters.score_by_words`: score of each cluster by its best-matching question word, [R, C] float32."""
     (R, C, D), n = key.shape, words.rows.shape[1]
     out = torch.empty(R, C, device=key.device)
     if C:

@@ -392,7 +392,7 @@ class ForwardPass(PrefillPass):
             tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
             listed = listed + tails[:, None]
             if images is not None:
-                listed = listed + images.later_plan(query, view.key).count_listed_pairs()
+                listed = listed + images.anticausal_plan(query, view.key).count_listed_pairs()
             names = self.config.recipe.sparse.for_layer(layer).head_pattern_names(heads)
             if plan.dense is not None:
                 listed[:, numbered(plan.dense.heads, listed.device)] = dense

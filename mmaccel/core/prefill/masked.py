@@ -82,12 +82,12 @@ class NewImageColumns:
             open_[b] |= (begin <= rows) & (rows < columns) & (columns < past)
         return unseen & ~open_
 
-    def later_plan(self, query: Tensor, key: Tensor) -> AttentionPlan:
+    def anticausal_plan(self, query: Tensor, key: Tensor) -> AttentionPlan:
         """Return the plan of the pairs that causal attention leaves out: an image token and a later one of its image. Cached
         for all layers."""
         sizes = len(query), query.shape[1], query.shape[2], key.shape[2], self.layout.length
         memo, name = self.layout.memo, ("later", self.spans, sizes)
-        return remember(memo, name, lambda: later_plan(self.spans, *sizes, key.device))
+        return remember(memo, name, lambda: anticausal_plan(self.spans, *sizes, key.device))
 
     def attend(
         self,
@@ -115,7 +115,7 @@ class NewImageColumns:
             return dense(slice(None), 0, query.shape[2], query, key, value)
         assert backend is not None
         one = attend_plan(plan, query, key, value, scale, backend)
-        other = attend_plan(self.later_plan(query, key), query, key, value, scale, backend)
+        other = attend_plan(self.anticausal_plan(query, key), query, key, value, scale, backend)
         out = merge(*one, *other)[0].to(value.dtype)
         # Heads that the plan leaves dense have no log-sum-exp.
         for run in head_runs(() if plan.dense is None else plan.dense.heads, query.shape[1] // key.shape[1]):
@@ -188,7 +188,7 @@ def _image(
     return F.scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-def later_plan(
+def anticausal_plan(
     spans: Sequence[Span], batch: int, heads: int, rows: int, keys: int, total: int, device: torch.device
 ) -> AttentionPlan:
     """Return the plan of pairs of an image token and a later one of the same image, for `total` columns of which the last

@@ -84,7 +84,7 @@ class WrappedMemory(StreamState):
         return replace(view, key=key[:, :, :end], value=value[:, :, :end], layout=layout)
 
 
-def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
+def warn_idle_pruner(pruner: TokenPruner, meter: Meter) -> None:
     """Warn, and note in the report, that `pruner` had nothing to do: the prompt has no tokens of a kind that it prunes."""
     what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
     meter.add_note(sentence := f"prune {pruner.name!r} did nothing: the prompt has no {what}")

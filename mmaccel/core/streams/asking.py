@@ -22,10 +22,10 @@ from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import StreamPass, StreamState, UnitEvidence
 from mmaccel.core.prefill.attention import MIN_ROWS
-from mmaccel.core.prefill.recalled import RecallPruning, TimeRangeMemory, tell_idle
+from mmaccel.core.prefill.recalled import RecallPruning, TimeRangeMemory, warn_idle_pruner
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.lines import TOKENS, Line, fitting, recalled_lines, seen_shares
+from mmaccel.core.streams.lines import TOKENS, TimedText, fitting, recalled_lines, seen_shares
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import (
     MemoryWrapper,
@@ -186,13 +186,13 @@ def asked(
             raise ModelError(GONE.format(live.kv.name))
         if reads:
             share = {} if between else seen_shares(state, depth, stream.unit, shows)
-            runner.read_lines(recalled_lines(info, share, between), reads, rest)
+            runner.run_lines(recalled_lines(info, share, between), reads, rest)
             runner.choosing = choosing(runner.ids)
         meter.prompt_tokens = runner.length()
         if pruned is not None:
             live.pruned = pruned.counts
             if not pruned.counts["visual"]:
-                tell_idle(pruned.pruner, meter)
+                warn_idle_pruner(pruned.pruner, meter)
         try:
             yield runner
         finally:
@@ -241,7 +241,7 @@ class QuestionRunner(Runner):
     live      the stream
     running   recurrent states beside the memory `state`
     ids       [n] of the words after the video
-    left      the tokens of an answer for which the model has positions
+    tokens_left  the tokens of an answer for which the model has positions
     meter     counts what is decoded
     evidence  returns the frames that the answer is based on, after the question has run
     question  its text; `beside`: the stream of a draft, which is asked it too
@@ -261,7 +261,7 @@ class QuestionRunner(Runner):
     running: RunningStates | None
     deadline: Deadline
     ids: Tensor
-    left: int
+    tokens_left: int
     meter: Meter
     evidence: Callable[[], tuple[Evidence, ...]]
     question: Any
@@ -272,7 +272,7 @@ class QuestionRunner(Runner):
     counted: Callable[[], dict[str, float]]
     choosing: TokenChoice
     shares: bool = field(default=False, init=False)
-    lines: tuple[Line, ...] = field(default=(), init=False)
+    lines: tuple[TimedText, ...] = field(default=(), init=False)
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
@@ -286,13 +286,13 @@ class QuestionRunner(Runner):
             self.adapter.ready(self.state, self.running)
         return self.logits
 
-    def read_lines(self, lines: Sequence[Line], room: int, rest: Tensor) -> None:
+    def run_lines(self, lines: Sequence[TimedText], room: int, rest: Tensor) -> None:
         """Run the first of `lines` that have `room`, and the `rest` [n] of the prompt, behind the question's words."""
         assert isinstance(self.adapter, StreamAdapter)
         self.lines, text, ids = fitting(lines, room, self.adapter.text_ids)
         if len(self.lines) < len(lines):
             self.meter.add_note(f"text: {len(lines) - len(self.lines)} of {len(lines)} lines found no room")
-        self.left -= len(ids)
+        self.tokens_left -= len(ids)
         if text and isinstance(self.question, str):
             self.question += text
         if len(ids := torch.cat([ids, rest])):
@@ -340,7 +340,7 @@ class QuestionRunner(Runner):
                 return True
             if count >= most:
                 reason = "length"
-            elif count >= self.left:
+            elif count >= self.tokens_left:
                 reason = "positions"
             elif over is not None:
                 reason = over

@@ -22,7 +22,14 @@ from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams import sources
-from mmaccel.core.streams.lines import Line, begun_between, ends_at, read_lines, with_lines, without_units
+from mmaccel.core.streams.lines import (
+    TimedText,
+    begun_between,
+    ends_at,
+    merge_lines,
+    read_lines,
+    without_units,
+)
 from mmaccel.core.streams.parts import QUESTION_S, SHORT_S, WAIT_S, FairLock
 from mmaccel.core.streams.sources import Clip, StreamEvent
 from mmaccel.core.streams.standing import StandingQuestion
@@ -336,7 +343,7 @@ class FrameIntake:
         done: int,
         progress: Progress | None,
         deadline: Deadline,
-        lines: Sequence[Line],
+        lines: Sequence[TimedText],
     ) -> int:
         count, live, watched, changes = clip.frames.shape[0], self._live, 0, list[StreamEvent]()
         shown, timed = sources.shown_at(how, clip, given, done, None if live is None else live.info)
@@ -363,7 +370,7 @@ class FrameIntake:
                 with self._turn():
                     if lines:
                         info, before, since = live.info, since, ends_at(live.info)
-                        info.lines = with_lines(info.lines, begun_between(lines, before, since, later))
+                        info.lines = merge_lines(info.lines, begun_between(lines, before, since, later))
                     told = clip.frames[some], shown[some], clip.fps, live.info.timed
                     live.beside.take_frames(*told, how == "ingest")
             for one in self._standing:

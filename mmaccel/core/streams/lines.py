@@ -37,7 +37,7 @@ MARKUP = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
 WRITE = "write 00:01:02,000 --> 00:01:04,000"
 
 
-class Line(NamedTuple):
+class TimedText(NamedTuple):
     """A text that was shown or said from `begin` to `end`, in seconds of the stream."""
 
     begin: float
@@ -45,9 +45,9 @@ class Line(NamedTuple):
     text: str
 
 
-def checked_line(begin: Any, end: Any, text: Any, call: str = "tell") -> Line:
-    """Return a `Line` from `begin` to `end` (None: at `begin` alone), in seconds, without line breaks. Raises `ModelError`,
-    which names `call`, for times that cannot be, and for no text or too much."""
+def checked_line(begin: Any, end: Any, text: Any, call: str = "tell") -> TimedText:
+    """Return a `TimedText` from `begin` to `end` (None: at `begin` alone), in seconds, without line breaks. Raises
+    `ModelError`, which names `call`, for times that cannot be, and for no text or too much."""
     end = begin if end is None else end
     if not all(isinstance(one, int | float) for one in (begin, end)) or not 0 <= begin <= end < LATEST:
         raise ModelError(
@@ -58,10 +58,10 @@ def checked_line(begin: Any, end: Any, text: Any, call: str = "tell") -> Line:
         raise ModelError(
             f"{call}: {shown(text)} is no text of 1 to {LONGEST} characters; give some, or leave it out."
         )
-    return Line(float(begin), float(end), text)
+    return TimedText(float(begin), float(end), text)
 
 
-def read_lines(given: Any) -> list[Line]:
+def read_lines(given: Any) -> list[TimedText]:
     """Return the lines of an SRT or WebVTT file, or of (begin, end, text) triples, in order of time. Raises `ModelError`."""
     if isinstance(given, str | os.PathLike):
         return sorted(_cues(given))
@@ -76,7 +76,7 @@ def read_lines(given: Any) -> list[Line]:
     return sorted(made)
 
 
-def _cues(path: str | os.PathLike[str]) -> Iterable[Line]:
+def _cues(path: str | os.PathLike[str]) -> Iterable[TimedText]:
     name, fix = shown(os.fspath(path), outside.PATH)[1:-1], "give an SRT or WebVTT file"
     words, cues = list[str](), list[tuple[int, float, float, list[str]]]()
     text = outside.read_text(path, f"subtitles: {name}", ModelError, most=FILE_BYTES, fix=fix)
@@ -100,9 +100,8 @@ def _cues(path: str | os.PathLike[str]) -> Iterable[Line]:
             yield checked_line(begin, end, said, f"subtitles: line {number} of {name}")
 
 
-def with_lines(have: tuple[Line, ...], new: Sequence[Line]) -> tuple[Line, ...]:
-    """Return the lines of both, each in order of time, in that order, each once; the oldest are left out so that all have
-    `KEPT` characters."""
+def merge_lines(have: tuple[TimedText, ...], new: Sequence[TimedText]) -> tuple[TimedText, ...]:
+    """Merge two lists of lines, each in order of time, without duplicates; drop the oldest beyond `KEPT` characters."""
     if not new:
         return have
     lines = list(dict.fromkeys(sorted([*have, *new])))
@@ -110,10 +109,10 @@ def with_lines(have: tuple[Line, ...], new: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(lines[len(lines) - sum(size <= KEPT for size in sizes) :])
 
 
-def begun_between(lines: Sequence[Line], since: float, ends: float, shift: float) -> list[Line]:
+def begun_between(lines: Sequence[TimedText], since: float, ends: float, shift: float) -> list[TimedText]:
     """Return those of `lines`, in order, that begin from `since` on and before `ends` s once they are `shift` s later."""
     first, last = (bisect.bisect_left(lines, at - shift, key=lambda one: one.begin) for at in (since, ends))
-    return later(lines[first:last], shift)
+    return shifted(lines[first:last], shift)
 
 
 def ends_at(info: StreamInfo) -> float:
@@ -124,12 +123,12 @@ def ends_at(info: StreamInfo) -> float:
     return info.times[-1] + (1 / info.rate if info.rate else min([usual, *steps[-1:]]))
 
 
-def later(lines: Sequence[Line], seconds: float) -> list[Line]:
+def shifted(lines: Sequence[TimedText], seconds: float) -> list[TimedText]:
     """Return `lines` with times increased by `seconds`."""
-    return [Line(one.begin + seconds, one.end + seconds, one.text) for one in lines]
+    return [TimedText(one.begin + seconds, one.end + seconds, one.text) for one in lines]
 
 
-def without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[Line, ...]:
+def without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[TimedText, ...]:
     """Return the lines of a stream but for those that began while the units (frames) `gone` were shown."""
     starts, lost = info.shown(0), set(gone)
     return tuple(one for one in info.lines if _unit_at(starts, one.begin) not in lost)
@@ -150,7 +149,7 @@ def seen_shares(state: StreamState, layers: int, tokens: int, numbers: Sequence[
 
 def recalled_lines(
     info: StreamInfo, share: dict[int, float], between: tuple[float, float] | None
-) -> list[Line]:
+) -> list[TimedText]:
     """Return the lines that a question of a stream reads, best first: those `between` two times, or those whose time has a
     unit (frame) that a `share` of the layers sees; none that begin when the last frame is over. Those of units that most
     layers see come first, then the latest."""
@@ -161,7 +160,7 @@ def recalled_lines(
     if read < len(info.times):  # of a unit not yet complete
         share[len(starts)] = 1.0
         starts.append(info.times[read])
-    most, worth = [[share.get(number, 0.0) for number in range(len(starts))]], dict[Line, float]()
+    most, worth = [[share.get(number, 0.0) for number in range(len(starts))]], dict[TimedText, float]()
     for one in lines:
         first = _unit_at(starts, one.begin)
         behind = max(first + 1, bisect.bisect_left(starts, one.end))
@@ -173,11 +172,11 @@ def recalled_lines(
 
 
 def fitting(
-    lines: Sequence[Line], room: int, ids: Callable[[str], Tensor]
-) -> tuple[tuple[Line, ...], str, Tensor]:
+    lines: Sequence[TimedText], room: int, ids: Callable[[str], Tensor]
+) -> tuple[tuple[TimedText, ...], str, Tensor]:
     """Return the first of `lines` that fit into `room` tokens together, in order of time; their text, and its `ids` [n].
     Lines that are too long alone are left out, and the next are taken; at most ``room * CHARACTERS`` characters are read."""
-    some, whole, longest = list[Line](), room - len(ids(LEAD)), room * CHARACTERS
+    some, whole, longest = list[TimedText](), room - len(ids(LEAD)), room * CHARACTERS
     left, unread = whole, longest
     for one in lines:
         if len(text := _said(one)) > longest:
@@ -201,6 +200,6 @@ def _unit_at(starts: Sequence[float], seconds: float) -> int:
     return max(0, bisect.bisect_right(starts, seconds) - 1)
 
 
-def _said(one: Line) -> str:
+def _said(one: TimedText) -> str:
     minutes, rest = divmod(int(one.begin), 60)
     return f"\n[{minutes // 60}:{minutes % 60:02}:{rest:02}] {one.text}"

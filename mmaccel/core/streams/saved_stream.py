@@ -17,7 +17,7 @@ from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.lines import Line
+from mmaccel.core.streams.lines import TimedText
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import StreamInfo
 from mmaccel.core.streams.stream_runner import StreamRunner
@@ -207,6 +207,6 @@ def _read_info(data: Path, facts: dict[str, Any], adapter: StreamAdapter) -> Str
         times,
         film.get("pending"),
         [(begin, end) for begin, end in pins],
-        tuple(map(Line._make, lines)),
+        tuple(map(TimedText._make, lines)),
     )
     return StreamInfo((height, width), facts["fps"], facts["unit"], marks, timed, *more)

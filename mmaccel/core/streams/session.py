@@ -21,7 +21,7 @@ from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import asked
 from mmaccel.core.streams.intake import AT_ONCE, FrameIntake, Progress
-from mmaccel.core.streams.lines import checked_line, read_lines, with_lines
+from mmaccel.core.streams.lines import checked_line, merge_lines, read_lines
 from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
 
@@ -142,7 +142,7 @@ class VideoSession(FrameIntake):
         lines = [checked_line(now, until, text)] if isinstance(text, str) else read_lines(text)
         with self._working(self._stream), self._turn():
             info = self._opened("tell").info
-            info.lines = with_lines(info.lines, lines)
+            info.lines = merge_lines(info.lines, lines)
 
     @overload
     def ask(

@@ -169,7 +169,7 @@ class DraftModelStrategy(DraftStrategy):
         another vocabulary."""
         model = draft_folder(self.name, target, self.model) if isinstance(self.model, str) else self.model
         try:
-            reader = target.text_only(model) if self.reads_text else None
+            reader = target.causal_lm(model) if self.reads_text else None
             peer = reader or target.peer(model)
         except ModelError as error:
             raise DraftError(f"{self.name}: model: {error}") from error

@@ -19,7 +19,7 @@ from mmaccel.core.decoding.draft import (
     run_draft,
     sample_index,
 )
-from mmaccel.core.registry import at_least, between, limited, register
+from mmaccel.core.registry import at_least, in_range, limited, register
 from mmaccel.policies.draft._draft_model import DraftModelState, DraftModelStrategy
 
 
@@ -44,7 +44,7 @@ class Sequential(DraftModelStrategy):
     """
 
     window: int = limited(5, at_least(1))
-    confidence: float = limited(0.0, between(0, 1, "a probability, 0 to 1"))
+    confidence: float = limited(0.0, in_range(0, 1, "a probability, 0 to 1"))
 
     @property
     def max_rollback(self) -> int:

@@ -39,7 +39,7 @@ class IndexPolicy(Policy, ABC):
 
     similarity  of a cluster's key and a query: "dot" or "cosine"
     ask_by      what a question searches by: the "mean" query of its words, or its "words", each alone
-                (`clusters.scored_by_words`); passes of the stream search by their mean query
+                (`clusters.score_by_words`); passes of the stream search by their mean query
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -246,7 +246,7 @@ class Index(ABC):
         """[R, C] scores of clusters of `size` [R, C] with keys [R, C, d]."""
         if words is None:
             return clusters.score(key, queries, self.cosine)
-        return clusters.scored_by_words(key, words, size, self.cosine)
+        return clusters.score_by_words(key, words, size, self.cosine)
 
     @abstractmethod
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
@@ -371,10 +371,10 @@ def unit_positions(positions: PositionIds, entries: Tensor, count: int, compact:
     """Return positions [k * P] or [3, k * P] of the tokens of the units (frames) `entries` [k], ascending, out of `count`:
     their own in the stream, or consecutive ones if `compact`."""
     if compact:
-        return positions.units(0, len(entries))
+        return positions.by_range(0, len(entries))
     if len(entries) == count:
         return positions.by_time(0, count)
-    return positions.of_units(entries, count - 1, own=True)
+    return positions.by_number(entries, count - 1, own=True)
 
 
 def summary_positions(
@@ -388,7 +388,7 @@ def summary_positions(
         numbers = time.round().long()
     # What is no cluster may have any time. (Not below `count`: that is another at the next question.)
     numbers = numbers.clamp(0, positions.table_units(count, not compact) - 1)
-    return positions.of_units(numbers, count - 1, middle, not compact)
+    return positions.by_number(numbers, count - 1, middle, not compact)
 
 
 def compact_slots(units: Tensor, base: int, first: int, even: bool) -> Tensor:

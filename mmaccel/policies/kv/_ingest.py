@@ -57,7 +57,7 @@ class Bases:
 
     def count_same_base(self, unit: int, count: int) -> int:
         """Return how many of `count` units (frames) from `unit` on have the same offset as it has."""
-        if self._positions.is_even:
+        if self._positions.has_even_rate:
             return min(count, self.base_of_unit(unit) + self.every + self.window - unit)
         base = self.base_of_unit(unit)
         return next((some for some in range(1, count) if self.base_of_unit(unit + some) != base), count)
@@ -292,8 +292,8 @@ class IngestState(PassState):
         positions = self.stream.positions
         # Units before the base are those that no query of a new unit sees; they are turned at the base's own position.
         numbers = (torch.arange(self._first, self._count) - self._base).clamp(min=0)
-        own = None if positions.is_even else positions.by_time(self._first, len(numbers), self._base)
-        angles = self.rope.angles(positions.of_units(numbers, int(numbers[-1])) if own is None else own)
+        own = None if positions.has_even_rate else positions.by_time(self._first, len(numbers), self._base)
+        angles = self.rope.angles(positions.by_number(numbers, int(numbers[-1])) if own is None else own)
         for layer, ring in enumerate(self._rings):
             if ring is not None:
                 self._rings[layer] = ring._replace(turned=self.rope.apply(ring.key, angles))

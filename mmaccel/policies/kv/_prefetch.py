@@ -287,7 +287,7 @@ class Prefetcher:
     def _empty(self, units: int) -> Tensor:
         shape = self._store.shape
         with torch.inference_mode(False):
-            return torch.empty(units, *shape.unit, dtype=shape.dtype, device=self._store.device)
+            return torch.empty(units, *shape.unit_shape, dtype=shape.dtype, device=self._store.device)
 
     def _gather(self, code: Tensor, out: Tensor) -> tuple[LaneMark, LaneMark]:
         """Units by codes [n] into `out` [2, G, n * P, D], on the wire's lane; the marks before and after."""

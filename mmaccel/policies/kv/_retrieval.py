@@ -112,8 +112,8 @@ class ArchivedMemory(StreamMemory):
         rows, positions, base = (self.prefetcher.retrieve(layer, units), self.stream.positions, self._base)
         # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
         slots = positions.slot_count(self._first)
-        where = positions.of_units(
-            compact_slots(units, base, slots, positions.is_even) if base else units, slots, own=not base
+        where = positions.by_number(
+            compact_slots(units, base, slots, positions.has_even_rate) if base else units, slots, own=not base
         )
         self.rope.apply_(rows[:1], self.rope.angles(where))
         return [(rows[:1], rows[1:])]

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
-from mmaccel.core.registry import Limit, at_least, between, limited, register
+from mmaccel.core.registry import Limit, at_least, in_range, limited, register
 from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attended
 
 
@@ -44,7 +44,7 @@ class LiveVLM(TokenPolicy):
 
     recent: int = limited(2, at_least(0))
     recall: float = limited(0.4, Limit(lambda share: 0 < share <= 1, "more than 0 and at most 1"))
-    scatter: float = limited(0.5, between(0, 1, "0 to 1"))
+    scatter: float = limited(0.5, in_range(0, 1, "0 to 1"))
     bucket: int = limited(1, at_least(1))
     page: int = limited(16, at_least(1))
     probes: int | None = limited(None, at_least(1))

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
-from mmaccel.core.registry import between, limited, register
+from mmaccel.core.registry import in_range, limited, register
 from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attended
 
 MERGED = 8
@@ -45,7 +45,7 @@ class StreamMem(TokenPolicy):
     needs: ClassVar[frozenset[str]] = frozenset({"proxy"})
     clip: ClassVar[int | None] = 8
 
-    similar: float | None = limited(0.95, between(-1, 1, "-1 to 1"))
+    similar: float | None = limited(0.95, in_range(-1, 1, "-1 to 1"))
     prototypes: bool = True
 
     def open_stream(

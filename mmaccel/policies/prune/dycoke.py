@@ -20,7 +20,7 @@ from mmaccel.core.prefill.prune import (
     frame_columns,
     staying_columns,
 )
-from mmaccel.core.registry import SHARE, Limit, between, limited, register
+from mmaccel.core.registry import SHARE, Limit, in_range, limited, register
 
 
 @register("prune", "dycoke")
@@ -51,7 +51,7 @@ class DyCoke(TokenPruner):
     drop: float = limited(0.7, SHARE)
     forget: float = limited(0.7, SHARE)
     layer: int = limited(3, Limit(lambda layer: layer >= 1, "1 or more, for the layer before it must attend"))
-    refresh: float = limited(0.9, between(-1, 1, "a cosine, -1 to 1"))
+    refresh: float = limited(0.9, in_range(-1, 1, "a cosine, -1 to 1"))
 
     @property
     def no_tensor_parallel(self) -> str | None:  # type: ignore[override]

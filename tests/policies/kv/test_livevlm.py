@@ -87,7 +87,7 @@ def history(frames: int, recent: int, units: int, policy: LiveVLM, layer: int) -
         key = torch.cat([raw(layer, c // TOKENS)[1][:, :, c % TOKENS : c % TOKENS + 1] for c in columns], 2)
         key = turned(key, HEAD + torch.tensor(columns))
         head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head_positions())
-        query = turned(raw(layer, end - 1)[0], made.units(end - 1, 1))
+        query = turned(raw(layer, end - 1)[0], made.by_range(end - 1, 1))
         score = share(query, torch.cat([head, key], 2))[HEAD:]
         budget = frames * TOKENS
         stretches = budget // policy.bucket
@@ -140,10 +140,12 @@ def test_a_pass_sees_the_head_and_all_that_is_held_at_true_positions() -> None:
             key = torch.cat([raw(layer, unit)[1] for unit in range(last)], 2)
             query = torch.cat([raw(layer, unit)[0] for unit in range(first, last)], 2)
             head = draw((1, layer, -1), 1, GROUPS, HEAD, SIZE)
-            expected = torch.cat([turned(head, made.head_positions()), turned(key, made.units(0, last))], 2)
+            expected = torch.cat(
+                [turned(head, made.head_positions()), turned(key, made.by_range(0, last))], 2
+            )
             torch.testing.assert_close(view.key, expected)
             assert view.query is not None and view.window is None and view.column is None
-            torch.testing.assert_close(view.query, turned(query, made.units(first, last - first)))
+            torch.testing.assert_close(view.query, turned(query, made.by_range(first, last - first)))
 
 
 def asked(state: TokenMemory, rows: int = 5) -> tuple[list[Tensor], list[Tensor]]:
@@ -217,7 +219,7 @@ def test_a_budget_larger_than_the_stream_keeps_and_shows_all() -> None:
     keys, _ = asked(state)
     for layer in range(LAYERS):
         key = torch.cat([raw(layer, unit)[1] for unit in range(70)], 2)
-        torch.testing.assert_close(keys[layer][:, :, HEAD:-5], turned(key, position_ids().units(0, 70)))
+        torch.testing.assert_close(keys[layer][:, :, HEAD:-5], turned(key, position_ids().by_range(0, 70)))
     assert state.counters()["pruned"] == 0
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel import check_policy
 from mmaccel.backends import reference, select
-from mmaccel.backends.measure import Costs, Line
+from mmaccel.backends.measure import Costs, LinearCost
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.contract.prefill import check_plan
 from mmaccel.core.errors import RecipeError
@@ -218,7 +218,7 @@ def test_after_the_first_layer_the_data_decide(pitch: int, ran: list[str]) -> No
     """Side by side, 100 diagonals touch three blocks; apart, every block: then the layers after the first are dense."""
     pattern = Given(vertical=0, slash=100)
     object.__setattr__(pattern, "pitch", pitch)
-    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 3.0)})
+    costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 3.0)})
     choice = select.Choice("reference", "told", costs)
     n = 4096
     recipe = Recipe.load(sparse="a_shape", dense_tail=0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, Call, KeySpan, empty_output, unpacks_call
-from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
+from mmaccel.backends.triton.launch_args import encode_ints, lead_strides, row_strides
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.backends.triton.prefill.kernel import (
     LEAST_CHUNK,
@@ -23,7 +23,7 @@ from mmaccel.backends.triton.prefill.kernel import (
     places_on,
     split_outputs,
 )
-from mmaccel.backends.triton.prefill.lists import derived, join_pairs
+from mmaccel.backends.triton.prefill.lists import derived, merge_query_block_pairs
 from mmaccel.core.errors import RecipeError
 
 PAIRS = 200 << 10
@@ -82,7 +82,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         # cannot share it with another head.
         if q_row.shape[-1] // block_q % 2:
             q_row, *q_pos = (torch.nn.functional.pad(t, (0, block_q), value=-1) for t in (q_row, *q_pos))
-        row, block_q, P = [join_pairs(r) for r in row], 2 * block_q, q_row.shape[-1]
+        row, block_q, P = [merge_query_block_pairs(r) for r in row], 2 * block_q, q_row.shape[-1]
     size, value_size = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(DV))
     # Queries and sums of 128 rows of larger heads exceed shared memory.
     most = 64 if value_size > 256 else 128
@@ -127,8 +127,8 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     # Rows and places are whole blocks, and loaded as such; where lists lie depends on the length in any way.
     strides = tuple(
         (
-            *(stride for t in (s.k_row, s.q_pos, s.k_pos) for stride in lead(t)),
-            *encode_ints(stride for t in (s.lists.row, s.lists.kind) for stride in lead(t)),
+            *(stride for t in (s.k_row, s.q_pos, s.k_pos) for stride in lead_strides(t)),
+            *encode_ints(stride for t in (s.lists.row, s.lists.kind) for stride in lead_strides(t)),
         )
         for s in spans
     )
@@ -144,8 +144,8 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     items = work.items if work is not None else list_rows
     layout = dict(GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=tall, PACK=pack, PLACED=bool(rows))
     sizes = dict(DV=DV, BLOCK_DV=value_size)
-    ends = (*lines(out), *lead(lse))
-    given = (out, lse, *outputs, q_row, *lead(q_row))
+    ends = (*row_strides(out), *lead_strides(lse))
+    given = (out, lse, *outputs, q_row, *lead_strides(q_row))
     engine = (
         not part.extra
         and short is None
@@ -166,7 +166,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
             tuple(s.lists.entries for s in spans), tuple(s.lists.kind for s in spans),
             tuple(s.lo for s in spans), encode_ints(min(s.hi, torch.iinfo(positions).max) for s in spans),
             plain, strides, more,
-            *(stride for t in (query, key, value) for stride in (*lines(t), t.stride(3))), *ends, M, scale,
+            *(stride for t in (query, key, value) for stride in (*row_strides(t), t.stride(3))), *ends, M, scale,
             part.sinks, part.edge or 0, D=D, BLOCK_K=block_k, BLOCK_D=size, SPLIT=split, GATED=short is not None,
             NARROW=part.edge is not None, EXTRA=int(extra) * (2 if all(map(_aligned, loaded)) else 1),
             WIDE=max(map(_reach, loaded)) >= 2**31,
@@ -175,7 +175,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         )  # fmt: skip
     if work is not None:
         merge_kernel[(list_rows, tiles)](
-            *outputs[:2], work.pieces, work.slot, out, lse, q_row, *lead(q_row), *ends, M,
+            *outputs[:2], work.pieces, work.slot, out, lse, q_row, *lead_strides(q_row), *ends, M,
             **layout, **sizes, num_warps=8 if tall * pack > 64 else 4,
         )  # fmt: skip
     return out, lse
@@ -192,7 +192,8 @@ def _extra(spans: Sequence[KeySpan], key: Tensor, value: Tensor) -> tuple[Any, .
         keys.append(k)
         values.append(v)
         biases.append(bias)
-        steps.append(encode_ints((*lines(k), *lines(v), *lead(bias), 0 if s.bias is None else 1)))
+        strides = *row_strides(k), *row_strides(v), *lead_strides(bias)
+        steps.append(encode_ints((*strides, 0 if s.bias is None else 1)))
     return tuple(keys), tuple(values), tuple(biases), tuple(steps)
 
 

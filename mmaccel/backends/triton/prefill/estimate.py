@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.triton.launch_args import lines
+from mmaccel.backends.triton.launch_args import row_strides
 
 SPLITS = 64  # most pieces into which the keys are cut, in the first pass
 LEAST_PIECE = 1024  # keys of a piece, at least
@@ -183,7 +183,7 @@ def _lines_kernel(
 
 def _tensor_strides(t):
     """Strides of all four dimensions of t [B, H, n, D] as kernel arguments."""
-    return (*lines(t), t.stride(3))
+    return (*row_strides(t), t.stride(3))
 
 
 def _kernel_constants(query, key, row):

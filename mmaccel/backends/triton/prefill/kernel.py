@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import block_attend
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.triton.launch_args import decode_int, encode_ints, lines
+from mmaccel.backends.triton.launch_args import decode_int, encode_ints, row_strides
 
 FULL, TEST = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.TEST)
 
@@ -384,15 +384,15 @@ class Work:
     order, in which neighbours read the same keys.
 
     item [items, 2] int32: list row and piece of each program, -1 for none; pieces [rows] int32: pieces of each row; slot
-    [rows] int32: first output slot of a split row; told [2] int32: blocks per piece, and programs of split rows. `items`
-    and `slots` are bounds from host numbers: a row of n blocks makes ceil(n / chunk) pieces, at least one; a split one
-    fewer than 2 n / chunk.
+    [rows] int32: first output slot of a split row; split_sizes [2] int32: blocks per piece, and programs of split rows.
+    `items` and `slots` are bounds from host numbers: a row of n blocks makes ceil(n / chunk) pieces, at least one; a split
+    one fewer than 2 n / chunk.
     """
 
     item: Tensor
     pieces: Tensor
     slot: Tensor
-    told: Tensor
+    split_sizes: Tensor
     slots: int
 
     @property
@@ -424,7 +424,7 @@ class Work:
         room = [n + -n % ALIGNED for n in sizes]
         made = torch.empty(sum(room), dtype=torch.int32, device=device).split(room)
         length, item, pieces, slot, limits = (t[:n] for t, n in zip(made, sizes, strict=True))
-        strides = tuple(encode_ints(lines(c)) for c in counts)
+        strides = tuple(encode_ints(row_strides(c)) for c in counts)
         few = rows <= FEW
         _length_kernel[(triton.cdiv(rows, 1024),)](
             tuple(counts), strides, length, M, rows, LISTS=lists, TILE=1024
@@ -447,4 +447,4 @@ def split_outputs(work: Work | None, rows: int, size: int, like: Tensor) -> tupl
     `work` None nothing is split, and kernels read none of these. `like`: a tensor on the device."""
     slots = 0 if work is None else work.slots * rows
     part = (like.new_empty(*of, dtype=torch.float32) for of in ((slots, size), (slots,)))
-    return *part, *([like] * 4 if work is None else (work.item, work.pieces, work.slot, work.told))
+    return *part, *([like] * 4 if work is None else (work.item, work.pieces, work.slot, work.split_sizes))

@@ -118,9 +118,9 @@ class ClusterIndex(Index):
             self._owner = grow_buffer(self._owner, 1, level.owner.shape[1], fill=0, share=SPARE)
             self._owner[owned] = self._sent(cluster[row])
             at = self._sent(layer), self._sent(cluster)
-            self.key[at] = self._sent(kept.means(kept.key, layer, members), self.key)
+            self.key[at] = self._sent(kept.means(kept.keys, layer, members), self.key)
             if self.summaries:
-                self.value[at] = self._sent(kept.means(kept.value, layer, members), self.value)
+                self.value[at] = self._sent(kept.means(kept.values, layer, members), self.value)
             unit = members
             if self._at.gap:
                 unit = torch.from_numpy(self._at.units_of(kept.units))[members.clamp_min(0)]
@@ -137,11 +137,11 @@ class ClusterIndex(Index):
         self.visual_key = grow_buffer(self.visual_key, 1, room, fill=0, share=SPARE)
         units = level.members_of(torch.zeros_like(cluster), cluster)
         at, members = self._sent(cluster), [some[some >= 0] for some in units]
-        keys = [kept.key[some].to(kept.work).sum(0) / max(1, len(some)) for some in members]
+        keys = [kept.keys[some].to(kept.work).sum(0) / max(1, len(some)) for some in members]
         self.visual_key[:, at] = self._sent(torch.stack(keys, 1), self.key)
         if self.by_look:
             self.visual_look = grow_buffer(self.visual_look, 0, room, fill=0, share=SPARE)
-            looks = torch.stack([kept.look[some].sum(0) / max(1, len(some)) for some in members])
+            looks = torch.stack([kept.looks[some].sum(0) / max(1, len(some)) for some in members])
             self.visual_look[at] = self._sent(looks, self.visual_look)
 
     def set_visual_query(self, look: Tensor) -> None:
@@ -168,7 +168,7 @@ class ClusterIndex(Index):
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
         means = self.tree.means
-        return means.all_keys, layer, lambda units: means.key_rows(layer, units)
+        return means.key_buffer, layer, lambda units: means.key_rows(layer, units)
 
     def _known(self) -> int:
         self.cluster_units()
@@ -192,7 +192,7 @@ class ClusterIndex(Index):
             parent = self._fix("parent", torch.where(size > 0, parents, above))
         else:
             self.key = grow_buffer(self.key, 1, end, fill=0, share=SPARE)
-            self.key[:, :end] = tree.means.key[:end].transpose(0, 1).to(self.key)
+            self.key[:, :end] = tree.means.keys[:end].transpose(0, 1).to(self.key)
             count = self.key.shape[1]
             size = pad((~absent).long(), (0, count - end)).repeat(layers, 1)
         room = max(end, self._fixed["owner"].shape[1] if "owner" in self._fixed else 0)
@@ -229,7 +229,7 @@ class ClusterIndex(Index):
         return size.scatter_add(1, owner.clamp_min(0), sign * (owner >= 0).long())
 
     def _places(self) -> tuple[Tensor, ...]:
-        own = self.visual_key, self.visual_look, self.tree.means.all_keys
+        own = self.visual_key, self.visual_look, self.tree.means.key_buffer
         return *super()._places(), *own
 
     # The stream as a whole.

@@ -32,15 +32,15 @@ class Hierarchy:
     layer."""
 
     def __init__(self, rules: Rules, means: UnitMeans) -> None:
-        self.rules, self.means, self.layers = rules, means, means.key.shape[1]
+        self.rules, self.means, self.layers = rules, means, means.keys.shape[1]
         self.counters: Counter[str] = Counter()
         self.clear()
 
     def clear(self, units: int = 0) -> None:
         """Forget all clusters, and all units (frames) but the first `units`; the counters stay."""
         means = self.means
-        self.visual = ClusterTable(1, means.look.shape[1] + 1, means.work)
-        self.semantic = ClusterTable(self.layers, means.key.shape[2] + 1, means.work)
+        self.visual = ClusterTable(1, means.looks.shape[1] + 1, means.work)
+        self.semantic = ClusterTable(self.layers, means.keys.shape[2] + 1, means.work)
         self.buffer: list[list[int]] = [[] for _ in range(self.layers)]
         """Of each layer the buffered clusters, the oldest first."""
         self.bounds: tuple[Bounds, ...] = ()
@@ -85,7 +85,7 @@ class Hierarchy:
     def save(self, folder: Path, more: dict[str, Any]) -> None:
         """Write clusters and unit (frame) means into `folder`, with the facts `more`, such as which units are absent."""
         means = self.means
-        kept = {"look": means.look, "key": means.key, "value": means.value}
+        kept = {"look": means.looks, "key": means.keys, "value": means.values}
         if means.centre is not None:
             kept |= {"centre_look": means.centre[0], "centre_key": means.centre[1]}
             for (name, level), bounds in zip(self.levels().items(), self.bounds, strict=True):
@@ -104,9 +104,9 @@ class Hierarchy:
             raise ModelError(
                 f"{folder}: clusters of {facts['units']} units are beside {units} units; it is damaged."
             )
-        look, layers, width = means.look.shape[1], *means.key.shape[1:]
+        look, layers, width = means.looks.shape[1], *means.keys.shape[1:]
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"look": ((units, look), means.work)}
-        wanted |= dict.fromkeys(("key", "value"), ((units, layers, width), means.key.dtype))
+        wanted |= dict.fromkeys(("key", "value"), ((units, layers, width), means.keys.dtype))
         levels = {"visual": self.visual, "semantic": self.semantic} if facts["started"] else {}
         for name, level in levels.items():
             wanted |= {f"{name}.{row}": one for row, one in level.saved_shapes(units).items()}

@@ -101,9 +101,8 @@ class Bounds:
     def _thresholds(self) -> Tensor:
         """[L, n] of sizes 0 to that from which on they are `large` to the last bit."""
         n = torch.arange(2 + math.ceil(40 * self.alpha), dtype=self.small.dtype)
-        return self.small[:, None] + (self.large - self.small)[:, None] * (
-            1 - torch.exp((1 - n) / self.alpha)
-        )
+        share = 1 - torch.exp((1 - n) / self.alpha)
+        return self.small[:, None] + (self.large - self.small)[:, None] * share
 
     def exceeded_in_first_layer(self, level: ClusterTable, cluster: int) -> bool:
         """Return whether one cluster at layer 0 must be split: `exceeded`, faster, without tensors."""
@@ -169,10 +168,8 @@ def split_exceeding(
 class UnitMeans:
     """Means of the keys, values and visual features of every unit (frame), on the host, from which clusters are made.
 
-    They are: the visual feature [N, E], and mean unrotated key and value [N, L, d]. For clustering they become points: minus
-    the mean of the first units, which all have in common (a model's key bias is most of a key), with one more coordinate,
-    the same for all (`LIFT`), scaled to length one. Statistics are kept in float32, or in float64 if the stream is. `device`
-    is where `key_rows` returns keys.
+    For clustering they become points of length one: minus the mean of the first units (most of a key is the model's bias),
+    with one more coordinate (`LIFT`), in float32, or in float64 if the stream is. `key_rows` returns keys on `device`.
     """
 
     def __init__(
@@ -182,7 +179,7 @@ class UnitMeans:
         self.work = torch.float64 if dtype == torch.float64 else torch.float32
         # With room for more behind `units`; the keys are where a device can read them, which may still read the former ones.
         self._look = torch.zeros(0, look, dtype=self.work)
-        self.all_keys = torch.zeros(0, layers, width, dtype=dtype)
+        self.key_buffer = torch.zeros(0, layers, width, dtype=dtype)
         self._value = torch.zeros(0, layers, width, dtype=dtype)
         self._before: Tensor | None = None
         self._inbox: deque[tuple[list[Tensor], torch.cuda.Event | None]] = deque()
@@ -209,7 +206,7 @@ class UnitMeans:
 
     @property
     def waiting_passes(self) -> int:
-        """Number of passes whose unit (frame) means have arrived and are not added yet."""
+        """Number of passes whose unit (frame) means were sent to the host (`start_copy`) and are not added yet."""
         return len(self._inbox)
 
     @property
@@ -231,10 +228,10 @@ class UnitMeans:
     def append(self, look: Tensor, key: Tensor, value: Tensor) -> None:
         """Append the means of new units (frames): visual feature [n, E]; key and value [n, L, d]."""
         end, pinned = self.units + len(look), self._device.type == "cuda"
-        for name, rows in (("_look", look), ("all_keys", key), ("_value", value)):
+        for name, rows in (("_look", look), ("key_buffer", key), ("_value", value)):
             held = getattr(self, name)
-            grown = grow_buffer(held, 0, end, fill=0, share=1.0, pinned=pinned and name == "all_keys")
-            if grown is not held and name == "all_keys":
+            grown = grow_buffer(held, 0, end, fill=0, share=1.0, pinned=pinned and name == "key_buffer")
+            if grown is not held and name == "key_buffer":
                 self._before = held if pinned else None
             grown[self.units : end] = rows.to(grown)
             setattr(self, name, grown)
@@ -247,26 +244,29 @@ class UnitMeans:
 
     def keep_rows(self, kept: Tensor) -> None:
         """Keep only the rows `kept` [k], as the first ones; there must be no waiting passes."""
-        rows = self.look[kept], self.key[kept], self.value[kept]
-        self._look, self.all_keys, self._value = self._look[:0], self.all_keys[:0], self._value[:0]
+        rows = self.looks[kept], self.keys[kept], self.values[kept]
+        self._look, self.key_buffer, self._value = self._look[:0], self.key_buffer[:0], self._value[:0]
         self.units = 0
         self.append(*rows)
 
     @property
-    def look(self) -> Tensor:
+    def looks(self) -> Tensor:
+        """[N, E]: the mean visual feature of each unit (frame)."""
         return self._look[: self.units]
 
     @property
-    def key(self) -> Tensor:
-        return self.all_keys[: self.units]
+    def keys(self) -> Tensor:
+        """Mean unrotated key of each unit (frame) and layer, [N, L, d], over tokens; d = kv heads * head size."""
+        return self.key_buffer[: self.units]
 
     @property
-    def value(self) -> Tensor:
+    def values(self) -> Tensor:
+        """Mean value of each unit (frame) and layer, [N, L, d]."""
         return self._value[: self.units]
 
     def fix_origin(self, units: int) -> None:
-        """Fix the mean of the first `units` units (frames) as the origin of all points."""
-        self.centre = self._origin(self.look[:units]), self._origin(self.key[:units].to(self.work))
+        """Take the mean of the first `units` units (frames) as the origin of all points, from now on."""
+        self.centre = self._origin(self.looks[:units]), self._origin(self.keys[:units].to(self.work))
 
     def _origin(self, rows: Tensor) -> Tensor:
         mean = rows.mean(0)
@@ -280,19 +280,19 @@ class UnitMeans:
         points = origin.new_empty(*rows.shape[:-1], origin.shape[-1])
         torch.sub(rows, origin[..., :-1], out=points[..., :-1])
         points[..., -1:] = origin[..., -1:]
-        return unit(points)
+        return unit_length(points)
 
     def look_points(self, layer: Tensor, units: Tensor) -> Tensor:
         """Unit vectors [..., E + 1] of the centred visual features of `units` (frames) [...]; all layers share them."""
         assert self.centre is not None
-        return self._points(self.look[units.clamp_min(0)], self.centre[0])
+        return self._points(self.looks[units.clamp_min(0)], self.centre[0])
 
     def key_points(self, layer: Tensor, units: Tensor) -> Tensor:
         """Unit vectors [b, m, d + 1] of the centred keys of `units` (frames) [b, m] at `layer` [b]; any for unit -1."""
         assert self.centre is not None
         # Row by row, for a tensor indexed by two others is gathered number by number.
-        at = (units.clamp_min(0) * self.key.shape[1] + layer[:, None]).flatten()
-        rows = self.key.flatten(0, 1).index_select(0, at).view(*units.shape, -1)
+        at = (units.clamp_min(0) * self.keys.shape[1] + layer[:, None]).flatten()
+        rows = self.keys.flatten(0, 1).index_select(0, at).view(*units.shape, -1)
         return self._points(rows, self.centre[1][layer][:, None])
 
     def means(self, rows: Tensor, layer: Tensor, units: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ class UnitMeans:
 
     def key_rows(self, layer: int, units: Tensor) -> Tensor:
         """Return mean keys [n, d] float32 of `units` (frames) [n] at `layer`, on the device."""
-        held = self.all_keys
+        held = self.key_buffer
         if self._device.type != "cuda":
             return held[units, layer].float()
         # A row is gathered as its two halves are, which a unit's keys and values would be.
@@ -317,10 +317,10 @@ class UnitMeans:
 
     def nbytes(self) -> int:
         """Return the bytes that the means hold on the host."""
-        return sum(one.untyped_storage().nbytes() for one in (self._look, self.all_keys, self._value))
+        return sum(one.untyped_storage().nbytes() for one in (self._look, self.key_buffer, self._value))
 
 
-def unit(x: Tensor) -> Tensor:
+def unit_length(x: Tensor) -> Tensor:
     """Scale the last axis to length one; a row of zeros stays zero."""
     scaled: Tensor = x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     return scaled
@@ -352,7 +352,7 @@ def kmeans(
         rank = (2 * step + 1) * count[:, None] // (2 * k)
         order = torch.argsort(here.logical_not().to(torch.int8), dim=1, stable=True)
         seeds = x.gather(1, order.gather(1, rank)[:, :, None].expand(-1, -1, x.shape[2]))
-    centre, label = unit(seeds), torch.zeros(B, n, dtype=torch.long, device=x.device)
+    centre, label = unit_length(seeds), torch.zeros(B, n, dtype=torch.long, device=x.device)
     rows = torch.arange(B, device=x.device)
     for _ in range(iterations):
         near = x @ centre.mT
@@ -369,7 +369,7 @@ def kmeans(
             label[rows, point] = torch.where(empty, lowest, label[rows, point])
             near[rows[empty], point[empty], lowest[empty]] = torch.inf
             member, size = _members(label, here, k, x.dtype)
-        new = unit(member.mT @ x)
+        new = unit_length(member.mT @ x)
         moved = (new - centre).norm(dim=-1).amax() if B else new.new_zeros(())
         centre = new
         if bool(moved <= tolerance):

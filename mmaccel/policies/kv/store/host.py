@@ -118,7 +118,7 @@ class HostStore:
             told = f"layer {layers[layer]} holds unit {units[unit]} already"
             raise StoreError(f"host store: {told}; drop it first.")
         # First what may fail on the device: nothing has been forgotten or noted yet.
-        packed = torch.empty(L, n, *self.shape.unit, dtype=self.shape.dtype, device=self.device)
+        packed = torch.empty(L, n, *self.shape.unit_shape, dtype=self.shape.dtype, device=self.device)
 
         def pack() -> None:
             for side, tensors in enumerate(sides):
@@ -127,7 +127,7 @@ class HostStore:
 
         self.lanes.compute.run(pack)
         gone = self._make_room(L * n, n, keep=units)
-        entries = self.slabs.entries(self.table.assign_slots(layers, units))
+        entries = self.slabs.slot_views(self.table.assign_slots(layers, units))
         _, began = self._begin(packed)
         parts = torch.split(packed.flatten(0, 1), [len(one) for one in entries])
         for entry, part in zip(entries, parts, strict=True):
@@ -153,10 +153,10 @@ class HostStore:
         else:
             # Ascending runs into a piece of device memory, few and large; from there to their places.
             order = sorted(range(len(slots)), key=slots.__getitem__)
-            entries = self.slabs.entries([slots[i] for i in order])
+            entries = self.slabs.slot_views([slots[i] for i in order])
 
             def work() -> None:
-                staged = target.new_empty(len(slots), *self.shape.unit)
+                staged = target.new_empty(len(slots), *self.shape.unit_shape)
                 places = torch.split(staged, [len(one) for one in entries])
                 for place, entry in zip(places, entries, strict=True):
                     place.copy_(entry, non_blocking=True)
@@ -254,9 +254,9 @@ class HostStore:
         table.free = [slot for slot in table.free if slot < left]
         heapq.heapify(table.free)
         for layer, row in np.argwhere(table.slot >= left):
-            (kept,) = slabs.entries([int(table.slot[layer, row])])
+            (kept,) = slabs.slot_views([int(table.slot[layer, row])])
             table.slot[layer, row] = slot = heapq.heappop(table.free)
-            slabs.entries([slot])[0].copy_(kept)
+            slabs.slot_views([slot])[0].copy_(kept)
         table.stale = True
         slabs.free_last_slab()
         self._laid, self._dropped = None, self._dropped + count
@@ -272,7 +272,7 @@ class HostStore:
 
     def unit_view(self, layer: int, unit: int) -> Tensor:
         """Return a view [1, 2, G, P, D] of a unit (frame) on the host; valid after `wait_for_copies`, while it is held."""
-        return self.slabs.entries(self._slots(layer, [unit]))[0]
+        return self.slabs.slot_views(self._slots(layer, [unit]))[0]
 
     def nbytes(self) -> int:
         """Return the bytes that the store holds on the device."""

@@ -92,7 +92,7 @@ def read_store(store: Any, folder: Path, end: int) -> None:
             checkpoint_io.check_ints(units, f"{INDEX}: units", end, StoreError)
             if path.name != piece["file"]:
                 raise ValueError(f"{shown(piece['file'])} is not a file of a store")
-            wanted = {"units": ((len(units), *store.shape.unit), store.shape.dtype)}
+            wanted = {"units": ((len(units), *store.shape.unit_shape), store.shape.dtype)}
             kept = checkpoint_io.read_tensors(path, wanted, torch.device("cpu"))["units"]
             if _checksum(kept) != piece["crc"]:
                 raise ValueError(f"{path.name} is not what was written")

@@ -49,7 +49,7 @@ class UnitShape:
     dtype: torch.dtype
 
     @property
-    def unit(self) -> tuple[int, int, int, int]:
+    def unit_shape(self) -> tuple[int, int, int, int]:
         """Keys and values of one unit (frame) in one layer: [2, G, P, D]."""
         return 2, self.groups, self.tokens, self.size
 
@@ -148,8 +148,8 @@ class Slabs:
         if self._pinned and empty is not None:
             empty()
 
-    def entries(self, slots: list[int]) -> list[Tensor]:
-        """Return views [n, 2, G, P, D] of `slots`, at least one, in their order: consecutive ones of one slab together."""
+    def slot_views(self, slots: list[int]) -> list[Tensor]:
+        """Return views [n, 2, G, P, D] of the memory of `slots`, in order; consecutive slots of one slab share a view."""
         cuts = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1 or slots[i] % self.per == 0]
         found = []
         for begin, end in zip([0, *cuts], [*cuts, len(slots)], strict=True):
@@ -249,7 +249,7 @@ class Slabs:
     @torch.inference_mode(False)
     def _cut(self, raw: Tensor) -> Tensor:
         used = raw[: self.per * self._shape.nbytes]
-        return used.view(self._shape.dtype).view(self.per, *self._shape.unit)
+        return used.view(self._shape.dtype).view(self.per, *self._shape.unit_shape)
 
 
 _open: weakref.WeakKeyDictionary[Slabs, None] = weakref.WeakKeyDictionary()  # `keyrefs` list it in one step

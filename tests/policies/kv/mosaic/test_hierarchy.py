@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable, merge, one_thread, pooled, summary
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
-from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Bounds, Rules, bisect, halve, kmeans, unit
+from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Bounds, Rules, bisect, halve, kmeans, unit_length
 from tests.policies.kv.mosaic.scenes import WIDTH, audit, feed, index_of, partition, plant, runs, tree_of
 from tests.spies import heard
 
@@ -248,7 +248,7 @@ def groups(n: int, k: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     centre = torch.eye(5, dtype=torch.float64)[:k]
     at = torch.arange(n) * k // n
-    return unit(centre[at] + noise * torch.randn(n, 5, generator=g, dtype=torch.float64)), at
+    return unit_length(centre[at] + noise * torch.randn(n, 5, generator=g, dtype=torch.float64)), at
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -284,7 +284,7 @@ def test_sets_of_a_batch_and_absent_points_do_not_meet() -> None:
 def test_each_point_is_with_its_nearest_centre_once_nothing_moves() -> None:
     x, _ = groups(40, 5, 0.5, 3)
     label = kmeans(x[None], 5, iterations=100, tolerance=0)[0]
-    centre = unit(torch.stack([x[label == one].sum(0) for one in range(5)]))
+    centre = unit_length(torch.stack([x[label == one].sum(0) for one in range(5)]))
     assert torch.equal((x @ centre.T).argmax(1), label)
 
 
@@ -295,10 +295,10 @@ def test_the_first_centres_are_at_equal_steps_of_time() -> None:
 
 
 def test_no_label_stays_empty_and_the_farthest_point_fills_it() -> None:
-    x = unit(
+    x = unit_length(
         torch.tensor([[1, 0], [1, 0.01], [1, 0.02], [1, 0.03], [1, 0.3], [1, 0.04]], dtype=torch.float64)
     )
-    seeds = unit(torch.tensor([[[1.0, 0.0], [-1.0, 0.0], [-1.0, 0.1]]], dtype=torch.float64))
+    seeds = unit_length(torch.tensor([[[1.0, 0.0], [-1.0, 0.0], [-1.0, 0.1]]], dtype=torch.float64))
     label = kmeans(x[None], 3, seeds=seeds, iterations=1)[0]
     assert label[4] == 1 and sorted(label.unique().tolist()) == [0, 1, 2]
     same = torch.ones(1, 6, 2, dtype=torch.float64) / 2**0.5
@@ -306,11 +306,11 @@ def test_no_label_stays_empty_and_the_farthest_point_fills_it() -> None:
 
 
 def test_ties_go_to_the_lowest_label_and_nothing_is_random() -> None:
-    x = unit(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]], dtype=torch.float64))
+    x = unit_length(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]], dtype=torch.float64))
     seeds = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
     assert kmeans(x, 2, seeds=seeds, iterations=1)[0].tolist() == [0, 1, 0]
     y = torch.randn(2, 30, 5, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(kmeans(unit(y), 4), kmeans(unit(y), 4))
+    assert torch.equal(kmeans(unit_length(y), 4), kmeans(unit_length(y), 4))
 
 
 def test_halves_by_order() -> None:
@@ -319,7 +319,7 @@ def test_halves_by_order() -> None:
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
-    assert unit(torch.zeros(2, 3)).abs().sum() == 0
+    assert unit_length(torch.zeros(2, 3)).abs().sum() == 0
     assert kmeans(torch.zeros(1, 4, 3), 2)[0].max() == 1
 
 
@@ -341,7 +341,7 @@ def test_merging_equals_all_at_once_and_conserves_scatter(a: int, b: int, seed: 
 
 
 def test_points_of_unit_length_need_only_their_centroid() -> None:
-    x = unit(points(12, 0))
+    x = unit_length(points(12, 0))
     c, s2, _ = summary(x, torch.ones(12, dtype=torch.bool))
     assert torch.allclose(s2, 1 - c.square().sum(), atol=1e-12)
     none = summary(x, torch.zeros(12, dtype=torch.bool))

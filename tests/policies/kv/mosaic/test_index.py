@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mmaccel.backends.ops.clusters import Words, score, scored_by_words
+from mmaccel.backends.ops.clusters import Words, score, score_by_words
 from mmaccel.policies.kv._index import Index, SearchResult
 from mmaccel.policies.kv.mosaic import FEWEST, STAGE, ClusterIndex
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable
@@ -43,7 +43,7 @@ def tree() -> Hierarchy:
 
 def plain(tree: Hierarchy, layer: int, q: torch.Tensor, budget: int, end: int) -> list[int]:
     """What the two stages retrieve, from the definition."""
-    key = tree.means.key[:, layer].float()
+    key = tree.means.keys[:, layer].float()
 
     def inside(level: object, at: int) -> dict[int, list[int]]:
         held: dict[int, list[int]] = {}
@@ -122,7 +122,7 @@ def test_all_clusters_have_a_summary_and_retrieved_ones_come_last(tree: Hierarch
     for at, c in enumerate(left):
         members = (tree.semantic.owner[0] == c).nonzero()[:, 0]
         assert float(time[at]) == pytest.approx(float(members.float().mean()))
-        for row, rows in ((key[at], tree.means.key), (value[at], tree.means.value)):
+        for row, rows in ((key[at], tree.means.keys), (value[at], tree.means.values)):
             torch.testing.assert_close(row, rows[members, 0].float().mean(0), atol=1e-4, rtol=1e-4)
     few = rest(index, 0, found, budget, 4, end)
     torch.testing.assert_close(few[2], time[:4])
@@ -154,7 +154,7 @@ def test_before_there_are_clusters_units_are_retrieved_one_by_one() -> None:
     tree = tree_of()
     feed(tree, plant(runs(10)), 4)
     found = index_of(tree).search(0, query(0), 3, 9)
-    score = tree.means.key[:9, 0].float() @ query(0)
+    score = tree.means.keys[:9, 0].float() @ query(0)
     assert found.entries.tolist() == sorted(score.topk(3).indices.tolist())
 
 
@@ -182,7 +182,7 @@ def test_the_first_stage_may_go_by_looks(tree: Hierarchy) -> None:
         index.set_visual_query(look)
         found, end, budget = index.search(1, query(seed), 3, tree.units), tree.units, 3
         means = {
-            v: tree.means.look[tree.visual.members_of(torch.tensor([0]), torch.tensor([v]))[0]]
+            v: tree.means.looks[tree.visual.members_of(torch.tensor([0]), torch.tensor([v]))[0]]
             .mean(0)
             .float()
             for v in tree.visual.size[0].nonzero()[:, 0].tolist()
@@ -206,7 +206,7 @@ def test_words_ask_each_for_itself(tree: Hierarchy) -> None:
     for level, at in ((tree.visual, 0), (tree.semantic, layer)):
         used = [one for one in range(level.used) if level.size[at, one] > 0]
         inside = [(level.owner[at, :end] == one).nonzero()[:, 0] for one in used]
-        mean = torch.stack([tree.means.key[some, layer].float().mean(0) for some in inside])
+        mean = torch.stack([tree.means.keys[some, layer].float().mean(0) for some in inside])
         score = mean @ rows.T
         score = (score - score.mean(0)) / score.std(0, correction=0)
         score = score.max(1).values - score.sum(1) / 4
@@ -220,7 +220,7 @@ def test_words_ask_each_for_itself(tree: Hierarchy) -> None:
     units = list[int]()
     for _, one, some in ranked:
         if int(tree.semantic.parent[layer, one]) in chosen and len(units) < budget:
-            own = tree.means.key[some, layer].float() @ rows.mean(0)
+            own = tree.means.keys[some, layer].float() @ rows.mean(0)
             units += some[own.argsort(descending=True, stable=True)][: budget - len(units)].tolist()
     assert found.entries.tolist() == sorted(units)
 
@@ -233,7 +233,7 @@ def test_a_frame_that_one_word_is_about_is_found() -> None:
     words = torch.stack([common] * 5 + [rare])
     size = torch.ones(1, 31, dtype=torch.long)
     assert int(score(key, words.mean(0)[None], False).argmax()) != 30
-    assert int(scored_by_words(key, Words(words[None], torch.tensor([6])), size, False).argmax()) == 30
+    assert int(score_by_words(key, Words(words[None], torch.tensor([6])), size, False).argmax()) == 30
 
 
 def check(index: ClusterIndex, tree: Hierarchy, end: int) -> None:

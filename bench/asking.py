@@ -26,7 +26,7 @@ from watching import HELD, Sizes, wait
 
 import mmaccel
 from mmaccel.policies.kv.store import HostStore
-from mmaccel.policies.kv.store.slabs import in_units
+from mmaccel.policies.kv.store.slabs import split_units
 
 WIRE = ("copies_in", "bytes_in", "seconds_in", "gathers")
 FETCH = ("needed", "covered", "missing", "guessed", "in_time", "slack_s", "waited_s", "waited_missing_s")
@@ -57,7 +57,7 @@ class CopiesEach(HostStore):
         def work() -> None:
             for at, unit in enumerate(units):
                 for side, rows in enumerate(self.unit_view(layer, unit)[0]):
-                    in_units(out, self.shape.tokens)[side, :, at].copy_(rows, non_blocking=True)
+                    split_units(out, self.shape.tokens)[side, :, at].copy_(rows, non_blocking=True)
 
         wire.wait(self.lanes.compute.mark())
         began = wire.mark(timed=True)

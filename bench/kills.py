@@ -33,7 +33,7 @@ from timing import Log
 import mmaccel
 from mmaccel.cli.journal import PeriodicSaver
 from mmaccel.core.errors import MmaccelError
-from mmaccel.core.streams.asking import asked
+from mmaccel.core.streams.asking import run_question
 from mmaccel_lab.world import World, render
 
 QUESTION = "what colour was the star ?"
@@ -96,7 +96,7 @@ def same(one: mmaccel.VideoSession, other: mmaccel.VideoSession) -> str:
     figures, logits, stored = [], [], []
     for session in (one, other):
         live: Any = session._live
-        with asked(live, QUESTION, 4, beside=True) as turn:
+        with run_question(live, QUESTION, 4, beside=True) as turn:
             logits.append(turn.logits[0].clone())
         answer = session.ask(QUESTION, 4)
         figures.append((session.frames, session.shown, answer.ids, answer.evidence, session.clusters()))

@@ -203,7 +203,7 @@ def model_step(name: str, tokens: int, seconds: float) -> Step:
         if options.no_dense:
             return
         for way, kernels in DENSE.items():
-            if way == "dense_flash_attn_4" and flash.usable(torch.device(options.device)) is not None:
+            if way == "dense_flash_attn_4" and flash.unusable(torch.device(options.device)) is not None:
                 continue
             model = shape(options, LAYERS[name] if way == "dense" else 1)
             with patch.multiple(dense, **kernels):

@@ -41,7 +41,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.models import rehearsal, shapes
 from mmaccel.models.processor import Processor
 from mmaccel.models.recommend import SIZE, device_of, sizes_of
-from mmaccel.models.rehearsal import rehearsed
+from mmaccel.models.rehearsal import with_measured_surplus
 from mmaccel_lab.tiny.tokenizer import build_tokenizer
 from mmaccel_lab.world import vocabulary
 
@@ -112,11 +112,11 @@ Parts = dict[str, float]
 
 
 def run(
-    model: Any, processor: Any, recipe: Recipe, film: torch.Tensor, work: costs.Work
+    model: Any, processor: Any, recipe: Recipe, film: torch.Tensor, work: costs.Workload
 ) -> tuple[float, Parts]:
     """The film and all its questions, as `costs.cost` takes them; gives the tokens that a step of the target gave."""
     clock = time.perf_counter if model.device.type == "cuda" else time.process_time
-    taken = rehearsal.run(model, processor, recipe, film, work, QUESTION, RATE, clock)
+    taken = rehearsal.run_measured(model, processor, recipe, film, work, QUESTION, RATE, clock)
     question, token = (statistics.median(some) for some in zip(*taken.asked, strict=True))
     if not costs.in_session(recipe, work):
         return taken.step_tokens, {"read_s": taken.read_s, "token_s": token}
@@ -145,11 +145,11 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
     memory = int(options.memory * 1e9) if cuda else device.memory
     frames = int(minutes * 60 * RATE / options.shrink)
     asked: dict[str, int] = dict(questions=questions, answer=TOKENS, memory=memory, host=int(1e12))
-    work = costs.Work(frames=frames, live=preset == "stream", **asked)
+    work = costs.Workload(frames=frames, live=preset == "stream", **asked)
     if not options.kernels:
         how: dict[str, Any] = {} if cuda else {"clock": time.process_time, "store": SESSIONS}
         how |= {"processor": processor, "say": partial(print, flush=True)}
-        device = rehearsed(device, place, sizes, model, size, [recipe], work, **how)
+        device = with_measured_surplus(device, place, sizes, model, size, [recipe], work, **how)
     if cuda:
         torch.cuda.set_per_process_memory_fraction(
             memory / torch.cuda.get_device_properties(place).total_memory

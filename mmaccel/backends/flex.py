@@ -27,7 +27,7 @@ from mmaccel.backends.ops.block_attend import (
 )
 
 
-def usable(device: torch.device) -> str | None:
+def unusable(device: torch.device) -> str | None:
     """Why this backend cannot run on `device`, or None if it can."""
     if device.type not in ("cpu", "cuda"):
         return "FlexAttention runs on cpu and cuda"

@@ -89,12 +89,12 @@ class Costs:
         return cls(dense, sparse, planning, dict(found["untried"]), float(found["host"]))
 
 
-def bench(run: Callable[[], Any], device: torch.device, ahead: float = 0.0) -> float:
+def bench(run: Callable[[], Any], device: torch.device, busy_s: float = 0.0) -> float:
     """Seconds of `run`: the minimum of five runs after two warm-ups, by CUDA events on CUDA. There `device` is kept busy
-    for `ahead` seconds before each run, so that launch overhead within that time is not counted."""
+    for `busy_s` seconds before each run, so that launch overhead within that time is not counted."""
     if device.type == "cuda" and device != torch.device("cuda", torch.cuda.current_device()):
         with torch.cuda.device(device):  # on whose stream events are recorded
-            return bench(run, torch.device("cuda", torch.cuda.current_device()), ahead)
+            return bench(run, torch.device("cuda", torch.cuda.current_device()), busy_s)
     taken: list[float] = []
     for _ in range(7):
         if device.type != "cuda":
@@ -103,8 +103,8 @@ def bench(run: Callable[[], Any], device: torch.device, ahead: float = 0.0) -> f
             taken.append(time.perf_counter() - began)
             continue
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        if ahead:
-            torch.cuda._sleep(int(ahead * CYCLES))  # type: ignore[no-untyped-call]
+        if busy_s:
+            torch.cuda._sleep(int(busy_s * CYCLES))  # type: ignore[no-untyped-call]
         begin.record()
         run()
         end.record()
@@ -150,7 +150,7 @@ def measured_costs(
 
     def plans(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[LinearCost, float]:
         host = launch_seconds(second, device)
-        more = {"ahead": AHEAD * host} if host else {}
+        more = {"busy_s": AHEAD * host} if host else {}
         early, late = (bench(one, device, **more) for one in (first, second))
         # What does not grow between two prompts does not grow beyond them.
         flat = late <= early

@@ -33,8 +33,8 @@ BACKENDS = {
     "triton": "mmaccel.backends.triton",
     "flash": "mmaccel.backends.flash",
 }
-"""Name to module; each has ``op``, a custom operator of the flat schema, and ``usable(device) -> str | None`` unless it runs
-everywhere."""
+"""Name to module; each has ``op``, a custom operator of the flat schema, and ``unusable(device) -> str | None`` unless
+it runs everywhere."""
 
 # Order in which "auto" looks where nothing is measured, and in which it measures; fastest first.
 PREFERENCE = {"cuda": ("triton", "flash", "flex", "reference"), "cpu": ("reference", "flex")}
@@ -68,7 +68,7 @@ class Choice:
         return f"{self.backend} ({self.why})"
 
 
-def usable(device: torch.device | str) -> dict[str, str | None]:
+def unusable(device: torch.device | str) -> dict[str, str | None]:
     """Backend name -> None if it can run on `device`, else the reason as a phrase."""
     return {name: _why_not(name, torch.device(device)) for name in BACKENDS}
 
@@ -136,7 +136,7 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
         raise UnknownName("backend", name, ("auto", *BACKENDS))
     reason = _why_not(name, device)
     if reason is not None:
-        others = ", ".join(repr(n) for n, why in usable(device).items() if why is None)
+        others = ", ".join(repr(n) for n, why in unusable(device).items() if why is None)
         raise RecipeError(
             f"backend {name!r} cannot run on {device}: {reason}; choose 'auto' or one of {others}."
         )
@@ -172,7 +172,7 @@ def _why_not(name: str, device: torch.device) -> str | None:
         return f"it needs {error.name or error}"
     if BACKENDS[name] == BACKENDS["reference"]:  # runs everywhere
         return None
-    return module.usable(device)  # type: ignore[no-any-return]
+    return module.unusable(device)  # type: ignore[no-any-return]
 
 
 class Store(Generic[Kept]):

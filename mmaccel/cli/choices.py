@@ -73,6 +73,7 @@ Longest = Annotated[int, Option("--max-new-tokens", min=1, help="Longest answer.
 
 
 def has_field(kind: str, name: str, field: str) -> bool:
+    """Return whether the policy `name` of `kind` has the field `field`."""
     return any(one.name == field for one in dataclasses.fields(registry(kind)[name]))
 
 
@@ -244,7 +245,7 @@ def options_in_errors() -> Iterator[None]:
         warnings.warn(told, one.category, stacklevel=3)
 
 
-def rate(fps: float, own: float | None) -> str:
+def rate_text(fps: float, own: float | None) -> str:
     """Return the line that tells how many frames per second are read; `own` is the source's mean rate, None if unknown."""
     if own is not None and fps > 1.001 * own:
         return (
@@ -269,10 +270,10 @@ def connected_clips(
         why = f" ({event.why.rstrip('.')})" if event.why else ""
         remark(f"{event.kind} at {event.seconds:g} s{why}: it is opened again until frames come")
 
-    def later(clip: Video, seconds: float) -> Video:
+    def shifted(clip: Video, seconds: float) -> Video:
         return dataclasses.replace(clip, clock=clip.clock + seconds)
 
-    return clips_with_reconnect(opens, lambda: None, told, 0.0, lambda clip: clip.clock.tolist(), later)
+    return clips_with_reconnect(opens, lambda: None, told, 0.0, lambda clip: clip.clock.tolist(), shifted)
 
 
 def clips_until_stall(
@@ -296,7 +297,7 @@ def clips_until_stall(
                         f"of {video}; give no more."
                     )
                 if not quiet:
-                    remark(rate(fps, own))
+                    remark(rate_text(fps, own))
             begun = True
             yield part
     except VideoError as error:

@@ -125,11 +125,11 @@ def _device(problems: list[str]) -> dict[str, Any]:
     try:
         if torch.cuda.is_available():
             device = torch.device("cuda")
-            here, row = torch.cuda.get_device_properties(device), operators.row_of(device)
+            here, row = torch.cuda.get_device_properties(device), operators.architecture_of(device)
             has = operators.resources(device)
             found |= {"type": "cuda", "name": here.name, "gpus": torch.cuda.device_count()}
             found["architecture"] = row.name
-            found["tried"] = "run and timed" if row.run else "compiled for it, never run"
+            found["tried"] = "run and timed" if row.has_run else "compiled for it, never run"
             if built["hip"] is None:
                 found["compute_capability"] = f"{row.name[3:-1]}.{row.name[-1]}"
             found |= {"memory_bytes": has.memory, "shared_memory_bytes": has.shared}
@@ -153,7 +153,7 @@ def _driver() -> str | None:
 
 def _backends(device: str, problems: list[str]) -> dict[str, dict[str, Any]]:
     """Of each backend whether "auto" takes it, or measures it, and why."""
-    reasons = select.usable(device)
+    reasons = select.unusable(device)
     for name in reasons:
         reasons[name] = reasons[name] or next((one for one in problems if one.startswith(f"{name} ")), None)
     able = [name for name in select.PREFERENCE[device] if reasons[name] is None]

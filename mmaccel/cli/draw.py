@@ -72,7 +72,7 @@ def draw_pictures(
     pattern by the pairs it computes on a small prompt, in the tokens' order and in its plan's. Of a saved session with
     clusters: the cluster of each watched frame (timeline), and the frames that its questions retrieve (retrieved).
     """
-    from mmaccel.search.measure import LayerInputs, visit_layers
+    from mmaccel.search.measure import CapturedLayer, visit_layers
     from mmaccel.search.picture import head_picture, plan_picture, small_fields, table_map
 
     if form not in FORMATS:
@@ -109,7 +109,7 @@ def draw_pictures(
         output.mkdir(parents=True, exist_ok=True)
         tell, done, whole = bar_callback(progress, "heads"), 0, sum(map(len, wanted.values()))
 
-        def visit(inside: LayerInputs) -> None:
+        def visit(inside: CapturedLayer) -> None:
             nonlocal done
             for one in wanted[inside.layer]:
                 path = output / f"layer{inside.layer:02d}-head{one:02d}.{form}"
@@ -217,6 +217,7 @@ class GroundTruth:
 
 
 def words(text: str) -> str:
+    """Return the words of `text` in lower case, without punctuation."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 

@@ -42,9 +42,9 @@ def recommend(
     import torch
 
     from mmaccel.core.rates import DEVICES as KNOWN
-    from mmaccel.models.recommend import device_of, format_seconds, sizes_of, worth
+    from mmaccel.models.recommend import candidate_recipes, device_of, format_seconds, sizes_of
     from mmaccel.models.recommend import recommend as run
-    from mmaccel.models.rehearsal import rehearsed
+    from mmaccel.models.rehearsal import with_measured_surplus
 
     given = re.fullmatch(r"(\d+)x(\d+)", frame_size)
     if not given:
@@ -59,7 +59,7 @@ def recommend(
     sizes = sizes_of(model, (height, width), dtype)
     other = None if draft is None else sizes_of(draft, (height, width), dtype)
     rates = device_of(name, sizes)
-    work = costs.Work(
+    work = costs.Workload(
         frames=frames or max(1, round(minutes * 60 * fps)),
         questions=questions,
         answer=answer_tokens,
@@ -68,9 +68,9 @@ def recommend(
         host=host_total() if host_memory is None else parse_size(host_memory, "--host-memory"),
     )
     if name not in KNOWN:
-        what = model, (height, width), worth(sizes, work, lossless=lossless, draft=other), work
+        what = model, (height, width), candidate_recipes(sizes, work, lossless=lossless, draft=other), work
         told: dict[str, Any] = {} if as_json else {"say": remark}
-        rates = rehearsed(rates, torch.device(name), sizes, *what, **told)
+        rates = with_measured_surplus(rates, torch.device(name), sizes, *what, **told)
     found = run(sizes, work, rates, lossless=lossless, draft=other)
     if as_json:
         presets: dict[str, Any] = {

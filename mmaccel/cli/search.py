@@ -126,6 +126,7 @@ def search(
 
 
 def check_videos(videos: Sequence[str] | None) -> None:
+    """Raise `RecipeError` if no video was named."""
     if not videos:
         raise RecipeError("--video: name at least one video file of the sample.")
 

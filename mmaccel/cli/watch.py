@@ -34,11 +34,11 @@ from mmaccel.cli.report import Page, check_report_path, write_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.streams.lines import TimedText, read_lines, shifted
 from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, check_writable, load_recipe
 from mmaccel.core.streams.sources import StreamEvent
+from mmaccel.core.streams.timed_text import TimedText, read_lines, shifted
 
 if TYPE_CHECKING:
     from mmaccel.media import Video

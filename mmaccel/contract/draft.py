@@ -102,6 +102,7 @@ class ToyAdapter(ModelAdapter):
 
 
 def view(rule: Rule, vocab: int) -> ModelView:
+    """Return the `ModelView` of a toy model of `vocab` tokens, whose logits follow from the tokens so far by `rule`."""
     # Most of the contract is not there, and no draft asks for it.
     ToyAdapter.__abstractmethods__ = frozenset()
     adapter = ToyAdapter()  # type: ignore[abstract]
@@ -109,6 +110,7 @@ def view(rule: Rule, vocab: int) -> ModelView:
 
 
 def toy_prompt(ids: Sequence[int], **choices: Any) -> Prompt:
+    """Return a draft's `Prompt` with the token ids `ids`; `choices` are other fields of it."""
     tensor = torch.tensor([list(ids)])
     return Prompt(inputs={"input_ids": tensor, **choices.pop("inputs", {})}, ids=tensor, **choices)
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.contract.masks import pairs
+from mmaccel.contract.masks import pattern_mask
 from mmaccel.core.adapter import unwrapped
 from mmaccel.core.attach import accelerate, family_of
 from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.streams.asking import asked
+from mmaccel.core.streams.asking import run_question
 from mmaccel.core.streams.session import VideoSession
 
 BLOCK, EXACT, CLOSE = 16, 1e-6, 2e-5
@@ -98,7 +98,7 @@ class _Tried:
         self.model: Any = sampler.model().to(device)
         self.model.generation_config.eos_token_id = None
         self.depth = family.geometry(self.model).layers
-        self.pieces = [piece for piece in PIECES if self.family.mixes or piece[0] != "image"]
+        self.pieces = [piece for piece in PIECES if self.family.mixes_modalities or piece[0] != "image"]
         self.inputs = self.prompt(self.pieces)
         self.plain = self.logits(self.inputs)
         attend = self.model.config._attn_implementation
@@ -190,7 +190,7 @@ def _patterns(tried: _Tried) -> Iterator[Row]:
         fields, wrong = {"block": BLOCK, **budget}, []
         masks: dict[int, Tensor] = {}
         for layer, (listed, query, key) in found.items():
-            least, most = pairs(name, fields, layout, query, key)
+            least, most = pattern_mask(name, fields, layout, query, key)
             if not bool((least <= listed).all() and (listed <= most).all()):
                 wrong.append(layer)
             masks[layer] = most | behind if layer in whole else most
@@ -250,7 +250,7 @@ def _masked(tried: _Tried, masks: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 def _batches(tried: _Tried) -> Iterator[Row]:
-    more: list[Any] = [("image",), ("text", 2)] if tried.family.mixes else []
+    more: list[Any] = [("image",), ("text", 2)] if tried.family.mixes_modalities else []
     alone = [tried.prompt([("text", n), ("video", 4), ("text", n + 3), *more], seed=n) for n in (2, 9, 5)]
     batch = tried.sampler.batch(alone)
     plain = [tried.logits(one)[0] for one in alone]
@@ -355,7 +355,7 @@ def _sessions(tried: _Tried) -> Iterator[Row]:
             assert live is not None
             tail, words = adapter.tail_ids([{"type": "text", "text": question}])
             prompt = adapter.prompt(frames, 2.0, live.info.times, tail.tolist())  # type: ignore[attr-defined]
-            with asked(live, question, 8) as turn:
+            with run_question(live, question, 8) as turn:
                 far = float((turn.logits - tried.logits(prompt)[:, -1]).abs().max())
             whole = tried.tokens(prompt)[0, prompt["input_ids"].shape[1] :].tolist()
             end = next((n for n, token in enumerate(whole) if token in adapter.end_token_ids()), len(whole))

@@ -16,7 +16,9 @@ from mmaccel.core.layout import MODALITIES, TokenLayout
 Made = tuple[Tensor, Tensor]
 
 
-def pairs(name: str, given: Mapping[str, Any], layout: TokenLayout, query: Tensor, key: Tensor) -> Made:
+def pattern_mask(
+    name: str, given: Mapping[str, Any], layout: TokenLayout, query: Tensor, key: Tensor
+) -> Made:
     """Return the masks of pattern `name` with fields `given`, for query [1, H, S, D] and key [1, G, S, D] after RoPE."""
     made: Any = DEFINED[name](given, layout, query[0], key[0])
     return made if isinstance(made, tuple) else (made, made)

@@ -55,17 +55,17 @@ def _check_lengths(policy: KVPolicy) -> None:
     """Test the column counts of a memory after appends, rollback and `accept`."""
     state, who = policy.open(GEOMETRY, None, CPU), f"kv {policy.name!r}"
     _count(who, state, 0, "when it is opened")
-    step(who, state, 0, 50)
+    append_to_layers(who, state, 0, 50)
     _count(who, state, 50, "after 50 columns")
     for serial in range(50, 90):
-        step(who, state, serial, 1)
+        append_to_layers(who, state, serial, 1)
     back = 30 if policy.rollback_limit is None else min(policy.rollback_limit, 30)
     state.truncate(90 - back)
     _count(who, state, 90 - back, f"after 90 columns and truncate({90 - back})")
-    step(who, state, 200, 7)
+    append_to_layers(who, state, 200, 7)
     state.accept(3)
     _count(who, state, 93 - back, "after 7 more and accept(3)")
-    step(who, state, 300, 5)
+    append_to_layers(who, state, 300, 5)
     state.accept(torch.tensor([0, 2, 4]))
     _count(who, state, 96 - back, "after 5 more and accept of three of them")
     require(
@@ -79,7 +79,7 @@ def _check_lengths(policy: KVPolicy) -> None:
             require(False, f"{who}: {name}(1000) of fewer columns is taken; raise ModelError.")
     state.reset()
     _count(who, state, 0, "after reset")
-    step(who, state, 0, 4)
+    append_to_layers(who, state, 0, 4)
 
 
 def _check_cuts(policy: KVPolicy) -> None:
@@ -87,44 +87,44 @@ def _check_cuts(policy: KVPolicy) -> None:
     who = f"kv {policy.name!r}"
     plain, cut, broken = (policy.open(GEOMETRY, None, CPU) for _ in range(3))
     for state in (plain, cut):
-        step(who, state, 0, 40)
-    step(who, cut, 500, 6)
+        append_to_layers(who, state, 0, 40)
+    append_to_layers(who, cut, 500, 6)
     cut.accept(0)
     with cut.question_scope():
-        step(who, cut, 600, 100)
-        step(who, cut, 700, 1)
-    ours, theirs = step(who, cut, 40, 3), step(who, plain, 40, 3)
+        append_to_layers(who, cut, 600, 100)
+        append_to_layers(who, cut, 700, 1)
+    ours, theirs = append_to_layers(who, cut, 40, 3), append_to_layers(who, plain, 40, 3)
     same = torch.equal(ours.key, theirs.key) and torch.equal(ours.value, theirs.value)
     require(
         same and cut.length() == 43,
         f"{who}: columns that were taken back leave a trace; let accept and question_scope drop them.",
     )
-    step(who, broken, 0, 10)
+    append_to_layers(who, broken, 0, 10)
     with suppress(ZeroDivisionError), broken.question_scope():
-        broken.append(0, *written([[10, 11]], 0))
+        broken.append(0, *encode_kv([[10, 11]], 0))
         raise ZeroDivisionError
     _count(who, broken, 10, "after a question that broke off")
-    step(who, broken, 10, 2)
+    append_to_layers(who, broken, 10, 2)
 
 
 def _check_beams(policy: KVPolicy) -> None:
     """Test that batch rows can be reordered, repeated and dropped."""
     state, who = policy.open(GEOMETRY, None, CPU), f"kv {policy.name!r}"
     for layer in range(LAYERS):
-        state.append(layer, *written([[1, 2], [3, 4]], layer))
+        state.append(layer, *encode_kv([[1, 2], [3, 4]], layer))
     state.reorder(torch.tensor([1, 1, 0]))
     for layer in range(LAYERS):
-        state.append(layer, *written([[5], [6], [7]], layer))
+        state.append(layer, *encode_kv([[5], [6], [7]], layer))
         seen = state.view(layer, torch.empty(3, HEADS, 1, SIZE))
         require(
-            torch.equal(seen.key, written([[3, 4, 5], [3, 4, 6], [1, 2, 7]], layer)[0]),
+            torch.equal(seen.key, encode_kv([[3, 4, 5], [3, 4, 6], [1, 2, 7]], layer)[0]),
             f"{who}: reorder([1, 1, 0]) gives other rows; take those rows of every layer.",
         )
     state.reorder(torch.tensor([2]))
-    step(who, state, 8, 1)
+    append_to_layers(who, state, 8, 1)
 
 
-def written(serials: list[list[int]], layer: int) -> tuple[Tensor, Tensor]:
+def encode_kv(serials: list[list[int]], layer: int) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, G, n, D] whose elements encode serial number, layer, group and index; values are
     negative."""
     base = 1000.0 * torch.tensor(serials, dtype=torch.float64)[:, None, :, None] + 100 * layer
@@ -132,10 +132,10 @@ def written(serials: list[list[int]], layer: int) -> tuple[Tensor, Tensor]:
     return key, -key - 0.5
 
 
-def step(who: str, state: KVState, first: int, count: int) -> KVView:
+def append_to_layers(who: str, state: KVState, first: int, count: int) -> KVView:
     """Append columns numbered from `first` on to all layers; return the view of the last layer."""
     for layer in range(LAYERS):
-        newest, values = written([list(range(first, first + count))], layer)
+        newest, values = encode_kv([list(range(first, first + count))], layer)
         state.append(layer, newest, values)
         view = state.view(layer, torch.empty(1, HEADS, count, SIZE))
         require(

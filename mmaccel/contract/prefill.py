@@ -22,8 +22,8 @@ from mmaccel.core.prefill.prune import (
     TokenPruner,
     checked_columns,
     checked_stages,
+    kept_layout,
     observers,
-    thin,
 )
 from mmaccel.core.prefill.sparse import SparsePattern
 
@@ -274,7 +274,7 @@ def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
                 kept.states.shape == (len(columns), signals["hidden"].shape[-1]),
                 f"{who}: cut gives states {list(kept.states.shape)}; give a row for each of {len(columns)} columns.",
             )
-        left = thin(left, columns)
+        left = kept_layout(left, columns)
     at = pruner.candidates(left)
     if pruner.scoring_layer is not None and at.numel():
         shown = pruner.recalled_columns(torch.rand(at.numel()).softmax(0), at, None)

@@ -57,7 +57,7 @@ class StreamModel(ABC):
     text_around_unit: tuple[int, int] = (0, 0)
     """Tokens that `unit_embeds` puts before and behind the visual tokens of a unit."""
     ready: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda state, running: None)
-    """Before the first token of an answer on a memory: what a step of it does when it comes for the first time."""
+    """Called before an answer's first token: does what its first decode step would else do once (capture CUDA graphs)."""
     left_out: int | None = None
     """Tokens of each unit (frame) that `features` and `position_ids` leave out for a pruner of frames; None without one."""
 

@@ -26,7 +26,7 @@ import torch
 
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prefill.attention import MIN_ROWS
-from mmaccel.core.rates import Device, Sizes, plane_at
+from mmaccel.core.rates import Device, Sizes, plane_seconds
 from mmaccel.core.recipe import Recipe
 
 STEP_S, RETRIEVE_S, ANSWER_S = 16e-6, 6e-4, 4e-5
@@ -50,7 +50,7 @@ pass of live frames, the most columns that a buffer grows ahead, and bytes that 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     """The workload to predict: a video or stream of `frames` frames, `questions` of `words` tokens each, answers of `answer`
     tokens.
 
@@ -71,7 +71,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted seconds to read the video, to a question's first token, and per later token; peak bytes on device and host.
+    """Predicted seconds to read the video (`read_s`), to a question's first token (`question_s`), and per later token
+    (`token_s`); peak bytes on device and host.
 
     session  whether this is for a `VideoSession`, not for a call of `generate`
     once_s   seconds that each of the first questions takes beyond later ones: captures, and what else is made once
@@ -83,7 +84,7 @@ class Cost:
     device_bytes: int
     host_bytes: int
     session: bool
-    work: Work
+    work: Workload
     once_s: tuple[float, ...] = ()
 
     @property
@@ -102,19 +103,19 @@ class Cost:
         return self.question_s + self.work.answer * self.token_s
 
 
-def in_session(recipe: Recipe, work: Work) -> bool:
+def in_session(recipe: Recipe, work: Workload) -> bool:
     """Return whether a `VideoSession` serves `work`, not a call of `generate`."""
     return work.live or work.questions > 1 or not recipe.kv.sequences
 
 
-def way_of(recipe: Recipe, work: Work) -> str:
-    """Return by what name a device keeps the `Surplus` of a recipe: that of all but its draft, and of how it is run."""
+def surplus_key(recipe: Recipe, work: Workload) -> str:
+    """Return the key under which a device stores the `Surplus` of a recipe: how it is run, and its fields but the draft."""
     how = "live" if work.live else "session" if in_session(recipe, work) else "call"
     told = {name: part for name, part in recipe.to_dict().items() if name != "draft"}
     return f"{how} {json.dumps(told, sort_keys=True, default=str)}"
 
 
-def cost(recipe: Recipe, sizes: Sizes, work: Work, device: Device, draft: Sizes | None = None) -> Cost:
+def cost(recipe: Recipe, sizes: Sizes, work: Workload, device: Device, draft: Sizes | None = None) -> Cost:
     """Predict the cost of `work` under `recipe`. A KV memory for sequences serves one question by `generate`, and several in
     a session. `draft`: the sizes of the recipe's draft model, which reads the video too."""
     return _Estimate(recipe, sizes, work, device, draft).cost()
@@ -123,7 +124,9 @@ def cost(recipe: Recipe, sizes: Sizes, work: Work, device: Device, draft: Sizes 
 class _Estimate:
     """The terms of one recipe on one model."""
 
-    def __init__(self, recipe: Recipe, sizes: Sizes, work: Work, device: Device, draft: Sizes | None) -> None:
+    def __init__(
+        self, recipe: Recipe, sizes: Sizes, work: Workload, device: Device, draft: Sizes | None
+    ) -> None:
         self.recipe, self.sizes, self.work, self.device, self.draft = recipe, sizes, work, device, draft
         self.kept = recipe.kv.footprint(sizes.tokens, sizes.pace)
         self.session = in_session(recipe, work)
@@ -141,12 +144,12 @@ class _Estimate:
     def cost(self) -> Cost:
         read, question, token = self._read(), self._question(), self._token()
         once: tuple[float, ...] = ()
-        if (told := self.device.sessions.get(way_of(self.recipe, self.work))) is not None:
+        if (told := self.device.sessions.get(surplus_key(self.recipe, self.work))) is not None:
             size = self.sizes.layers, self.units
             # What was measured at other sizes is taken to halve a term at most.
-            read = max(read + plane_at(told.read, *size), read / 2)
-            question = max(question + plane_at(told.question, *size), question / 2)
-            token = max(token + plane_at(told.step, *size), token / 2)
+            read = max(read + plane_seconds(told.read, *size), read / 2)
+            question = max(question + plane_seconds(told.question, *size), question / 2)
+            token = max(token + plane_seconds(told.step, *size), token / 2)
             once = tuple(max(0.0, base + each * self.sizes.layers) for base, each in told.first)
         held, passing, leaving, host = self._bytes()
         if self.other is not None:

@@ -83,7 +83,7 @@ class MessageWithFields:
     args: tuple[Any, ...]
 
     def said(self, options: Mapping[str, str] | None = None) -> str:
-        """Return the message; `options` (argument -> command-line option) replaces argument names, see `Field.said`."""
+        """Return the message; `options` (argument -> command-line option) replaces names, see `ArgumentNames.said`."""
         return "".join(one.said(options) if isinstance(one, ArgumentNames) else str(one) for one in self.args)
 
     def __str__(self) -> str:

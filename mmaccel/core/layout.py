@@ -18,7 +18,7 @@ NEAR = 1e-3  # share of a unit's interval: a unit this near to its time at the e
 
 def _fact(read: Callable[[Any], Any]) -> Any:
     """A property of a layout that is read from the device once: see `TokenLayout.fact`."""
-    return property(lambda layout: layout.fact(read.__name__, partial(read, layout)), doc=read.__doc__)
+    return property(lambda layout: layout.host_fact(read.__name__, partial(read, layout)), doc=read.__doc__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ class TokenLayout:
         """Whether any token is padding (read from the device once)."""
         return not bool(self.valid.all())
 
-    def fact(self, name: Any, read: Callable[[], Any]) -> Any:
+    def host_fact(self, name: Any, read: Callable[[], Any]) -> Any:
         """Return the fact `name`, of the host: ``read()`` reads the device, if no copy of this layout has it."""
         if name not in (facts := self.memo.setdefault("facts", {})):
             facts[name] = read()
@@ -143,7 +143,7 @@ class TokenLayout:
         """Return the layout of some columns, a slice or indices [n] long; positions stay those in the whole sequence."""
         part = self._map(lambda t: t[:, rows])
         if isinstance(rows, slice):
-            part.memo["facts"] = self.fact((rows.start, rows.stop, rows.step), dict)
+            part.memo["facts"] = self.host_fact((rows.start, rows.stop, rows.step), dict)
         return part
 
     def pick(self, rows: slice | Tensor) -> TokenLayout:
@@ -179,7 +179,7 @@ class TokenLayout:
         return moved
 
 
-class Pace(NamedTuple):
+class TimeScale(NamedTuple):
     """For rotary positions that follow time: positions per second, and seconds per unit at the stream's even frame rate."""
 
     per_second: float
@@ -210,7 +210,7 @@ class PositionIds:
         text: int,
         slope: int,
         limit: int,
-        pace: Pace | None = None,
+        pace: TimeScale | None = None,
         after: Tensor | None = None,
     ) -> None:
         self._head, self._unit, self._make = head, unit, steps

@@ -15,7 +15,7 @@ from mmaccel.backends import measure, select
 from mmaccel.backends.measure import Bench, Costs, LinearCost, Shape, bench, measured_costs
 from mmaccel.backends.select import Store
 from mmaccel.core.memory.buffers import host_total
-from mmaccel.core.prefill.sparse import planner
+from mmaccel.core.prefill.sparse import planning_benchmark
 
 STEP_LAYERS = 4, 12
 """Layers of two small models whose steps are timed. On CUDA a layer's seconds follow from the difference of the two steps:
@@ -30,9 +30,13 @@ WARM_S = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a model. `weights` and `*_weights` count parameters: all, the decoder layers', the head's, the tower's.
+    """The sizes of a model, from which costs are predicted.
 
-    patches, tokens, pixels  of a unit, which is `pace` frames; `patch_row`: most elements that a patch takes in the tower
+    layers, heads, kv_heads, head_dim, hidden, inner  of the language model; `inner`: the MLP's size
+    weights, layer_weights, head_weights, tower_weights  parameters: all, of the decoder layers, the LM head, the tower
+    tower_layers, tower_width, tower_inner  of the vision tower; `patch_row`: most elements that a patch takes in it
+    patches, tokens, pixels  of a unit, which is `pace` frames
+    limit  positions that the model has; `dtype`: of weights and KV cache
     """
 
     layers: int
@@ -68,9 +72,9 @@ Plane = tuple[float, float, float, float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Surplus:
-    """Seconds that short sessions of a reduced model took beyond those predicted, by its layers and the units of the video:
-    to read, to a question's first token, and per step of an answer. `first`: of each of the first questions or of a call,
-    beyond later ones, seconds and those per layer."""
+    """Measured seconds minus predicted ones, of short sessions of a reduced model, as `Plane`s over its layers and the units
+    of the video: to read it, to a question's first token, per step of an answer. `first`: for each of the first questions,
+    seconds beyond later ones (fixed, per layer)."""
 
     read: Plane
     question: Plane
@@ -88,8 +92,8 @@ class Surplus:
 
 
 class Surpluses:
-    """What sessions of a model of `sizes` took beyond the prediction on a device, by `costs.way_of`, on disk; `label` names
-    how they were run."""
+    """A file of measured `Surplus`es of models of `sizes` on one device, by `costs.surplus_key`; `label` says how the
+    sessions were run."""
 
     def __init__(
         self, device: torch.device, sizes: Sizes, label: str, store: Store[Surplus] | None = None
@@ -100,20 +104,20 @@ class Surpluses:
         self._key = select.key_of(device, shape, (select.choose(device),), f"{label} | {told}")
 
     def get(self, way: str) -> Surplus | None:
-        """Return what was measured of a way; None if nothing was."""
+        """Return the surplus stored under `way` (`costs.surplus_key`), or None."""
         return self._store.get(f"{self._key} | {way}")
 
     def put(self, way: str, made: Surplus) -> None:
-        """Keep what was measured of a way."""
+        """Store the measured surplus `made` under `way` (`costs.surplus_key`)."""
         self._store.put(f"{self._key} | {way}", made)
 
 
-def plane_of(
+def fit_plane(
     seconds: Mapping[tuple[int, int], float], grows: bool = True, least: int = 0, pairs: bool = False
 ) -> Plane:
-    """Return the plane through `seconds` of two (layers) times two (units), which has no less than zero at `least` units
-    (what begins costs something, and what leaves a window does so behind it); with `pairs`, what a line would have below
-    zero there grows as pairs do. Or, for what does not grow with a video, the line through the means over units."""
+    """Fit seconds as a function of (layers, units) through `seconds`, four measurements: two numbers of layers times two of
+    units. The fit is not below zero at `least` units; with `pairs`, a line that would be gets a term quadratic in units. If
+    the seconds do not grow with the video (`grows` False), it is a line in layers through the means over units."""
     (few, many), (short, long) = (sorted({at[side] for at in seconds}) for side in (0, 1))
     if not grows:
         base, layer = _line(few, many, *((seconds[n, short] + seconds[n, long]) / 2 for n in (few, many)))
@@ -139,8 +143,8 @@ def _line(begin: int, end: int, low: float, high: float) -> tuple[float, float]:
     return low - slope * begin, slope
 
 
-def plane_at(plane: Plane, layers: int, units: int) -> float:
-    """Return the seconds of a plane for so many layers and units; not less than zero where it begins below."""
+def plane_seconds(plane: Plane, layers: int, units: int) -> float:
+    """Return the seconds of `plane` (from `fit_plane`) at these numbers of layers and units, at least 0."""
     base, unit, square = (plane[n] + plane[n + 3] * layers for n in range(3))
     found = base + unit * units + square * units**2
     return max(found, 0.0) if base < 0 < unit else found
@@ -151,7 +155,7 @@ class Device:
     """Rates of a device, from which costs are predicted. They are: matrix-product FLOP/s by width, attention costs
     (`Costs`), bytes/s of copies on the device (read plus written) and from the host (`wire`), seconds to launch a decoder
     layer's operators (`few`: of a session that keeps all, captured but for attention); bytes of memory; bytes/s at which
-    host memory is pinned. `sessions`: by `costs.way_of`, what short sessions took beyond the rest."""
+    host memory is pinned. `sessions`: by `costs.surplus_key`, what short sessions took beyond the rest."""
 
     name: str
     products: dict[int, float]
@@ -199,7 +203,7 @@ transfer_h200, the pinning of lab/LOG.md (13.9 ms for 16 MiB). `few` is taken fo
 and its memory has 3.35/4.8 of the rate."""
 
 
-def measured(
+def measure_device(
     device: torch.device,
     sizes: Sizes,
     step: Callable[[int], Any],
@@ -220,7 +224,7 @@ def measured(
     if found is None:
         kernels = {backend: select.get(backend, device)}
         lengths = measure.LENGTHS if cuda else (1024, 2048)
-        plan = planner(pattern, shape, device) if cuda else None
+        plan = planning_benchmark(pattern, shape, device) if cuda else None
         attend = measured_costs(device, shape, kernels, plan, lengths=lengths, bench=bench)
         found = Device(
             name=torch.cuda.get_device_name(device) if cuda else "cpu",

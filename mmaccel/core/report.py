@@ -192,7 +192,7 @@ class SequenceMeter(DraftRounds):
 
 @dataclass
 class Meter(DraftRounds):
-    """Collects the figures of a `Report` during a run; tensors stay on the device until the report is made."""
+    """Collects the figures of a `Report` during a run, by layer and pass; tensors stay on the device until it is made."""
 
     listed: dict[int, list[Tensor]] = field(default_factory=dict)
     causal: dict[int, list[Tensor]] = field(default_factory=dict)

@@ -20,6 +20,7 @@ LONGEST_MS = 2**31 - 1
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` has a scheme (``://``)."""
     return "://" in os.fspath(path)
 
 
@@ -71,6 +72,7 @@ def is_silence(error: Exception) -> bool:
 
 
 def is_pipe(name: str) -> bool:
+    """Whether `name` is a named pipe."""
     try:
         return stat.S_ISFIFO(os.stat(name).st_mode)
     except (OSError, ValueError):

@@ -242,7 +242,7 @@ class Source(AbstractContextManager["Source"]):
                 if time <= last and not restarted and (not settled or self.damaged):
                     # Behind a seek, or out of order after damage.
                     continue
-                settled, length = True, self.length(frame)
+                settled, length = True, self.frame_seconds(frame)
                 if restarted:
                     self.restarted = True
                     # A camera that restarts, or joined recordings, begin their clock anew; ours goes on.
@@ -283,7 +283,7 @@ class Source(AbstractContextManager["Source"]):
         else:
             self.gap = FOREVER
 
-    def length(self, frame: av.VideoFrame) -> float:
+    def frame_seconds(self, frame: av.VideoFrame) -> float:
         """Seconds for which a video frame is shown."""
         if frame.duration:
             return float(frame.duration * self._unit)
@@ -302,7 +302,7 @@ class Source(AbstractContextManager["Source"]):
 
     def frame_end(self, time: float, frame: av.VideoFrame) -> float:
         """When a frame shown at `time` ends; the last frame of a file may claim a longer time than the file's."""
-        end = time + self.length(frame)
+        end = time + self.frame_seconds(frame)
         return end if self.duration is None or time >= self.duration else min(end, self.duration)
 
     def _decode(self) -> Iterator[av.VideoFrame]:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from mmaccel.core.errors import VideoError
 from mmaccel.media.reader import read
-from mmaccel.media.sampling import uniform
+from mmaccel.media.sampling import evenly_spaced_frames
 from mmaccel.media.video import Video, read_image
 
 CHUNK = 64
@@ -304,7 +304,7 @@ def as_frames(
         return whole, fps
     if frames > len(whole):
         raise VideoError(f"frames={frames} is more than the {len(whole)} frames of a video: ask for fewer.")
-    return whole[uniform(len(whole), frames)], fps and fps * frames / len(whole)
+    return whole[evenly_spaced_frames(len(whole), frames)], fps and fps * frames / len(whole)
 
 
 def _stack(video: Any) -> Tensor:

@@ -19,12 +19,12 @@ from mmaccel.media.container import Source
 from mmaccel.media.sampling import (
     FASTEST,
     TIE,
+    evenly_spaced_frames,
     half_tick,
     nearest_items,
     sample_at_ticks,
     strictly_rising,
     tick_times,
-    uniform,
 )
 from mmaccel.media.video import FrameConverter, Gaps, Progress, Video, stack_frames
 
@@ -251,7 +251,7 @@ def _by_number(
             f" is more than the {total} frames of {source.name}: ask for fewer.",
         )
     keep = min(total if count is None else count, total if most is None else most)
-    numbers, rate = uniform(total, keep), keep / total * source.rate
+    numbers, rate = evenly_spaced_frames(total, keep), keep / total * source.rate
     if times is not None:
         targets = [times[number] for number in numbers]
         kept = nearest_items(source.frames(targets[0]), targets, source.seek, source.frame_end)

@@ -36,7 +36,7 @@ def half_tick(fps: float) -> float:
     return 0.5 / fps + ROUNDED
 
 
-def uniform(total: int, count: int) -> list[int]:
+def evenly_spaced_frames(total: int, count: int) -> list[int]:
     """`count` of `total` frame numbers, evenly spaced: number i is `i * total // count`.
 
     As `transformers.video_utils.load_video(num_frames=count)` does from release 5.23 on.

@@ -34,7 +34,7 @@ from mmaccel.models.layer_step import (
     project,
     weights,
 )
-from mmaccel.models.modules import is_whole
+from mmaccel.models.modules import is_plain_linear
 from mmaccel.models.recurrent import Recurrent, StateSlots, restored_on_error
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -72,7 +72,7 @@ def can_capture(model: nn.Module, family: Any, cache: Any, also: Sequence[str] =
     ends: list[Any] = [model.get_input_embeddings(), family.text(model).norm, head]  # type: ignore[operator]
     inner = [module for part in (*layers, *ends) for module in part.modules()]
     return (
-        is_whole(head)
+        is_plain_linear(head)
         and len({p.device for end in ends for p in end.parameters()}) == 1
         and not hooked(inner)
     )

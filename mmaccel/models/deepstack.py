@@ -20,7 +20,7 @@ ENTERING = ("inputs_embeds", WHERE, FEATURES, EACH)
 """The arguments in which a prompt comes."""
 
 
-def of_columns(given: Mapping[str, Any], columns: slice | Tensor) -> dict[str, Any]:
+def slice_features(given: Mapping[str, Any], columns: slice | Tensor) -> dict[str, Any]:
     """Return the DeepStack features of some tokens of the prompt: `columns` is a slice or indices [n]."""
     where = given[WHERE]
     inside = torch.zeros_like(where)

@@ -14,7 +14,7 @@ from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.decoding.generate import Ended, GuardedDraft, Speculation, decode_in_turn
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import PIXELS, columns, new_inputs
+from mmaccel.models.prompt_layout import PIXELS, new_inputs, prompt_length
 from mmaccel.models.prompt_stream import PromptRunner, runner_of
 from mmaccel.models.sequences import (
     STATEFUL,
@@ -61,7 +61,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False
         else:
             decode_in_turn(decodings)
             tokens = sum(one.ids.shape[1] for one in decodings) - before
-            attachment.draft_times.record_drafted(columns(kwargs), time.perf_counter() - began, tokens)
+            attachment.draft_times.record_drafted(prompt_length(kwargs), time.perf_counter() - began, tokens)
     finally:
         for sequence in begun:
             sequence.end()
@@ -169,7 +169,7 @@ class _Sequence:
         self._streamer = self._raw.pop("streamer", None)
         if streams:
             # transformers would have the tower see all frames at once; those of a stream are read from the raw inputs.
-            seen = {*PIXELS.values(), *attachment.family.facts}
+            seen = {*PIXELS.values(), *attachment.family.extra_inputs}
             kwargs = {name: value for name, value in kwargs.items() if name not in seen}
         try:
             attachment.generate(**kwargs, custom_generate=self._prefill)

@@ -19,12 +19,12 @@ from mmaccel.backends.ops import layer_ops
 from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, home_of, rows_of, unwrapped
 from mmaccel.core.attach import Accelerated, ModelFamily, StreamAdapter
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, Pace, TokenLayout
+from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TimeScale, TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import registry
 from mmaccel.models import causal, deepstack, shards
 from mmaccel.models.install import Hooks
-from mmaccel.models.modules import normed
+from mmaccel.models.modules import fused_norm
 from mmaccel.models.prompt_layout import (
     LAYERS,
     PIXELS,
@@ -50,8 +50,8 @@ class Family(ModelFamily):
     names say which modules our fused kernels may replace; all other modules run unchanged.
 
     mrope                   whether positions have three coordinates (M-RoPE)
-    facts                   processor outputs beside ids, mask and pixels, such as `video_grid_thw`
-    needed                  pixel input -> the fact that must come with it
+    extra_inputs            processor outputs beside ids, mask and pixels, such as `video_grid_thw`
+    required_extras         pixel input -> the extra input that must come with it
     processors              model type -> its `ProcessorStyle`
     vision_tower_reader     the `signals.VisionTowerReader` of its vision tower, for pruners; None: not supported
     decoder_layers          decoder layers that `layer_step.py` can compute: norms, biases and projections as in Qwen2
@@ -63,14 +63,14 @@ class Family(ModelFamily):
     vision_rotate_function  the same in the vision tower that `window_attention` returns
     replaced_methods        methods of the multimodal model -> what runs instead, `ours(original, *args, **kwargs)`
     tiny                    model type -> configuration of a tiny test model (`tiny.py`)
-    mixes                   whether one prompt may hold both images and videos
+    mixes_modalities        whether one prompt may hold both images and videos
     stamped                 whether prompts write text, such as a time, before and after each frame, which `beside` gives
     pixels_alone            whether the vision tower computes videos from pixels alone, without the host: then it is captured
     """
 
     mrope: ClassVar[bool] = False
-    facts: ClassVar[frozenset[str]] = frozenset()
-    needed: ClassVar[Mapping[str, str]] = {}
+    extra_inputs: ClassVar[frozenset[str]] = frozenset()
+    required_extras: ClassVar[Mapping[str, str]] = {}
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
     vision_tower_reader: ClassVar[Any] = None
     decoder_layers: ClassVar[frozenset[str]] = frozenset()
@@ -82,7 +82,7 @@ class Family(ModelFamily):
     vision_rotate_function: ClassVar[str] = "apply_rotary_pos_emb_vision"
     replaced_methods: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    mixes: ClassVar[bool] = True
+    mixes_modalities: ClassVar[bool] = True
     stamped: ClassVar[bool] = False
     pixels_alone: ClassVar[bool] = False
     split_images: ClassVar[Any] = None  # where frames come as images: see `generic.py`
@@ -262,14 +262,14 @@ class Family(ModelFamily):
         return made
 
     def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
-        # A family that names no facts of its own may have those of others.
-        known = registry("model").values() if self.facts else ()
-        others: set[str] = set().union(*(getattr(one, "facts", ()) for one in known))
+        # A family that names no extra inputs may have those of others.
+        known = registry("model").values() if self.extra_inputs else ()
+        others: set[str] = set().union(*(getattr(one, "extra_inputs", ()) for one in known))
         given = {name for name, x in inputs.items() if x is not None}
-        odd = [f"{name} is of another family" for name in sorted((others - self.facts) & given)]
+        odd = [f"{name} is of another family" for name in sorted((others - self.extra_inputs) & given)]
         odd += [
             f"{pixels} comes without {fact}"
-            for pixels, fact in self.needed.items()
+            for pixels, fact in self.required_extras.items()
             if is_given(inputs.get(pixels)) and inputs.get(fact) is None
         ]
         if odd:
@@ -299,7 +299,7 @@ class Family(ModelFamily):
         frame = self.layout(model, {**inputs, "attention_mask": None}).frame
         return torch.arange(units, device=frame.device) * int((frame == 0).sum())
 
-    def stream_pace(self, model: nn.Module, inputs: Inputs) -> Pace | None:
+    def stream_time_scale(self, model: nn.Module, inputs: Inputs) -> TimeScale | None:
         """If video positions are times: positions per second, and seconds per time step, of `inputs`; else None."""
         return None
 
@@ -356,7 +356,7 @@ class Family(ModelFamily):
         raise self._lacks("how its visual inputs are cut")
 
     def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
-        return normed(self.layers(model)[layer].input_layernorm, hidden, self)  # type: ignore[arg-type]
+        return fused_norm(self.layers(model)[layer].input_layernorm, hidden, self)  # type: ignore[arg-type]
 
     def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
         return self._heads(model, layer, rows, "q")

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmaccel.models.install import PromptHook
-from mmaccel.models.modules import is_whole
+from mmaccel.models.modules import is_plain_linear
 from mmaccel.models.prompt_layout import has_sliding_window
 
 
@@ -64,7 +64,7 @@ def can_fuse(layers: Iterable[Any], activation: str, family: Any) -> bool:
     return activation == "silu" and all(
         type(layer).__name__ in family.decoder_layers
         and not (hasattr(layer, "self_attn") and _slides(layer.self_attn))
-        and all(is_whole(linear) for some in linear_groups(layer) for linear in some)
+        and all(is_plain_linear(linear) for some in linear_groups(layer) for linear in some)
         and (not has_experts(layer) or _loose(layer.mlp.experts))
         and len({p.device for p in layer.parameters()}) == 1
         and all(len({one.bias is None for one in some}) == 1 for some in linear_groups(layer))

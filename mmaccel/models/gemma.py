@@ -32,11 +32,11 @@ class Gemma3(Generic):
     """``Gemma3ForConditionalGeneration``: frames are given as images, whose tokens attend to each other in every layer."""
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3",)
-    facts = frozenset({"token_type_ids"})
-    types: ClassVar[str] = "token_type_ids"
+    extra_inputs = frozenset({"token_type_ids"})
+    token_types: ClassVar[str] = "token_type_ids"
     """The argument that says which tokens are of images; without it none sees its image whole, as in the stock model."""
-    most: ClassVar[int] = 1
-    """The largest value of `types`: 1 for images, 2 for videos where the model tells them apart."""
+    max_token_type: ClassVar[int] = 1
+    """The largest value of `token_types`: 1 for images, 2 for videos where the model tells them apart."""
     rotate_function = ""
     stamped = False
     decoder_layers = rms_norms = gated_mlps = frozenset[str]()
@@ -68,7 +68,8 @@ class Gemma3(Generic):
         return [token for frame in frames for token in frame], {PIXELS[IMAGE]: pixels}
 
     def complete_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {**made, self.types: self.token_modalities(config, made["input_ids"]).clamp(max=self.most)}
+        types = self.token_modalities(config, made["input_ids"]).clamp(max=self.max_token_type)
+        return {**made, self.token_types: types}
 
     def check(self, model: nn.Module, recipe: Any) -> None:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
@@ -119,7 +120,7 @@ class Gemma3(Generic):
         return dict(zip(KINDS, (mask, mask.masked_fill(far, torch.finfo(mask.dtype).min)), strict=True))
 
     def pass_note(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
-        mask, types = kwargs.get("attention_mask"), kwargs.get(self.types)
+        mask, types = kwargs.get("attention_mask"), kwargs.get(self.token_types)
         if isinstance(mask, dict):
             return note
         keep = kwargs.get("logits_to_keep")
@@ -135,7 +136,7 @@ class Gemma3(Generic):
         layers = self.bidirectional_image_layers(model)
         if types is None or not layers:
             return None
-        from mmaccel.core.prefill.masked import Images
+        from mmaccel.core.prefill.masked import BidirectionalImages
 
         cache, spans = kwargs.get("past_key_values"), []
         past = 0 if cache is None else cache.get_seq_length()
@@ -146,7 +147,7 @@ class Gemma3(Generic):
                 begin, at = at, at + len(list(group))
                 if inside:
                     spans.append((b, begin, at))
-        return Images(tuple(spans), layers) if spans else None
+        return BidirectionalImages(tuple(spans), layers) if spans else None
 
 
 @register("model", "gemma4")
@@ -154,9 +155,9 @@ class Gemma4(Gemma3):
     """``Gemma4ForConditionalGeneration``: a time before each frame; larger heads in layers of full attention."""
 
     model_types = ("gemma4",)
-    facts = frozenset({"mm_token_type_ids", "image_position_ids", "video_position_ids"})
-    types = "mm_token_type_ids"
-    most = 2
+    extra_inputs = frozenset({"mm_token_type_ids", "image_position_ids", "video_position_ids"})
+    token_types = "mm_token_type_ids"
+    max_token_type = 2
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "gemma4": {
             "text_config": {

@@ -20,7 +20,7 @@ from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import KVCache
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import by_name, columns
+from mmaccel.models.prompt_layout import bind_args, prompt_length
 
 MARGIN = 1.1
 """How many times faster than plain steps of the batch a draft must be: with one each sequence takes its own target steps,
@@ -115,7 +115,7 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
     transformers checks the time after each token. A chunked prefill may also stop between chunks: then the result has no new
     token, a warning says so, and the caller's cache is unchanged.
     """
-    kwargs = by_name(attachment.generate, args, kwargs)
+    kwargs = bind_args(attachment.generate, args, kwargs)
     seconds = attachment.generate_option("max_time", kwargs)
     if not seconds or seconds < 0:
         return _untimed(attachment, kwargs)
@@ -185,7 +185,7 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
             kwargs["streamer"] = TokenCounter(meter.count_tokens, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limit_length(kwargs))
         if rests and not held:
-            attachment.draft_times.record_plain(_sequences(attachment, kwargs), columns(kwargs), meter)
+            attachment.draft_times.record_plain(_sequences(attachment, kwargs), prompt_length(kwargs), meter)
         return out
     finally:
         # A model may be its own assistant, and be asked while it is at work.
@@ -209,9 +209,9 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     owner, times = attachment.owner, attachment.draft_times
     count, choice = _sequences(attachment, kwargs), owner.recipe.draft.in_batches
     if kwargs["past_key_values"].get_seq_length():
-        from mmaccel.models.sequences import why_not
+        from mmaccel.models.sequences import why_undrafted
 
-        why = why_not(attachment, kwargs, count)
+        why = why_undrafted(attachment, kwargs, count)
         if why is not None:
             owner.attention.meter.add_note(f"draft: it does not draft in this turn: {why}")
             warn(f"draft {owner.recipe.draft.name!r} does not draft in this turn: {why}.")
@@ -230,7 +230,7 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     elif shard_count(attachment.model) > 1:
         why = "under tensor parallelism processes that go by their own clocks would part"
     else:
-        why = times.why_not(count, columns(kwargs))
+        why = times.why_not(count, prompt_length(kwargs))
     if why is None:
         return False
     message = f"it does not draft in a batch of {count}: {why}"

@@ -23,7 +23,7 @@ from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family
-from mmaccel.models.prompt_layout import PIXELS, WIDE, ByFrame, Grid, Inputs, Words, format_seconds, is_given
+from mmaccel.models.prompt_layout import PIXELS, WIDE, ByFrame, Grid, Inputs, Words, is_given, timestamp
 
 GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 NEAR = 24
@@ -54,7 +54,7 @@ _BESIDE: dict[str, Callable[[int, float], tuple[Words, Words]]] = {
         ],
         ["<fake_token_around_image>"],
     ),
-    "video_llama_3": lambda frame, time: (["," * (frame > 0) + f"Time {format_seconds(time)}s:"], ()),
+    "video_llama_3": lambda frame, time: (["," * (frame > 0) + f"Time {timestamp(time)}s:"], ()),
 }
 """What a processor writes beside a frame, of the number of the frame and its time in seconds."""
 
@@ -286,7 +286,8 @@ class Generic(Family):
 
 @register("model", "other")
 class Other(Generic):
-    """Any other image or video model of transformers whose layers all have full attention. Our tests cover no such model."""
+    """Any image or video model of transformers that has no family of its own, if all its layers have full attention.
+    Untested: our tests cover no such model."""
 
     model_types = ("*",)
     rotate_function = ""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
-from mmaccel.models.prompt_layout import WIDE, ProcessorStyle, Words, format_seconds
+from mmaccel.models.prompt_layout import WIDE, ProcessorStyle, Words, timestamp
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, TOWER, VID
 
@@ -36,10 +36,10 @@ class Glm4V(Qwen25VL):
     """``Glm4vForConditionalGeneration`` and ``Glm46VForConditionalGeneration``: prompts write a time between frames."""
 
     model_types: ClassVar[tuple[str, ...]] = ("glm4v", "glm46v")
-    facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
+    extra_inputs = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
     vision_tower_reader = None
-    mixes = False
+    mixes_modalities = False
     decoder_layers = frozenset({"Glm4vTextDecoderLayer"})
     rms_norms = frozenset({"Glm4vRMSNorm", "Glm4vMoeRMSNorm"})
     gated_mlps = frozenset()
@@ -73,9 +73,9 @@ class Glm4V(Qwen25VL):
         return [194, *tokens, 195]
 
     def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
-        # GLM-4.6V has seconds as `format_seconds` writes them from 100 s on, the others whole ones, with fewer figures.
+        # GLM-4.6V has seconds as `timestamp` writes them from 100 s on, the others whole ones, with fewer figures.
         whole = config.model_type != "glm46v"
-        time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{format_seconds(seconds[0])} seconds"
+        time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{timestamp(seconds[0])} seconds"
         return [config.image_start_token_id], [config.image_end_token_id, time]
 
     def token_modalities(self, config: Any, ids: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from mmaccel.models.attention import (
 )
 from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.modules import batch_tower, chunk_tokens, rotate_by
-from mmaccel.models.prompt_layout import by_name, new_inputs, of_columns, positions_of
+from mmaccel.models.prompt_layout import bind_args, new_inputs, positions_of, slice_inputs
 from mmaccel.models.pruning import Pruning
 from mmaccel.models.recurrent import record_input
 from mmaccel.models.signals import hook_hidden_states
@@ -97,7 +97,7 @@ class Attachment(Attaching):
         rotate_by(hooks, family.attentions(model), family.rotate_function)
         self.forward = self.text.forward
         if self.owner.context is not None:
-            self.forward = self.owner.context.wrap_forward(self.forward, of_columns, self.states)
+            self.forward = self.owner.context.wrap_forward(self.forward, slice_inputs, self.states)
         hooks.wrap(self.text, "forward", self._call, self._text_forward)
         hooks.callback(self.owner.mark_detached)
         self.owner.mark_attached()
@@ -118,7 +118,7 @@ class Attachment(Attaching):
 
     def _noted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the multimodal model's forward by name: with layout of the new columns, positions, cache."""
-        kwargs = by_name(type(self.multimodal).forward.__get__(self.multimodal), args, kwargs)
+        kwargs = bind_args(type(self.multimodal).forward.__get__(self.multimodal), args, kwargs)
         note: Note = kwargs.pop(NOTE, None) or Note()
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
         if cache is None and self._caches(kwargs):
@@ -232,7 +232,7 @@ class Attachment(Attaching):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ForwardPass | PackedPass, dict[str, Any], bool]:
         """The pass of a call of the text model, its arguments by name, and whether its memory is not to be returned."""
-        kwargs = by_name(self.forward, args, kwargs)
+        kwargs = bind_args(self.forward, args, kwargs)
         recipe, mask = self.owner.recipe, kwargs.pop("attention_mask", None)
         note: Note = kwargs.pop(NOTE, None) or Note()
         if isinstance(mask, dict) and all(one is None for one in mask.values()):
@@ -376,7 +376,7 @@ class Attachment(Attaching):
     ) -> tuple[ForwardPass, dict[str, Any]]:
         """The pass over new columns ``begin .. end`` of `run`, and its arguments; raises `Ended` where the time is up."""
         self.time_left()
-        return run.slice_columns(begin, end), of_columns(kwargs, slice(begin, end), run.start)
+        return run.slice_columns(begin, end), slice_inputs(kwargs, slice(begin, end), run.start)
 
     def time_left(self) -> float | None:
         """Seconds left of this thread's `generate` call, or None without a limit; raises `Ended` when the time is over."""

@@ -303,7 +303,7 @@ class Gate:
 _shared: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
 _gates: WeakKeyDictionary[nn.Module, Gate] = WeakKeyDictionary()
 hooks_lock = threading.RLock()
-"""Of both. Reentrant: a garbage collection under it may run a finalizer that removes hooks (`recurrent.unhook`)."""
+"""Of both. Reentrant: a garbage collection under it may run a finalizer that removes hooks (`close_in_finalizer`)."""
 
 
 def _forked() -> None:

@@ -26,7 +26,7 @@ Weights = tuple[list[Tensor], list[Tensor]]
 
 class HiddenRows(NamedTuple):
     """Hidden states `rows` [R, E] of R new tokens between two fused operators. `gained` [R, E] (rows times the weight of the
-    next RMSNorm) and `squares` [R, P] (partial sums of squares) are set if `pass_rows` already computed them for it."""
+    next RMSNorm) and `squares` [R, P] (partial sums of squares) are set if `residual_rows` already computed them for it."""
 
     rows: Tensor
     gained: Tensor | None = None
@@ -96,11 +96,11 @@ class StateStep(_Step):
 
 
 class LayerStep(_Step):
-    """Fused step of a Qwen2-like decoder layer on a few new rows: `enter_rows` (projects q, k, v, applies RoPE, writes the
-    cache), `decode_attend`, and for output projection and MLP `pass_rows`, `project_rows`, `pass_rows`. Layers with QK norms
-    or their own RoPE use `project_rows`, the norms and `rope_rows` in place of `enter_rows`. Where a block's output is
-    normed before the residual add, it ends with `project_rows` and that norm. A mixture of experts runs `rms_norm`, the
-    model's router and `expert_rows`."""
+    """Fused step of a Qwen2-like decoder layer on a few new rows: `qkv_rope_rows` (projects q, k, v, applies RoPE, writes
+    the cache), `decode_attend`, and for output projection and MLP `residual_rows`, `project_rows`, `residual_rows`. Layers
+    with QK norms or their own RoPE use `project_rows`, the norms and `rope_rows` in place of `qkv_rope_rows`. Where a
+    block's output is normed before the residual add, it ends with `project_rows` and that norm. A mixture of experts runs
+    `rms_norm`, the model's router and `expert_rows`."""
 
     def __init__(self, layer: Any, family: Any, follows: Any = None) -> None:
         super().__init__(layer, family, follows)
@@ -148,9 +148,9 @@ class LayerStep(_Step):
             eps = self.before.variance_epsilon
             entered = rows, *self.enters, gain, squares, eps, rope, columns
             if isinstance(key, Caches):
-                query = layer_ops.enter_each(*entered, key)
+                query = layer_ops.qkv_rope_each(*entered, key)
             else:
-                query = layer_ops.enter_rows(*entered, key, value)
+                query = layer_ops.qkv_rope_rows(*entered, key, value)
         else:
             rows, line = qkv.view(*columns.shape, -1), self.line[:, : columns.shape[1]].expand_as(columns)
             rows = rows[..., : sum(self.sizes)]
@@ -271,4 +271,4 @@ def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any, end: Any = None)
     # In float16 the rows times the gain, not normed yet, might be too large.
     if norm is None or x.dtype == torch.float16:
         return HiddenRows(layer_ops.project_rows(x, by[0], by[1], None, 0.0, residual))
-    return HiddenRows(*layer_ops.pass_rows(x, by[0][0], by[1], residual, norm.weight))
+    return HiddenRows(*layer_ops.residual_rows(x, by[0][0], by[1], residual, norm.weight))

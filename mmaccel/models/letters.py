@@ -58,7 +58,7 @@ class LetterProcessor(Processor):
             # The words around a video are of the template, and none stand between its frames.
             visual = self.family.token_modalities(self.config, shown)[0].nonzero()[:, 0]
             shown = shown[:, visual[0] : visual[-1] + 1]
-        if "mm_token_type_ids" in self.family.facts:
+        if "mm_token_type_ids" in self.family.extra_inputs:
             made["mm_token_type_ids"] = self.family.token_modalities(self.config, shown).int()
         return {name: x.to(how.get("device")) for name, x in {"input_ids": shown, **made}.items()}
 

@@ -156,8 +156,8 @@ class LlavaOnevision(Family):
     """``LlavaOnevisionForConditionalGeneration``. An image's base view is laid out as a frame, and its tiles behind it."""
 
     model_types = ("llava_onevision",)
-    facts = frozenset({"image_sizes", "image_sizes_videos", "batch_num_images"})
-    needed: ClassVar[Mapping[str, str]] = {"pixel_values": "image_sizes"}
+    extra_inputs = frozenset({"image_sizes", "image_sizes_videos", "batch_num_images"})
+    required_extras: ClassVar[Mapping[str, str]] = {"pixel_values": "image_sizes"}
     replaced_methods: ClassVar[Mapping[str, Callable[..., Any]]] = {"apply_pooling": pooled}
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {
         "llava_onevision": ProcessorStyle(

@@ -147,7 +147,7 @@ def _read(
         raise ModelError(
             _not_found_message(source, error)
             or _remote_code_message(source, error)
-            or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({error_line(error)})."
+            or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({one_line_error(error)})."
         ) from error
     except (ImportError, RuntimeError) as error:
         # transformers could not import a torchvision, which is made for one torch alone.
@@ -159,7 +159,7 @@ def _read(
         if not isinstance(error, ImportError):
             raise
         raise ModelError(
-            f"model {source!r} needs a package that is not installed here ({error_line(error)})."
+            f"model {source!r} needs a package that is not installed here ({one_line_error(error)})."
         ) from error
 
 
@@ -200,7 +200,7 @@ def _config(source: str) -> Any:
     except (OSError, ValueError) as error:
         raise ModelError(
             _remote_code_message(source, error)
-            or f"model {source!r}: its config.json cannot be read ({error_line(error)})."
+            or f"model {source!r}: its config.json cannot be read ({one_line_error(error)})."
         ) from error
 
 
@@ -340,7 +340,7 @@ def local_folder(name: str | os.PathLike[str], revision: str | None = None) -> P
         small = ["*.json", "*.txt", "*.jinja", "*.model"]
         return Path(snapshot_download(text, revision=revision, allow_patterns=small))
     except Exception as error:
-        unfetched = f"model {text!r} cannot be fetched from the hub ({error_line(error)})."
+        unfetched = f"model {text!r} cannot be fetched from the hub ({one_line_error(error)})."
         raise ModelError(_not_found_message(text, error) or unfetched) from error
 
 
@@ -354,7 +354,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def error_line(error: Exception) -> str:
+def one_line_error(error: Exception) -> str:
     """An error's message as one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]
 

@@ -41,7 +41,7 @@ from mmaccel.backends.ops import layer_ops
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models import deepstack
 from mmaccel.models.install import Hooks, shared_hooks
-from mmaccel.models.prompt_layout import by_name
+from mmaccel.models.prompt_layout import bind_args
 
 ROWS = 1 << 15
 """Rows at a time; a shorter prompt goes through at once, and meets no other arithmetic than without us."""
@@ -60,7 +60,7 @@ WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "
 """What a caller may have computed of all patches; with or without the modality in front."""
 
 WINDOW_ATTENTION = "mmaccel_flash_windows"
-"""The name of `attention` among transformers' attention functions."""
+"""The name of `window_attention` among transformers' attention functions."""
 
 _FUSED: WeakSet[nn.Module] = WeakSet()
 """Towers with fewer kernels by now."""
@@ -70,7 +70,7 @@ def chunk_tokens(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> Non
     """Let `modules`, which act on each token alone, process inputs [B, n, E] in chunks of `ROWS` tokens."""
     for module in modules:
         if _is_gated(module, family):
-            hooks.wrap(module, "forward", gated, module)
+            hooks.wrap(module, "forward", fused_mlp, module)
         hooks.wrap(module, "forward", _by_rows)
         if is_norm(module, family):
             hooks.wrap(module, "forward", _normed_or, module)
@@ -139,7 +139,7 @@ def _is_gated(module: nn.Module, family: Any) -> bool:
     return silu and type(module).__name__ in family.gated_mlps
 
 
-def normed(module: Any, hidden: Tensor, family: Any) -> Tensor:
+def fused_norm(module: Any, hidden: Tensor, family: Any) -> Tensor:
     """Apply the norm `module` to `hidden`, by a fused kernel if there is one; not for code under torch.compile."""
     return _normed_or(module, module, hidden) if is_norm(module, family) else module(hidden)  # type: ignore[no-any-return]
 
@@ -152,7 +152,7 @@ def _normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
     return layer_ops.rms_norm(hidden, module.weight, module.variance_epsilon)
 
 
-def gated(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
+def fused_mlp(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """Apply the SwiGLU MLP `module` to `hidden`, with SiLU and product in one kernel if there is one, else by its own
     forward `whole`."""
     if not layer_ops.fusible(hidden) or torch.is_grad_enabled():
@@ -199,10 +199,10 @@ def _encode(
     family: Any, model: nn.Module, kind: int, joined: Any, context: Any, whole: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """What the tower's method gives: in parts where there are many patches and nothing but their features is asked for."""
-    given, name = by_name(whole, args, kwargs), next(iter(inspect.signature(whole).parameters))
+    given, name = bind_args(whole, args, kwargs), next(iter(inspect.signature(whole).parameters))
     pixels = given.get(name)
     count = family.patches(model, pixels) if isinstance(pixels, Tensor) else 0
-    most = PATCHES if context is None else context.most_each(count, PATCHES)
+    most = PATCHES if context is None else context.patches_per_call(count, PATCHES)
     if count <= most:
         return whole(*args, **kwargs)
     bare = {key.removeprefix("image_").removeprefix("video_") for key, x in given.items() if x is not None}
@@ -241,7 +241,7 @@ def _batch_windows(hooks: Hooks, family: Any, model: nn.Module) -> None:
         return
     from transformers import AttentionInterface
 
-    AttentionInterface.register(WINDOW_ATTENTION, attention)
+    AttentionInterface.register(WINDOW_ATTENTION, window_attention)
     # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
     hooks.attention(tower.modules(), tower.config, WINDOW_ATTENTION)
 
@@ -262,7 +262,7 @@ def batches_of(ends: list[int], device: torch.device) -> tuple[Any, Tensor | Non
     return shapes, order.to(device), order.argsort().to(device)
 
 
-def attention(
+def window_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -311,9 +311,9 @@ class _Whole:
 
 @torch.library.custom_op("mmaccel::window_attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def window_attend(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
-    """`attention` as a custom operator for torch.compile; `ends` holds the windows' bounds."""
+    """`window_attention` as a custom operator for torch.compile; `ends` holds the windows' bounds."""
     whole: Any = _Whole
-    return attention(whole, query, key, value, None, ends, scaling=scale, is_causal=False)[0]
+    return window_attention(whole, query, key, value, None, ends, scaling=scale, is_causal=False)[0]
 
 
 @window_attend.register_fake
@@ -343,7 +343,7 @@ def _filled(filled: PaddedMLP, whole: Callable[..., Any], hidden: Tensor) -> Any
     fits = layer_ops.fusible(hidden) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     weights = filled.weights(hidden) if fits else None
     if weights is None:
-        return gated(filled.module, whole, hidden)
+        return fused_mlp(filled.module, whole, hidden)
     gate, up, down, gate_bias, up_bias, down_bias = weights
     wide = linear(hidden, gate, gate_bias)
     layer_ops.silu_times_(wide, linear(hidden, up, up_bias))
@@ -367,7 +367,7 @@ class PaddedMLP:
         needs no padding, or its linear modules are not plain, or differ from `hidden` in dtype or device."""
         parts = self.module.gate_proj, self.module.up_proj, self.module.down_proj
         hooked = any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in parts)
-        if hooked or not all(map(is_whole, parts)):
+        if hooked or not all(map(is_plain_linear, parts)):
             return None
         given = [part.weight for part in parts] + [part.bias for part in parts]
         inner, size = parts[0].weight.shape[0], ALIGNED // hidden.element_size()
@@ -385,7 +385,7 @@ class PaddedMLP:
         return self._held
 
 
-def is_whole(part: Any) -> bool:
+def is_plain_linear(part: Any) -> bool:
     """Whether `part` is a plain linear module: no adapter (LoRA), no quantized weight."""
     return type(part) is nn.Linear and type(part.weight) is nn.Parameter
 

@@ -36,7 +36,7 @@ class Processor:
     """
 
     tiny: str | None = None
-    """The name of the tiny model that this is of, until it has said what it knows."""
+    """The name of the shipped tiny model that it belongs to, until a warning has said what that model was trained on."""
 
     def __init__(
         self,

@@ -139,7 +139,7 @@ class ProcessorStyle:
     budget: Budget = Budget()
 
 
-def format_seconds(time: float) -> str:
+def timestamp(time: float) -> str:
     """Format a time in exactly `WIDE` characters: with one decimal, as processors write it, from 100 to 999.9 s, with more
     decimals below and none above. From 100,000 s on it restarts at 0."""
     time %= 10**WIDE
@@ -147,7 +147,7 @@ def format_seconds(time: float) -> str:
     return (text + ".")[:WIDE]
 
 
-def by_name(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_args(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Bind the positional arguments `args` of a call of `method` to their names, beside `kwargs`; raises `TypeError` if they
     do not fit."""
     given = inspect.signature(method).bind_partial(*args).arguments
@@ -156,7 +156,7 @@ def by_name(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return {**given, **kwargs}
 
 
-def columns(kwargs: Mapping[str, Any]) -> int:
+def prompt_length(kwargs: Mapping[str, Any]) -> int:
     """Length of the prompts of a `generate` call, padding included; 0 without `input_ids`."""
     ids = kwargs.get("input_ids")
     return ids.shape[1] if isinstance(ids, Tensor) else 0
@@ -191,7 +191,7 @@ def stream_positions(
         return family.step_positions(model, inputs, units)  # type: ignore[no-any-return]
 
     if alone:
-        made = PositionIds(head, unit, steps, text, slope, limit, family.stream_pace(model, inputs))
+        made = PositionIds(head, unit, steps, text, slope, limit, family.stream_time_scale(model, inputs))
     else:
         made = PositionIds.evenly_spaced(head, unit, text, slope, limit)
     if third - second != slope or not torch.equal(made.by_range(0, 3), three[0] if made.axes == 1 else three):
@@ -297,7 +297,7 @@ def _columns_of(grid: Grid, kind: int, kinds: list[int], begin: int) -> list[ran
     return found
 
 
-def of_columns(kwargs: Mapping[str, Any], columns: slice | Tensor, past: int = 0) -> dict[str, Any]:
+def slice_inputs(kwargs: Mapping[str, Any], columns: slice | Tensor, past: int = 0) -> dict[str, Any]:
     """Arguments of a text model's forward for some of its new tokens, after `past`: `columns` is a slice or indices [n]."""
     part = dict(kwargs)
     if isinstance(columns, slice) and part.get("attention_mask") is not None:
@@ -307,7 +307,7 @@ def of_columns(kwargs: Mapping[str, Any], columns: slice | Tensor, past: int = 0
             part[name] = part[name][..., columns, :] if name == "inputs_embeds" else part[name][..., columns]
     if part.get(deepstack.EACH) is not None:
         part[deepstack.EACH] = part[deepstack.EACH][:, columns]
-    return part if part.get(deepstack.WHERE) is None else {**part, **deepstack.of_columns(part, columns)}
+    return part if part.get(deepstack.WHERE) is None else {**part, **deepstack.slice_features(part, columns)}
 
 
 def question_columns(

@@ -23,7 +23,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.prune import Probe
-from mmaccel.core.streams.asking import QuestionRunner, asked
+from mmaccel.core.streams.asking import QuestionRunner, run_question
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import Moment, Question
 from mmaccel.core.streams.stream_runner import StreamRunner
@@ -68,7 +68,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             self.frames, self._made = self.family.pixels_by_frame(self.model, own)
             self._count = len(self.frames) // self.frames_a_step
             self._unit = (self._inside - self._head) // self._count
-            pace = self.family.stream_pace(self.model, own)
+            pace = self.family.stream_time_scale(self.model, own)
             seconds = 1.0 if pace is None else pace.unit_s / self.frames_a_step
         self.times = [number * seconds for number in range(len(self.frames))]
         visual = (layout.modality[0, self._tail :] != TEXT).nonzero()[:, 0]
@@ -158,7 +158,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         out = heard.paid.new_zeros(len(heard.paid), 1, self.inputs["input_ids"].shape[1])
         tokens = torch.arange(self._inside - self._head, device=out.device)
         unit = self._unit
-        out[:, 0, self._head : self._inside] = heard.to(tokens // unit, tokens % unit, unit)
+        out[:, 0, self._head : self._inside] = heard.look_up(tokens // unit, tokens % unit, unit)
         return out
 
     # What a stream asks.
@@ -209,7 +209,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         def steps(units: int) -> Tensor:
             return self.family.step_positions(self.model, one, units)
 
-        pace = self.family.stream_pace(self.model, one)
+        pace = self.family.stream_time_scale(self.model, one)
         made = PositionIds(head, unit, steps, text - (count - 1) * slope, slope, limit, pace, after)
         return self._checked(made, rows[:, begin:end], count, third - second == slope)
 
@@ -276,7 +276,7 @@ class PromptRunner(Runner):
                 live.take_frames(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
                 deadline.check()
                 state.finish_intake()
-                turn = asked(live, "", self._room, weigh=False, deadline=deadline)
+                turn = run_question(live, "", self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
                 around = live.around if isinstance(live.around, AttentionRecording) else None
                 if around is not None and (heard := around.recorded_attention()) is not None:

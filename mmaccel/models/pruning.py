@@ -21,10 +21,18 @@ from mmaccel.core.errors import ModelError, RecipeError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import PASS, ForwardPass
-from mmaccel.core.prefill.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
+from mmaccel.core.prefill.prune import (
+    Kept,
+    Signals,
+    Stage,
+    TokenPruner,
+    checked_columns,
+    kept_layout,
+    observers,
+)
 from mmaccel.core.prefill.recalled import warn_idle_pruner
 from mmaccel.models.install import Hooks, PromptHook
-from mmaccel.models.prompt_layout import of_columns
+from mmaccel.models.prompt_layout import slice_inputs
 from mmaccel.models.signals import VisionProbe
 
 Go = Callable[[ForwardPass, dict[str, Any]], Any]
@@ -134,7 +142,7 @@ class Pruning:
                 signals.update(self.vision.take_signals(run.layout))
             kept = self._cut(work, self.stages[0], signals, embeds[0])
             if kept is not None:
-                kwargs = of_columns(kwargs, kept.columns)
+                kwargs = slice_inputs(kwargs, kept.columns)
             kwargs["inputs_embeds"] = embeds if kept is None else self._left(embeds, kept)
         if state.kept[0] is None:
             return run, kwargs
@@ -232,7 +240,7 @@ class Pruning:
             end = kept.columns.new_tensor([layout.length - 1])
             kept_states = None if kept.states is None else torch.cat([kept.states, states[-1:]])
             kept = Kept(torch.cat([kept.columns, end]), kept_states)
-        work.layout = thin(layout, kept.columns)
+        work.layout = kept_layout(layout, kept.columns)
         work.state.keep_columns(part, kept.columns, work.layout)
         return kept
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops.layer_ops import rotated
-from mmaccel.core.layout import IMAGE, VIDEO, Pace
+from mmaccel.core.layout import IMAGE, VIDEO, TimeScale
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features
@@ -108,8 +108,8 @@ class Qwen25VL(Family):
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl", "qwen2_vl")
     mrope = True
-    facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
-    needed: ClassVar[Mapping[str, str]] = {
+    extra_inputs = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
+    required_extras: ClassVar[Mapping[str, str]] = {
         "pixel_values": "image_grid_thw",
         "pixel_values_videos": "video_grid_thw",
     }
@@ -255,12 +255,12 @@ class Qwen25VL(Family):
         time = self.positions(model, skinny)[0, 0]
         return time - time[0]
 
-    def stream_pace(self, model: nn.Module, inputs: Inputs) -> Pace | None:
+    def stream_time_scale(self, model: nn.Module, inputs: Inputs) -> TimeScale | None:
         config: Any = model.config
         steps = inputs.get("second_per_grid_ts")
         seconds = 1.0 if steps is None else float(steps[0])
         rate: Any = getattr(config.vision_config, "tokens_per_second", None)
-        return None if rate is None else Pace(float(rate), seconds)
+        return None if rate is None else TimeScale(float(rate), seconds)
 
 
 def _parts(grids: list[list[int]], most: int) -> Iterator[list[list[int]]]:

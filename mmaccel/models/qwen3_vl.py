@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import home_of
 from mmaccel.core.registry import register
 from mmaccel.models import deepstack
-from mmaccel.models.prompt_layout import Inputs, ProcessorStyle, Words, format_seconds
+from mmaccel.models.prompt_layout import Inputs, ProcessorStyle, Words, timestamp
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import ASIDE, BEGIN, END, MROPE, TEXT, TOWER
 
@@ -25,7 +25,7 @@ class Qwen3VL(Qwen25VL):
     """``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration``: frames with their times between."""
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
-    facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
+    extra_inputs = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
     vision_tower_reader = None
     stamped = True
@@ -46,7 +46,7 @@ class Qwen3VL(Qwen25VL):
         return list(chain.from_iterable(frames))
 
     def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
-        time = format_seconds((seconds[0] + seconds[-1]) / 2)
+        time = timestamp((seconds[0] + seconds[-1]) / 2)
         return [f"<{time} seconds>", config.vision_start_token_id], [config.vision_end_token_id]
 
     def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:

@@ -80,7 +80,7 @@ def sizes_of(
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     wide = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
     if processor is None:
-        patches, tokens = shapes.frame_size(str(model), *size)
+        patches, tokens = shapes.patches_and_tokens(str(model), *size)
         side = vision.patch_size
         pixels = patches * 3 * (side[0] if isinstance(side, list | tuple) else side) ** 2 * pace
     else:
@@ -168,7 +168,7 @@ def _measured(place: torch.device, sizes: rates.Sizes, **how: Any) -> rates.Devi
             return small[layers](ids)
 
     # Presets that plan each layer by its content do so by grids.
-    return rates.measured(place, sizes, step, few, policy("sparse", "grid"), **how)
+    return rates.measure_device(place, sizes, step, few, policy("sparse", "grid"), **how)
 
 
 def _few_rows(model: nn.Module) -> Callable[[], Any]:
@@ -195,7 +195,7 @@ def _few_rows(model: nn.Module) -> Callable[[], Any]:
 
 def recommend(
     sizes: rates.Sizes,
-    work: costs.Work,
+    work: costs.Workload,
     device: rates.Device,
     *,
     lossless: bool = False,
@@ -237,9 +237,9 @@ def recommend(
     return Recommendation(name, f"{why}: {format_seconds(found[name].total_s)} in all.", found, lacks, unfit)
 
 
-def worth(
+def candidate_recipes(
     sizes: rates.Sizes,
-    work: costs.Work,
+    work: costs.Workload,
     *,
     lossless: bool = False,
     draft: rates.Sizes | None = None,
@@ -251,7 +251,12 @@ def worth(
 
 
 def _unfit(
-    name: str, recipe: Recipe, sizes: rates.Sizes, work: costs.Work, lossless: bool, draft: rates.Sizes | None
+    name: str,
+    recipe: Recipe,
+    sizes: rates.Sizes,
+    work: costs.Workload,
+    lossless: bool,
+    draft: rates.Sizes | None,
 ) -> str | None:
     """Why a preset cannot serve, whatever the memory."""
     kept = recipe.kv.footprint(sizes.tokens, sizes.pace)

@@ -296,11 +296,11 @@ def rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
         cache.layers[number] = state
     heard = ExitStack()
     heard.enter_context(shared_hooks(model, "noted", lambda hooks: hook_inputs(hooks, states.values())))
-    finalize(cache, unhook, heard.close).atexit = False
+    finalize(cache, close_in_finalizer, heard.close).atexit = False
     return cache
 
 
-def unhook(close: Callable[[], None]) -> None:
+def close_in_finalizer(close: Callable[[], None]) -> None:
     """Close shared hooks in a finalizer. It waits for nobody, as a collection may run it in an import that the thread which
     changes hooks waits for: then a thread of its own closes them."""
     if not (lock := install.hooks_lock).acquire(blocking=False):

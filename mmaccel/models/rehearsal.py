@@ -46,29 +46,29 @@ QUESTION = "What happens in the video?"
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Measured seconds: to read a video, and of each question those to the first token and per token after it. Of a call
-    `read_s` goes to the first token. `step_tokens`: tokens that a step of the model gave."""
+class MeasuredRun:
+    """Measured seconds: `read_s` to read the video (of a `generate` call, up to its first token); `asked`: for each
+    question, to the first token and per token after it. `step_tokens`: tokens per step of the model."""
 
     read_s: float
     asked: tuple[tuple[float, float], ...]
     step_tokens: float
 
 
-_Cases = dict[tuple[int, int], tuple[Taken, costs.Cost]]
+_Cases = dict[tuple[int, int], tuple[MeasuredRun, costs.Cost]]
 """By layers and units, what a session took and what is predicted of it."""
 
 
-def run(
+def run_measured(
     model: Any,
     processor: Any,
     recipe: Recipe,
     film: Tensor,
-    work: costs.Work,
+    work: costs.Workload,
     question: str = QUESTION,
     fps: float = RATE,
     clock: Callable[[], float] = time.perf_counter,
-) -> Taken:
+) -> MeasuredRun:
     """Read the frames `film` and answer all questions, as `costs.cost` takes them; every answer has ``work.answer``
     tokens."""
     if not costs.in_session(recipe, work):
@@ -95,7 +95,7 @@ def run(
                 asked.append((words, rest / work.answer))
             draft = stream.report().draft
     told = (work.answer - 1) / draft["target_steps"] if draft["rounds"] else 1.0
-    return Taken(read, tuple(asked), told)
+    return MeasuredRun(read, tuple(asked), told)
 
 
 def _split(
@@ -107,14 +107,14 @@ def _split(
     return first, taken - first
 
 
-def rehearsed(
+def with_measured_surplus(
     device: rates.Device,
     place: torch.device,
     sizes: rates.Sizes,
     model: str | Path | nn.Module,
     size: tuple[int, int],
     recipes: Sequence[Recipe],
-    work: costs.Work,
+    work: costs.Workload,
     *,
     processor: Any = None,
     store: Any = None,
@@ -129,7 +129,7 @@ def rehearsed(
     kept = rates.Surpluses(place, sizes, f"sessions of {DEPTHS} layers", store)
     found, missing = dict(device.sessions), dict[str, Recipe]()
     for recipe in recipes:
-        way = costs.way_of(recipe, work)
+        way = costs.surplus_key(recipe, work)
         if (one := kept.get(way)) is not None:
             found[way] = one
         else:
@@ -194,12 +194,12 @@ class _Plan:
     """Which sessions are run: `depths` times `lengths`, in units."""
 
     sizes: rates.Sizes
-    work: costs.Work
+    work: costs.Workload
     depths: tuple[int, int]
     lengths: tuple[int, int]
 
     @classmethod
-    def of(cls, sizes: rates.Sizes, work: costs.Work) -> _Plan | None:
+    def of(cls, sizes: rates.Sizes, work: costs.Workload) -> _Plan | None:
         """None where the model has a single layer, or no positions for a video longer than a window."""
         least, longer, most = UNITS
         depths = DEPTHS if sizes.layers > DEPTHS[1] else (max(1, sizes.layers // 2), sizes.layers)
@@ -208,7 +208,7 @@ class _Plan:
             return None
         return cls(sizes, work, depths, (max(least, 3 * long // 10), long))
 
-    def _case(self, recipe: Recipe, layers: int, units: int) -> tuple[rates.Sizes, costs.Work]:
+    def _case(self, recipe: Recipe, layers: int, units: int) -> tuple[rates.Sizes, costs.Workload]:
         """The sizes of the reduced model, and the work of one session."""
         part = self.sizes.layer_weights * layers // self.sizes.layers
         weights = self.sizes.weights - self.sizes.layer_weights + part
@@ -247,9 +247,9 @@ class _Plan:
             sizes, work = self._case(recipe, layers, units)
             frames = film[: work.frames]
             if built[0].device.type == "cuda" and not found:  # what compiles is not measured
-                run(*built, recipe, frames, replace(work, questions=min(2, work.questions)))
+                run_measured(*built, recipe, frames, replace(work, questions=min(2, work.questions)))
             _tidy(built[0].device)
-            taken = run(*built, recipe, frames, work, clock=clock)
+            taken = run_measured(*built, recipe, frames, work, clock=clock)
             work = replace(work, step_tokens=taken.step_tokens)
             found[layers, units] = taken, costs.cost(recipe, sizes, work, device)
         return found
@@ -272,11 +272,11 @@ def _surplus(found: _Cases, grows: bool, window: int, captures: bool) -> rates.S
         question[at], step[at] = words - told.question_s, (token - told.token_s) * taken.step_tokens
         for number, (one, each) in enumerate(taken.asked[:FIRST]):
             first[number][at] = one - words + told.work.answer * (each - token)
-    once = [rates.plane_of(one, grows=False)[::3] for one in first if one]
+    once = [rates.fit_plane(one, grows=False)[::3] for one in first if one]
     return rates.Surplus(
-        read=rates.plane_of(read, least=window, pairs=not window),
-        question=rates.plane_of(question, grows),
-        step=rates.plane_of(step, grows),
+        read=rates.fit_plane(read, least=window, pairs=not window),
+        question=rates.fit_plane(question, grows),
+        step=rates.fit_plane(step, grows),
         first=tuple((base, layer) for base, layer in once),
     )
 

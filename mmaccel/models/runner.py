@@ -23,7 +23,7 @@ from mmaccel.core.registry import DEFAULTS, registry
 from mmaccel.models import decode, deepstack
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import in_parts
-from mmaccel.models.prompt_layout import Inputs, of_columns, unpadded
+from mmaccel.models.prompt_layout import Inputs, slice_inputs, unpadded
 
 
 class HFRunner(Runner):
@@ -127,7 +127,7 @@ class HFRunner(Runner):
             positions = torch.arange(count, device=keep.device).expand(*positions.shape[:-1], count)
         else:
             positions = positions[..., keep]
-        kept, thread = of_columns(entering, keep), threading.get_ident()
+        kept, thread = slice_inputs(entering, keep), threading.get_ident()
         embeds = kept.pop("inputs_embeds")
 
         def give(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

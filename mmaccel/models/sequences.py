@@ -83,7 +83,7 @@ def cached_columns(attachment: Attachment, cache: Any) -> Columns | None:
     return None if layout.has_padding else Columns(layout, found.delta)
 
 
-def why_not(attachment: Attachment, kwargs: Mapping[str, Any], count: int) -> str | None:
+def why_undrafted(attachment: Attachment, kwargs: Mapping[str, Any], count: int) -> str | None:
     """Why a call of `count` sequences on a filled cache runs without the draft; None if it drafts."""
     cache, ids, mask = kwargs["past_key_values"], kwargs.get("input_ids"), kwargs.get("attention_mask")
     if count > 1:
@@ -150,6 +150,7 @@ def allowed_tokens_of(allowed: Callable[[int, Tensor], Any], number: int, _: int
 
 
 def drop_padding(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate` for one sequence without its padding on the left."""
     mask = kwargs.get("attention_mask")
     if mask is None or bool(mask.all()):
         return kwargs

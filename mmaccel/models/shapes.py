@@ -69,7 +69,7 @@ def config(name: str, layers: int | None = None, vision_layers: int | None = Non
     return AutoConfig.for_model(shape.family, text_config=text | tied, vision_config=vision, **others, **tied)
 
 
-def frame_size(name: str, height: int, width: int) -> tuple[int, int]:
+def patches_and_tokens(name: str, height: int, width: int) -> tuple[int, int]:
     """Numbers of patches and tokens of one time step (one frame, or two for Qwen and GLM) of (height, width) in a shape."""
     if (family := SHAPES[name].family) == "llava_onevision":  # resized to 384 x 384, pooled two by two
         return 27 * 27, 14 * 14

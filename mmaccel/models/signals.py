@@ -25,13 +25,13 @@ from mmaccel.core.prefill.prune import (
     Signals,
     TokenPruner,
     checked_columns,
+    kept_layout,
     observers,
-    thin,
 )
 from mmaccel.core.prefill.recalled import warn_idle_pruner
 from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.modules import METHODS
-from mmaccel.models.prompt_layout import PIXELS, by_name
+from mmaccel.models.prompt_layout import PIXELS, bind_args
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
@@ -72,8 +72,8 @@ def hook_hidden_states(hooks: Hooks, layers: nn.ModuleList, *pruners: TokenPrune
 class SignalProbe(Probe):
     """Collects the signals that a draft's pruner needs from the target's prefill, and reports once which tokens to keep.
 
-    The prompt may come in several passes (chunks; video, then text). `tell` gets the kept columns [n] as soon as the last
-    layer that the pruner reads has seen the last token, while later layers still run; only indices are sent to the draft.
+    The prompt may come in several passes (chunks; video, then text). `on_kept` is called once with the kept columns [n], as
+    soon as the last layer that the pruner reads has seen the last token, while later layers still run.
 
     If the target's own prompt is pruned during the prefill, its layers hold fewer tokens. The draft's pruner then chooses
     among tokens that all layers it reads hold, so a token dropped by the target is dropped from the draft too. Its share
@@ -90,7 +90,7 @@ class SignalProbe(Probe):
         owner: Accelerated,
         pruner: TokenPruner,
         layout: TokenLayout,
-        tell: Callable[[Tensor], None],
+        on_kept: Callable[[Tensor], None],
         fail: Callable[[Exception], None] | None = None,
         new: int | None = None,
         heard: Mapping[int, Tensor] | None = None,
@@ -98,7 +98,7 @@ class SignalProbe(Probe):
     ) -> None:
         if layout.batch != 1:
             raise ModelError(f"prune {pruner.name!r} takes one sequence at a time; give prompts one by one.")
-        self.pruner, self.layout, self.tell, self.fail = pruner, layout, tell, fail
+        self.pruner, self.layout, self.on_kept, self.fail = pruner, layout, on_kept, fail
         self.depth = owner.view.geometry.layers
         (self.stage,) = pruner.stages(self.depth)
         self.held: dict[int, Tensor | None] = {}
@@ -207,7 +207,7 @@ class SignalProbe(Probe):
         self.done = True
         # Each cut is of what the cuts before have left: the smallest set is what all layers hold.
         left = min((held for held in self.held.values() if held is not None), key=len, default=None)
-        layout = self.layout if left is None else thin(self.layout, left)
+        layout = self.layout if left is None else kept_layout(self.layout, left)
         signals = Signals()
         if self.hidden:
             self.states = {index: torch.cat(pieces) for index, pieces in self.hidden.items()}
@@ -218,7 +218,7 @@ class SignalProbe(Probe):
             signals["attention"] = self.attention if left is None else self.attention[..., left]
         self.hidden, self.states = {}, self.states if self._lasts else {}
         kept = checked_columns(self.pruner, self.pruner.keep(signals, layout, self.stage, self.total), layout)
-        self.tell(kept if left is None else left[kept])
+        self.on_kept(kept if left is None else left[kept])
 
     def _states(self, layer: int, left: Tensor | None) -> Tensor:
         """What entered `layer`, of the columns `left` (None: all)."""
@@ -281,7 +281,7 @@ class VisionProbe:
         try:
             out = encode(*args, **kwargs)
             caught, self.local.caught = self.local.caught, None
-            given = by_name(encode, args, kwargs)
+            given = bind_args(encode, args, kwargs)
             # Releases of transformers differ in the name of a video's pixels.
             pixels = given[next(iter(inspect.signature(encode).parameters))]
             # Of images and of videos, since it was last taken.

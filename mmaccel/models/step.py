@@ -20,7 +20,7 @@ from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse
 from mmaccel.models.layer_step import HiddenRows, LayerStep, StateStep, StepStates, layer_steps
-from mmaccel.models.modules import normed
+from mmaccel.models.modules import fused_norm
 from mmaccel.models.recurrent import Recurrent, StateSlots, restored_on_error
 
 DEVICES = ("cuda",)
@@ -235,7 +235,7 @@ class StreamSteps:
                 break
             if not whole:
                 self._replays((number, width), partial(self._rest, number, x, attended, qkv, carried), lies)
-        return normed(self._family.text(self._model).norm, x[:n], self._family), errors
+        return fused_norm(self._family.text(self._model).norm, x[:n], self._family), errors
 
     def _entered(self, embeds: Tensor) -> Tensor:
         """[width, E] what enters the first layer: `embeds` [n, E], filled up."""
@@ -271,7 +271,7 @@ class StreamSteps:
             return ()
 
         self._replays(("answer", count), work, at=at)
-        return normed(self._family.text(self._model).norm, x[: len(embeds)], self._family)
+        return fused_norm(self._family.text(self._model).norm, x[: len(embeds)], self._family)
 
     def _named(self, slots: list[CacheSlot]) -> tuple[list[Any], list[int], list[int], list[int], Any]:
         """Of a step: the angles and first columns that layers have, which of these each has, and what its capture goes by

@@ -19,7 +19,7 @@ from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
 from mmaccel.models.chat import ChatText, as_messages, tokenize
-from mmaccel.models.loading import error_line, local_folder, read_config, read_json, resolve
+from mmaccel.models.loading import local_folder, one_line_error, read_config, read_json, resolve
 from mmaccel.models.processor import Processor, processor_styles
 
 TEXT = -1
@@ -129,8 +129,8 @@ class StockProcessor(Processor):
             made = call(**given)
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             raise ModelError(
-                f"{type(self.stock).__name__} makes no inputs of this ({error_line(error)}); give other images, videos or "
-                "texts, and of several videos frames=, so many of each."
+                f"{type(self.stock).__name__} makes no inputs of this ({one_line_error(error)}); give other images, videos "
+                "or texts, and of several videos frames=, so many of each."
             ) from error
         return {name: value for name, value in made.items() if isinstance(value, Tensor)}
 

@@ -109,7 +109,7 @@ class Sampler:
                 found.setdefault(name, []).append(x)
         made = {"input_ids": torch.tensor([ids])}
         made["attention_mask"] = torch.ones_like(made["input_ids"])
-        if "mm_token_type_ids" in family.facts:
+        if "mm_token_type_ids" in family.extra_inputs:
             made["mm_token_type_ids"] = family.token_modalities(config, made["input_ids"]).int()
         made |= {name: torch.cat(some) for name, some in found.items()}
         return family.complete_inputs(config, made)  # type: ignore[no-any-return]

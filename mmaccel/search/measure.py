@@ -37,7 +37,7 @@ from mmaccel.search.space import (
     Tick,
     boundary_slots,
     build_pattern,
-    compose,
+    compose_recipe,
     slot_recipe,
 )
 
@@ -54,8 +54,9 @@ SLACK, NOISE = 0.01, 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class LayerInputs:
-    """Attention inputs of one layer: query [1, H, S, D], key and value [1, G, S, D] after RoPE, and the tokens' layout."""
+class CapturedLayer:
+    """Attention inputs of one layer, captured in a forward pass: query [1, H, S, D], key and value [1, G, S, D] after RoPE,
+    the softmax `scale`, and the tokens' layout."""
 
     layer: int
     query: Tensor
@@ -72,7 +73,7 @@ class _Enough(Exception):
 def visit_layers(
     model: nn.Module,
     inputs: Mapping[str, Any],
-    visit: Callable[[LayerInputs], None],
+    visit: Callable[[CapturedLayer], None],
     layers: set[int] | None = None,
 ) -> None:
     """Run the prompt through `model` with dense attention and call `visit` with the attention inputs of each layer (or of
@@ -91,7 +92,7 @@ def visit_layers(
             self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
         ) -> None:
             if layers is None or layer in layers:
-                visit(LayerInputs(layer, query, key, value, scale, run.layout))
+                visit(CapturedLayer(layer, query, key, value, scale, run.layout))
             if layers is not None and layer == max(layers):
                 raise _Enough
 
@@ -138,7 +139,7 @@ class LayerBenchmark:
     """Measures candidate patterns on one layer; dense outputs are computed once for each key modality and cached with the
     layer."""
 
-    inside: LayerInputs
+    inside: CapturedLayer
     backend: str
     _dense: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -260,7 +261,7 @@ def measure_all(
     tolerance: float,
     tick: Tick = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure all candidate patterns for each head of a layer.
+    """Measure all candidate patterns for each head of a layer; return a mapping of figures for each head:
 
     scores, shares  boundary type -> slot -> each candidate's error, and its share of causal pairs; None if left out
     errors, kept    boundary type, with its best candidates -> error of the whole output, and share of causal pairs
@@ -335,9 +336,9 @@ def choose_slots(
     for slot, some in options.items():
         room = 1 + tolerance - cost() + some[chosen[slot]][1]
         chosen[slot] = _best(some, [n for n in some if some[n][1] <= room] or [chosen[slot]])
-    return compose(kind, {slot: candidates[n].pattern for slot, n in chosen.items()}, block), round_figures(
-        cost()
-    )
+    return compose_recipe(
+        kind, {slot: candidates[n].pattern for slot, n in chosen.items()}, block
+    ), round_figures(cost())
 
 
 def _best(options: Mapping[int, tuple[float, float]], among: Collection[int]) -> int:

@@ -20,7 +20,7 @@ from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.plan import AttentionPlan, element_mask
 from mmaccel.core.registry import policy, registry
 from mmaccel.figure import figure
-from mmaccel.search.measure import LayerInputs, frame_tokens
+from mmaccel.search.measure import CapturedLayer, frame_tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +90,7 @@ def token_orders(layout: TokenLayout) -> dict[str, Tensor]:
     return found
 
 
-def pooled_attention(inside: LayerInputs, head: int, order: Tensor, size: int) -> Tensor:
+def pooled_attention(inside: CapturedLayer, head: int, order: Tensor, size: int) -> Tensor:
     """Attention of a head averaged into cells, [size, size] float32 (smaller for a short prompt).
 
     `order` [S] is the order of both rows and columns.
@@ -111,18 +111,18 @@ def pooled_attention(inside: LayerInputs, head: int, order: Tensor, size: int) -
     return (total / (count[:, None] * count[None, :])).cpu()
 
 
-def attention_weights(inside: LayerInputs, head: int, rows: Tensor, key: Tensor) -> Tensor:
+def attention_weights(inside: CapturedLayer, head: int, rows: Tensor, key: Tensor) -> Tensor:
     """Attention weights [rows, S] float32 of some rows of a head; key [S, D]."""
     score = (inside.query[0, head, rows].float() * inside.scale) @ key.T
     ahead = torch.arange(key.shape[0], device=key.device) > rows[:, None]
     return score.masked_fill_(ahead, -torch.inf).softmax(-1)
 
 
-def _keys(inside: LayerInputs, head: int) -> Tensor:
+def _keys(inside: CapturedLayer, head: int) -> Tensor:
     return inside.key[0, head * inside.key.shape[1] // inside.query.shape[1]].float()
 
 
-def head_picture(inside: LayerInputs, head: int, size: int = 256) -> Figure:
+def head_picture(inside: CapturedLayer, head: int, size: int = 256) -> Figure:
     """Picture of one head: its last tokens at full resolution, then all tokens in each of `orders`."""
     length = inside.layout.length
     last = torch.arange(max(0, length - min(size, 192)), length, device=inside.query.device)
@@ -169,6 +169,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def small_layout() -> TokenLayout:
+    """Return the layout of the small prompt that patterns are drawn on: text and video frames by `SEGMENTS`."""
     modality = torch.cat([torch.full((count,), kind) for kind, count in SEGMENTS])
     video = modality == VIDEO
     frame = torch.where(video, (video.cumsum(0) - 1) // FRAME, -1)

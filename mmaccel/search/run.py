@@ -27,8 +27,8 @@ from mmaccel.core.report import RowFile, environment, peak_bytes, write_atomical
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, choices
 from mmaccel.search import measure as figures
 from mmaccel.search.measure import (
+    CapturedLayer,
     LayerBenchmark,
-    LayerInputs,
     Row,
     Space,
     decide_head,
@@ -121,7 +121,7 @@ def search(
         missing = set(range(depth)) - parts.layers().keys()
         tick = _ticking(progress, "score", figures.count_ticks(space, modalities) * len(missing))
 
-        def visit(inside: LayerInputs) -> None:
+        def visit(inside: CapturedLayer) -> None:
             begin = time.perf_counter()
             heads = measure_all(
                 LayerBenchmark(inside, about["backend"]), space, modalities, block, tolerance, tick
@@ -131,7 +131,7 @@ def search(
 
         figures.visit_layers(model, inputs, visit, missing)
         layers = parts.layers()
-        seconds = sum(parts.all("spent")) + sum(row["seconds"] for row in layers.values())
+        seconds = sum(parts.values_of("spent")) + sum(row["seconds"] for row in layers.values())
         table = _build_table(about, measured, space, [layers[n]["heads"] for n in range(depth)])
         table["seconds"] = round(seconds, 3)
         table["peak_bytes"] = max(row["peak_bytes"] for row in layers.values())
@@ -154,9 +154,9 @@ def _levelled(
     device, fingerprint = next(model.parameters()).device, adapter.fingerprint(model)
     backend = select.choose(device) if settings.backend == "auto" else settings.backend
     select.get(backend, device)
-    middle: list[LayerInputs] = []
+    middle: list[CapturedLayer] = []
 
-    def keep(one: LayerInputs) -> None:
+    def keep(one: CapturedLayer) -> None:
         # Tensors of a layer are gone when the pass goes on.
         middle.append(replace(one, query=one.query.clone(), key=one.key.clone(), value=one.value.clone()))
 
@@ -203,7 +203,7 @@ def _levelled(
         parts.add({"measured": row})
         return row
 
-    ledger = CostTable(settings.cost, parts.all("measured"), measure)
+    ledger = CostTable(settings.cost, parts.values_of("measured"), measure)
     tick = _ticking(progress, "level", len(budget_rows(scale)) * len(kinds))
     space = level_all(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
     parts.add({"spent": time.perf_counter() - begin})
@@ -259,7 +259,7 @@ class SearchProgress(RowFile):
     def begin(self, about: Mapping[str, Any]) -> None:
         """Start a search, or continue the stored one if its settings are equal; `RecipeError` if they differ."""
         now = json.loads(json.dumps(about))
-        known = self.all("about")
+        known = self.values_of("about")
         if not known:
             self.add({"about": about})
         elif known[0] != now:
@@ -270,7 +270,7 @@ class SearchProgress(RowFile):
                 "another --out."
             )
 
-    def all(self, key: str) -> list[Any]:
+    def values_of(self, key: str) -> list[Any]:
         """Return the values of `key` in all stored rows that have it, in order."""
         return [row[key] for row in self.rows if key in row]
 

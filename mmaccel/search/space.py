@@ -88,7 +88,7 @@ def boundary_slots(kind: str, modalities: Sequence[int]) -> list[BoundarySlot]:
     return [BoundarySlot(f"{MODALITIES[q]}>{MODALITIES[k]}", q, k) for q in modalities for k in modalities]
 
 
-def compose(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
+def compose_recipe(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
     """Build the `sparse` part of a recipe: boundary type `kind`, with the pattern chosen for each slot.
 
     Modalities that the sample lacks take the pattern of one that it has: images that of videos, if there are any.
@@ -118,7 +118,7 @@ def all_slots_recipe(
     kind: str, pattern: Mapping[str, Any], modalities: Sequence[int], block: int
 ) -> dict[str, Any]:
     """Build the `sparse` part of a recipe: boundary type `kind`, with `pattern` in every slot."""
-    return compose(kind, {slot.name: pattern for slot in boundary_slots(kind, modalities)}, block)
+    return compose_recipe(kind, {slot.name: pattern for slot in boundary_slots(kind, modalities)}, block)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ class BudgetScale:
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """One row of Table 3, or ours: its label, its pattern (a recipe mapping) at budget step `step`, and the share of the
-    target's cost to which it is levelled."""
+    """One row of MMInference's Table 3, or one of ours: its label, `make` (budget step -> pattern, a recipe mapping), and
+    `aim`, the share of the target's cost that its budget is chosen for."""
 
     label: str
     make: Callable[[int], dict[str, Any]]
@@ -317,9 +317,10 @@ def level_all(
     tick: Tick = lambda: None,
     share: Cost = lambda pattern: 1.0,
 ) -> dict[str, list[Candidate]]:
-    """For each boundary type the candidates of Table 3, levelled to the target's cost with the row in every slot.
+    """Return, for each boundary type in `kinds`, the candidates of Table 3, each at the budget at which it costs as much as
+    the target when it is used in every slot of the type.
 
-    A type is left out if all its rows cost too much (on short prompts its extra parts alone do).
+    `cost` and `share` measure a pattern. A type is left out if even its smallest budgets cost too much (on short prompts).
     """
     table = budget_rows(scale)
     first = [0] * len(table)

@@ -19,7 +19,7 @@ SPAN_S = 10.0
 """Seconds from which on calls say how fast frames come."""
 
 
-class Point(NamedTuple):
+class StreamUsage(NamedTuple):
     """Frames that a stream has taken in; the bytes that it held then, in all and on the device; and questions so far."""
 
     frames: int
@@ -28,19 +28,20 @@ class Point(NamedTuple):
     questions: int = 0
 
 
-NOTHING = Point(0, 0)
+NOTHING = StreamUsage(0, 0)
 
 
 @dataclass(eq=False)
 class StreamPromise:
     """What the server has promised a stream under `recipe`: compute for `fps` frames per second, for `seconds`. `first` and
-    `last` are the first and the last measurement; what the first question added counts as there from the first on."""
+    `last` are its first and last `StreamUsage`; bytes that the first question added are added to `first` too. `calls`: when
+    frames came (`monotonic`), and how many in all."""
 
     recipe: str
     fps: float
     seconds: float
-    first: Point | None = None
-    last: Point = NOTHING
+    first: StreamUsage | None = None
+    last: StreamUsage = NOTHING
     calls: deque[tuple[float, int]] = field(default_factory=partial(deque, maxlen=TIMED))
 
     @property
@@ -76,16 +77,18 @@ class Admission:
         self._longest = dict[str, StreamPromise]()
 
     def record_call(
-        self, promise: StreamPromise, seconds: float, before: Point, now: Point, live: bool = True
+        self, promise: StreamPromise, seconds: float, before: StreamUsage, now: StreamUsage, live: bool = True
     ) -> None:
-        """Record a call that took `seconds` (without waiting), and the stream's `Point` `before` it and `now`.
+        """Record a call that took `seconds` (without waiting), and the stream's `StreamUsage` `before` it and `now`.
         Frames that are not `live` are not counted in the cost of live ones."""
-        before, now = Point(*before), Point(*now)
+        before, now = StreamUsage(*before), StreamUsage(*now)
         new, promise.last = now.frames - before.frames, now
         first = (promise.first or before) if before.frames else now
         if before.frames and now.questions > before.questions == 0:
             # What a question takes comes with the first one, and is no growth by frames.
-            first = Point(*(one + more - less for one, more, less in zip(first, now, before, strict=True)))
+            first = StreamUsage(
+                *(one + more - less for one, more, less in zip(first, now, before, strict=True))
+            )
         promise.first = first
         promise.calls.append((monotonic(), now.frames))
         if new > 0 and live:

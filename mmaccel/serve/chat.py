@@ -21,6 +21,7 @@ Asks = Annotated[str, Depends(caller)]
 
 
 def engine_of(request: Request) -> Engine:
+    """FastAPI dependency: the server's engine."""
     return request.app.state.engine  # type: ignore[no-any-return]
 
 

@@ -219,7 +219,9 @@ class Engine:
         """Decode the sampled frames of a video. Raises `Ended` if the deadline passes meanwhile."""
         deadline.check()
         limits = limits or self.settings.limits
-        return sources.video(source, self.processor, limits, fps, frames, lambda done, of: deadline.check())
+        return sources.sample_video(
+            source, self.processor, limits, fps, frames, lambda done, of: deadline.check()
+        )
 
     async def _done(self, asked: ActiveRequest, caller: str) -> Completion:
         question, request = self._alone(asked), asked.request
@@ -285,7 +287,7 @@ class Engine:
             report = (await run_in_thread(kept.session.report)).to_dict()
         if said := cutter.next_piece(text, whole=True):
             asked.put(said)
-        evidence = kept.as_json(answer.evidence, wanted.thumbnails) if wanted.evidence else None
+        evidence = kept.evidence_json(answer.evidence, wanted.thumbnails) if wanted.evidence else None
         reason = "stop" if cutter.stopped else answer.finish_reason
         rows, new = report["prompt_tokens"], len(answer.ids)
         if cutter.stopped:

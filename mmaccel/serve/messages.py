@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from mmaccel.core.streams.lines import LONGEST, checked_line
+from mmaccel.core.streams.timed_text import LONGEST, checked_line
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -44,6 +44,8 @@ class StrictModel(BaseModel):
 
 
 class AddressObject(StrictModel):
+    """Where an image or video is: a URL or data URL (OpenAI's `image_url`; `detail` has no effect)."""
+
     url: str
     detail: str | None = None
 
@@ -59,16 +61,22 @@ Address = Annotated[AddressObject, BeforeValidator(_as_address, json_schema_inpu
 
 
 class Text(StrictModel):
+    """A piece of text in a message."""
+
     type: Literal["text"]
     text: str
 
 
 class ImagePart(StrictModel):
+    """An image in a message."""
+
     type: Literal["image_url"]
     image_url: Address
 
 
 class VideoPart(StrictModel):
+    """A video in a message (vLLM's `video_url`)."""
+
     type: Literal["video_url"]
     video_url: Address
 
@@ -83,6 +91,8 @@ def _as_parts(content: Any) -> Any:
 
 
 class Message(StrictModel):
+    """One message of a conversation, as in OpenAI's API."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         list[Part], Field(max_length=256), BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])
@@ -112,10 +122,14 @@ class VideoIO(StrictModel):
 
 
 class MediaIO(StrictModel):
+    """vLLM's `media_io_kwargs`."""
+
     video: VideoIO = VideoIO()
 
 
 class StreamOptions(StrictModel):
+    """OpenAI's `stream_options`."""
+
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -175,6 +189,8 @@ Stop = Annotated[str, Field(max_length=256)]
 
 
 class ChatRequest(Sampling):
+    """A chat completion as in OpenAI's API; options that only one value serves are refused with any other."""
+
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=256)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -268,4 +284,6 @@ class AskRequest(Sampling):
 
 
 class SaveRequest(StrictModel):
+    """Save a stream under `name`."""
+
     name: Name

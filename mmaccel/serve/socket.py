@@ -17,21 +17,27 @@ from mmaccel.serve import sources
 from mmaccel.serve.guard import error_message
 from mmaccel.serve.messages import AskRequest, Seconds, StrictModel
 from mmaccel.serve.settings import Refused
-from mmaccel.serve.streams import Stream, Streams, facts, router
+from mmaccel.serve.streams import Stream, Streams, router, stream_json
 
 
 class KeyMessage(StrictModel):
+    """Client message: the API key, sent first if no header has it."""
+
     type: Literal["key"]
     key: str
 
 
 class FrameMessage(StrictModel):
+    """Client message: an encoded frame (base64 or data URL), shown at `time` seconds."""
+
     type: Literal["frame"]
     data: str
     time: Seconds | None = None
 
 
 class AskMessage(AskRequest):
+    """Client message: ask a question; the answers' messages carry its `id`."""
+
     type: Literal["ask"]
     id: str = ""
 
@@ -49,11 +55,15 @@ class OnMessage(StrictModel):
 
 
 class CancelMessage(StrictModel):
+    """Client message: end the answer, or the repeated question, of this `id`."""
+
     type: Literal["cancel"]
     id: str = ""
 
 
 class LookMessage(StrictModel):
+    """Client message: ask for the state of the stream."""
+
     type: Literal["look"]
 
 
@@ -136,7 +146,7 @@ class StreamConnection:
             return await self._frame(data, None)
         heard = Incoming.validate_json(message.get("text") or "")
         if isinstance(heard, FrameMessage):
-            await self._frame(await asyncio.to_thread(sources.decoded, heard.data), heard.time)
+            await self._frame(await asyncio.to_thread(sources.decode_base64, heard.data), heard.time)
         elif isinstance(heard, AskMessage):
             name = f"#{heard.id}"
             if name in self._answers or len(self._answers) > ANSWERS:
@@ -153,7 +163,7 @@ class StreamConnection:
         elif isinstance(heard, CancelMessage) and (found := self._answers.get(f"#{heard.id}")) is not None:
             found.cancel()
         elif isinstance(heard, LookMessage):
-            await self._send("event", name="stream", **await facts(self._stream))
+            await self._send("event", name="stream", **await stream_json(self._stream))
 
     def _stand(self, asked: OnMessage) -> None:
         if asked.id in self._standing or len(self._standing) >= ANSWERS:
@@ -161,7 +171,7 @@ class StreamConnection:
 
         async def tell(change: Change) -> None:
             found, told = change.answer, {"before": change.before, "seconds": change.seconds}
-            evidence = self._stream.kept.as_json(found.evidence, True)
+            evidence = self._stream.kept.evidence_json(found.evidence, True)
             await self._send("event", name="change", id=asked.id, text=found.text, evidence=evidence, **told)
 
         how = {"every": asked.every, "last": asked.last, "says": asked.says}

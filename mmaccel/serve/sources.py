@@ -81,17 +81,17 @@ def _data(url: str, kind: Kind, folder: Path, limits: Limits, deadline: Deadline
         pieces = url[begin.end() :].split(",", limits.frames)
         if len(pieces) > limits.frames:
             raise Refused(413, f"video_url: it has more than {limits.frames} frames; give fewer.")
-        frames = tuple(decoded(piece) for piece in pieces)
+        frames = tuple(decode_base64(piece) for piece in pieces)
         # With their lengths: the same bytes may be cut into frames otherwise.
         digest = hashlib.sha256(b"".join(len(one).to_bytes(8, "big") + one for one in frames))
         return FetchedSource("video", digest.hexdigest(), data=frames)
     begin = DATA.match(url)
     if begin is None:
         raise VideoError(f"{kind}_url: it is no data:{kind}/...;base64, address; give one.")
-    return _stored([decoded(url[begin.end() :])], kind, folder, limits, deadline)
+    return _stored([decode_base64(url[begin.end() :])], kind, folder, limits, deadline)
 
 
-def decoded(text: str) -> bytes:
+def decode_base64(text: str) -> bytes:
     """Decode base64, or a base64 data URL, to bytes. Raises `VideoError`."""
     try:
         return base64.b64decode(text.partition(",")[2] if text[:5] == "data:" else text, validate=True)
@@ -252,7 +252,7 @@ def decode_frames(data: Sequence[bytes], limits: Limits) -> Tensor:
     return torch.stack(pictures)
 
 
-def video(
+def sample_video(
     source: FetchedSource,
     processor: Any,
     limits: Limits,

@@ -41,7 +41,7 @@ router = APIRouter(prefix="/v1/streaming/sessions", tags=["streams"])
 
 @dataclass(eq=False)
 class Stream:
-    """An open stream of one caller."""
+    """An open stream of the caller `owner`; `used`: time of its last use (`time.monotonic`), `busy`: calls in progress."""
 
     id: str
     owner: str
@@ -159,7 +159,7 @@ class Streams:
                 if folder is not None:
                     with hide_server_path(folder):
                         await kept.session.load(folder)
-                    promise.last = promise.first = await kept.measured()
+                    promise.last = promise.first = await kept.measure()
         except BaseException:
             self.admission.end(promise)
             if kept is not None:
@@ -226,7 +226,7 @@ class Streams:
         deadline = Deadline(self.limits.seconds)
 
         def read() -> Tensor:
-            given = [one if isinstance(one, bytes) else sources.decoded(one) for one in pieces]
+            given = [one if isinstance(one, bytes) else sources.decode_base64(one) for one in pieces]
             return sources.decode_frames(given, self.limits)
 
         frames = await await_or_cancel(run_in_thread(read), deadline)
@@ -245,7 +245,7 @@ class Streams:
                 taken: int = await call(timeout=max(0.01, deadline.seconds_left() or 0.0))
             seconds = time.monotonic() - stream.session.session.waited_s - start
             await run_in_thread(partial(stream.kept.pictures.add, before[0], frames[:taken]))
-            self.admission.record_call(stream.promise, seconds, before, await stream.kept.measured(), live)
+            self.admission.record_call(stream.promise, seconds, before, await stream.kept.measure(), live)
             await self.note_change(stream)
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))
@@ -289,11 +289,14 @@ class Streams:
             "tokens_per_s": answer.tokens_per_s,
             "recipe": stream.recipe,
             "lines": answer.lines,
-            "evidence": stream.kept.as_json(answer.evidence, asked.thumbnails) if asked.evidence else None,
+            "evidence": stream.kept.evidence_json(answer.evidence, asked.thumbnails)
+            if asked.evidence
+            else None,
         }
 
 
 async def streams_of(request: Request, asks: Asks) -> Streams:
+    """FastAPI dependency: the server's open streams, with the request's own loaded from another replica if need be."""
     streams: Streams = request.app.state.streams
     await streams.load_current(request.path_params.get("number", ""), asks)
     return streams
@@ -302,7 +305,7 @@ async def streams_of(request: Request, asks: Asks) -> Streams:
 TheStreams = Annotated[Streams, Depends(streams_of)]
 
 
-async def facts(stream: Stream) -> dict[str, Any]:
+async def stream_json(stream: Stream) -> dict[str, Any]:
     """A stream as a JSON-ready mapping: its contents, and the cluster of each time step in the first layer with clusters."""
     clusters = await run_in_thread(stream.session.clusters)
     return {
@@ -320,13 +323,13 @@ async def facts(stream: Stream) -> dict[str, Any]:
 @router.post("", status_code=201)
 async def open_stream(body: SessionRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     """Open a stream, or resume a saved one (`resume`)."""
-    return await facts(await streams.open(body, asks))
+    return await stream_json(await streams.open(body, asks))
 
 
 @router.get("/{number}")
 async def get_stream(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     """State of a stream, and the cluster of each time step."""
-    return await facts(streams.get(number, asks))
+    return await stream_json(streams.get(number, asks))
 
 
 @router.post("/{number}/frames")

@@ -23,7 +23,7 @@ def declared() -> str:
     facts: dict[str, Callable[[Architecture], str]] = {
         "GPUs": lambda row: row.devices,
         "shared memory of a program": lambda row: f"{row.shared >> 10} KB",
-        "our kernels are": lambda row: "run and timed" if row.run else "compiled",
+        "our kernels are": lambda row: "run and timed" if row.has_run else "compiled",
     }
     for name, fact in facts.items():
         lines.append(f"| {name} | " + " | ".join(fact(row) for row in ARCHITECTURES) + " |")

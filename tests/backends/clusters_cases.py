@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import clusters as plain
-from mmaccel.backends.ops.clusters import Late, Lists, Own, Words, preceding
+from mmaccel.backends.ops.clusters import Lists, MemberKeys, NewestEntries, Words, preceding
 from mmaccel.backends.triton import stream
 
 from .triton_cases import DEVICE, DTYPES, INTERPRETED, some
@@ -114,11 +114,11 @@ def test_entries_up_to_a_budget(
     keys = few((entries + 9, LAYERS, WIDTH), 6)
     held = keys if INTERPRETED else keys.pin_memory()
     query, units = few((WIDTH,), 7), torch.tensor([entries])
-    for late in (None, Late(units, 2, 6)):
-        own = Own(keys, 2, lambda at: keys[at, 2], query, cosine)
+    for late in (None, NewestEntries(units, 2, 6)):
+        own = MemberKeys(keys, 2, lambda at: keys[at, 2], query, cosine)
         wanted = plain.select.plain(before, lists, budget, ahead, own, late)
-        told = None if late is None else Late(there(units), 2, 6)
-        device = Own(held, 2, lambda at: keys[at, 2], there(query), cosine)
+        told = None if late is None else NewestEntries(there(units), 2, 6)
+        device = MemberKeys(held, 2, lambda at: keys[at, 2], there(query), cosine)
         found = stream.select(there(before), on_device(lists), budget, ahead, device, told)
         assert torch.equal(found[0].cpu(), wanted[0])
         assert (wanted[0][1:budget] > wanted[0][: budget - 1]).all()
@@ -185,8 +185,8 @@ def test_words_are_moved(dtype: torch.dtype, shown: bool) -> None:
     x, count = torch.randn(24, 100).to(dtype), torch.tensor([19])
     known, before, seen = torch.randn(3, 100)
     mine = [there(one.clone()) for one in (known, before, seen)]
-    wanted = plain.moved.plain(x, count, known, before, seen if shown else None)
-    found = stream.moved(there(x), there(count), *mine[:2], mine[2] if shown else None)
+    wanted = plain.predict_next_hidden.plain(x, count, known, before, seen if shown else None)
+    found = stream.predict_next_hidden(there(x), there(count), *mine[:2], mine[2] if shown else None)
     assert torch.equal(found.cpu(), wanted)
     for one, other in zip(mine, (known, before, seen), strict=True):
         torch.testing.assert_close(one.cpu(), other, atol=1e-6, rtol=1e-6)

@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.block_lists import FIELDS
-from mmaccel.backends.ops.clusters import Late, Lists, Own, Words, alignment_of
+from mmaccel.backends.ops.clusters import Lists, MemberKeys, NewestEntries, Words, alignment_of
 from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
 from mmaccel.backends.triton import decode, delta, experts, pointwise, stream
@@ -188,7 +188,7 @@ def each(n: int, dtype: torch.dtype = BF16) -> None:
     weight, turn = [blank(w, E) for w in WEIGHTS["qkv"]], blank(2, 8, n, 128, dtype=dtype)
     if dtype == BF16:
         some = blank(8 * n, E), weight, [], None, squares(8 * n), 1e-6
-        decode.enter_each(*some, turn, columns, caches)
+        decode.qkv_rope_each(*some, turn, columns, caches)
     decode.rope_each(blank(8, n, 36 * 128, dtype=dtype), *turn, columns, columns, caches)
 
 
@@ -216,13 +216,13 @@ def passed(count: int, kind: str) -> None:
         weight = [blank(WIDE, E)] * 2
         decode.project_rows(blank(count, E), weight, (), None, 1e-6, None, True, squares(count))
     else:
-        decode.pass_rows(blank(count, WIDE), blank(E, WIDE), [], blank(count, E), blank(E))
+        decode.residual_rows(blank(count, WIDE), blank(E, WIDE), [], blank(count, E), blank(E))
 
 
 def entered(count: int) -> None:
     """Queries, keys and values of a 7B model's layer, turned and written."""
     weight, cache = [blank(w, E) for w in WEIGHTS["qkv"]], blank(1, 4, N, 128)
-    decode.enter_rows(
+    decode.qkv_rope_rows(
         blank(count, E), weight, [blank(len(w)) for w in weight], None, squares(count), 1e-6,
         blank(2, 1, count, 128), zeros(1, count), cache, cache,
     )  # fmt: skip
@@ -276,16 +276,16 @@ def clustered() -> None:
     key, query = blank(layers, count, 512), blank(layers, 512, dtype=torch.float32)
     long = zeros(layers, entries)
     size, score, one = long[:, :count], blank(layers, count, dtype=torch.float32), long[0, :1]
-    own = Own(key.transpose(0, 1), 1, lambda at: query, query[0], False)
+    own = MemberKeys(key.transpose(0, 1), 1, lambda at: query, query[0], False)
     stream.score(key, query, False)
     stream.score_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
     stream.beyond_budget(score, size[0], 256, 2)
     stream.scores_and_preceding(score, size, size, score > 0)
-    stream.select(size, Lists(long, long, long, size, size, 32), 64, 80, own, Late(one, 1, 8))
+    stream.select(size, Lists(long, long, long, size, size, 32), 64, 80, own, NewestEntries(one, 1, 8))
     out = blank(2, 4, 512, 128)
     stream.summary_tokens(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
     stream.mean_query(blank(28, 16, 128), one, 4)
-    stream.moved(blank(16, E), one, *blank(3, E, dtype=torch.float32))
+    stream.predict_next_hidden(blank(16, E), one, *blank(3, E, dtype=torch.float32))
     stream.host_slots(long[0], long[0, :80], one, one)
 
 

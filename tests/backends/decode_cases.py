@@ -9,9 +9,9 @@ from mmaccel.backends.ops.layer_ops import (
     Caches,
     attend_each,
     decode_attend,
-    enter_each,
-    enter_rows,
     project_rows,
+    qkv_rope_each,
+    qkv_rope_rows,
     rope_each,
     rope_rows,
 )
@@ -23,7 +23,7 @@ from .triton_cases import DEVICE, DTYPES, INTERPRETED, some
 
 @pytest.fixture(autouse=True)
 def plain_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device the plain form of `enter_rows` would rotate by the kernel."""
+    """On a device the plain form of `qkv_rope_rows` would rotate by the kernel."""
     monkeypatch.setattr(rope_rows, "direct", rope_rows.plain)
 
 
@@ -161,14 +161,14 @@ def test_each_writes_to_a_cache_of_its_own(size: int) -> None:
         )
     torch.testing.assert_close(found, said)
     made = apart(lengths, heads[1], size, torch.float32)
-    entered = decode.enter_each(x, weight, [], None, None, 0.0, turn, columns, made)
+    entered = decode.qkv_rope_each(x, weight, [], None, None, 0.0, turn, columns, made)
     torch.testing.assert_close(entered, said, rtol=1e-4, atol=1e-4)
     for caches in (ours, made):
         for own, right in zip(caches.pairs, want.pairs, strict=True):
             for a, b in zip(own, right, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
     plain = apart(lengths, heads[1], size, torch.float32)
-    again = enter_each.plain(x, weight, [], None, None, 0.0, turn, columns, plain)
+    again = qkv_rope_each.plain(x, weight, [], None, None, 0.0, turn, columns, plain)
     torch.testing.assert_close(again, said, rtol=1e-4, atol=1e-4)
 
 
@@ -257,7 +257,7 @@ def test_a_norm_between_two_products(
         monkeypatch.setattr(decode, "HELD", 256)
     x, residual = drawn(count, K, dtype=dtype), drawn(count, wide, dtype=dtype, seed=1)
     weight, gain = drawn(wide, K, dtype=dtype, seed=2) / 7, drawn(wide, dtype=dtype, seed=3)
-    out, gained, squares = decode.pass_rows(x, weight, [], residual, gain, block_k=16)
+    out, gained, squares = decode.residual_rows(x, weight, [], residual, gain, block_k=16)
     assert torch.equal(out, decode.project_rows(x, [weight], residual=residual, block_k=16))
     assert torch.equal(gained, (out.float() * gain.float()).to(dtype))
     torch.testing.assert_close(squares.sum(-1), out.float().pow(2).sum(-1))
@@ -297,15 +297,15 @@ def test_enter(size: int, rows: tuple[int, int, bool], dtype: torch.dtype) -> No
     weight, bias, turn, columns, whole = entered(dtype, B, n, size, biased)
     x, gain = drawn(B * n, 48, dtype=dtype), drawn(48, dtype=dtype, seed=8)
     mine, theirs, said = ([w.clone()[:, :, 1] for w in whole] for _ in range(3))
-    got = decode.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *mine, block_k=16)
+    got = decode.qkv_rope_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *mine, block_k=16)
     made = decode.project_rows(x, weight, bias, gain, 1e-5, block_k=16).view(B, n, -1)
     line = torch.arange(n, device=DEVICE).expand(B, n)
     want = decode.rope_rows(made, turn[0], turn[1], line, columns, *theirs)
-    plainly = enter_rows.plain(x, weight, bias, gain, None, 1e-5, turn, columns, *said)
+    plainly = qkv_rope_rows.plain(x, weight, bias, gain, None, 1e-5, turn, columns, *said)
     wide = [w.double()[:, :, 1] for w in whole]
     ready = normed(x, gain, 1e-5)
     weights, biases = ([t.double() for t in given] for given in (weight, bias))
-    exact = enter_rows.plain(ready, weights, biases, None, None, 0.0, turn.double(), columns, *wide)
+    exact = qkv_rope_rows.plain(ready, weights, biases, None, None, 0.0, turn.double(), columns, *wide)
     _, sizes = exactly(ready, weight, bias, False)
     turned = sizes * float(turn.double().abs().sum(0).max())
     for query, (key, value) in ((got, mine), (want, theirs)):
@@ -327,11 +327,11 @@ def test_enter_after_a_product(parts: int) -> None:
     share = drawn(6, parts, seed=9).softmax(-1)
     squares = x.pow(2).sum(-1, keepdim=True) * share
     mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
-    got = decode.enter_rows(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *mine)
-    want = enter_rows.plain(x, weight, bias, gain, None, 1e-5, turn, columns, *theirs)
+    got = decode.qkv_rope_rows(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *mine)
+    want = qkv_rope_rows.plain(x, weight, bias, gain, None, 1e-5, turn, columns, *theirs)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(mine, theirs)
-    told = enter_rows.plain(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *theirs)
+    told = qkv_rope_rows.plain(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *theirs)
     torch.testing.assert_close(told, want)
 
 

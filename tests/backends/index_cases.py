@@ -20,7 +20,7 @@ from mmaccel.policies.sparse import Grid
 from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout, Score
 from mmaccel.policies.sparse.orders import LayerInputs
 from mmaccel.policies.sparse.per_head import LayerHeads
-from mmaccel.policies.sparse.stride import Classes, Frames, Search, _heaviest, frame_phases
+from mmaccel.policies.sparse.stride import Classes, Frames, StrideSearch, _heaviest, frame_phases
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import small
 
@@ -64,7 +64,7 @@ def test_lines(places: str, dtype: torch.dtype, gathered: bool) -> None:
     want = exact.totals()
     assert torch.equal(found.cpu() == -torch.inf, want == -torch.inf)
     assert float((found.cpu() - want).nan_to_num(0.0).abs().max()) <= 1e-5
-    for got, line in zip(line_sums(query, key, row, at, total, N, pooled), exact.lines(), strict=True):
+    for got, line in zip(line_sums(query, key, row, at, total, N, pooled), exact.line_sums(), strict=True):
         assert got.shape == (2, GROUPS if pooled else HEADS, N)
         assert bool(((last.expand_heads(got.cpu()) - line).abs() <= 1e-6 + 1e-5 * line).all())
 
@@ -176,7 +176,7 @@ def test_classes_of_more_keys_than_a_tile(
     long = sequence([(TEXT, [5]), (VIDEO, [5] * 40), (TEXT, [20])])
     other = sequence([(TEXT, [3]), (VIDEO, [4] * 45), (TEXT, [9])]) if padded else long
     scene = Scene((long, other), heads=4, groups=2, size=16, seed=5)
-    search = Search(low=2, most=12, slack=0.1, score=score, rows=True, keys=scene.length)
+    search = StrideSearch(low=2, most=12, slack=0.1, score=score, rows=True, keys=scene.length)
 
     def found(device: str) -> Classes:
         query, key, _ = (t.to(device) for t in scene.tensors(torch.float32))

@@ -24,7 +24,13 @@ from torch import Tensor
 from mmaccel.backends import triton as backend
 from mmaccel.backends.ops import block_lists, layer_ops, lines
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, rope_rows
+from mmaccel.backends.ops.layer_ops import (
+    decode_attend,
+    project_rows,
+    qkv_rope_rows,
+    residual_rows,
+    rope_rows,
+)
 from mmaccel.backends.triton.prefill import estimate, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
@@ -137,7 +143,7 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
         for target, some in held.items():
             stack.enter_context(mock.patch.multiple(target, **some))
         stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keys.take))
-        stack.enter_context(as_on(operators.row_named(architecture)))
+        stack.enter_context(as_on(operators.architecture_named(architecture)))
         yield keys
 
 
@@ -201,10 +207,10 @@ def decoded(tokens: int) -> None:
         x = torch.zeros(width, HIDDEN, dtype=torch.bfloat16)
         project_rows(x, [torch.zeros(64, HIDDEN, dtype=torch.bfloat16)], [])
         square = torch.zeros(HIDDEN, HIDDEN, dtype=torch.bfloat16)
-        _, gained, squares = pass_rows(x, square, [], x, square[0])
+        _, gained, squares = residual_rows(x, square, [], x, square[0])
         three = [square.new_zeros(heads * SIZE, HIDDEN) for heads in (HEADS, GROUPS, GROUPS)]
         turn = square.new_zeros(2, 1, width, SIZE)
-        enter_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)
+        qkv_rope_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)
         told = torch.zeros(1, width, (HEADS + 2 * GROUPS) * SIZE, dtype=torch.bfloat16)
         query = rope_rows(told, angles, angles, at, at, cache, cache)
         decode_attend(query, cache, cache, at, 0.1, None)

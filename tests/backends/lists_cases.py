@@ -265,7 +265,7 @@ def test_what_shares_a_part_of_a_plan_has_its_own() -> None:
     made = list[int]()
 
     def sums(other: Tensor) -> Any:
-        return lists.derived([shared, other], "sum", lambda: made.append(1) or shared + other)
+        return lists.cached_on_plan([shared, other], "sum", lambda: made.append(1) or shared + other)
 
     for _ in range(2):
         assert [int(sums(other)[0]) for other in others] == [1, 2, 3]

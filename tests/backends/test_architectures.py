@@ -46,7 +46,7 @@ def judge(row: dict[str, Any]) -> None:
     """It fits shared memory. On NVIDIA products run on the matrix units, and what is hot spills nothing to memory."""
     name, way = row["architecture"], row["way"]
     kernel = row["kernel"].split(".")[1].removesuffix("_kernel").removeprefix("_")
-    assert row["shared"] <= operators.row_named(name).shared, row
+    assert row["shared"] <= operators.architecture_named(name).shared, row
     product = kernel in ("attend", "piece", "project", "enter", "hopper", "joint")
     product |= kernel in ("totals", "lines", "classes")
     if "fp32" not in way:
@@ -129,8 +129,8 @@ def test_a_row_names_what_it_lacks() -> None:
     ("name", "like"), [("sm_86", "sm_80"), ("sm_103", "sm_100"), ("sm_121", "sm_120"), ("sm_130", "sm_120")]
 )
 def test_one_without_a_row_runs_what_the_one_before_runs(name: str, like: str) -> None:
-    found, row = operators.row_named(name), operators.row_named(like)
-    assert found.name == name and not found.run
+    found, row = operators.architecture_named(name), operators.architecture_named(like)
+    assert found.name == name and not found.has_run
     assert (found.lacks, found.shared, found.cudnn) == (row.lacks, row.shared, row.cudnn)
 
 
@@ -138,7 +138,7 @@ def test_one_without_a_row_runs_what_the_one_before_runs(name: str, like: str) -
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """What a device that is not here says of itself; of ROCm where it has a `gcnArchName`."""
     told = SimpleNamespace(multi_processor_count=60, total_memory=9 << 30)
-    cached = operators.row_of, operators.resources, triton.usable
+    cached = operators.architecture_of, operators.resources, triton.usable
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
     for function in cached:
@@ -163,14 +163,14 @@ def test_what_does_not_run_is_said_in_a_sentence(
     device.gcnArchName = name
     monkeypatch.setattr(torch.version, "hip", None if name.startswith("sm_") else "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(int(name[3:]), 10))
-    assert select.usable(CUDA)["triton"] == why
+    assert select.unusable(CUDA)["triton"] == why
     assert select.choose(CUDA) == ("triton" if why is None else "flex")
     if why is not None:
         with pytest.raises(
             RecipeError, match=f"'triton' cannot run on cuda: {why}; choose 'auto' or one of .*'flex'"
         ):
             select.get("triton", CUDA)
-    flash = f"'flash' cannot run on cuda: {operators.row_of(CUDA).lacks['flash']}; choose"
+    flash = f"'flash' cannot run on cuda: {operators.architecture_of(CUDA).lacks['flash']}; choose"
     with pytest.raises(RecipeError, match=flash):
         select.get("flash", CUDA)
 

@@ -18,7 +18,7 @@ from tests.policies.sparse.scenes import Scene
 from .oracle import budget, check, draw, drawn
 from .plans import PATTERNS, SCENE, random_plan
 
-WHY = flash.usable(torch.device("cuda"))
+WHY = flash.unusable(torch.device("cuda"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY is not None, reason=WHY or "it runs here")]
 
 

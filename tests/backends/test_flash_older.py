@@ -123,7 +123,7 @@ def test_which_serves_a_device(
 ) -> None:
     """On an architecture by name, with flash-attn 4 installed or not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(operators, "row_of", lambda device: operators.row_named(name))
+    monkeypatch.setattr(operators, "architecture_of", lambda device: operators.architecture_named(name))
     monkeypatch.setattr(flash, "installed", lambda: four)
     for module in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, module, None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mmaccel.backends import flash
 from mmaccel.backends.flash import attend
-from mmaccel.backends.flash.tiles import Tiles, compact_tiles, split, tiled
+from mmaccel.backends.flash.tiles import Tiles, compact_tiles, split_blocks, tiled
 from mmaccel.backends.ops import dense_attend
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part
@@ -63,7 +63,7 @@ def test_tiles_of_blocks(seed: int, queries: int, keys: int) -> None:
         listed.flatten(0, 2), zip(count.flatten(), index.flatten(0, 2), strict=True), strict=True
     ):
         assert i[: int(c)].tolist() == row.nonzero().flatten().tolist()
-    parts = split(kinds, queries, keys)
+    parts = split_blocks(kinds, queries, keys)
     assert torch.equal(parts, kinds.repeat_interleave(queries, 2).repeat_interleave(keys, 3))
 
 
@@ -120,16 +120,16 @@ def test_a_table_has_a_bound() -> None:
 
 
 def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flash.usable(torch.device("cpu")) == "it runs on cuda"
+    assert flash.unusable(torch.device("cpu")) == "it runs on cuda"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert flash.usable(CUDA) == "no CUDA device is visible"
+    assert flash.unusable(CUDA) == "no CUDA device is visible"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        row = operators.row_named(name)
-        monkeypatch.setattr(operators, "row_of", lambda device, row=row: row)
+        row = operators.architecture_named(name)
+        monkeypatch.setattr(operators, "architecture_of", lambda device, row=row: row)
         for there, needed in ((True, None), (False, "it needs flash-attn 4 (pip install flash-attn-4)")):
             monkeypatch.setattr(flash, "installed", lambda there=there: there)
-            assert flash.usable(CUDA) == (row.lacks["flash"] if row.lacks else needed)
+            assert flash.unusable(CUDA) == (row.lacks["flash"] if row.lacks else needed)
             assert dense_attend.runs_flash_4(CUDA) == (there and name in ("sm_90", "sm_100"))
 
 

@@ -12,7 +12,13 @@ from mmaccel.backends.ops import clusters, layer_ops, lines, operator
 from mmaccel.backends.ops.block_lists import FIELDS, copy_pieces, listed_area, reach
 from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.backends.ops.dense_attend import dense_attend
-from mmaccel.backends.ops.layer_ops import decode_attend, enter_rows, pass_rows, project_rows, rope_rows
+from mmaccel.backends.ops.layer_ops import (
+    decode_attend,
+    project_rows,
+    qkv_rope_rows,
+    residual_rows,
+    rope_rows,
+)
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.prefill.merge_heads import TensorPacker
 from mmaccel.core.prefill.sparse import attend_plan
@@ -40,10 +46,10 @@ def of_steps() -> Iterator[Call]:
     yield "project_rows, gated", project_rows, (x, weight, [], gain, 1e-6, None, True)
     yield "project_rows after", project_rows, (x, weight, [], None, 1e-6, None, True, torch.rand(5, 3))
     told = torch.randn(12, 16), [torch.randn(12)], torch.randn(5, 12), torch.randn(12)
-    yield "pass_rows", pass_rows, (x, *told)
+    yield "residual_rows", residual_rows, (x, *told)
     turn, three = torch.randn(2, 2, 3, 8), [torch.randn(8 * h, 16) for h in (4, 2, 2)]
     told = torch.randn(6, 16), three, [], gain, None, 1e-6, turn, columns
-    yield "enter_rows", enter_rows, (*told, key.clone(), value.clone())
+    yield "qkv_rope_rows", qkv_rope_rows, (*told, key.clone(), value.clone())
     angles = torch.randn(2, 20, 8)
     told = torch.randn(2, 3, 8 * 8), angles, angles, columns - 2, columns
     yield "rope_rows", rope_rows, (*told, key, value.clone())
@@ -235,10 +241,10 @@ def test_rows_of_types_without_products_of_ours_are_turned_by_one_kernel(
     turn, columns = torch.randn(2, 1, 3, 8).to(dtype), torch.arange(3)[None]
     mine, theirs = ([torch.zeros(1, 2, 5, 8, dtype=dtype) for _ in range(2)] for _ in range(2))
     given = x, weight, [], torch.ones(16, dtype=dtype), None, 1e-6, turn, columns
-    want = enter_rows.plain(*given, *theirs)
+    want = qkv_rope_rows.plain(*given, *theirs)
     monkeypatch.setattr(operator, "usable", lambda device: None)
     monkeypatch.setattr(kernels, "rope_rows", launch)
-    assert torch.equal(enter_rows(*given, *mine), want)
+    assert torch.equal(qkv_rope_rows(*given, *mine), want)
     assert launched == [dtype]
     for one, other in zip(mine, theirs, strict=True):
         assert torch.equal(one, other)

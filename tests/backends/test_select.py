@@ -16,8 +16,8 @@ from tests.backends.oracle import drawn
 
 def test_reference_runs_everywhere() -> None:
     for device in ("cpu", "cuda", "meta"):
-        assert select.usable(device)["reference"] is None
-    assert set(select.usable("cpu")) == set(select.BACKENDS)
+        assert select.unusable(device)["reference"] is None
+    assert set(select.unusable("cpu")) == set(select.BACKENDS)
 
 
 def test_a_named_backend_is_that_backend() -> None:
@@ -27,7 +27,7 @@ def test_a_named_backend_is_that_backend() -> None:
 
 def test_auto_is_one_that_runs() -> None:
     name = select.choose("cpu")
-    assert select.usable("cpu")[name] is None
+    assert select.unusable("cpu")[name] is None
     assert select.get("auto", "cpu") is select.get(name, "cpu")
     assert select.choose("meta") == "reference"
 
@@ -43,7 +43,7 @@ def test_what_cannot_run_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPa
     ):
         select.get("flex", torch.device("meta"))
     monkeypatch.setitem(select.BACKENDS, "absent", "mmaccel.backends.no_such_kernel")
-    assert select.usable("cpu")["absent"] == "it needs mmaccel.backends.no_such_kernel"
+    assert select.unusable("cpu")["absent"] == "it needs mmaccel.backends.no_such_kernel"
     with pytest.raises(RecipeError, match="backend 'absent' cannot run on cpu: it needs"):
         select.get("absent", "cpu")
 
@@ -165,14 +165,14 @@ def test_dense_wherever_a_pattern_would_not_win(rivals: None, tmp_path: Path) ->
 
 
 def test_dense_wins_a_tie() -> None:
-    line = measure.Line(1.0, 2.0)
+    line = measure.LinearCost(1.0, 2.0)
     choice = select.Choice("rival", "", measure.Costs(line, {"rival": line}))
     assert not choice.beats_dense(5.0, 5.0, 7.0) and choice.beats_dense(4.9, 5.0, 7.0)
 
 
 def test_a_line_through_noise_stays_a_cost() -> None:
-    assert measure.Line.through_points((10, 3.0), (20, 2.0)) == measure.Line(0.0, 0.1)
-    assert measure.Line.through_points((10, 1.0), (20, 4.0)).fixed == 0.0
+    assert measure.LinearCost.through_points((10, 3.0), (20, 2.0)) == measure.LinearCost(0.0, 0.1)
+    assert measure.LinearCost.through_points((10, 1.0), (20, 4.0)).fixed == 0.0
 
 
 def test_nothing_is_measured_on_the_cpu_or_for_a_name(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ def run(*arguments: str, **environment: str) -> str:
 
 def test_tells_why_it_cannot_run() -> None:
     """On the CPU it never can: the interpreter is for tests."""
-    reason = triton.usable(torch.device("cpu"))
+    reason = triton.unusable(torch.device("cpu"))
     assert reason is not None and "cuda" in reason
-    assert select.usable("cpu")["triton"] == reason
+    assert select.unusable("cpu")["triton"] == reason
 
 
 QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")

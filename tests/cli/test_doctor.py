@@ -35,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """An L4, as far as PyTorch tells."""
     card = SimpleNamespace(name="NVIDIA L4", total_memory=22 << 30, multi_processor_count=58)
     card.shared_memory_per_block_optin, card.shared_memory_per_multiprocessor = 99 << 10, 100 << 10
-    cached = operators.row_of, operators.resources, triton.usable
+    cached = operators.architecture_of, operators.resources, triton.usable
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, value in {
         "is_available": lambda: True,
@@ -81,10 +81,10 @@ def test_with_a_gpu(
     assert device.items() <= found["device"].items()
     used = {name for name, one in found["backends"].items() if one["auto"]}
     assert used == {
-        name for name, why in select.usable("cuda").items() if why is None and name != "reference"
+        name for name, why in select.unusable("cuda").items() if why is None and name != "reference"
     }
     assert {"triton", "flex"} <= used and "triton comes before it" in found["backends"]["reference"]["why"]
-    row = operators.row_named("sm_89")
+    row = operators.architecture_named("sm_89")
     assert found["backends"]["flash"] == {"auto": False, "why": row.lacks["flash"]}
     for name, what in KERNELS.items():
         assert found["kernels"][what] == row.lacks.get(name, found["kernels"][what])
@@ -185,10 +185,10 @@ def test_of_a_device_of_this_machine_short_sessions_are_run(
         heard.append((place.type, model, size, [one.kv.name for one in recipes], work.questions))
         say("measuring 3 kinds of sessions")
         once = rates.Surplus(read=(0.0,) * 6, question=(0.0,) * 6, step=(0.0,) * 6, first=((1.5, 0.0),))
-        return replace(device, sessions={costs.way_of(one, work): once for one in recipes})
+        return replace(device, sessions={costs.surplus_key(one, work): once for one in recipes})
 
     monkeypatch.setattr(recommend, "device_of", lambda name, sizes: rates.DEVICES["h200"])
-    monkeypatch.setattr(rehearsal, "rehearsed", sessions)
+    monkeypatch.setattr(rehearsal, "with_measured_surplus", sessions)
     words = ("recommend", "--minutes", "60", "--questions", "5", "--host-memory", "64GB")
     status, out, err = call(*words, "--device", "cpu", "--memory", "80GB")
     assert status == 0 and "take " in out and err == "measuring 3 kinds of sessions\n"

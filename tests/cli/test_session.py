@@ -210,8 +210,8 @@ def test_a_saved_session_is_asked_without_a_video(call: Call, clip: str, ov: str
 
 
 def test_a_rate_is_told_for_what_it_is() -> None:
-    assert choices.rate(25.0, 25.0) == "reads every frame, 25 a second (--fps)."
-    assert choices.rate(0.5, None).startswith(
+    assert choices.rate_text(25.0, 25.0) == "reads every frame, 25 a second (--fps)."
+    assert choices.rate_text(0.5, None).startswith(
         "reads 0.5 frames a second (--fps); what is shown for less than 2 s"
     )
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmaccel.backends import reference, select
-from mmaccel.backends.measure import Costs, Line
+from mmaccel.backends.measure import Costs, LinearCost
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView
@@ -43,7 +43,7 @@ def query(rows: int, batch: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_bound_is_what_sparse_may_cost(batch: int) -> None:
     """Blocks three times as dear as dense: a window of 1024 and its sinks win once the prompt is long enough for that."""
-    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 3.0)})
+    costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 3.0)})
     for n in (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 16):
         listed = RECIPE.sparse.max_blocks_total(n, n) * 64**2
         assert going(costs).beats_dense(0, query(n, batch), n) == (3 * listed < n * (n + 1) / 2)
@@ -53,7 +53,7 @@ def test_the_bound_is_what_sparse_may_cost(batch: int) -> None:
 
 
 def test_late_rows_of_a_long_prompt_pay_sooner() -> None:
-    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 3.0)})
+    costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 3.0)})
     assert not going(costs).beats_dense(0, query(2048), 2048) and going(costs).beats_dense(
         0, query(2048), 1 << 16
     )
@@ -71,12 +71,12 @@ def test_dense_attention_within_a_window_is_cheaper() -> None:
         seen = sum(min(column + 1, sinks + window) for column in range(keys - rows, keys))
         view = KVView(nothing, nothing, None, sinks, window)
         for price, pays in ((seen - 1, True), (seen + 1, False)):
-            costs = Costs(Line(0.0, 1.0), {"reference": Line(price * 4.0, 0.0)})
+            costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(price * 4.0, 0.0)})
             assert going(costs).beats_dense(0, query(rows), keys, view) == pays
 
 
 def test_planning_is_part_of_the_price() -> None:
-    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 1.0)}, planning=Line(1e12, 0.0))
+    costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 1.0)}, planning=LinearCost(1e12, 0.0))
     assert not going(costs).beats_dense(0, query(1 << 16), 1 << 16)
 
 
@@ -87,7 +87,9 @@ def test_of_a_short_prompt_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("a bound was asked for")
 
     monkeypatch.setattr(type(RECIPE.sparse), "max_blocks_total", asked)
-    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 1.0)}, planning=Line(4 * 2000**2 / 2, 0.0))
+    costs = Costs(
+        LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 1.0)}, planning=LinearCost(4 * 2000**2 / 2, 0.0)
+    )
     run = ForwardPass(road(costs), layout=TokenLayout.text(1, 1900))
     assert not run.beats_dense(0, query(1900), 1900)
     with pytest.raises(AssertionError, match="asked for"):
@@ -99,7 +101,7 @@ def test_a_loose_bound_counts_no_more_than_causality_admits() -> None:
     recipe = Recipe.load(sparse={"name": "vertical_slash"})
     n = 8192
     assert recipe.sparse.max_blocks_total(n, n) * 64**2 > 1.5 * n * (n + 1) / 2
-    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 0.9)})
+    costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 0.9)})
     choice = select.Choice("reference", "told", costs)
     assert ForwardPass(AttentionConfig(recipe, "reference", reference.op, choice=choice)).beats_dense(
         0, query(n), n
@@ -108,7 +110,7 @@ def test_a_loose_bound_counts_no_more_than_causality_admits() -> None:
 
 @pytest.mark.parametrize(("each", "name"), [(1e-9, "a_shape"), (1e9, "dense")])
 def test_a_layer_runs_what_pays(each: float, name: str) -> None:
-    way = road(Costs(Line(0.0, 1.0), {"reference": Line(0.0, each)}))
+    way = road(Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, each)}))
     q, k = torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
     out = ForwardPass(way, layout=TokenLayout.text(1, 100)).attend(0, q, k, k, 0.25)
     assert way.meter.names[0] == (name,) * 4

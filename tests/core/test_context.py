@@ -99,7 +99,7 @@ def test_at_length_the_listed_blocks_of_all_processes_are_within_a_twentieth(nam
 def test_every_kernel_computes_a_share_and_no_more(name: str, backend: str) -> None:
     """Cut lists are none of the runs that kernels take neighbouring blocks of queries together by."""
     device = torch.device("cuda")
-    if (why := select.usable(device)[backend]) is not None:
+    if (why := select.unusable(device)[backend]) is not None:
         pytest.skip(why)
     scene = replace(SCENE, size=64)
     query, key, value = (x.to(device, torch.bfloat16) for x in scene.tensors())

@@ -56,14 +56,14 @@ def test_what_is_read_of_a_layout_is_known_of_its_copies_and_of_equal_ones() -> 
 
     one, other = made(), made()
     assert (
-        one.fact("n", lambda: 1) == one.to("cpu").fact("n", lambda: 2) == 1
-        and other.fact("n", lambda: 3) == 3
+        one.host_fact("n", lambda: 1) == one.to("cpu").host_fact("n", lambda: 2) == 1
+        and other.host_fact("n", lambda: 3) == 3
     )
     other.share_facts(one)
-    assert other.fact("n", lambda: 4) == 1
+    assert other.host_fact("n", lambda: 4) == 1
     assert one.has_padding and not one.take(slice(1, None)).has_padding
-    assert other.take(slice(1, None)).fact("has_padding", lambda: 5) is False
-    assert one.take(torch.tensor([1])).fact("n", lambda: 6) == 6
+    assert other.take(slice(1, None)).host_fact("has_padding", lambda: 5) is False
+    assert one.take(torch.tensor([1])).host_fact("n", lambda: 6) == 6
 
 
 def test_a_later_video_has_frames_of_its_own() -> None:

@@ -13,7 +13,7 @@ from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.merge_heads import merge_plans
 from mmaccel.core.prefill.plan import AttentionPlan, HeadRun, head_runs, span_by_range, span_from_table
-from mmaccel.core.prefill.sparse import attend_plan, launches
+from mmaccel.core.prefill.sparse import attend_plan, parts_to_launch
 from mmaccel.policies.sparse import AShape, Grid, VerticalSlash
 from tests.backends.oracle import masked
 from tests.policies.sparse.scenes import Scene, scenes, sequence
@@ -286,13 +286,13 @@ def test_all_rows_are_known_to_be_there(start: int) -> None:
     fewer = merge_plans([((0, 2), beside[0][1]), ((1, 3), None)], 4, 4, queries, layout)
     assert mixed is not None and fewer is not None
     for plan in (alone, mixed):
-        for part in launches(plan):
+        for part in parts_to_launch(plan):
             assert part.all_rows == n
             rows = part.q_row.expand(1, 4, -1).sort(-1, descending=True).values
             assert torch.equal(rows[..., :n].flip(-1), torch.arange(n).int().expand(1, 4, n))
             assert (rows[..., n:] == -1).all()
     for plan in (planned(padded, grid, slice(4)), fewer):
-        assert [part.all_rows for part in launches(plan)] == [None]
+        assert [part.all_rows for part in parts_to_launch(plan)] == [None]
 
 
 def test_a_caller_s_own_queries_are_not_taken_to_be_all_there() -> None:
@@ -311,11 +311,11 @@ def test_a_caller_s_own_queries_are_not_taken_to_be_all_there() -> None:
     for queries, keys, *held in cases:
         plan = grid.plan(query, held[0], queries, keys)
         assert plan is not None
-        assert [part.all_rows for part in launches(plan)] == [None]
+        assert [part.all_rows for part in parts_to_launch(plan)] == [None]
         out, lse = attend_plan(plan, query, *held, scene.size**-0.5, reference.op)
         assert (out[:, :, missing] == 0).all() and (lse[:, :, missing] == -torch.inf).all()
         want = masked(query, *held, plan.to_mask(), scene.size**-0.5)
         torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
     for start in (0, 100):
         plan = grid.plan(query[:, :, start:], key, whole.take(slice(start, None)), whole)
-        assert plan is not None and [p.all_rows for p in launches(plan)] == [n - start]
+        assert plan is not None and [p.all_rows for p in parts_to_launch(plan)] == [n - start]

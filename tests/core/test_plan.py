@@ -21,7 +21,7 @@ from mmaccel.core.prefill.plan import (
     span_by_range,
     span_from_table,
 )
-from mmaccel.core.prefill.sparse import attend_plan, launches, merge
+from mmaccel.core.prefill.sparse import attend_plan, merge, parts_to_launch
 from mmaccel.core.recipe import Recipe
 from tests.backends.oracle import draw, log_sum_exp, masked
 from tests.backends.plans import random_plan
@@ -259,8 +259,8 @@ def test_a_launch_of_one_part_of_several_relies_on_no_fact_about_them_all() -> N
         replace(part, q_row=torch.where(half, part.q_row, -1), ordered=None, head_range=both)
         for half in (part.q_row < 32, part.q_row >= 32)
     )
-    assert [one.all_rows for one in launches(replace(plan, parts=halves))] == [None, None]
-    assert [one.all_rows for one in launches(plan)] == [64]
+    assert [one.all_rows for one in parts_to_launch(replace(plan, parts=halves))] == [None, None]
+    assert [one.all_rows for one in parts_to_launch(plan)] == [64]
     want, _ = attend_plan(plan, query, key, key, 0.25, reference.op)
     torch.testing.assert_close(
         attend_plan(replace(plan, parts=halves), query, key, key, 0.25, reference.op)[0], want

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mmaccel import media
 from mmaccel.core.errors import VideoError
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import half_tick, nearest_items, tick_times, uniform
+from mmaccel.media.sampling import evenly_spaced_frames, half_tick, nearest_items, tick_times
 from tests.media.films import Film, numbers, set_matrix, write_film
 
 
@@ -45,7 +45,7 @@ def test_count_equals_the_stock_loader(film: Film) -> None:
 
 def test_count_that_does_not_divide(film: Film) -> None:
     path = film(frames=47)
-    assert numbers(media.read(path, frames=13).frames) == uniform(47, 13)
+    assert numbers(media.read(path, frames=13).frames) == evenly_spaced_frames(47, 13)
 
 
 def test_max_frames_keeps_the_whole_span(film: Film) -> None:
@@ -203,7 +203,7 @@ def test_asking_for_more_than_there_is(film: Film) -> None:
 def test_uniform_starts_at_the_first_frame_and_spreads_evenly(total: int, count: int) -> None:
     if count > total:
         return
-    numbers = uniform(total, count)
+    numbers = evenly_spaced_frames(total, count)
     assert numbers == (np.arange(count) * total // count).tolist()
     assert len(set(numbers)) == count and numbers[0] == 0 and numbers[-1] < total
 

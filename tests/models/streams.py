@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.registry import registry
-from mmaccel.core.streams.asking import asked as asked_of
+from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.models.processor import Processor
 from mmaccel_lab.tiny.configs import SPECS, build_model
 from mmaccel_lab.tiny.tokenizer import build_tokenizer

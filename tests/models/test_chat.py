@@ -310,7 +310,7 @@ def test_inputs_of_another_family(random_folder: Callable[[str], Path], own: str
 
 def test_a_family_that_names_no_facts_has_none_of_others() -> None:
     class Plain(Qwen25VL):
-        facts = frozenset()
+        extra_inputs = frozenset()
 
     inputs = prompt("qwen", [("text", 3), ("video", 12), ("text", 2)])
     assert Plain().layout(BUILD["qwen"](), inputs).length == inputs["input_ids"].shape[1]

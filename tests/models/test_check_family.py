@@ -16,12 +16,12 @@ from mmaccel.core.adapter import ConfigOnlyModel
 from mmaccel.core.attach import adapter_for, family_of
 from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.attention import ForwardPass
-from mmaccel.core.prefill.masked import Images
+from mmaccel.core.prefill.masked import BidirectionalImages
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, gemma, generic, step, tiny
 from mmaccel.models.generic import Generic, Other
-from mmaccel.models.prompt_layout import format_seconds
+from mmaccel.models.prompt_layout import timestamp
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
 from mmaccel.models.runner import HFRunner
@@ -109,9 +109,9 @@ PATTERNS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-PLAIN, PLAN, NARROW = deepstack.of_columns, ForwardPass._plan, gemma.Gemma3.sliding_layers
+PLAIN, PLAN, NARROW = deepstack.slice_features, ForwardPass._plan, gemma.Gemma3.sliding_layers
 FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
-    "features that chunks lose": (deepstack, "of_columns", _lost, "_dense", "dense in chunks"),
+    "features that chunks lose": (deepstack, "slice_features", _lost, "_dense", "dense in chunks"),
     "frames that follow each other": (Qwen3VL, "grids", _together, "_dense", "placeholders"),
     "frames from the last to the first": (Qwen3VL, "layout", _backwards, "_layout", "columns of frames"),
     "a_shape in one layer alone": (
@@ -124,8 +124,8 @@ FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
     },
 }
 GEMMA: dict[str, tuple[Any, str, Any, str, str]] = {
-    "images": (Images, "of", lambda *a: None, "_dense", "dense, a video"),
-    "later": (Images, "next_cut", lambda self, end: end, "_dense", "in chunks"),
+    "images": (BidirectionalImages, "of", lambda *a: None, "_dense", "dense, a video"),
+    "later": (BidirectionalImages, "next_cut", lambda self, end: end, "_dense", "in chunks"),
     "windows": (
         *(gemma.Gemma3, "sliding_layers", lambda *a: dict.fromkeys(NARROW(*a), 1 << 16)),
         *("_dense", "dense, text|dense, a video"),
@@ -224,8 +224,8 @@ def test_a_time_has_five_characters() -> None:
         1234.5: "1234.",
         86400.0: "86400",
     }
-    assert {time: format_seconds(time) for time in times} == times
-    assert all(len(format_seconds(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))
+    assert {time: timestamp(time) for time in times} == times
+    assert all(len(timestamp(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))
 
 
 def test_its_steps_are_those_that_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def test_without_a_draft_all_is_as_it_was(family, monkeypatch):
 
     want = sampled(model, first := Record())
     # Beams of a video are cut from its pixels by transformers, which fails for GLM.
-    more = inputs if adapter_for(model).mixes else prompt(name, PROMPTS["text"])
+    more = inputs if adapter_for(model).mixes_modalities else prompt(name, PROMPTS["text"])
     beams = model.generate(**more, max_new_tokens=5, num_beams=2, do_sample=False)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     seen = counted(monkeypatch)

@@ -15,7 +15,7 @@ from mmaccel.core.decoding.watching import QuestionAttention
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.prefill.prune import Signals, Stage
 from mmaccel.core.registry import policy
-from mmaccel.core.streams.asking import asked as asked_of
+from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.models.signals import SignalProbe
@@ -165,11 +165,11 @@ def test_what_is_heard_is_of_units_that_were_seen(kv: str) -> None:
 
 def test_what_is_heard_goes_to_the_same_tokens_of_other_units() -> None:
     heard = QuestionAttention(Stage(0), 4, torch.tensor([4, 7, 12]), torch.tensor([[1.0, 2.0, 3.0]]))
-    assert heard.to(torch.tensor([1, 1, 3, 0]), torch.tensor([0, 3, 0, 0]), 4).tolist() == [[1, 2, 3, 0]]
+    assert heard.look_up(torch.tensor([1, 1, 3, 0]), torch.tensor([0, 3, 0, 0]), 4).tolist() == [[1, 2, 3, 0]]
     # Units of half as many tokens: each stands where two stood.
-    assert heard.to(torch.tensor([1, 1, 3]), torch.tensor([0, 1, 0]), 2).tolist() == [[1, 0, 3]]
+    assert heard.look_up(torch.tensor([1, 1, 3]), torch.tensor([0, 1, 0]), 2).tolist() == [[1, 0, 3]]
     none = QuestionAttention(Stage(0), 4, torch.zeros(0, dtype=torch.long), torch.zeros(1, 0))
-    assert none.to(torch.tensor([1]), torch.tensor([0]), 4).tolist() == [[0]]
+    assert none.look_up(torch.tensor([1]), torch.tensor([0]), 4).tolist() == [[0]]
 
 
 @crossed(kv=["mosaic", "streammem", "no_cache", "offload"], prune=PRUNERS)

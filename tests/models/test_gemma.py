@@ -158,7 +158,7 @@ def test_drafts_in_batches_and_behind_padding(built: Any, pieces: Any) -> None:
 
 def gemma_types(model: Any) -> str:
     family: Any = adapter_for(model)
-    return str(family.types)
+    return str(family.token_types)
 
 
 def test_patterns_act_on_layers_of_full_attention(built: Any) -> None:

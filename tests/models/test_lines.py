@@ -10,10 +10,11 @@ import torch
 import mmaccel
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError
-from mmaccel.core.streams import asking, lines
-from mmaccel.core.streams.asking import asked as asked_of
+from mmaccel.core.streams import asking, timed_text
+from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.core.streams.parts import StreamInfo
 from mmaccel.core.streams.session_io import add_checksum
+from mmaccel.core.streams.timed_text import TimedText
 from tests.models.streams import (
     FPS,
     MODELS,
@@ -136,7 +137,7 @@ def test_lines_go_with_the_frames_where_they_begin(kv: str) -> None:
 
 def test_of_too_many_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line has its times besides its text."""
-    monkeypatch.setattr(lines, "KEPT", 50 + 6 * lines.TIMES)
+    monkeypatch.setattr(timed_text, "KEPT", 50 + 6 * timed_text.TIMES)
     with open_session("tiny-ov", TIGHT["full"], 24) as session:
         told(session)
         told(session)  # each counts once
@@ -228,7 +229,7 @@ cup
 def test_files_of_subtitles(text: str, tmp_path: Path) -> None:
     path = tmp_path / "film.srt"
     path.write_text(text, encoding="utf-8", newline="")
-    assert lines.read_lines(path) == [(1.0, 2.0, "red & green star"), (4.25, 5.0, "cup")]
+    assert timed_text.read_lines(path) == [(1.0, 2.0, "red & green star"), (4.25, 5.0, "cup")]
 
 
 @pytest.mark.parametrize(
@@ -359,16 +360,13 @@ def test_the_first_lines_that_fit() -> None:
         read.append(text)
         return torch.tensor(list(text.encode()))
 
-    best = [
-        *(lines.TimedText(n, n, "red star") for n in (3.0, 1.0, 2.0)),
-        lines.TimedText(4.0, 4.0, "a" * 900),
-    ]
-    best[2:2] = [lines.TimedText(9.0, 9.0, "b" * 900)]
-    best += [lines.TimedText(20.0 + n, 20.0 + n, "green cup") for n in range(10_000)]
-    head, each = len(lines.LEAD), len("\n[0:00:00] red star")
+    best = [*(TimedText(n, n, "red star") for n in (3.0, 1.0, 2.0)), TimedText(4.0, 4.0, "a" * 900)]
+    best[2:2] = [TimedText(9.0, 9.0, "b" * 900)]
+    best += [TimedText(20.0 + n, 20.0 + n, "green cup") for n in range(10_000)]
+    head, each = len(timed_text.LEAD), len("\n[0:00:00] red star")
     for room, count in ((head + 3 * each, 3), (head + 2 * each + 1, 2), (head, 0), (head + 5 * each + 2, 5)):
         read.clear()
-        found, text, made = lines.fitting(best, room, ids)
+        found, text, made = timed_text.fitting(best, room, ids)
         assert len(found) == count and text.encode() == bytes(made.tolist()) and len(made) <= room
         assert found == tuple(sorted([best[n] for n in (0, 1, 3, 5, 6)][:count]))
         assert sum(map(len, read)) <= 20 * room
@@ -376,8 +374,8 @@ def test_the_first_lines_that_fit() -> None:
 
 def test_many_lines_stop_no_pass() -> None:
     """None is compared where none is new; and long ones over many frames cost as short ones do."""
-    have = tuple(lines.TimedText(float(n), 1e9, "red star") for n in range(4000))
-    assert lines.merge_lines(have, []) is have
+    have = tuple(TimedText(float(n), 1e9, "red star") for n in range(4000))
+    assert timed_text.merge_lines(have, []) is have
     times = [float(n) for n in range(8000)]
     spans = [(n, 1) for n in range(8000)]
     info = StreamInfo((1, 1), 1.0, 1, torch.zeros(0, 1), spans=spans, times=times, lines=have)
@@ -388,6 +386,6 @@ def test_many_lines_stop_no_pass() -> None:
             looked.append(unit)
             return super().get(unit, default)
 
-    found = lines.recalled_lines(info, Share({7000: 0.5, 10: 1.0}), None)
+    found = timed_text.recalled_lines(info, Share({7000: 0.5, 10: 1.0}), None)
     assert len(looked) == len(times)
     assert found == [*reversed(have[:11]), *reversed(have[11:])]

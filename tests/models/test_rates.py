@@ -30,7 +30,7 @@ def test_rates_on_disk_are_of_this_machine_as_it_is(monkeypatch: pytest.MonkeyPa
         def step(layers: int) -> None: ...
 
         store = Store(path, rates.Device.from_dict)
-        return rates.measured(torch.device("cpu"), SIZES, step, step, None, store=store, bench=bench)
+        return rates.measure_device(torch.device("cpu"), SIZES, step, step, None, store=store, bench=bench)
 
     def runs_of() -> int:
         before = len(runs)
@@ -57,7 +57,9 @@ def test_frames_that_wait_on_the_host_for_a_question_are_not_pinned() -> None:
         rates.DEVICES["h100"],
     )
     few, many = (
-        costs.cost(recipe, SIZES, costs.Work(frames=n, questions=3, memory=80 * GB, host=500 * GB), device)
+        costs.cost(
+            recipe, SIZES, costs.Workload(frames=n, questions=3, memory=80 * GB, host=500 * GB), device
+        )
         for n in (64, 60_000)
     )
     assert many.host_bytes > 100 * few.host_bytes and many.question_s == few.question_s
@@ -70,7 +72,7 @@ def test_what_is_measured_leaves_random_numbers_as_they_are(monkeypatch: pytest.
         few(1)
         return torch.rand(1)
 
-    monkeypatch.setattr(rates, "measured", measured)
+    monkeypatch.setattr(rates, "measure_device", measured)
     before = torch.random.get_rng_state()
     device_of("cpu", sizes_of("llava-onevision-0.5b"))
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -17,7 +17,7 @@ from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.prune import TokenPruner, candidate_columns, observers, question_text_columns
 from mmaccel.core.prefill.recalled import RecallPruning
 from mmaccel.core.recipe import Recipe, stream_policy
-from mmaccel.core.streams.asking import asked as asked_of
+from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.products import crossed

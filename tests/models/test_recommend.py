@@ -45,8 +45,8 @@ SIZES = sizes_of("llava-onevision-7b")
 GB = 10**9
 
 
-def work(**given: Any) -> costs.Work:
-    return costs.Work(**{"frames": 600, "memory": 80 * GB, "host": 500 * GB, **given})
+def work(**given: Any) -> costs.Workload:
+    return costs.Workload(**{"frames": 600, "memory": 80 * GB, "host": 500 * GB, **given})
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])

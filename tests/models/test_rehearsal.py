@@ -15,7 +15,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import rehearsal, shapes, step
-from mmaccel.models.recommend import sizes_of, worth
+from mmaccel.models.recommend import candidate_recipes, sizes_of
 from tests.models.streams import pair
 from tests.products import product
 
@@ -27,8 +27,8 @@ CLUSTERED = {"name": "mosaic", "frames": 4, "window": 6, "local": 2}
 KINDS: dict[str, dict[str, Any]] = {"call": {"questions": 1}, "session": {}, "live": {"live": True}}
 
 
-def work(**given: Any) -> costs.Work:
-    return costs.Work(**{"frames": 600, "questions": 4, "memory": 80 * GB, "host": 500 * GB, **given})
+def work(**given: Any) -> costs.Workload:
+    return costs.Workload(**{"frames": 600, "questions": 4, "memory": 80 * GB, "host": 500 * GB, **given})
 
 
 def told(**given: Any) -> rates.Surplus:
@@ -36,42 +36,42 @@ def told(**given: Any) -> rates.Surplus:
     return rates.Surplus(**{"read": none, "question": none, "step": none, "first": (), **given})
 
 
-def with_told(recipe: Recipe, one: costs.Work, surplus: rates.Surplus) -> rates.Device:
-    return replace(DEVICE, sessions={costs.way_of(recipe, one): surplus})
+def with_told(recipe: Recipe, one: costs.Workload, surplus: rates.Surplus) -> rates.Device:
+    return replace(DEVICE, sessions={costs.surplus_key(recipe, one): surplus})
 
 
 def seconds(
     plane: rates.Plane, layers: tuple[int, int], units: tuple[int, int]
 ) -> dict[tuple[int, int], float]:
-    return {(n, m): rates.plane_at(plane, n, m) for n, m in itertools.product(layers, units)}
+    return {(n, m): rates.plane_seconds(plane, n, m) for n, m in itertools.product(layers, units)}
 
 
 def test_a_plane_goes_on_to_all_layers_and_a_longer_video() -> None:
     plane = 0.3, 2e-3, 0.0, 0.01, 1e-4, 0.0
-    found = rates.plane_of(seconds(plane, (4, 12), (96, 320)))
+    found = rates.fit_plane(seconds(plane, (4, 12), (96, 320)))
     assert found == pytest.approx(plane)
-    assert rates.plane_at(found, 28, 1800) == pytest.approx(0.3 + 0.28 + 3.6 + 5.04)
+    assert rates.plane_seconds(found, 28, 1800) == pytest.approx(0.3 + 0.28 + 3.6 + 5.04)
     leaves = -76 * 2e-3, 2e-3, 0.0, 0.0, 0.0, 0.0
-    assert rates.plane_of(seconds(leaves, (4, 12), (96, 320)), least=76) == pytest.approx(leaves)
-    assert rates.plane_at(leaves, 28, 20) == 0.0, "no frame has left the window"
-    same = rates.plane_of({(4, 96): 1.0, (4, 320): 3.0, (12, 96): 2.0, (12, 320): 4.0}, grows=False)
-    assert rates.plane_at(same, 28, 1800) == rates.plane_at(same, 28, 1) == pytest.approx(5.0)
+    assert rates.fit_plane(seconds(leaves, (4, 12), (96, 320)), least=76) == pytest.approx(leaves)
+    assert rates.plane_seconds(leaves, 28, 20) == 0.0, "no frame has left the window"
+    same = rates.fit_plane({(4, 96): 1.0, (4, 320): 3.0, (12, 96): 2.0, (12, 320): 4.0}, grows=False)
+    assert rates.plane_seconds(same, 28, 1800) == rates.plane_seconds(same, 28, 1) == pytest.approx(5.0)
 
 
 def test_what_begins_costs_no_less_than_nothing() -> None:
     """What grows faster than the video are pairs, and no time won at its begin."""
     pairs = 0.0, 1e-4, 2e-6, 0.0, 1e-5, 5e-7
-    found = rates.plane_of(seconds(pairs, (4, 12), (96, 320)), pairs=True)
+    found = rates.fit_plane(seconds(pairs, (4, 12), (96, 320)), pairs=True)
     assert found == pytest.approx(pairs)
-    line = rates.plane_of(seconds(pairs, (4, 12), (96, 320)))
+    line = rates.fit_plane(seconds(pairs, (4, 12), (96, 320)))
     assert line[0] == line[2] == line[3] == line[5] == 0.0
-    assert rates.plane_at(line, 12, 320) == pytest.approx(rates.plane_at(pairs, 12, 320))
+    assert rates.plane_seconds(line, 12, 320) == pytest.approx(rates.plane_seconds(pairs, 12, 320))
     steep = {(n, units): 0.01 * units - 1 for n in (4, 12) for units in (96, 320)}
-    beyond = rates.plane_of(steep, least=110)
-    assert rates.plane_at(beyond, 28, 110) == pytest.approx(0.1)
-    assert rates.plane_at(rates.plane_of(steep, least=90), 28, 90) == pytest.approx(0.0, abs=1e-9)
-    odd = rates.plane_of({(4, 96): 1.5, (4, 320): 1.5, (12, 96): 0.5, (12, 320): 0.5})
-    assert rates.plane_at(odd, 28, 0) == pytest.approx(1.0), "nor does more of it cost less"
+    beyond = rates.fit_plane(steep, least=110)
+    assert rates.plane_seconds(beyond, 28, 110) == pytest.approx(0.1)
+    assert rates.plane_seconds(rates.fit_plane(steep, least=90), 28, 90) == pytest.approx(0.0, abs=1e-9)
+    odd = rates.fit_plane({(4, 96): 1.5, (4, 320): 1.5, (12, 96): 0.5, (12, 320): 0.5})
+    assert rates.plane_seconds(odd, 28, 0) == pytest.approx(1.0), "nor does more of it cost less"
 
 
 def test_a_surplus_is_added_where_it_was_measured_and_nowhere_else() -> None:
@@ -101,10 +101,10 @@ def test_a_surplus_is_added_where_it_was_measured_and_nowhere_else() -> None:
 
 def test_a_draft_model_leaves_the_rest_of_a_recipe_what_it_is() -> None:
     film, everything = Recipe.load("film-many-questions"), Recipe.load("everything")
-    assert costs.way_of(film, work()) == costs.way_of(replace(film, draft=everything.draft), work())
-    ways = {costs.way_of(film, work(live=live, questions=n)) for live in (True, False) for n in (1, 2)}
+    assert costs.surplus_key(film, work()) == costs.surplus_key(replace(film, draft=everything.draft), work())
+    ways = {costs.surplus_key(film, work(live=live, questions=n)) for live in (True, False) for n in (1, 2)}
     assert len(ways) == 2, "it is read in a session for one question too"
-    assert costs.way_of(Recipe(), work(questions=1)) != costs.way_of(Recipe(), work())
+    assert costs.surplus_key(Recipe(), work(questions=1)) != costs.surplus_key(Recipe(), work())
 
 
 def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.Surplus) -> list[tuple[int, int, int]]:
@@ -114,7 +114,9 @@ def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.Surplus) -> list[tupl
     def reduced(model: Any, layers: int, *_: Any) -> Any:
         return torch.nn.Linear(1, 1, device="meta"), layers
 
-    def run(model: Any, layers: int, recipe: Recipe, film: Any, one: costs.Work, **_: Any) -> rehearsal.Taken:
+    def run(
+        model: Any, layers: int, recipe: Recipe, film: Any, one: costs.Workload, **_: Any
+    ) -> rehearsal.MeasuredRun:
         ran.append((layers, len(film), one.questions))
         weights = SIZES.layer_weights * layers // 28
         sizes = replace(
@@ -123,17 +125,17 @@ def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.Surplus) -> list[tupl
         told = costs.cost(recipe, sizes, replace(one, step_tokens=1.0), with_told(recipe, one, spent))
         once = [*told.once_s, *[0.0] * one.questions]
         asked = ((told.question_s + once[n], told.token_s) for n in range(one.questions))
-        return rehearsal.Taken(told.read_s, tuple(asked), 1.0)
+        return rehearsal.MeasuredRun(told.read_s, tuple(asked), 1.0)
 
     monkeypatch.setattr(rehearsal, "_reduced", reduced)
     monkeypatch.setattr(torch.nn.Linear, "device", CPU, raising=False)
-    monkeypatch.setattr(rehearsal, "run", run)
+    monkeypatch.setattr(rehearsal, "run_measured", run)
     return ran
 
 
 def measured(store: Any, recipes: list[Recipe], **given: Any) -> rates.Device:
     how = {"size": (28, 28), "recipes": recipes, "work": work(), "store": store, **given}
-    return rehearsal.rehearsed(DEVICE, CPU, SIZES, "llava-onevision-7b", **how)
+    return rehearsal.with_measured_surplus(DEVICE, CPU, SIZES, "llava-onevision-7b", **how)
 
 
 def test_sessions_of_four_and_twelve_layers_tell_of_28(
@@ -174,10 +176,10 @@ def test_what_takes_too_long_or_too_much_is_not_run(monkeypatch: pytest.MonkeyPa
     small = replace(DEVICE, memory=8 * GB)
     for device in (slow, small):
         given = SIZES, "llava-onevision-7b", (28, 28), [Recipe()], work()
-        assert rehearsal.rehearsed(device, CPU, *given, store=store) == device
+        assert rehearsal.with_measured_surplus(device, CPU, *given, store=store) == device
     short = replace(SIZES, limit=8192)
     given = short, "llava-onevision-7b", (28, 28), [Recipe()], work()
-    assert rehearsal.rehearsed(DEVICE, CPU, *given, store=store) == DEVICE
+    assert rehearsal.with_measured_surplus(DEVICE, CPU, *given, store=store) == DEVICE
     assert not ran and not len(store)
 
 
@@ -222,13 +224,13 @@ def test_sessions_run_on_a_loaded_model(
     recipe, one = Recipe.load(kv=kv), work(**KINDS[kind])
     before, store = torch.get_rng_state(), Store(tmp_path / "sessions.json", rates.Surplus.from_dict)
     slow = replace(DEVICE, name="cpu")
-    found = rehearsal.rehearsed(
+    found = rehearsal.with_measured_surplus(
         slow, CPU, sizes, model, (42, 70), [recipe], one, processor=processor, store=store
     )
     (way,) = found.sessions
     assert way.startswith(f"{kind} ") and torch.equal(torch.get_rng_state(), before)
     surplus = found.sessions[way]
-    assert rates.plane_at(surplus.read, sizes.layers, 24) > 0, "random-ov on a CPU is no H100"
+    assert rates.plane_seconds(surplus.read, sizes.layers, 24) > 0, "random-ov on a CPU is no H100"
     assert len(surplus.first) == (1 if kind == "call" else rehearsal.FIRST)
     assert (
         Store(store.path, rates.Surplus.from_dict).get(next(iter(json.loads(store.path.read_text()))))
@@ -237,9 +239,9 @@ def test_sessions_run_on_a_loaded_model(
 
 
 def test_what_is_run_is_what_would_be_recommended() -> None:
-    stored = worth(SIZES, work())
+    stored = candidate_recipes(SIZES, work())
     assert Recipe.load("exact") in stored and Recipe.load("stream") not in stored
-    assert worth(SIZES, work(live=True)) == [Recipe.load("stream")]
+    assert candidate_recipes(SIZES, work(live=True)) == [Recipe.load("stream")]
 
 
 @pytest.mark.parametrize("captures", [True, False])
@@ -248,11 +250,11 @@ def test_on_a_gpu_what_a_call_s_steps_take_more_comes_once(captures: bool) -> No
     one, cases = replace(work(questions=1), answer=16), dict[tuple[int, int], Any]()
     for layers, units in itertools.product((4, 12), (94, 316)):
         cost = costs.cost(Recipe(), replace(SIZES, layers=layers), replace(one, frames=units), DEVICE)
-        taken = rehearsal.Taken(cost.read_s + cost.question_s, ((0.0, cost.token_s + 1e-3),), 1.0)
+        taken = rehearsal.MeasuredRun(cost.read_s + cost.question_s, ((0.0, cost.token_s + 1e-3),), 1.0)
         cases[layers, units] = taken, cost
     found = rehearsal._surplus(cases, True, 0, captures)
     once, step = (0.016, 0.0) if captures else (0.0, 1e-3)
-    assert found.first[0] == pytest.approx((once, 0.0)) and rates.plane_at(
+    assert found.first[0] == pytest.approx((once, 0.0)) and rates.plane_seconds(
         found.step, 28, 600
     ) == pytest.approx(step)
-    assert rates.plane_at(found.read, 28, 600) == pytest.approx(0.0, abs=1e-9)
+    assert rates.plane_seconds(found.read, 28, 600) == pytest.approx(0.0, abs=1e-9)

@@ -321,7 +321,7 @@ def test_a_pause_longer_than_the_model_reaches(kv: str, monkeypatch: pytest.Monk
 
 
 def test_a_family_without_seconds_goes_by_numbers() -> None:
-    assert adapter_for(pair("random-ov")[0]).stream_pace(pair("random-ov")[0], {}) is None  # type: ignore[attr-defined]
+    assert adapter_for(pair("random-ov")[0]).stream_time_scale(pair("random-ov")[0], {}) is None  # type: ignore[attr-defined]
     with open_session("random-ov", "full") as session, open_session("random-ov", "full") as even:
         session.watch(film(6), times=[0.0, 1.0, 5.0, 9.0, 100.0, 101.0])
         even.watch(film(6), fps=1.0)

@@ -16,7 +16,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding import replay
 from mmaccel.core.memory.kv import CacheSlot
-from mmaccel.core.streams.asking import asked
+from mmaccel.core.streams.asking import run_question
 from mmaccel.models import step
 from mmaccel.models.runner import HFRunner
 from tests.core.test_replay import Repeated
@@ -69,7 +69,7 @@ class Calls(TorchDispatchMode):
         return +self.captured, +self.launched
 
 
-LAYER = {"enter_rows": 1, "decode_attend": 1, "pass_rows": 2, "project_rows": 1}
+LAYER = {"qkv_rope_rows": 1, "decode_attend": 1, "residual_rows": 2, "project_rows": 1}
 
 
 @pytest.mark.usefixtures("repeated")
@@ -116,17 +116,17 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
         for _ in range(4):
             session.ask(QUESTION, 3)
     captured, _ = passes[-3]
-    own = {"rope_rows": 1, "decode_attend": 1, "pass_rows": 2, "project_rows": 1}
+    own = {"rope_rows": 1, "decode_attend": 1, "residual_rows": 2, "project_rows": 1}
     assert captured["rope_rows"] == layers == 2
     # After the last layer no norm follows, and nothing is asked of the next one. The rest is the memory's.
     made = Counter({name: layers * number for name, number in own.items()})
     made += Counter({"project_rows": layers + 1, "_foreach_copy_": layers - 1})
-    made["pass_rows"] -= 1
+    made["residual_rows"] -= 1
     assert {name: captured[name] for name in made} == made
     captured, launched = passes[-1]
     assert captured == Counter({name: layers * number for name, number in LAYER.items()}) + Counter(
         {"add": 1, "copy_": 1, "project_rows": 1}
-    ) - Counter({"pass_rows": 1})
+    ) - Counter({"residual_rows": 1})
     # The last norm is launched by itself.
     assert launched["copy_"] <= 4 and sum(launched.values()) <= 12
 
@@ -168,7 +168,7 @@ def test_steps_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.
 
     def behind(session: mmaccel.VideoSession) -> list[torch.Tensor]:
         live: Any = session._live
-        with asked(live, QUESTION, 16) as turn:
+        with run_question(live, QUESTION, 16) as turn:
             said = [turn.step(torch.tensor([[7, 9, 11]]))]
             turn.truncate(turn.length() - 2)
             said += [turn.step(torch.tensor([[token]])) for token in (5, 6)]

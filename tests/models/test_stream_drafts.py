@@ -16,7 +16,7 @@ from mmaccel.core.decoding.draft import Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
-from mmaccel.core.streams.asking import asked as asked_of
+from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, TextOnly, Tree

@@ -11,7 +11,7 @@ import torch
 import mmaccel
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.prefill import attention
-from mmaccel.core.streams.asking import asked as asked_of
+from mmaccel.core.streams.asking import run_question as asked_of
 from tests.models.streams import (
     FPS,
     QUESTION,

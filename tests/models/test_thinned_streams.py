@@ -16,11 +16,11 @@ from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import PositionIds, TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.memory.thinned import PrunedKVState
-from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, best
+from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, top_indices
 from mmaccel.core.prefill.recalled import RecallPruning
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.registry import registry
-from mmaccel.core.streams.asking import asked as asked_of
+from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.policies.kv import Window
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.streams import FPS, QUESTION, film
@@ -231,7 +231,7 @@ class Both(FastV):
         LOOKS.append((attention, columns, before))
         if len(attention) and len(LOOKS) % 2 == 0:
             return None
-        return columns[best(attention, len(columns) // 2)]
+        return columns[top_indices(attention, len(columns) // 2)]
 
 
 LOOKS: list[tuple[Tensor, Tensor, Tensor | None]] = []
@@ -276,7 +276,7 @@ def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.Mon
             past[layer] = attention
             index = next(i for i, one in enumerate(LOOKS) if one[0] is attention)
             if index % 2 == 0:
-                chosen[layer] = columns[best(attention, len(columns) // 2)]
+                chosen[layer] = columns[top_indices(attention, len(columns) // 2)]
         seen = chosen.get(layer if unlike else 1) if layer > 1 else None
         shown = own if seen is None else torch.cat([torch.arange(first), seen[torch.isin(seen, own)]])
         shown = torch.cat([shown, torch.arange(base, whole.key.shape[2])])

@@ -124,9 +124,9 @@ def test_lengths_that_were_written_to_are_read_again(mode: Any) -> None:
 
         def found(lengths: Tensor) -> Tensor:
             module = torch.nn.Module()
-            return modules.attention(module, query, key, value, None, lengths, scaling=1.0, is_causal=False)[
-                0
-            ]
+            return modules.window_attention(
+                module, query, key, value, None, lengths, scaling=1.0, is_causal=False
+            )[0]
 
         first = found(kept)
         assert torch.equal(found(kept), first)
@@ -230,7 +230,9 @@ def test_called_for_each_window_it_is_sdpa(calls: list[Any]) -> None:
     model = qwen()
     layer = model.model.visual.blocks[0].attn
     query, key, value = torch.randn(3, 1, 2, 12, 16).unbind()
-    got, _ = modules.attention(layer, query, key, value, None, scaling=0.25, dropout=0.0, is_causal=False)
+    got, _ = modules.window_attention(
+        layer, query, key, value, None, scaling=0.25, dropout=0.0, is_causal=False
+    )
     want = ((query @ key.mT) * 0.25).softmax(-1) @ value
     torch.testing.assert_close(got, want.transpose(1, 2), rtol=0, atol=1e-5)
     assert calls == [(1, 2, 12, 16)]

@@ -73,7 +73,7 @@ def _config(kind: str):
 def prompt(kind: str, pieces: Sequence, seed: int = 0) -> dict[str, torch.Tensor]:
     """Model inputs of one sequence. `pieces`: ("text", n), ("video", frames) or ("image",), in order. Where a prompt may not
     show both, a short video is in the place of an image beside videos."""
-    if not sampler(kind).family.mixes and any(piece[0] == "video" for piece in pieces):
+    if not sampler(kind).family.mixes_modalities and any(piece[0] == "video" for piece in pieces):
         pieces = [("video", 2) if piece[0] == "image" else piece for piece in pieces]
     return sampler(kind).prompt(_config(kind), pieces, seed)
 

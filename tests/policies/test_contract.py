@@ -11,7 +11,7 @@ import torch
 
 import mmaccel
 from mmaccel import check_policy
-from mmaccel.contract.memory import step
+from mmaccel.contract.memory import append_to_layers
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.prefill.sparse import SparsePattern
@@ -21,7 +21,7 @@ from tests import sentence
 from tests.core.toy import ToyModel, bigram
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.faulty import DRAFTS, MEMORIES, PRUNE, SPARSE, Half, Pooled, Sound, wrong
-from tests.policies.kv.memory import open_state, written
+from tests.policies.kv.memory import encode_kv, open_state
 
 EVERY = [(kind, name) for kind in BASES for name in registry(kind)]
 SEQUENCES = [name for name, cls in registry("kv").items() if cls.sequences]
@@ -61,9 +61,9 @@ def test_wrong_calls_are_told_in_one_sentence(name: str) -> None:
     state = open_state(build("kv", name))
     with pytest.raises(ModelError, match=r"layer 1 .*\.$"):
         state.view(1, torch.empty(1, 4, 1, 4))
-    step(name, state, 0, 3)
+    append_to_layers(name, state, 0, 3)
     with pytest.raises(ModelError, match=r"1 sequences and 2 were run.*\.$"):
-        state.append(0, *written([[1], [2]], 0))
+        state.append(0, *encode_kv([[1], [2]], 0))
     with pytest.raises(ModelError, match="cannot be cut"):
         state.truncate(-1)
 

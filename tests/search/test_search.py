@@ -15,8 +15,8 @@ from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.report import read_rows
 from mmaccel.search import Settings, agreement, recompute, search
 from mmaccel.search.measure import (
+    CapturedLayer,
     LayerBenchmark,
-    LayerInputs,
     decide_head,
     frame_tokens,
     measure_all,
@@ -140,7 +140,7 @@ def test_a_stopped_search_goes_on(found: Any, stopped: bytes, tmp_path: Path) ->
             marks.append(total or 0)
             assert parts.read_bytes().startswith(stopped)
             if done == 1:  # the layer on which costs were measured is gone
-                assert [one.layer for one in gc.get_objects() if type(one) is LayerInputs] == [1]
+                assert [one.layer for one in gc.get_objects() if type(one) is CapturedLayer] == [1]
 
     again = search(model, inputs, path, PAIRS, progress=watching)
     assert not parts.exists()
@@ -221,7 +221,7 @@ def test_wrong_requests_are_told(tmp_path: Path) -> None:
         search(model, two, tmp_path / "t.json", PAIRS)
 
 
-def planted(length: int = 512, frame: int = 16) -> LayerInputs:
+def planted(length: int = 512, frame: int = 16) -> CapturedLayer:
     """Head 0 looks at its own cell in every frame, head 1 at its nearest neighbours, whatever stands between."""
     rng = torch.Generator().manual_seed(0)
     place = torch.arange(length)
@@ -234,7 +234,7 @@ def planted(length: int = 512, frame: int = 16) -> LayerInputs:
     value = torch.randn(1, 2, length, 32, generator=rng)
     modality = torch.full((1, length), VIDEO)
     layout = TokenLayout.build(modality, frame=(place // frame)[None])
-    return LayerInputs(0, query, query.clone(), value, 1.0, layout)
+    return CapturedLayer(0, query, query.clone(), value, 1.0, layout)
 
 
 def test_planted_heads_are_found() -> None:
@@ -263,7 +263,7 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
     modality = torch.full((1, length), VIDEO)
     modality[:, 20:50] = TEXT
     modality[:, 90:91] = TEXT
-    inside = LayerInputs(0, query, key, value, 0.3, TokenLayout.build(modality))
+    inside = CapturedLayer(0, query, key, value, 0.3, TokenLayout.build(modality))
     bench = LayerBenchmark(inside, "reference")
     pattern = dict(name="a_shape", block=16, sink=3, window=9)
     group = 2
@@ -300,7 +300,7 @@ def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatc
     modality = torch.full((1, length), VIDEO)
     modality[:, ::97] = TEXT
     frame = torch.where(modality == VIDEO, torch.arange(length)[None] // 97, -1)
-    inside = LayerInputs(0, query, key, value, 0.3, TokenLayout.build(modality, frame=frame))
+    inside = CapturedLayer(0, query, key, value, 0.3, TokenLayout.build(modality, frame=frame))
     from mmaccel.search import picture
 
     monkeypatch.setattr(picture, "CELLS", 1 << 20)

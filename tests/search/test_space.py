@@ -17,7 +17,7 @@ from mmaccel.search.space import (
     boundary_slots,
     budget_rows,
     build_pattern,
-    compose,
+    compose_recipe,
     level_all,
     level_budget,
     merge_equal,
@@ -192,7 +192,7 @@ def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
     places, modality = boundary_slots(kind, VIDEO_AND_TEXT), {name: m for m, name in MODALITIES.items()}
     assert len(places) == {"no_boundary": 1, "boundary_2d": 4}.get(kind, 2)
     near = [dict(name="a_shape", sink=n, window=16, block=16) for n in range(len(places))]
-    whole = build_pattern(compose(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))
+    whole = build_pattern(compose_recipe(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))
     for slot, inner in zip(places, near, strict=True):
         lone = build_pattern(slot_recipe(kind, slot, inner, 16))
         if kind == "no_boundary":

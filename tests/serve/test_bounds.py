@@ -68,7 +68,7 @@ def test_frames_that_wait_are_capped_in_bytes(served: Served, monkeypatch: pytes
     with running(Settings(limits=Limits(message_bytes=10_000))) as served, served.client() as client:
         monkeypatch.setattr(mmaccel.AsyncVideoSession, "watch", slow)
         with talking(served, opened(client)) as talk:
-            heavy = sources.decoded(jpegs()[0]) + bytes(
+            heavy = sources.decode_base64(jpegs()[0]) + bytes(
                 4000
             )  # a frame that is taken in, and that `slow` holds up
             for _ in range(8):  # less than 32 frames, more than 10 kB
@@ -94,7 +94,7 @@ def test_frames_that_differ_are_taken_in_one_after_another(
         heard(talk, "ready")
         for at in range(4):
             talk.send(json.dumps({"type": "frame", "data": jpegs()[0], "time": float(at)}))
-        talk.send(sources.decoded(jpegs()[0]))
+        talk.send(sources.decode_base64(jpegs()[0]))
         talk.send(other)
         time.sleep(0.3)
         go.set()

@@ -10,7 +10,7 @@ import torch
 import mmaccel
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.media.video import Video, read_image
-from mmaccel.serve.sources import decoded
+from mmaccel.serve.sources import decode_base64
 from mmaccel.serve.speech import TextStreamer
 from tests.media.films import write_film
 from tests.products import product
@@ -19,7 +19,7 @@ from tests.serve.conftest import QUESTION, Served, frames_url, jpegs, loaded, mp
 
 def seen() -> Video:
     """The frames that the server sees of `frames_url()`."""
-    frames = torch.stack([read_image(decoded(one)) for one in jpegs()])
+    frames = torch.stack([read_image(decode_base64(one)) for one in jpegs()])
     times = torch.arange(len(frames), dtype=torch.float64)
     return Video(frames, times, 1.0, 1.0, float(len(frames)))
 
@@ -85,7 +85,7 @@ def test_evidence_names_frames_and_shows_them(served: Served) -> None:
     assert [one["seconds"] for one in found] == [one["frames"][0] for one in found]  # one frame a second
     scores = [one["score"] or 0.0 for one in found]
     assert scores == sorted(scores, reverse=True)
-    shown = read_image(decoded(found[0]["image"].partition(",")[2]))
+    shown = read_image(decode_base64(found[0]["image"].partition(",")[2]))
     assert shown.shape == (3, 42, 70)
     assert (shown.float() - seen().frames[found[0]["frames"][0]].float()).abs().mean() < 8
     none = served.chat([video(frames_url()), text()], mmaccel={"recipe": "mosaic", "evidence": False})
@@ -123,7 +123,7 @@ def test_conversations_images_and_text(served: Served) -> None:
     with served.client() as client:
         body = {"model": "tiny-ov@fastv", "messages": messages, "max_completion_tokens": 6}
         answer = client.post("/v1/chat/completions", json=body).json()
-    content = conversation({"type": "image", "image": read_image(decoded(jpegs()[0]))})
+    content = conversation({"type": "image", "image": read_image(decode_base64(jpegs()[0]))})
     said, rows = plainly(content, "fastv", max_new_tokens=6)
     assert answer["choices"][0]["message"]["content"] == said
     assert answer["usage"]["prompt_tokens"] == rows and answer["mmaccel"]["recipe"] == "fastv"

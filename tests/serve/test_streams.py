@@ -14,7 +14,7 @@ import mmaccel
 from mmaccel.media.video import read_image
 from mmaccel.serve.settings import Limits, Settings
 from mmaccel.serve.socket import Incoming
-from mmaccel.serve.sources import decoded
+from mmaccel.serve.sources import decode_base64
 from tests.media.films import write_film
 from tests.serve.conftest import (
     KEY,
@@ -40,7 +40,7 @@ def frames(count: int) -> list[str]:
 def reference(count: int) -> mmaccel.VideoSession:
     model, processor = loaded()
     session = mmaccel.VideoSession(model, processor, None, kv=SMALL)
-    session.watch(torch.stack([read_image(decoded(one)) for one in frames(count)]), fps=1.0)
+    session.watch(torch.stack([read_image(decode_base64(one)) for one in frames(count)]), fps=1.0)
     return session
 
 
@@ -54,7 +54,7 @@ def test_a_stream_answers_as_a_session_does(served: Served) -> None:
         assert (told["text"], told["finish_reason"], told["tokens"]) == (answer.text, "stop", len(answer.ids))
         best = answer.top(1)[0]
         assert told["evidence"][0]["frames"] == list(best.frames)
-        shown = read_image(decoded(told["evidence"][0]["image"].partition(",")[2]))
+        shown = read_image(decode_base64(told["evidence"][0]["image"].partition(",")[2]))
         assert torch.equal(shown, read_image(client.get(f"{one}/frames/{best.frames[0]}").content))
         facts = client.get(one).json()
         assert facts["shown"] == session.shown and facts["frames"] == 40
@@ -203,7 +203,7 @@ def test_frames_and_answers_go_side_by_side_on_a_socket(served: Served) -> None:
 
 
 def jpegs_bytes(number: int) -> bytes:
-    return decoded(jpegs()[number])
+    return decode_base64(jpegs()[number])
 
 
 def test_a_stretch_of_time_a_conversation_and_a_drawn_answer(served: Served) -> None:

@@ -11,7 +11,7 @@ from mmaccel.backends.ops.block_attend import define
 from mmaccel.backends.ops.operator import import_on_first_call
 
 
-def usable(device: torch.device) -> str | None:
+def unusable(device: torch.device) -> str | None:
     """Why this backend cannot run on `device`, or None if it can; imports no kernel of flash-attn."""
     return operators.why_not("flash", device) or (
         None if installed() else "it needs flash-attn 4 (pip install flash-attn-4)"

@@ -27,7 +27,7 @@ from mmaccel.backends.flash.tiles import (
     padded,
     position_runs,
     side_by_side,
-    split,
+    split_blocks,
     tiled,
     window_bounds,
 )
@@ -37,7 +37,7 @@ from mmaccel.backends.ops.block_attend import (
     Part,
     empty_output,
     in_query_order,
-    remember,
+    memoize,
     unpacks_call,
 )
 from mmaccel.core.errors import RecipeError
@@ -132,7 +132,7 @@ def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, 
         return found
 
     _check_table(part, len(query), block_q, block_k)
-    return remember(part.memo, ("flash", n, H, group, rows), made)
+    return memoize(part.memo, ("flash", n, H, group, rows), made)
 
 
 @unpacks_call
@@ -248,7 +248,9 @@ def _block_tensors(
     """Block-sparse tensors of flash-attn for `n_query` queries and `n_key` keys: count [b, h, M] and index [b, h, M, N] of
     masked tiles, then of unmasked tiles, int32. Spans are concatenated, or `together` over the same keys. `seen`: see
     `window_bounds`."""
-    pairs: list[Sequence[Tensor]] = [tiled(split(one.table(), *tiles.cut), *tiles.joined) for one in lists]
+    pairs: list[Sequence[Tensor]] = [
+        tiled(split_blocks(one.table(), *tiles.cut), *tiles.joined) for one in lists
+    ]
     rows, columns = -(-n_query // tiles.queries), -(-n_key // tiles.keys)
     if together:
         # Each cut, or lengthened with False, to the same columns.
@@ -286,12 +288,12 @@ def launch(
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    from mmaccel.backends.flash.within import banded, between, numbers, within
+    from mmaccel.backends.flash.within import in_band, in_key_run, in_position_run, runtime_ints
 
     if bounds is not None:
-        test = dict(mask_mod=banded, aux_scalars=numbers(bounds))
+        test = dict(mask_mod=in_band, aux_scalars=runtime_ints(bounds))
     else:
-        test = dict(mask_mod=between if by_key else within, aux_tensors=tests)
+        test = dict(mask_mod=in_key_run if by_key else in_position_run, aux_tensors=tests)
 
     found: Any = flash_attn_func(
         query,

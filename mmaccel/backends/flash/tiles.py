@@ -69,7 +69,7 @@ def side_by_side(tensors: Sequence[Tensor], dim: int = -1) -> Tensor:
 
 
 def key_bounds(part: Part) -> tuple[int, ...] | None:
-    """Arguments of the mask `banded` for a part whose queries and keys are in order: (low, high, count) for each span.
+    """Arguments of the mask `in_band` for a part whose queries and keys are in order: (low, high, count) for each span.
 
     Query i sees keys max(0, i + low) <= key < min(i + high, count). None if the order is unknown or a list may lack blocks.
     """
@@ -102,8 +102,8 @@ def window_bounds(
 
 
 def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """Return the tensors of the mask `between`, for spans whose keys are at their own position: for each span [b, h, 2, P]
-    int32, the first key that each query sees, and how many from there."""
+    """Return the tensors of the mask `in_key_run`, for spans whose keys are at their own position: for each span [b, h, 2,
+    P] int32, the first key that each query sees, and how many from there."""
     found = []
     for span in spans:
         assert span.keys is not None
@@ -116,9 +116,9 @@ def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> li
 
 
 def position_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """Return the tensors of the mask `within`, for any spans: [b, h, N], the position of each key; then for each span [b, h,
-    4, P], for each query the first position that it sees and how many follow, the first key that is listed for it and how
-    many follow. int64 if positions are."""
+    """Return the tensors of the mask `in_position_run`, for any spans: [b, h, N], the position of each key; then for each
+    span [b, h, 4, P], for each query the first position that it sees and how many follow, the first key that is listed for
+    it and how many follow. int64 if positions are."""
     wide = any(t.dtype == torch.int64 for span in spans for t in (span.of.q_pos, span.of.k_pos))
     dtype = torch.int64 if wide else torch.int32
     never = NEVER[dtype]
@@ -182,7 +182,7 @@ def tiled(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     return some, full.view(shape).all(-1).all(3)
 
 
-def split(kinds: Tensor, queries: int, keys: int) -> Tensor:
+def split_blocks(kinds: Tensor, queries: int, keys: int) -> Tensor:
     """Split each block of the table `kinds` into `queries` x `keys` blocks of the same kind."""
     if queries == keys == 1:
         return kinds

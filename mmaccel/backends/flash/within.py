@@ -14,13 +14,13 @@ import cutlass.cute as cute
 from flash_attn.cute import utils
 
 
-def numbers(bounds: tuple[int, ...]) -> tuple[Any, ...]:
+def runtime_ints(bounds: tuple[int, ...]) -> tuple[Any, ...]:
     """Convert `bounds` to runtime kernel arguments, so that new values do not compile the kernel again."""
     return tuple(cutlass.Int32(number) for number in bounds)
 
 
 @cute.jit
-def between(batch, head, row, column, seqlen_info, tensors):
+def in_key_run(batch, head, row, column, seqlen_info, tensors):
     """Mask function: whether the key is in the run of keys that a span lists for the query (`tiles.key_runs`)."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
     seen = cutlass.Boolean(False)
@@ -30,7 +30,7 @@ def between(batch, head, row, column, seqlen_info, tensors):
 
 
 @cute.jit
-def banded(batch, head, row, column, seqlen_info, tensors, bounds):
+def in_band(batch, head, row, column, seqlen_info, tensors, bounds):
     """Mask function without memory reads: whether the pair is in a span's diagonal band (`tiles.key_bounds`)."""
     q, k = row[0], column[0]
     seen = cutlass.Boolean(False)
@@ -43,7 +43,7 @@ def banded(batch, head, row, column, seqlen_info, tensors, bounds):
 
 
 @cute.jit
-def within(batch, head, row, column, seqlen_info, tensors):
+def in_position_run(batch, head, row, column, seqlen_info, tensors):
     """Mask function: whether a span lists the key for the query, with its position in range (`tiles.position_runs`)."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
     place = tensors[0][b, h, k]

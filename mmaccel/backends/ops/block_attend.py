@@ -36,7 +36,7 @@ UNKNOWN = -(1 << 40)
 """Stands for None among the numbers of a packed part."""
 
 
-def remember(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
+def memoize(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
     """Get the entry `name` of the cache `memo`, computed by `make` if missing."""
     if name in memo:
         return memo[name]  # type: ignore[no-any-return]
@@ -179,7 +179,7 @@ class KeySpan:
 
 
 class HeadRange(NamedTuple):
-    """Adjacent query heads `first` .. `past` - 1, equally many per key/value head, of which a part is for `heads` only."""
+    """Adjacent query heads `first` .. `past` - 1, equally many per key/value head; only those in `heads` use the part."""
 
     heads: tuple[int, ...]
     first: int
@@ -229,7 +229,7 @@ class Part:
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def for_heads(self, heads: int) -> slice:
-        """Slice of the `heads` query heads that this part of an attention plan applies to."""
+        """Return which of a layer's `heads` query heads this part of an attention plan applies to, as a slice."""
         some = self.head_range
         return slice(0, heads) if some is None else slice(some.first, some.past)
 
@@ -253,7 +253,7 @@ class Part:
             q_row = torch.where(self.q_row < rows, self.q_row, -1)
             return replace(self, q_row=q_row, ordered=ordered, all_rows=all_rows)
 
-        return remember(self.memo, ("first", rows), cut)
+        return memoize(self.memo, ("first", rows), cut)
 
     def pack(self) -> tuple[Tensor, list[Tensor | None], list[int]]:
         """Flatten this plan part to `q_row`, a list of tensors and a list of integers, as `block_attend` takes them."""
@@ -269,7 +269,7 @@ class Part:
                 numbers += [s.lo, s.hi, *known, int(s.ranks), int(s.complete)]
             return tensors, numbers
 
-        tensors, numbers = remember(self.memo, "packed", flat)
+        tensors, numbers = memoize(self.memo, "packed", flat)
         return self.q_row, tensors, numbers
 
     @staticmethod

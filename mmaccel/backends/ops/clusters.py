@@ -36,7 +36,7 @@ class Lists(NamedTuple):
     largest: int
 
 
-class Own(NamedTuple):
+class MemberKeys(NamedTuple):
     """Keys of single entries, to choose among the members of a cluster that is retrieved only in part. `keys` [M, L, d] are
     readable by the device, of which layer `layer` is used; `read` returns float32 rows [n, d] of entries [n]; `query` [d]
     float32 is compared with them, by cosine similarity if `cosine`, else by dot product."""
@@ -56,7 +56,7 @@ class Words(NamedTuple):
     number: Tensor
 
 
-class Late(NamedTuple):
+class NewestEntries(NamedTuple):
     """The newest `entries` entries of a stream, which every search retrieves. The stream has `units` [1] (a device tensor)
     units so far, of `parts` entries each."""
 
@@ -131,7 +131,7 @@ def scores_and_preceding(
 
 @operator("stream", serves=_few)
 def select(
-    before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
+    before: Tensor, lists: Lists, budget: int, ahead: int, own: MemberKeys, late: NewestEntries | None
 ) -> tuple[Tensor, Tensor | None]:
     """The entries that the first of R = 1 or 2 layers retrieves; and `ahead` entries to prefetch for the second, or None.
 
@@ -219,7 +219,7 @@ def _mean_of_rows(rows: Tensor, count: Tensor | None) -> Tensor:
     return torch.where(inside, rows.float(), 0.0).sum(-2) / count
 
 
-def by_word(rows: Tensor, groups: int) -> Tensor:
+def sum_query_groups(rows: Tensor, groups: int) -> Tensor:
     """Sum the H / G query heads of each key/value head: rows [H, n, D] to [n, G * D] float32. Plain PyTorch."""
     return rows.view(groups, -1, *rows.shape[1:]).sum(1, dtype=torch.float32).transpose(0, 1).flatten(1)
 
@@ -231,7 +231,9 @@ def mean_query(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
 
 
 @operator("stream", serves=runs_triton_in_float32)
-def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None) -> Tensor:
+def predict_next_hidden(
+    words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None
+) -> Tensor:
     """Predict the hidden states that enter the next layer: `words` [n, E] plus `known` [E] float32, the usual change of a
     layer. Also writes the mean of the first `count` [1] rows to `before` [E], and how much it changed since the previous
     layer to `seen` [E] (None: do not)."""

@@ -318,7 +318,9 @@ def older_flash(device: torch.device) -> FlashAttn | None:
     for release in (3, 2):
         call = older_installed(release) if operators.why_not(f"flash_{release}", device) is None else None
         if call is not None:
-            return FlashAttn(release, call, square=release == 3 or not operators.row_of(device).cudnn)
+            return FlashAttn(
+                release, call, square=release == 3 or not operators.architecture_of(device).cudnn
+            )
     return None
 
 

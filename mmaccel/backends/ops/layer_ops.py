@@ -191,7 +191,7 @@ def project_rows(
     x [R, K]; weight: one to three of [O, K], whose outputs are concatenated; bias: none, or [O] for each. `gain` [K]: apply
     RMSNorm (`eps`) first. `gated`: of two weights, silu(first output) * second output. `residual` [R, O'] is added. Returns
     [R, O'] in the dtype of `x`, rounded after the norm and at the end. With `squares` [R, P], `x` is the `gained` of
-    `pass_rows`, and rows are first divided by their root mean square, computed from these.
+    `residual_rows`, and rows are first divided by their root mean square, computed from these.
     """
     if squares is not None:
         x = (x * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(x.dtype)
@@ -210,7 +210,7 @@ def _pass_shapes(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 @operator("decode", serves=reads_weights, fake=_pass_shapes)
-def pass_rows(
+def residual_rows(
     x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Linear layer on rows [R, K] plus residual, which also computes what the following RMSNorm needs, so that the norm
@@ -231,7 +231,7 @@ def _enter_shape(x: Tensor, weight: Sequence[Tensor], columns: Tensor, key: Tens
 
 
 @operator("decode", serves=reads_weights, mutates=("key", "value"), fake=_enter_shape)
-def enter_rows(
+def qkv_rope_rows(
     x: Tensor,
     weight: Sequence[Tensor],
     bias: Sequence[Tensor],
@@ -296,7 +296,7 @@ def rope_each(
 
 
 @operator("decode", serves=reads_weights)
-def enter_each(
+def qkv_rope_each(
     x: Tensor,
     weight: Sequence[Tensor],
     bias: Sequence[Tensor],
@@ -307,8 +307,8 @@ def enter_each(
     columns: Tensor,
     caches: Caches,
 ) -> Tensor:
-    """`enter_rows` where each sequence has its own cache: project rows x [B * n, K] to q, k and v, apply RoPE by `turn` [2,
-    B, n, D], write k and v to slots `columns` [B, n]; returns queries [B, H, n, D]."""
+    """`qkv_rope_rows` where each sequence has its own cache: project rows x [B * n, K] to q, k and v, apply RoPE by `turn`
+    [2, B, n, D], write k and v to slots `columns` [B, n]; returns queries [B, H, n, D]."""
     rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
     positions = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
     return rope_each.direct(rows, turn[0], turn[1], positions, columns, caches)

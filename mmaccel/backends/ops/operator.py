@@ -53,7 +53,7 @@ class Architecture:
     devices   well-known GPUs
     shared    bytes of shared memory available to one thread block
     resident  bytes of shared memory of one multiprocessor
-    run       whether our kernels have run on it; if not, they were compiled for it only
+    has_run   whether our kernels have run on it; if not, they were compiled for it only
     cudnn     whether cuDNN is faster than flash-attn 2 for as many queries as keys
     columns   smallest N dimension of a tensor-core product
     lacks     each of `KERNELS` that does not run on it -> why, to follow "cannot run on this device: "
@@ -63,7 +63,7 @@ class Architecture:
     devices: str
     shared: int
     resident: int
-    run: bool = False
+    has_run: bool = False
     cudnn: bool = False
     columns: int = 8
     lacks: Mapping[str, str] = field(default_factory=dict)
@@ -111,14 +111,14 @@ _AMD = dict.fromkeys(("hopper", "flash", "flash_4", "flash_3", "flash_2"), _NVID
 ARCHITECTURES = (
     Architecture("sm_80", "A100, A30", 163 << 10, 164 << 10, lacks=_BEFORE_HOPPER),
     Architecture("sm_89", "L4, L40S, RTX 4090", 99 << 10, 100 << 10, lacks=_BEFORE_HOPPER),
-    Architecture("sm_90", "H100, H200", 227 << 10, 228 << 10, run=True, cudnn=True),
+    Architecture("sm_90", "H100, H200", 227 << 10, 228 << 10, has_run=True, cudnn=True),
     Architecture("sm_100", "B200, GB200", 227 << 10, 228 << 10, cudnn=True, lacks=_BLACKWELL),
     Architecture("sm_120", "RTX 5090, RTX PRO 6000", 99 << 10, 100 << 10, cudnn=True, lacks=_SMALL_BLACKWELL),
     Architecture("gfx942", "MI300X, MI325X", 64 << 10, 64 << 10, columns=16, lacks=_AMD),
 )
 
 
-def row_named(name: str) -> Architecture:
+def architecture_named(name: str) -> Architecture:
     """The entry of the architecture `name` in the table. An unknown newer NVIDIA architecture gets the entry of the last
     older one; any other unknown one lacks all kernels."""
     rows = {row.name: row for row in ARCHITECTURES}
@@ -128,7 +128,7 @@ def row_named(name: str) -> Architecture:
         nvidia = {int(one[3:]): row for one, row in rows.items() if one.startswith("sm_")}
         last = max((number for number in nvidia if number < int(name[3:])), default=None)
         if last is not None:
-            return replace(nvidia[last], name=name, devices="", run=False)
+            return replace(nvidia[last], name=name, devices="", has_run=False)
         why = "it needs compute capability 8.0"
     else:
         amd = ", ".join(row.name for row in ARCHITECTURES if row.name.startswith("gfx"))
@@ -137,12 +137,12 @@ def row_named(name: str) -> Architecture:
 
 
 @functools.cache
-def row_of(device: torch.device) -> Architecture:
+def architecture_of(device: torch.device) -> Architecture:
     """The table's entry for a CUDA or ROCm device of this machine."""
     if torch.version.hip is not None:
-        return row_named(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+        return architecture_named(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
     major, minor = torch.cuda.get_device_capability(device)
-    return row_named(f"sm_{major}{minor}")
+    return architecture_named(f"sm_{major}{minor}")
 
 
 def why_not(kernels: str, device: torch.device) -> str | None:
@@ -151,7 +151,7 @@ def why_not(kernels: str, device: torch.device) -> str | None:
         return "it runs on cuda"
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
-    return row_of(device).lacks.get(kernels)
+    return architecture_of(device).lacks.get(kernels)
 
 
 @functools.cache
@@ -159,7 +159,7 @@ def resources(device: torch.device) -> Resources:
     """Resources of `device`, as PyTorch reports them, else from the table."""
     if device.type != "cuda":
         return INTERPRETED
-    here, row = torch.cuda.get_device_properties(device), row_of(device)
+    here, row = torch.cuda.get_device_properties(device), architecture_of(device)
     return Resources(
         getattr(here, "shared_memory_per_block_optin", row.shared),
         getattr(here, "shared_memory_per_multiprocessor", row.resident),

@@ -266,7 +266,7 @@ def _project_kernel(
     """Kernel of `ops.layer_ops.project_rows`: BLOCK_O outputs of one of up to three concatenated weights.
 
     EVEN: blocks divide the outputs. PARTS: partial sums of squares per row of `x`; 0: no division by the RMS. AHEAD: also
-    write `gained` and `squares_out` for the next norm (`pass_rows`). BLOCKS: number of programs.
+    write `gained` and `squares_out` for the next norm (`residual_rows`). BLOCKS: number of programs.
     """
     block = tl.program_id(0)
     weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
@@ -368,10 +368,10 @@ def parts_of(squares: Tensor | None, block_r: int) -> tuple[int, int]:
 
 def project_rows(
     x, weight, bias=(), gain=None, eps=0.0, residual=None, gated=False, squares=None, *, block_k=None,
-    ahead=None,
+    next_gain=None,
 ):  # fmt: skip
     """Linear layers on x [R, K] by one kernel (`ops.layer_ops.project_rows`); a program reads `block_k` inputs at a time.
-    With `ahead` [O], the weight of the following norm, returns sums, gained sums and squares, as `pass_rows` does."""
+    With `next_gain` [O], the weight of the following norm, returns sums, gained sums and squares, as `residual_rows`."""
     rows, K = x.shape
     widths = [w.shape[0] for w in weight]
     width = widths[0] if gated else sum(widths)
@@ -379,8 +379,8 @@ def project_rows(
     # The kernel knows rows that follow each other alone; a model's weights are such, and nothing is copied.
     x, *weight = (t.contiguous() for t in (x, *weight))
     bias = [t.contiguous() for t in bias]
-    gain, residual, squares, ahead = (
-        None if t is None else t.contiguous() for t in (gain, residual, squares, ahead)
+    gain, residual, squares, next_gain = (
+        None if t is None else t.contiguous() for t in (gain, residual, squares, next_gain)
     )
     missing = [x] * (3 - len(weight))
     block_o, block_k, block_r, warps, stages = _tile_of(x, width, 1 + gated, block_k)
@@ -388,26 +388,26 @@ def project_rows(
     grid = triton.cdiv(widths[0], block_o) if gated else sum(triton.cdiv(w, block_o) for w in widths)
     even = all(w % block_o == 0 for w in widths)
     gained, sums = out, out
-    if ahead is not None:
+    if next_gain is not None:
         gained = torch.empty_like(out)
         sums = torch.empty(rows, grid, dtype=torch.float32, device=x.device)
     if gain is not None:
         x = normed(x, gain, eps)
     _project_kernel[(grid,)](
         x, *weight, *missing, *(bias or weight), *missing, x if residual is None else residual,
-        x if squares is None else squares, x if ahead is None else ahead, out, gained, sums, rows, eps,
+        x if squares is None else squares, x if next_gain is None else next_gain, out, gained, sums, rows, eps,
         K=K, WIDTH_0=widths[0], WIDTH_1=widths[1] if len(weight) > 1 else 0,
         WIDTH_2=widths[2] if len(weight) > 2 else 0, WIDTH=width, BIAS=bool(bias), GATED=gated,
-        RESIDUAL=residual is not None, AHEAD=ahead is not None, PARTS=parts, CHUNK=chunk, BLOCKS=grid,
+        RESIDUAL=residual is not None, AHEAD=next_gain is not None, PARTS=parts, CHUNK=chunk, BLOCKS=grid,
         EVEN=even, BLOCK_O=block_o, BLOCK_K=block_k, BLOCK_R=block_r, PRECISION="ieee", STAGES=stages,
         num_warps=warps,
     )  # fmt: skip
-    return out if ahead is None else (out, gained, sums)
+    return out if next_gain is None else (out, gained, sums)
 
 
-def pass_rows(x, weight, bias, residual, gain, *, block_k=None):
-    """Launch `ops.layer_ops.pass_rows` (linear, residual, norm inputs); a program reads `block_k` inputs at a time."""
-    return project_rows(x, [weight], bias, residual=residual, block_k=block_k, ahead=gain)
+def residual_rows(x, weight, bias, residual, gain, *, block_k=None):
+    """Launch `ops.layer_ops.residual_rows` (linear, residual, norm inputs); a program reads `block_k` inputs at a time."""
+    return project_rows(x, [weight], bias, residual=residual, block_k=block_k, next_gain=gain)
 
 
 @triton.jit(do_not_specialize=["rows", "n", "eps"])
@@ -418,7 +418,7 @@ def _enter_kernel(
     PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, EACH: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `ops.layer_ops.enter_rows`: compute BLOCK_O outputs of one head as RoPE pairs ``(d, d + D / 2)``, rotate
+    """Kernel of `ops.layer_ops.qkv_rope_rows`: compute BLOCK_O outputs of one head as RoPE pairs ``(d, d + D / 2)``, rotate
     queries and keys, and write to the query output or the cache."""
     HALF: tl.constexpr = D // 2
     PAIRS: tl.constexpr = BLOCK_O // 2
@@ -507,9 +507,9 @@ def _rope_kernel(
         tl.store(value + d, x, mask=wide)
 
 
-def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *, block_k=None, each=None):
-    """Launch `ops.layer_ops.enter_rows` (project, RoPE, write cache); a program reads `block_k` inputs at a time. `each`:
-    the `Caches` of `enter_each`."""
+def qkv_rope_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *, block_k=None, each=None):
+    """Launch `ops.layer_ops.qkv_rope_rows` (project, RoPE, write cache); a program reads `block_k` inputs at a time. `each`:
+    the `Caches` of `qkv_rope_each`."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]
@@ -532,10 +532,10 @@ def enter_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *
     return query.transpose(1, 2)
 
 
-def enter_each(x, weight, bias, gain, squares, eps, turn, columns, caches):
-    """Launch `ops.layer_ops.enter_each`: `enter_rows` with a cache for each sequence, found by `caches.table`."""
+def qkv_rope_each(x, weight, bias, gain, squares, eps, turn, columns, caches):
+    """Launch `ops.layer_ops.qkv_rope_each`: `qkv_rope_rows` with a cache for each sequence, found by `caches.table`."""
     home = caches.home
-    return enter_rows(x, weight, bias, gain, squares, eps, turn, columns, home, home, each=caches)
+    return qkv_rope_rows(x, weight, bias, gain, squares, eps, turn, columns, home, home, each=caches)
 
 
 def rope_rows(rows, cos, sin, positions, columns, key, value, *, each=None):

@@ -148,7 +148,7 @@ Drafting = Generator[DraftStep, Tensor, Any]
 
 
 class DraftState(ABC):
-    """The draft of one sequence, for one turn. `chooses`: `draft_steps` can limit its tokens; `unread`: it must prefill."""
+    """The draft of one sequence, for one turn. `chooses`: `draft_steps` heeds `most`; `unread`: it has yet to prefill."""
 
     chooses, unread = False, False
 

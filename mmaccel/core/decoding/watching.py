@@ -43,7 +43,7 @@ class QuestionAttention:
     tokens: Tensor
     paid: Tensor
 
-    def to(self, numbers: Tensor, places: Tensor, unit: int) -> Tensor:
+    def look_up(self, numbers: Tensor, places: Tensor, unit: int) -> Tensor:
         """Look up the attention [k, m] paid to single tokens: those at indices `places` [m] of units (frames) `numbers` [m],
         for a model with `unit` tokens per unit."""
         wanted, tokens = numbers * self.unit + places * self.unit // unit, self.tokens.to(numbers.device)

@@ -213,7 +213,7 @@ class Worker:
         return self.close.alive and self.process.poll() is None
 
     def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
-        """Send a message to the worker, as `Wire.send` does; from now on the worker must answer or send heartbeats."""
+        """Send a message to the worker, as `SocketEnd.send` does; from now on it must answer or send heartbeats."""
         self._heard = time.monotonic()
         busy = self._outbox.is_sending  # asked first: what was busy and broke meanwhile takes nothing more
         self._got_through()

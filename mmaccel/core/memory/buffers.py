@@ -75,7 +75,7 @@ class UnitRows:
         self.old, self.gap = np.zeros(0, dtype=np.int64), 0
 
     def keep_rows(self, rows: int, kept: Tensor) -> None:
-        """Keep of the buffer's `rows_of` rows only those at indices `kept` [k], and renumber them from 0."""
+        """Keep of the buffer's `rows` rows only those at indices `kept` [k], ascending, and renumber them from 0."""
         self.old, self.gap = self.units_of(rows)[kept.numpy()], self.gap + rows - len(kept)
 
     def forget_from(self, end: int) -> None:
@@ -85,12 +85,12 @@ class UnitRows:
             self.gap = end - len(self.old)
 
     def units_of(self, rows: int) -> Any:
-        """Return the units (frames) that the first `rows_of` rows of the buffer belong to."""
+        """Return the numbers [rows] of the units (frames) that the first `rows` rows of the buffer belong to."""
         late = np.arange(len(self.old), max(rows, len(self.old))) + self.gap
         return np.concatenate([self.old, late])[:rows]
 
     def rows_of(self, units: Any) -> Any:
-        """Return the buffer rows of `units_of` (frames), of any shape; -1 for forgotten ones."""
+        """Return the buffer rows of the units (frames) `units`, an array of any shape; -1 for forgotten ones."""
         if not self.gap:
             return units
         fresh, at = units - self.gap, np.searchsorted(self.old, units)

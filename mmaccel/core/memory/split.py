@@ -153,7 +153,7 @@ class SplitState(StreamState):
 
     @property
     def last_listed(self) -> dict[int, Any] | None:  # type: ignore[override]
-        """What each layer listed in the last passes of an ingestion, by its number in the model: one for all devices."""
+        """Layer number in the model -> pairs listed in the last passes of an ingestion; one mapping for all devices."""
         return self._states[0].last_listed
 
     def view(self, layer: int, query: Tensor) -> KVView:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVState, KVView
-from mmaccel.core.prefill.prune import TokenPruner, complement, thin
+from mmaccel.core.prefill.prune import TokenPruner, complement, kept_layout
 
 
 class PrunedKVState(KVState):
@@ -84,7 +84,7 @@ class PrunedKVState(KVState):
     def layout_of(self, part: int, layout: TokenLayout) -> TokenLayout:
         """Return the layout of the columns that the layers of `part` hold after pruning, given the layout of all."""
         held = self.held_indices(part, layout.length)
-        return layout if held is None else thin(layout, held)
+        return layout if held is None else kept_layout(layout, held)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         if layer == 0 and self._coming:

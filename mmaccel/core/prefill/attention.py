@@ -26,7 +26,7 @@ from mmaccel.core.memory.kv import KVView, StreamState
 from mmaccel.core.prefill import masked
 from mmaccel.core.prefill.plan import AttentionPlan, check_sizes, numbered
 from mmaccel.core.prefill.prune import PrefillPass, Probe
-from mmaccel.core.prefill.sparse import attend_branches, attend_plan, to_host, window_plan
+from mmaccel.core.prefill.sparse import attend_branches, attend_plan, start_host_copy, window_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 
@@ -45,8 +45,8 @@ BIASED = "sparse: {} planned no pass whose memory adds a bias to the scores of i
 class AttentionConfig:
     """The recipe's attention settings, shared by all layers.
 
-    kernel  an operator of the schema of `ops.block_attend`; None: plans cannot be run
-    sliding_kernel  that for sliding windows of streams under a sparse recipe (else it is `kernel`); None: explicit masks
+    kernel  the backend's operator, with the schema of `ops.block_attend`; None: plans cannot be run
+    sliding_kernel  the operator for streams' sliding windows under a sparse recipe (a dense one uses `kernel`); None: a mask
     sliding  layer -> window size of layers with sliding-window attention, which are dense
     """
 
@@ -102,7 +102,7 @@ class Note:
 
     layout: TokenLayout | None = None
     mask: Tensor | None = None
-    images: masked.Images | None = None
+    images: masked.BidirectionalImages | None = None
     verify: bool = False
     branches: Branches | None = None
     probes: tuple[Probe, ...] = ()
@@ -137,12 +137,12 @@ class ForwardPass(PrefillPass):
     check: Callable[[], None] | None = None
     pruning: object = None
     meter: Meter | None = None
-    images: masked.Images | None = None
+    images: masked.BidirectionalImages | None = None
     ends: tuple[int, ...] | None = None
-    """Of a part of a prompt with padding: the column past the last token of each sequence of the whole."""
+    """For a part of a padded prompt: for each sequence, the column past its last token in the whole prompt."""
 
     listed: dict[int, tuple[Tensor, torch.cuda.Event | None, float]] = field(default_factory=dict)
-    """What a sparse layer listed, on its way to the host, and what was expected, by the pass's first column."""
+    """First column of a pass -> pairs that its last sparse layer listed, on their way to the host, and pairs expected."""
 
     @cached_property
     def _before(self) -> dict[int, Any]:
@@ -152,7 +152,7 @@ class ForwardPass(PrefillPass):
     """The pass over what a stream's memory shows, where it says what that is: by the layout's identity."""
 
     ticket: Tensor | None = field(default=None, init=False)
-    """By what compiled layers find this pass, which is no tensor."""
+    """A tensor in place of this pass, for compiled layers, whose arguments are tensors; they look the pass up by it."""
 
     def beats_dense(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
         """Return whether the pattern of `layer` is faster than dense attention to `view` (None: all columns), by sizes and
@@ -387,7 +387,7 @@ class ForwardPass(PrefillPass):
             listed = plan.count_listed_pairs()
             if self.config.choice is not None and self.config.choice.costs is not None:
                 expected = self._expected(layer, query.shape[2], view.key.shape[2], view.column)
-                own = self.listed[self.start] = (*to_host(listed.mean()), expected)
+                own = self.listed[self.start] = (*start_host_copy(listed.mean()), expected)
                 self._before[layer] = [*self._before.get(layer, [])[-1:], own]
             tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
             listed = listed + tails[:, None]

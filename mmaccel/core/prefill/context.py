@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmaccel.backends.ops.block_attend import BlockLists, lse_dtype, remember
+from mmaccel.backends.ops.block_attend import BlockLists, lse_dtype, memoize
 from mmaccel.backends.ops.layer_ops import merge_parts
 from mmaccel.backends.select import Choice
 from mmaccel.core.errors import ModelError, RecipeError
@@ -81,8 +81,8 @@ class Context:
         return tuple(end - begin for begin, end in pairwise(ends))
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """Gather `x` from every process (all-gather): all of them along `dim`, in order of rank. `rows_per_rank` are their
-        lengths along `dim`, all other dimensions are equal. The result is `dim` first in memory."""
+        """Gather `x` from every process (all-gather), concatenated along `dim` in order of rank. `sizes` are their lengths
+        along `dim`; all other dimensions are equal. In memory the result has `dim` first."""
         most = max(sizes)
         rows = x.movedim(dim, 0)
         if len(rows) < most:
@@ -94,9 +94,9 @@ class Context:
             whole = torch.cat([one[:count] for one, count in parts])
         return whole.movedim(0, dim)
 
-    def most_each(self, count: int, most: int) -> int:
-        """Return how many of `count` patches a call of the vision tower takes, at most `most`, so that each process has
-        some. A few are not split, and no call within one that a process makes for its share."""
+    def patches_per_call(self, count: int, most: int) -> int:
+        """Return how many of `count` patches one call of the vision tower takes, at most `most`, so that every process gets
+        some. All of them if they are few, or within a call that already is one process's share."""
         if self._runs or count < MIN_ROWS * self.size:
             return count
         return min(most, -(-count // self.size))
@@ -352,7 +352,7 @@ def plan_share(plan: AttentionPlan, rank: int, size: int) -> AttentionPlan:
             parts.append(replace(part, spans=tuple(spans)))
         return replace(plan, parts=tuple(parts))
 
-    return remember(plan.memo, ("share", rank, size), made)
+    return memoize(plan.memo, ("share", rank, size), made)
 
 
 def _share(lists: BlockLists, before: Tensor, rank: int, size: int) -> tuple[BlockLists, Tensor]:

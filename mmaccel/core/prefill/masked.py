@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmaccel.backends.ops.block_attend import Part, remember
+from mmaccel.backends.ops.block_attend import Part, memoize
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView
@@ -27,15 +27,15 @@ Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Images:
+class BidirectionalImages:
     """Images whose tokens attend to each other in both directions, in the given `layers`."""
 
     spans: tuple[Span, ...]
     layers: frozenset[int]
 
     def of(self, layer: int, start: int, layout: TokenLayout) -> NewImageColumns | None:
-        """Return the images that lie among the columns of `layout` from `start` on; None if there are none, or if `layer` is
-        causal."""
+        """Return the images among the new columns of `layout`, from `start` on; None if there are none, or if in `layer`
+        images are causal."""
         if layer not in self.layers:
             return None
         spans = tuple(one for one in self.spans if start <= one[1] and one[2] <= layout.length)
@@ -50,7 +50,7 @@ class Images:
             end = later
         return end
 
-    def select_sequence(self, sequence: int, begin: int, end: int) -> Images:
+    def select_sequence(self, sequence: int, begin: int, end: int) -> BidirectionalImages:
         """Return the images within columns ``begin .. end`` of one sequence of a batch, counted from `begin`."""
         inside = (one for one in self.spans if one[0] == sequence and begin <= one[1] and one[2] <= end)
         own = ((0, b - begin, past - begin) for _, b, past in inside)
@@ -87,7 +87,7 @@ class NewImageColumns:
         for all layers."""
         sizes = len(query), query.shape[1], query.shape[2], key.shape[2], self.layout.length
         memo, name = self.layout.memo, ("later", self.spans, sizes)
-        return remember(memo, name, lambda: anticausal_plan(self.spans, *sizes, key.device))
+        return memoize(memo, name, lambda: anticausal_plan(self.spans, *sizes, key.device))
 
     def attend(
         self,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.block_attend import ABSENT, FULL, TEST, BlockLists, KeySpan, Part, remember
+from mmaccel.backends.ops.block_attend import ABSENT, FULL, TEST, BlockLists, KeySpan, Part, memoize
 from mmaccel.backends.ops.block_lists import block_bounds, compacted, listed_area, reach, restrict_rows
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
@@ -138,7 +138,7 @@ class AttentionPlan:
             dense = replace(self.dense, rows=rows) if self.dense is not None else None
             return replace(self, parts=tuple(part.first_rows(rows) for part in self.parts), dense=dense)
 
-        return remember(self.memo, ("first", rows), cut)
+        return memoize(self.memo, ("first", rows), cut)
 
     def limit_to_window(self, sinks: int, window: int) -> AttentionPlan:
         """Return this plan restricted to the first `sinks` columns and those less than `window` columns behind each query
@@ -161,7 +161,7 @@ class AttentionPlan:
             dense = self.dense and replace(self.dense, sinks=sinks, window=window)
             return replace(self, parts=parts, dense=dense)
 
-        return remember(self.memo, ("within", sinks, window), cut)
+        return memoize(self.memo, ("within", sinks, window), cut)
 
     @property
     def own_keys(self) -> list[tuple[Tensor, Tensor]]:

@@ -211,7 +211,7 @@ class ScorePruner(QuotaPruner):
 
     def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         told = signals.get("score")  # [S]: of a stream (`core.streams.listening`)
-        return best(self.score(signals, layout, at) if told is None else told[at], count)
+        return top_indices(self.score(signals, layout, at) if told is None else told[at], count)
 
 
 def checked_stages(pruner: TokenPruner, depth: int) -> tuple[Stage, ...]:
@@ -361,7 +361,7 @@ def _text(layout: TokenLayout) -> tuple[Tensor, Tensor]:
     return rows, rows > (visual[-1] if visual.numel() else -1)
 
 
-def best(score: Tensor, count: int) -> Tensor:
+def top_indices(score: Tensor, count: int) -> Tensor:
     """Return the indices [count] of the largest scores, ascending; of equal scores the first, on every device."""
     return score.float().sort(descending=True, stable=True).indices[:count].sort().values
 
@@ -373,7 +373,7 @@ def evenly_spaced(count: int, among: int, device: torch.device | str = "cpu") ->
     )
 
 
-def thin(layout: TokenLayout, columns: Tensor) -> TokenLayout:
+def kept_layout(layout: TokenLayout, columns: Tensor) -> TokenLayout:
     """Return the layout of only the given columns: frames, cells and segments unchanged, positions renumbered."""
     left = layout.take(columns)
     return replace(left, position=(left.valid.long().cumsum(1) - 1).clamp(min=0))

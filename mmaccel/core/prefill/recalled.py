@@ -27,7 +27,7 @@ from mmaccel.core.memory.kv import (
     grow_buffer,
 )
 from mmaccel.core.memory.relay import relay
-from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_columns, thin
+from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_columns, kept_layout
 from mmaccel.core.report import Meter
 
 
@@ -80,7 +80,7 @@ class WrappedMemory(StreamState):
         layout = view.layout
         if layout is not None:
             tail = torch.arange(base, layout.length, device=layout.device)
-            layout = thin(layout, torch.cat([columns, tail]))
+            layout = kept_layout(layout, torch.cat([columns, tail]))
         return replace(view, key=key[:, :, :end], value=value[:, :, :end], layout=layout)
 
 
@@ -225,7 +225,7 @@ class RecallPruning(WrappedMemory):
         columns = torch.arange(layout.length, device=layout.device)
         if left is not None:
             columns = torch.cat([left, columns[base:]])
-            layout = thin(layout, columns)
+            layout = kept_layout(layout, columns)
         if self.pruner.candidates(layout).numel():
             signals = self._signals(attention)
             kept = self.pruner.keep(signals, layout, stage, total)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import measure, select
-from mmaccel.backends.ops.block_attend import Part, empty_output, prepare, remember
+from mmaccel.backends.ops.block_attend import Part, empty_output, memoize, prepare
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.errors import RecipeError
@@ -166,7 +166,7 @@ def attend_plan(
     group, blocks = len(all_heads) // key.shape[1], (plan.block_q, plan.block_k)
     out, lse = None, None
     written: set[int] = set()
-    for part in launches(plan):
+    for part in parts_to_launch(plan):
         own = part.for_heads(len(all_heads))
         groups = slice(own.start // group, (own.stop - 1) // group + 1)
         q, k, v = query[:, own], key[:, groups], value[:, groups]
@@ -204,7 +204,7 @@ def attend_plan(
     return out, lse
 
 
-def launches(plan: AttentionPlan) -> list[Part]:
+def parts_to_launch(plan: AttentionPlan) -> list[Part]:
     """Return the parts of a plan to launch; those parts of a merge group that are for all heads are joined into one.
     Cached."""
 
@@ -225,7 +225,7 @@ def launches(plan: AttentionPlan) -> list[Part]:
             for one in alone
         ]
 
-    return remember(plan.memo, "launches", made)
+    return memoize(plan.memo, "launches", made)
 
 
 def _same_rows(one: Part, other: Part) -> bool:
@@ -265,11 +265,11 @@ def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
     pattern = recipe.sparse.for_layer(0)
     label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
     shape = measure.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
-    plan = planner(pattern, shape, device)
+    plan = planning_benchmark(pattern, shape, device)
     return select.decide(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
 
 
-def planner(
+def planning_benchmark(
     pattern: Any, shape: measure.Shape, device: torch.device
 ) -> Callable[[int], Callable[[], object]]:
     """Return a benchmark of planning for `measured_costs`: a function of a token count n that returns a call, which plans a
@@ -336,7 +336,7 @@ def attend_branches(
     )
 
 
-def to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+def start_host_copy(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Start copying scalar `value` [] to the host; return it and the event of its arrival (None: it has arrived)."""
     if not value.is_cuda:
         return value, None

@@ -25,7 +25,6 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.prefill.recalled import RecallPruning, TimeRangeMemory, warn_idle_pruner
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.lines import TOKENS, TimedText, fitting, recalled_lines, seen_shares
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import (
     MemoryWrapper,
@@ -36,14 +35,15 @@ from mmaccel.core.streams.parts import (
     joined,
     states_restored,
 )
-from mmaccel.core.streams.picking import picked
+from mmaccel.core.streams.picking import open_picked_frames
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, pad_to_units
+from mmaccel.core.streams.timed_text import TOKENS, TimedText, fitting, recalled_lines, seen_shares
 
 GONE = "between: kv {!r} holds nothing of that time any more; ask for a later one, or choose a kv that keeps all frames."
 
 
 @contextmanager
-def asked(
+def run_question(
     live: StreamRunner,
     question: Any,
     room: int,
@@ -149,7 +149,7 @@ def asked(
         state.limit_to_units(*inside)
     if isinstance(state, FrameMemory):
         running = adapter.new_running_states()
-        state, evidence = picked(live, state, info, check, meter, running)
+        state, evidence = open_picked_frames(live, state, info, check, meter, running)
         shows = list(evidence())
         if inside is not None and not shows:
             raise ModelError(GONE.format(live.kv.name))
@@ -246,7 +246,7 @@ class QuestionRunner(Runner):
     evidence  returns the frames that the answer is based on, after the question has run
     question  its text; `beside`: the stream of a draft, which is asked it too
     check     called between two layers of the question; may raise `Ended`
-    pause     called with False between two passes of the answer
+    pause     called with False between two passes of the answer: lets other threads use the model
     counted   returns the figures of the memory
     choosing  how the tokens of the answer are chosen
     shares    whether steps of the answer may be batched with other answers on the model

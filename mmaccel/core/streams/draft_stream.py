@@ -21,7 +21,7 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
-from mmaccel.core.streams.asking import QuestionRunner, asked
+from mmaccel.core.streams.asking import QuestionRunner, run_question
 from mmaccel.core.streams.listening import GuidedRetrievalWrapper
 from mmaccel.core.streams.parts import MemoryWrapper
 from mmaccel.core.streams.saved_stream import check_model, lasting_fields, read_stream, write_stream
@@ -35,8 +35,8 @@ class LocalDraftStream(DraftStream):
     Of what a question retrieves the draft reads only what `prune` keeps; `counts` are the numbers of these tokens, before
     and after.
 
-    reading  makes the pattern under which stored videos are read, of the tokens that the memory's window holds; None, or a
-             memory without a window: all that came before is seen
+    reading  number of tokens in the memory's window -> the sparse pattern under which stored videos are read; None, or a
+             memory without a window: frames see all earlier ones
     """
 
     def __init__(
@@ -114,7 +114,9 @@ class LocalDraftStream(DraftStream):
         if self._live is None or self._asked is None:
             raise ModelError("the draft has watched no frame, or has no question.")
         self._live.around = self._guided or MemoryWrapper()
-        return self._question.enter_context(asked(self._live, *self._asked, weigh=False, deadline=deadline))
+        return self._question.enter_context(
+            run_question(self._live, *self._asked, weigh=False, deadline=deadline)
+        )
 
     def end_question(self) -> None:
         self._asked = None

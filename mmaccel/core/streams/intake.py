@@ -22,7 +22,11 @@ from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams import sources
-from mmaccel.core.streams.lines import (
+from mmaccel.core.streams.parts import QUESTION_S, SHORT_S, WAIT_S, FairLock
+from mmaccel.core.streams.sources import Clip, StreamEvent
+from mmaccel.core.streams.standing import StandingQuestion
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size
+from mmaccel.core.streams.timed_text import (
     TimedText,
     begun_between,
     ends_at,
@@ -30,10 +34,6 @@ from mmaccel.core.streams.lines import (
     read_lines,
     without_units,
 )
-from mmaccel.core.streams.parts import QUESTION_S, SHORT_S, WAIT_S, FairLock
-from mmaccel.core.streams.sources import Clip, StreamEvent
-from mmaccel.core.streams.standing import StandingQuestion
-from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size
 
 Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]
@@ -44,8 +44,8 @@ answers. It waits for the clip that is being taken in, so many seconds at most."
 
 
 class AskingLock(FairLock):
-    """The lock of a session's questions, which one holds at a time until its first token. An answer may leave it then, and
-    goes on beside others; who is `holding` it waits for all that left. `between` is called once `AT_ONCE` have ended."""
+    """Lets one question of a session run at a time, up to its answer's first token. Then the answer may leave the lock and
+    go on beside others; `holding` waits for all answers that left. After `AT_ONCE` answers `between` is called, alone."""
 
     _inside: ClassVar[list[int]] = []  # threads of answers that left; each may run what others' call
 
@@ -361,7 +361,7 @@ class FrameIntake:
         if not done:  # those of a short gap before the call belong to it
             since = max(min(since, shown[0]), shown[0] - sources.GAP_S)
         live.info.rate = clip.fps or live.info.rate
-        later = shown[0] - (clip.times[0] if clip.times else 0.0) if given is None else 0.0
+        shift = shown[0] - (clip.times[0] if clip.times else 0.0) if given is None else 0.0
 
         def tell(through: int) -> None:
             nonlocal watched, since
@@ -370,7 +370,7 @@ class FrameIntake:
                 with self._turn():
                     if lines:
                         info, before, since = live.info, since, ends_at(live.info)
-                        info.lines = merge_lines(info.lines, begun_between(lines, before, since, later))
+                        info.lines = merge_lines(info.lines, begun_between(lines, before, since, shift))
                     told = clip.frames[some], shown[some], clip.fps, live.info.timed
                     live.beside.take_frames(*told, how == "ingest")
             for one in self._standing:

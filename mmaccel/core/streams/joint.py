@@ -29,10 +29,11 @@ UNITS = 16
 class WaitingUnits:
     """Whole units of a stream, frames [n * pace, 3, H, W] shown at `moments`, that wait for their pass.
 
-    live   the `StreamRunner` whose memory takes them in
-    taken  whoever has the turn took them off those that wait, or was about to
-    waited seconds until their pass began; `others`: of its seconds, those that other streams in it took; `done`: it is over,
-           perhaps by `error`
+    live    the `StreamRunner` whose memory takes them in
+    asked   when they began to wait (`time.monotonic`); `waited`: seconds from then until their pass began
+    taken   whether a thread whose turn it is has claimed them for its pass
+    others  seconds of that pass that other streams in it took
+    done    set when the pass is over; `error`: what it failed with, if it failed
     """
 
     live: Any
@@ -47,12 +48,13 @@ class WaitingUnits:
 
     @property
     def units(self) -> int:
-        """How many they are."""
+        """Number of waiting units."""
         return len(self.frames) // int(self.live.adapter.pace)
 
     @cached_property
     def kind(self) -> Hashable | None:
-        """What passes that can be one batch have alike; None: they run alone. It is first read in the thread that asks."""
+        """A key that is equal for units which can go through the layers as one batch; None: these run alone. First read in
+        the thread that waits."""
         live = self.live
         model = None if live.ingests or live.running is not None else live.adapter.batched
         plain = type(live.around) is MemoryWrapper and not isinstance(live.state, FrameMemory)
@@ -61,13 +63,13 @@ class WaitingUnits:
         return model, live.info.size, self.frames.shape[1:], self.frames.device, live.hidden
 
     def forward(self) -> ForwardPass:
-        """The pass of their rows over the memory."""
+        """Return the `ForwardPass` of the units' rows over the stream's memory."""
         live, told = self.live, self.live.adapter.attention
         return ForwardPass(told, False, told.recipe.dense_tail, state=live.state, stream=True)
 
     @contextmanager
     def failing_alone(self) -> Iterator[None]:
-        """Context in which an error is this stream's own, and ends its pass alone."""
+        """Context that stores an error as this stream's own `error`; the other streams of the batch go on."""
         try:
             yield
         except Exception as error:
@@ -75,8 +77,8 @@ class WaitingUnits:
 
 
 def take_in(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
-    """Take in the units when their turn comes, with those of other streams that wait then, or by the turn of one of these.
-    Return them. Raises `Ended` if the deadline comes first, and what went wrong in the pass."""
+    """Wait for the model, run the units `mine` through it and return them. Whichever thread gets its turn first runs all
+    waiting units of the same `kind` as one batch. Raises `Ended` if the deadline comes first, or the pass's error."""
     turns = mine.live.adapter.turns
     waiting, _ = turns.waiting_passes, mine.kind  # which is of this thread
     try:
@@ -166,10 +168,10 @@ def _run_batch(some: list[WaitingUnits]) -> None:
     passes, alone = list[tuple[WaitingUnits, StreamPass, Tensor]](), list[tuple[Any, ...]]()
     for one, own in zip(some, features.split([one.units for one in some]), strict=True):
         with one.failing_alone():
-            own, begins = one.live.note_units(own)
+            own, begins = one.live.record_units(own)
             if not len(own):
                 continue
-            stream_pass, rows = one.live.units_pass(one.live.state, own, begins)
+            stream_pass, rows = one.live.next_pass(one.live.state, own, begins)
             if stream_pass.count < len(own):
                 alone.append((one, own, begins))
                 continue

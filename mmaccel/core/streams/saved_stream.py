@@ -17,10 +17,10 @@ from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.memory.split import load_stream
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.streams.lines import TimedText
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import StreamInfo
 from mmaccel.core.streams.stream_runner import StreamRunner
+from mmaccel.core.streams.timed_text import TimedText
 
 FILM, MEMORY = "film.safetensors", "memory"
 PIXELS = 1 << 25
@@ -162,6 +162,7 @@ def lasting_fields(kv: KVPolicy) -> dict[str, Any] | None:
 
 
 def damaged_error(where: Path, fault: str) -> ModelError:
+    """Return the error for a session in folder `where` that is damaged: `fault` says how."""
     return ModelError(f"{where}: {fault}; the session is damaged, save it again.")
 
 

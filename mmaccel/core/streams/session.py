@@ -19,11 +19,11 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
-from mmaccel.core.streams.asking import asked
+from mmaccel.core.streams.asking import run_question
 from mmaccel.core.streams.intake import AT_ONCE, FrameIntake, Progress
-from mmaccel.core.streams.lines import checked_line, merge_lines, read_lines
 from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
+from mmaccel.core.streams.timed_text import checked_line, merge_lines, read_lines
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -254,7 +254,7 @@ class VideoSession(FrameIntake):
             ):
                 said = [*self.history, *as_messages(question)] if chat else question
                 live = self._check(said)
-                with asked(live, said, most, evidence, deadline, True, settings, between) as turn:
+                with run_question(live, said, most, evidence, deadline, True, settings, between) as turn:
                     alone = chat or live.pruned or self.recipe.draft.active
                     if turn.shares and live.state.several and not alone:
                         leave()

@@ -25,8 +25,8 @@ FIRST_S, MOST_S, STEP_S = 0.5, 30.0, 0.05
 
 @dataclass(frozen=True, eq=False)
 class Clip:
-    """Frames [T, 3, H, W] with the seconds at which each was shown and their rate, None where unknown; `part`: it is a piece
-    of a source of unknown length."""
+    """`frames` [T, 3, H, W], the seconds at which each was shown (`times`) and frames per second (`fps`), None where
+    unknown; `part`: whether it is a piece of a source of unknown length."""
 
     frames: Tensor
     times: list[float] | None
@@ -89,12 +89,12 @@ def clips_with_reconnect(
     note: Callable[[StreamEvent], None],
     begin: float,
     times: Callable[[Part], Sequence[float]],
-    later: Callable[[Part, float], Part],
+    shifted: Callable[[Part, float], Part],
 ) -> Generator[Part, None, None]:
     """Yield the clips of a source, which `opens` opens again whenever it is over, until `check` raises.
 
     After a break, times continue from the last frame plus the seconds that the break lasted. `note` gets each break as it
-    begins; `begin` is when the stream's last frame was shown; `times` returns the seconds of a clip's frames, and `later`
+    begins; `begin` is when the stream's last frame was shown; `times` returns the seconds of a clip's frames, and `shifted`
     the clip shifted by some seconds.
     """
     last, since, wait = begin, time.monotonic(), FIRST_S
@@ -109,7 +109,7 @@ def clips_with_reconnect(
                         shift = last + event.lasted - times(clip)[0]
                         event = None
                     if shift is not None:
-                        clip = later(clip, shift)
+                        clip = shifted(clip, shift)
                     yield clip
                     last, since = [last, *times(clip)][-1], time.monotonic()
         except VideoError as error:

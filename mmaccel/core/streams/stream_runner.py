@@ -258,13 +258,14 @@ class StreamRunner:
         """Take whole units of frames [n * pace, 3, H, W] into the memory."""
         info, state, pace = self.info, self.state, self.adapter.pace
         if not isinstance(state, FrameMemory):
-            return self.run_units(state, *self.note_units(self.adapter.features(frames, info.size)[0]))
+            return self.run_units(state, *self.record_units(self.adapter.features(frames, info.size)[0]))
         state.store_frames(frames)
         start = sum(info.spans[-1]) if info.spans else 0
         info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
 
-    def note_units(self, features: Tensor) -> tuple[Tensor, list[int]]:
-        """Note the spans of units with `features` [n, P, E], merged where the memory does; return what `run_units` takes."""
+    def record_units(self, features: Tensor) -> tuple[Tensor, list[int]]:
+        """Record which frames the units with `features` [n, P, E] span, merged if the memory merges units; return the
+        features [m, P, E] to run and each unit's first frame, for `run_units`."""
         spans, pace = self.info.spans, self.adapter.pace
         start = sum(spans[-1]) if spans else 0
         features, counts = self.state.merge_units(features)
@@ -276,13 +277,13 @@ class StreamRunner:
         """Run units with `features` [n, P, E], whose first frames have the `numbers`, into the memory `state`."""
         done = 0
         while done < len(features):
-            stream_pass, rows = self.units_pass(state, features[done:], numbers[done:])
+            stream_pass, rows = self.next_pass(state, features[done:], numbers[done:])
             self.run_pass(state, stream_pass, rows, **how)
             done += stream_pass.count
             if "proxy" in self.kv.needs:
                 self.run_pass(state, StreamPass(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
 
-    def units_pass(
+    def next_pass(
         self, state: StreamState, features: Tensor, numbers: Sequence[int]
     ) -> tuple[StreamPass, Tensor]:
         """Return the next pass of these units (see `run_units`), as many as fit, and its rows [n, E]."""

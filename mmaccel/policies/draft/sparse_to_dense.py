@@ -17,7 +17,7 @@ from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.memory.kv import KVState, KVView
 from mmaccel.core.memory.thinned import PrunedKVState
-from mmaccel.core.prefill.prune import PrefillPass, Probe, best, count_of_share, observers
+from mmaccel.core.prefill.prune import PrefillPass, Probe, count_of_share, observers, top_indices
 from mmaccel.core.registry import SHARE, Limit, at_least, limited, register
 from mmaccel.policies.kv.full import FullState
 
@@ -186,7 +186,7 @@ class _Sparse(DraftState, Probe):
             at, rest = shown.nonzero()[:, 0], (~shown).nonzero()[:, 0]
             count = max(count_of_share(self._choice.retention, at.numel()), min(1, at.numel()))
             scores = self._scores[layer].to(at.device)
-            heads = [torch.cat([rest, at[best(score[at], count)]]).sort().values for score in scores]
+            heads = [torch.cat([rest, at[top_indices(score[at], count)]]).sort().values for score in scores]
             chosen.append(torch.stack(heads))
         self._scores = {}
         self._memory.take(dense, chosen, self._layout.length)

@@ -84,7 +84,7 @@ class HostMemory(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class HostPolicy(StreamPolicy):
-    """Base of memories that keep units on the host; its field `store` says how much of it: `mmaccel describe host`."""
+    """Base of memories that keep units in host memory; its field `store` limits how much of it (`mmaccel describe host`)."""
 
     FORMER: ClassVar[Mapping[str, FormerField]] = {
         name: FormerField(part="store") for name in ("host_bytes", "process_bytes", "spill", "folder")

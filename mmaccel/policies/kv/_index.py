@@ -43,10 +43,10 @@ class IndexPolicy(Policy, ABC):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What the memory has to ask for; see `StreamPolicy.needs`."""
+    """What the memory must declare in its own `StreamPolicy.needs` for this index."""
 
     opens: ClassVar[type[Index]]
-    """What `Index` says makes it, of this policy."""
+    """The class of `Index` that this policy makes, with the constructor arguments of `Index`."""
     clusters: ClassVar[bool] = False  # whether each unit that comes is put into a cluster, on the host
 
     similarity: Literal["dot", "cosine"] = "dot"
@@ -210,9 +210,9 @@ class Index(ABC):
     def search_ahead(
         self, layer: int, queries: Tensor, budget: int, ahead: int, late: Any = None, words: Any = None
     ) -> tuple[SearchResult, Tensor | None]:
-        """Search by the first of `queries` [1 or 2, d] (see `search`), and by the second in the next layer, for `ahead`
-        units (frames): of the last cluster the oldest; -1 for none. Call `prepare` first. `words` (`clusters.Words`), if
-        given, score the clusters; `late` (`clusters.Late`) units are appended to the result."""
+        """Return what `search` finds by the first of `queries` [1 or 2, d], and units (frames) [ahead] to prefetch, found by
+        the second in the next layer (-1: none; of the last cluster the oldest). Call `prepare` first. `words` (`clusters.
+        Words`), if given, score the clusters; `late` (`clusters.NewestEntries`) units are appended to the result."""
         now, rows = self._now, slice(layer, layer + len(queries))
         if len(now.entries) <= budget:
             entries, scores = now.entries, clusters.score(self.key[rows], queries, self.cosine)
@@ -222,7 +222,7 @@ class Index(ABC):
                 entries = torch.cat([entries, late.numbers()])
         else:
             scores, before = self._candidates(rows, queries, budget, words)
-            own = clusters.Own(*self._own_keys(layer), queries[0], self.cosine)
+            own = clusters.MemberKeys(*self._own_keys(layer), queries[0], self.cosine)
             owner, within, flat, first, size = (one[rows] for one in now.lists[:5])
             lists = clusters.Lists(owner, within, flat, first, size, now.lists.largest)
             entries, coming = clusters.select(before, lists, budget, ahead, own, late)
@@ -250,7 +250,7 @@ class Index(ABC):
 
     @abstractmethod
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
-        """The first three of `clusters.Own`: the mean key of each unit."""
+        """The first three of `clusters.MemberKeys`: the mean key of each unit."""
 
     # Summary tokens: clusters that stand for their units.
 

@@ -17,7 +17,7 @@ from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import host_available
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, grow_buffer
 from mmaccel.policies.kv._window import Pair, PassState, Ring
-from mmaccel.policies.kv.store.slabs import in_units
+from mmaccel.policies.kv.store.slabs import split_units
 
 SHARE = 0.5
 """Of the memory that is free when an ingestion begins: the rest is for a pass's own values and for the index."""
@@ -122,7 +122,7 @@ def units_that_fit(stream: Stream, geometry: Geometry, device: torch.device) -> 
     return max(1, int(free * SHARE) // (column * stream.unit))
 
 
-def some_layers(layers: int, units: int) -> list[range]:
+def layer_ranges(layers: int, units: int) -> list[range]:
     """Split the layers into ranges that can be processed at once if each layer holds `units` units (frames)."""
     step = max(1, TOGETHER // max(1, units))
     return [range(first, min(first + step, layers)) for first in range(0, layers, step)]
@@ -132,9 +132,9 @@ def unit_means(pairs: Sequence[Pair], side: int, tokens: int) -> Tensor:
     """Return each unit (frame)'s mean key (`side` 0) or value (1) [L, n, G * D] float32; units have `tokens` tokens, `pairs`
     [1, G, n * P, D] are all layers'."""
     made, sides = list[Tensor](), [pair[side] for pair in pairs]
-    for layers in some_layers(len(sides), sides[0].shape[2] // tokens):
+    for layers in layer_ranges(len(sides), sides[0].shape[2] // tokens):
         rows = torch.cat(sides[layers.start : layers.stop]) if len(layers) > 1 else sides[layers.start]
-        made.append(in_units(rows, tokens).mean(3, dtype=torch.float32).transpose(1, 2).flatten(2))
+        made.append(split_units(rows, tokens).mean(3, dtype=torch.float32).transpose(1, 2).flatten(2))
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
@@ -239,7 +239,7 @@ class IngestState(PassState):
     def _leave(self, held: Ingested, count: int) -> None:
         for begin in range(0, count, self.together):
             some = min(self.together, count - begin)
-            for layers in some_layers(self.geometry.layers, some):
+            for layers in layer_ranges(self.geometry.layers, some):
                 pairs = [held.kv_pair(layer, begin, some) for layer in layers]
                 self._gone(layers, self._first + begin, some, pairs)
 

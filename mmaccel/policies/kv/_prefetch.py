@@ -15,7 +15,7 @@ from mmaccel.backends.ops import clusters
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store import HostStore
-from mmaccel.policies.kv.store.slabs import LaneMark, in_units
+from mmaccel.policies.kv.store.slabs import LaneMark, split_units
 
 COUNTED = ("needed", "cached", "covered", "missing", "guessed", "ahead", "in_time")
 WINDOW, CACHE, AHEAD = "window", "cache", "ahead"
@@ -163,7 +163,7 @@ class Prefetcher:
         if code is None:
             gone = [unit for unit in entries.tolist() if unit < self._first]
             near = [
-                in_units(side[0], tokens).index_select(1, entries[len(gone) :] - self._first)
+                split_units(side[0], tokens).index_select(1, entries[len(gone) :] - self._first)
                 for side in window
             ]
             far = torch.stack(self._store.fetch(layer, gone))
@@ -173,7 +173,7 @@ class Prefetcher:
 
         def lay() -> None:
             for side, rows in enumerate(window):
-                held[:, side] = in_units(rows[0], tokens).transpose(0, 1)
+                held[:, side] = split_units(rows[0], tokens).transpose(0, 1)
 
         self._store.lanes.compute.run(lay)
         asked, ready = self._gather(code, out)
@@ -196,7 +196,7 @@ class Prefetcher:
         count, skip = min(self.room, len(entries)), max(0, len(entries) - self.room)
         if count:
             place = self._place(CACHE)[layer * self.room :][:count]
-            units = in_units(rows, self._store.shape.tokens)[:, :, skip:].permute(2, 0, 1, 3, 4)
+            units = split_units(rows, self._store.shape.tokens)[:, :, skip:].permute(2, 0, 1, 3, 4)
             self._store.lanes.compute.run(partial(place.copy_, units))
             self._cached[layer, :count] = entries[skip:]
             self._cached[layer, count:].fill_(NEVER)
@@ -332,7 +332,7 @@ class QueryPrediction:
         """Predict the hidden states [1, n, E] that will enter the next layer, from those entering this one, of which the
         first `count` [1] are the question's words. Records the change that the previous layer made."""
         seen = self._seen[layer - 1] if layer else None
-        return clusters.moved(rows[0], count, self._known[layer], self._before, seen)[None]
+        return clusters.predict_next_hidden(rows[0], count, self._known[layer], self._before, seen)[None]
 
     def note_input(self, layer: int) -> None:
         """Record that a layer's input was given to `predict_hidden`, directly or by a graph replay."""

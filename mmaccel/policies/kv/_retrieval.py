@@ -24,7 +24,7 @@ from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv._window import Angles, Look, Pair, QuestionView, words_of
 from mmaccel.policies.kv._windowed import StreamMemory
-from mmaccel.policies.kv.store.slabs import in_units
+from mmaccel.policies.kv.store.slabs import split_units
 
 ALL = 1 << 62
 """As many summary tokens as there are clusters."""
@@ -194,7 +194,7 @@ class ArchivedMemory(StreamMemory):
             ready = self.prefetcher.copy_units(layer, entries, code, recalled, out, window)
         elif ring is not None:  # of the first unit all frames have come
             for side, rows in enumerate((ring.key, ring.value)):
-                in_units(out[side], unit).copy_(in_units(rows[0], unit).index_select(1, entries))
+                split_units(out[side], unit).copy_(split_units(rows[0], unit).index_select(1, entries))
         if ahead is not None:
             self.prefetcher.prefetch(layer + 1, ahead)
         angles, asked.bias = self._stand(layer, found, entries, few, name, raw)
@@ -213,7 +213,7 @@ class ArchivedMemory(StreamMemory):
         else:
             at = raw.data_ptr(), raw.stride(), angles[0].data_ptr(), found.entries.data_ptr()
             self.replays(("finish", name, raw.shape), finish, at=at)
-        asked.seen, asked.few = len(entries) if self.compact else self._count, few
+        asked.seen, asked.summaries = len(entries) if self.compact else self._count, few
         return asked
 
     def _choose(
@@ -248,9 +248,9 @@ class ArchivedMemory(StreamMemory):
                 asked.append(query if coming is None else model.query(layer + 1, coming)[0])
             queries = torch.stack([self._folded(one, numbers[:1]) for one in asked])
             if self.index.by_words:
-                rows = torch.stack([clusters.by_word(one, self.geometry.kv_heads) for one in asked])
+                rows = torch.stack([clusters.sum_query_groups(one, self.geometry.kv_heads) for one in asked])
                 words = clusters.Words(rows, numbers[:1])
-            late = clusters.Late(numbers[1:2], 1, more)
+            late = clusters.NewestEntries(numbers[1:2], 1, more)
             found, ahead = self.index.search_ahead(layer, queries, budget, 0 if last else wide, late, words)
             made = list[Tensor]()
             if coded:

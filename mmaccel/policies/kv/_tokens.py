@@ -292,7 +292,7 @@ class TokenMemory(StreamMemory):
             self._held[layer] = held
 
 
-def attended(query: Tensor, key: Tensor) -> Tensor:
+def attention_shares(query: Tensor, key: Tensor) -> Tensor:
     """Return the share of attention [N] float32 that each of `key` [1, G, N, D] gets from `query` [1, H, n, D], the last n
     columns.
 

@@ -72,7 +72,7 @@ class WindowedPolicy(StreamPolicy):
 
 
 class Ring(NamedTuple):
-    """The last units (frames) of one layer: raw keys, keys with RoPE for the current base, and values; [1, G, m * P, D]."""
+    """One layer's window of m units (frames), each [1, G, m * P, D]: raw `key`, `turned` (keys after RoPE), and `value`."""
 
     key: Tensor
     turned: Tensor
@@ -85,14 +85,14 @@ UnitsOf = Callable[[int, Tensor], Tensor]  # of a layer's shares [n, N] of colum
 @dataclass(eq=False)
 class QuestionView:
     """What a question sees at one layer: keys with RoPE and values, with spare room; `base` columns come before the
-    question, of which `seen` units (frames), after `few` summary tokens; `bias` is that of `KVView`."""
+    question, of which `seen` units (frames), after `summaries` summary tokens; `bias` is that of `KVView`."""
 
     key: Tensor
     value: Tensor
     base: int
     seen: int
     bias: Tensor | None = None
-    few: int = 0
+    summaries: int = 0
 
 
 class Rope:
@@ -383,7 +383,7 @@ class QuestionRows:
         return made / made.sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, UnitEvidence]:
+def to_evidence(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, UnitEvidence]:
     """Compute the evidence of an answer, unit (frame) -> `UnitEvidence`, from what each layer attended to and each unit's
     share `reached` [count] in the answer.
 

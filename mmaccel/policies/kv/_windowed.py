@@ -15,8 +15,8 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import MARGIN, CacheSlot, KVView, Stream, StreamPass, UnitEvidence, grow_buffer
-from mmaccel.policies.kv._ingest import IngestState, first_columns, shift_window, some_layers
-from mmaccel.policies.kv._window import Look, Pair, QuestionRows, QuestionView, Ring, mean_query, weigh
+from mmaccel.policies.kv._ingest import IngestState, first_columns, layer_ranges, shift_window
+from mmaccel.policies.kv._window import Look, Pair, QuestionRows, QuestionView, Ring, mean_query, to_evidence
 
 
 class StreamMemory(IngestState):
@@ -219,7 +219,7 @@ class StreamMemory(IngestState):
         self.rope.apply_(query, slot.angles)
         if stream_pass.kind == "question":
             self._rows.record_queries(layer, query, slot, turned=True)
-        layout = self._layout(own.stop, self._asked[layer].few)
+        layout = self._layout(own.stop, self._asked[layer].summaries)
         key, value = (side[:, :, : own.stop] for side in (slot.key, slot.value))
         return KVView(key, value, query=query, bias=slot.bias, layout=layout)
 
@@ -288,7 +288,7 @@ class StreamMemory(IngestState):
         if left_out := {*range(len(self._rings))} - {*self._fresh}:
             raise ModelError(f"kv: layer {min(left_out)} was left out of a pass.")
         fresh = [Ring(key, self._fresh[layer], value) for layer, (key, value) in sorted(self._new.items())]
-        for layers in some_layers(len(self._rings), gone):
+        for layers in layer_ranges(len(self._rings), gone):
             if gone:
                 some = ((self._rings[layer], fresh[layer]) for layer in layers)
                 self._gone(layers, self._first, gone, [first_columns(*pair, cut) for pair in some])
@@ -319,10 +319,10 @@ class StreamMemory(IngestState):
 
     def evidence(self) -> dict[int, UnitEvidence]:
         parts = self._rows.shares(self.rope, self.stream.head, self._units_of, self._pause)
-        return weigh(self._looked(), self._count, parts)
+        return to_evidence(self._looked(), self._count, parts)
 
     def count_summary_columns(self, layer: int) -> int:
-        return self._asked[layer].few
+        return self._asked[layer].summaries
 
     def seen_tokens(self, layer: int) -> Tensor | None:
         return None if layer not in self._looks else self._tokens_of(*self._looks[layer])

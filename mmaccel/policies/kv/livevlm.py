@@ -12,7 +12,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import Limit, at_least, in_range, limited, register
-from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attended
+from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attention_shares
 
 
 @register("kv", "livevlm")
@@ -21,9 +21,10 @@ class LiveVLM(TokenPolicy):
     """Keeps the tokens that recent frames attend to, some from every stretch of time; a question retrieves pages of them.
 
     After Ning et al., "LiveVLM" (2505.15269, second version). After each clip of 32 frames the tokens older than the last
-    `recent` frames are cut down to the budget (`spread`): first the most attended ones, then by score as many as their
-    stretch of the stream has room for. A question sees the recent frames and, layer by layer, the pages whose mean raw keys
-    best match its mean query. All of it is on the device. Exact while the stream is shorter than what a question retrieves.
+    `recent` frames are cut down to the budget (`choose_spread`): first the most attended ones, then by score as many as
+    their stretch of the stream has room for. A question sees the recent frames and, layer by layer, the pages whose mean raw
+    keys best match its mean query. All of it is on the device. Exact while the stream is shorter than what a question
+    retrieves.
 
     Our choices where the paper is open: the most attended tokens stay whatever their stretch holds already, and remaining
     room is filled by score, so that each layer keeps the same number; of its last incomplete clip a stream holds all tokens,
@@ -78,7 +79,7 @@ class LiveVLMMemory(TokenMemory):
         if (stream_pass.first + stream_pass.count) % self.clip == 0 and old > self.budget:
             probes = min(self.policy.probes or self.stream.unit, self.stream.unit)
             assert view.query is not None
-            share = attended(view.query[:, :, -probes:], view.key)
+            share = attention_shares(view.query[:, :, -probes:], view.key)
             self._scores[layer] = share[self.stream.head :]
         return view
 
@@ -92,7 +93,7 @@ class LiveVLMMemory(TokenMemory):
             stretch = max(1, self.budget // self.policy.bucket)
             span = (self._count - self.recent) * self.stream.unit
             where = held.column[:old] * stretch // span
-            kept = spread(share[:old], where, self.budget, self.policy.scatter, self.policy.bucket)
+            kept = choose_spread(share[:old], where, self.budget, self.policy.scatter, self.policy.bucket)
             rest = torch.arange(old, held.column.shape[0], device=kept.device)
             self._keep(layer, torch.cat([kept, rest]))
 
@@ -123,7 +124,7 @@ class LiveVLMMemory(TokenMemory):
         return {**super().counters(), **own}
 
 
-def spread(score: Tensor, where: Tensor, budget: int, scatter: float, room: int) -> Tensor:
+def choose_spread(score: Tensor, where: Tensor, budget: int, scatter: float, room: int) -> Tensor:
     """Choose `budget` tokens of the N with `score` [N] so that all of the stream is represented; return their indices,
     ascending.
 

@@ -13,7 +13,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import in_range, limited, register
-from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attended
+from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attention_shares
 
 MERGED = 8
 """Units of the clips within which units are merged."""
@@ -111,7 +111,7 @@ class StreamMemMemory(TokenMemory):
         if stream_pass.kind == "proxy" and held is not None:
             assert view.query is not None
             head = self.stream.head
-            self._scores[layer] = attended(view.query, view.key)[head : head + held.column.shape[0]]
+            self._scores[layer] = attention_shares(view.query, view.key)[head : head + held.column.shape[0]]
         return view
 
     def _choose(self, layer: int, score: Tensor) -> bool:

@@ -15,10 +15,10 @@ from mmaccel.core.prefill.prune import (
     Signals,
     Stage,
     TokenPruner,
-    best,
     count_of_share,
     frame_columns,
     staying_columns,
+    top_indices,
 )
 from mmaccel.core.registry import SHARE, Limit, in_range, limited, register
 
@@ -76,7 +76,7 @@ class DyCoke(TokenPruner):
                 continue
             if all(torch.equal(cell[0, frame], cell[0, before]) for cell in (layout.row, layout.column)):
                 likeness = cosine_similarity(states[frame], states[before], dim=-1)
-                kept[i] = frame[best(-likeness, count_of_share(1 - self.drop, len(frame)))]
+                kept[i] = frame[top_indices(-likeness, count_of_share(1 - self.drop, len(frame)))]
         return staying_columns(layout, *kept)
 
     def on_stream(self) -> DyCoke:
@@ -92,4 +92,4 @@ class DyCoke(TokenPruner):
     def recalled_columns(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
         if before is not None and float(cosine_similarity(attention, before, dim=0)) >= self.refresh:
             return None
-        return columns[best(attention, count_of_share(1 - self.forget, columns.numel()))]
+        return columns[top_indices(attention, count_of_share(1 - self.forget, columns.numel()))]

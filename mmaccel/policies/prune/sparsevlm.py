@@ -15,13 +15,13 @@ from mmaccel.core.prefill.prune import (
     Signals,
     Stage,
     TokenPruner,
-    best,
     candidate_columns,
     complement,
     count_of_share,
     observers,
     question_text_columns,
     staying_columns,
+    top_indices,
 )
 from mmaccel.core.registry import SHARE, at_least, limited, register
 
@@ -109,9 +109,9 @@ class SparseVLM(TokenPruner):
         if count == at.numel():
             return Kept(staying_columns(layout, at))
         score = self._score(signals, layout, at)
-        top = best(score, count)
+        top = top_indices(score, count)
         rest = complement(top, at.numel())
-        pool = rest[best(score[rest], count_of_share(self.recycle, rest.numel()))]
+        pool = rest[top_indices(score[rest], count_of_share(self.recycle, rest.numel()))]
         if not pool.numel():
             return Kept(staying_columns(layout, at[top]))
         states = signals["hidden"][-1]
@@ -147,7 +147,7 @@ def _clusters(states: Tensor, count: int, neighbours: int) -> tuple[Tensor, Tens
     )
     height = apart.masked_fill(~denser, float("inf")).amin(1)
     height = torch.where(height.isinf(), apart.max(), height)
-    chosen = best(density * height, count)
+    chosen = top_indices(density * height, count)
     cluster = apart[:, chosen].argmin(1)
     cluster[chosen] = torch.arange(count, device=x.device)
     sums = torch.zeros(count, x.shape[1], device=x.device).index_add_(0, cluster, x)

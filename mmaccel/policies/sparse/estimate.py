@@ -35,7 +35,7 @@ def modality_runs(layout: TokenLayout) -> dict[int, tuple[int, int]]:
                 runs[m] = max(most, len(own)), min(least, inner)
         return runs
 
-    return layout.fact("runs", read)  # type: ignore[no-any-return]
+    return layout.host_fact("runs", read)  # type: ignore[no-any-return]
 
 
 ROUNDS = 8
@@ -48,21 +48,21 @@ class SampleLayout:
 
     query_row [B, L] long: rows of the queries; at [B, L] long: rank of each among the keys, -1 for none. row [B, n] long:
     rows of the keys in the key tensor, or None for its first n. seen [B, n]: whether there is a key, no later than the last
-    query. final: whether the queries are known to be the last rows and the last keys, in order; runs: estimated number of
-    runs of consecutive ranks, by which the faster algorithm is chosen.
+    query. queries_end_keys: whether the queries are known to be the last rows and the last keys, in order; runs: estimated
+    number of runs of consecutive ranks, by which the faster algorithm is chosen.
     """
 
     query_row: Tensor
     at: Tensor
     row: Tensor | None
     seen: Tensor
-    final: bool
+    queries_end_keys: bool
     runs: int
 
     def select_queries(self, query: Tensor) -> Tensor:
         """Return the sampled queries [B, H, L, D] of query [B, H, n_query, D]."""
         L = self.at.shape[1]
-        if self.final:
+        if self.queries_end_keys:
             return query[:, :, query.shape[2] - L :]
         return query.gather(2, self.query_row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3]))
 
@@ -154,7 +154,7 @@ class LastQueries:
             made = [scores.logsumexp(-1) for one in self.by_heads() for scores in one._scores()]
         return cat_heads(made)
 
-    def lines(self) -> tuple[Tensor, Tensor]:
+    def line_sums(self) -> tuple[Tensor, Tensor]:
         """Return attention weights summed along columns and along diagonals (query minus key position), each [B, H, n]
         float32.
 
@@ -167,7 +167,7 @@ class LastQueries:
         columns, diagonals = [], []
         for weight in self.weights():
             columns.append(weight.sum(2))
-            if self.sample.final:
+            if self.sample.queries_end_keys:
                 diagonals.append(_skewed(weight))
                 continue
             # Queries at any ranks: the key of each on each diagonal.
@@ -192,7 +192,7 @@ class LastQueries:
         group = H // G
         column = torch.arange(n, device=self.key.device)
         # Queries that are the last keys see all but the last.
-        first = max(0, n - L) if self.sample.final else 0
+        first = max(0, n - L) if self.sample.queries_end_keys else 0
         hidden = (column[first:] > self.ranks[..., None])[:, None]
         step = max(1, min(G, BUDGET // max(1, B * group * L * n)))
         for g in range(0, G, step):
@@ -263,10 +263,10 @@ def class_scores(value: Tensor, number: Tensor, seen: Tensor, classes: int, scor
     largest = zeros.scatter_reduce(
         -1, number, value.masked_fill(~there, -torch.inf), "amax", include_self=False
     )
-    return judged(total, largest, count, score)
+    return combine_scores(total, largest, count, score)
 
 
-def judged(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
+def combine_scores(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
     """Score classes of lines, given the sum over their members, their largest member and their number of members.
 
     "mean" leaves the largest member out: a grid line has many strong members, a single strong column (a sink, the query

@@ -17,15 +17,15 @@ from mmaccel.policies.sparse.estimate import Score
 from mmaccel.policies.sparse.orders import (
     IntraPattern,
     Region,
+    memoize_traced,
     near_and_first_blocks,
-    once,
     spanned_blocks,
     whole_blocks,
 )
 from mmaccel.policies.sparse.stride import (
     Classes,
     Frames,
-    Search,
+    StrideSearch,
     by_class,
     frame_phases,
     most_keys,
@@ -137,7 +137,7 @@ class Grid(IntraPattern):
         block, line = self.block, most_keys(keys, self.min_stride)
         if self.stride == "frame" and region is not None:
             frames = Frames.of(region, self.min_stride, self.max_stride)
-            line = min(line, frames.most_keys) if frames.whole else line
+            line = min(line, frames.most_keys) if frames.all_fit else line
         # Of the rows, the last of the keys, a class has its share. A block of queries that begins in one class and ends in
         # others lists the lines of all, of the keys in their order no block twice, and lines begin anywhere.
         own = min(rows, -(-line * rows // max(keys, 1)))
@@ -151,9 +151,9 @@ class Grid(IntraPattern):
     def _classes(self, region: Region) -> Classes:
         sample = region.last(self.last_q, self.estimate == "group")
         rows = self.horizontal_phase == "queries"
-        search = Search(self.min_stride, self.max_stride, self.slack, self.score, rows, region.max_keys)
+        search = StrideSearch(self.min_stride, self.max_stride, self.slack, self.score, rows, region.max_keys)
         frames = Frames.of(region, search.low, search.most) if self.stride == "frame" else None
-        framed = frame_phases(sample, frames, search) if frames is not None and frames.some else None
+        framed = frame_phases(sample, frames, search) if frames is not None and frames.any_fits else None
         if framed is not None and framed.frames is not None:
             return framed
         lines = dict(by_columns=self.horizontal or self.vertical, by_diagonals=self.slash)
@@ -220,7 +220,9 @@ class Grid(IntraPattern):
         """The lines of each head, where all heads share the classes."""
         block, most = self.block, frames.most_keys
         name = "order", region.kinds, self.window, self.sink
-        order = once(frames.memo, name, lambda: ClassOrder.of(region, frames, *self._uncovered(region)))
+        order = memoize_traced(
+            frames.memo, name, lambda: ClassOrder.of(region, frames, *self._uncovered(region))
+        )
         columns = whole_blocks(max(most, 1), block) * block if self.vertical else 0
         rows = self._dense_size(region, classes) if self.horizontal else 0
         tokens = order.queries, order.q_begin, order.keys, order.k_begin, frames.stride[:, 0, 0]
@@ -232,7 +234,7 @@ class Grid(IntraPattern):
             q_pos, k_row, k_pos, *more = more
             spans.append(span_by_range(q_row, k_row, q_pos, k_pos, 0, FAR, block, block))
         # Each of the last queries has a rank and so a class: it is dense, or turned.
-        all_rows = region.layer.q_layout.length if region.final else None
+        all_rows = region.layer.q_layout.length if region.queries_end_keys else None
         parts = [Part(q_row, tuple(spans), all_rows=all_rows)]
         if self.horizontal:
             parts.append(replace(self._dense_part(region, *more), all_rows=all_rows))

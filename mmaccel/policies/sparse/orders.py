@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.block_attend import KeySpan, Part, remember
+from mmaccel.backends.ops.block_attend import KeySpan, Part, memoize
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.merge_heads import Share
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, HeadRun, of_heads, span_by_range
@@ -90,8 +90,8 @@ def near_and_first_blocks(n_key: int, sink: int, window: int, block: int, *, gap
     return near + whole_blocks(min(sink, n_key), block), keys if gaps and window else 0
 
 
-def once(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
-    """Get the entry `name` of the cache `memo`, computed by `make` if missing; unlike `remember`, also while a graph is
+def memoize_traced(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
+    """Get the entry `name` of the cache `memo`, computed by `make` if missing; unlike `memoize`, also while a graph is
     traced."""
     if name not in memo:
         memo[name] = make()
@@ -124,7 +124,7 @@ class Region:
     @property
     def q_first(self) -> int | None:
         """The first rank of `at`, if the ranks of the queries are consecutive; None if the host does not know."""
-        if self.ordered is None or not self.final:
+        if self.ordered is None or not self.queries_end_keys:
             return None
         return self.layer.k_layout.length - self.layer.q_layout.length
 
@@ -150,9 +150,9 @@ class Region:
         return min(len(self.keys), self.layer.key.shape[2])
 
     @property
-    def final(self) -> bool:
-        """Whether these are all queries and all keys, and the queries the last keys (see `LayerInputs.final`)."""
-        return self.kinds == (None, None) and self.layer.final
+    def queries_end_keys(self) -> bool:
+        """Whether these are all queries and all keys, and the queries the last keys (see `LayerInputs.queries_end_keys`)."""
+        return self.kinds == (None, None) and self.layer.queries_end_keys
 
     @property
     def has_rank_ties(self) -> bool:
@@ -161,7 +161,7 @@ class Region:
 
     def once(self, name: Hashable, make: Callable[[], T]) -> T:
         """Get the value `name`, which follows from the layouts of this region; `make` computes it once for all layers."""
-        return once(self.layer.memo, (name, self.kinds), make)
+        return memoize_traced(self.layer.memo, (name, self.kinds), make)
 
     def last(self, count: int, pooled: bool = False) -> LastQueries:
         """Return the last `count` queries of this region, which compute their softmax weights over its keys on demand.
@@ -175,9 +175,9 @@ class Region:
         total = None
         if key_kind is not None:
             everything = layer.region(query_kind, None)
-            total = once(layer.totals, (query_kind, count), lambda: everything.last(count).totals())
+            total = memoize_traced(layer.totals, (query_kind, count), lambda: everything.last(count).totals())
         # No other row of the queries is copied where heads lie apart.
-        return LastQueries(of_heads(layer.chosen, query), layer.key, sample, total, pooled, layer.runs)
+        return LastQueries(of_heads(layer.planned_heads, query), layer.key, sample, total, pooled, layer.runs)
 
     def _sample(self, count: int) -> SampleLayout:
         """Which the last `count` queries are and what they see of the keys; no host read."""
@@ -194,12 +194,14 @@ class Region:
         at = torch.where(last >= 0, self.at.gather(1, last.clamp(min=0)).long(), -1)
         seen = (keys >= 0) & (torch.arange(self.max_keys, device=rows.device) <= at[:, -1:])
         gathered = key_kind is not None or self.layer.k_layout.has_padding
-        return SampleLayout(row, at, keys.clamp(min=0).long() if gathered else None, seen, self.final, runs)
+        return SampleLayout(
+            row, at, keys.clamp(min=0).long() if gathered else None, seen, self.queries_end_keys, runs
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """The queries and keys of one layer, and the layouts of their tokens.
+    """The queries and keys of one layer, the layouts of their tokens, and the block size `block` of its plan.
 
     query [B, H, n_query, D]; key [B, G, n_key, D]; runs: the heads to plan, none for all. totals: log-sum-exp [B, h, L] of
     these heads over all keys of a modality's last queries, by modality and number of queries.
@@ -224,21 +226,23 @@ class LayerInputs:
         """Cache of values that follow from the layouts, kept with the layout of the queries for all layers."""
         # The layout of the keys is held, so that its id stays its own.
         name = "regions", id(self.k_layout), self.block
-        held: tuple[Any, dict[Hashable, Any]] = once(self.q_layout.memo, name, lambda: (self.k_layout, {}))
+        held: tuple[Any, dict[Hashable, Any]] = memoize_traced(
+            self.q_layout.memo, name, lambda: (self.k_layout, {})
+        )
         return held[1]
 
     @property
-    def chosen(self) -> tuple[int, ...]:
+    def planned_heads(self) -> tuple[int, ...]:
         """The numbers of the query heads to plan."""
         return tuple(head for run in self.runs for head in run.heads) or tuple(range(self.query.shape[1]))
 
     @property
     def heads(self) -> int:
         """Number of query heads to plan."""
-        return len(self.chosen)
+        return len(self.planned_heads)
 
     @property
-    def final(self) -> bool:
+    def queries_end_keys(self) -> bool:
         """Whether no token is padding and the queries are the last keys, as far as the host knows (layouts alike)."""
         queries, keys = self.q_layout, self.k_layout
 
@@ -246,7 +250,7 @@ class LayerInputs:
             whole = not (queries.has_padding or keys.has_padding)
             return whole and queries.position.is_set_to(keys.position[:, keys.length - queries.length :])
 
-        return remember(self.memo, "final", last)
+        return memoize(self.memo, "final", last)
 
     def region(self, query: int | None = None, key: int | None = None) -> Region:
         """Return the region of the queries of one modality over the keys of another; None stands for all."""
@@ -256,17 +260,17 @@ class LayerInputs:
             order = _order(self.q_layout, query, self.block)
             return order, order.row[:, None]
 
-        queries, q_row = once(self.memo, ("queries", query), of_queries)
-        keys = once(self.memo, ("keys", key), lambda: _order(self.k_layout, key, self.block))
+        queries, q_row = memoize_traced(self.memo, ("queries", query), of_queries)
+        keys = memoize_traced(self.memo, ("keys", key), lambda: _order(self.k_layout, key, self.block))
 
         def ranks() -> Tensor:
-            if query is not None or key is not None or not self.final:
+            if query is not None or key is not None or not self.queries_end_keys:
                 return at_or_before(keys, queries)
             # Nothing is searched for the last of the keys.
             first = self.k_layout.length - self.q_layout.length
             return (queries.rank + first).masked_fill(queries.row < 0, -1)
 
-        at = once(self.memo, ("at", query, key), ranks)
+        at = memoize_traced(self.memo, ("at", query, key), ranks)
         return Region(self, (query, key), q_row, at, keys, queries.count)
 
     def plan(self, parts: Sequence[Part]) -> AttentionPlan:
@@ -328,7 +332,7 @@ class RegionPattern(SparsePattern):
         k_layout: TokenLayout,
     ) -> list[Share]:
         layer = LayerInputs(query, key, q_layout, k_layout, self.block, tuple(runs))
-        return [(layer.chosen, self._plan(layer))]
+        return [(layer.planned_heads, self._plan(layer))]
 
     def _plan(self, layer: LayerInputs) -> AttentionPlan | None:
         if self.dense:
@@ -336,7 +340,7 @@ class RegionPattern(SparsePattern):
         if self.reads_layer:
             return layer.plan(self.layer_parts(layer))
         name = "plan", self._key, layer.heads, *layer.query.shape[::2], layer.key.shape[2]
-        return remember(layer.memo, name, lambda: layer.plan(self.layer_parts(layer)))
+        return memoize(layer.memo, name, lambda: layer.plan(self.layer_parts(layer)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +358,7 @@ class IntraPattern(RegionPattern):
         """Return the plan's parts for a region; cached for all layers if the pattern depends on the layout alone."""
         if self.adaptive:
             return self.parts(region)
-        return remember(region.layer.memo, (self._key, region.kinds), lambda: self.parts(region))
+        return memoize(region.layer.memo, (self._key, region.kinds), lambda: self.parts(region))
 
     def layer_parts(self, layer: LayerInputs) -> tuple[Part, ...]:
         return self.cached_parts(layer.region())

@@ -16,10 +16,10 @@ from mmaccel.policies.sparse.estimate import (
     Score,
     cat_heads,
     class_scores,
-    judged,
+    combine_scores,
     score_lines,
 )
-from mmaccel.policies.sparse.orders import Region, TokenOrder, once
+from mmaccel.policies.sparse.orders import Region, TokenOrder, memoize_traced
 
 REACH = 64
 """Members of a line, at most, by which a stride is judged; a grid repeats, so the nearest tell."""
@@ -60,7 +60,7 @@ class Classes:
 
 
 @dataclass(frozen=True)
-class Search:
+class StrideSearch:
     """Settings of the search for the stride (low .. most) and the phases of a grid pattern. slack, score: as in `Grid`;
     rows: whether `horizontal_phase` is "queries"; keys: the largest number of keys."""
 
@@ -78,7 +78,7 @@ def most_keys(keys: int, low: int) -> int:
 
 
 def strided_classes(
-    sample: LastQueries, keys: TokenOrder, search: Search, *, by_columns: bool, by_diagonals: bool
+    sample: LastQueries, keys: TokenOrder, search: StrideSearch, *, by_columns: bool, by_diagonals: bool
 ) -> Classes:
     """Classify keys by rank modulo the best stride, with the phases of the lines that get most attention.
 
@@ -88,7 +88,7 @@ def strided_classes(
     """
     layout, n, at = sample.sample, sample.key_count, sample.ranks[:, -1]
     # There is a diagonal of each distance at which the last query sees a column.
-    value = score_lines(torch.stack(sample.lines()) / layout.query_counts, layout.seen, search.score)
+    value = score_lines(torch.stack(sample.line_sums()) / layout.query_counts, layout.seen, search.score)
     columns, diagonals = value
     low, high = search.low, max(search.low, min(search.most, search.keys // 3))
     width = min(n, REACH * high)
@@ -124,7 +124,7 @@ def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor
     folded = torch.nn.functional.pad(value, (0, short)).view(*value.shape[:-1], lines, stride)
     inside = torch.nn.functional.pad(there, (0, short)).view(*there.shape[:-1], lines, stride)
     largest = folded.masked_fill(~inside, -torch.inf).amax(-2)
-    return judged(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
+    return combine_scores(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,15 +132,15 @@ class Frames:
     """Classes of the keys by their index within their frame, modulo a stride; from the layout alone.
 
     number [B, 1, N], stride [B, 1, 1]; fits [B]: the sequences with these classes, which have at least 3 * low keys and one
-    frame, and at most 1 / low of the keys in any class. whole: all sequences fit; some: any does; most_keys: the most keys
-    of a class; widest: the largest stride. memo: cache of derived values.
+    frame, and at most 1 / low of the keys in any class. all_fit, any_fits: whether all or any sequences fit; most_keys: the
+    most keys of a class; widest: the largest stride. memo: cache of derived values.
     """
 
     number: Tensor
     stride: Tensor
     fits: Tensor
-    whole: bool
-    some: bool
+    all_fit: bool
+    any_fits: bool
     most_keys: int
     widest: int
     memo: dict[Hashable, Any] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Frames:
     def of(cls, region: Region, low: int, high: int) -> Frames:
         """Return the frame classes of the keys of `region`, for strides of `low` to `high`; cached for a prompt."""
         name = "frames", region.kinds[1], low, high
-        return once(region.layer.memo, name, lambda: cls._made(region, low, high, name))
+        return memoize_traced(region.layer.memo, name, lambda: cls._made(region, low, high, name))
 
     @classmethod
     def _made(cls, region: Region, low: int, high: int, name: Hashable) -> Frames:
@@ -170,7 +170,7 @@ class Frames:
         even = sizes.amax(1) <= (count + low - 1) // low
         fits = ((count >= 3 * low) & (longest[:, 0] > 0) & even) | (count == 0)
         facts = torch.stack([fits.all().long(), fits.any().long(), sizes[:, :high].amax(), stride.amax()])
-        whole, some, largest, widest = layout.fact(name, facts.tolist)
+        whole, some, largest, widest = layout.host_fact(name, facts.tolist)
         return cls(number[:, None], stride[:, None], fits, bool(whole), bool(some), largest, widest)
 
 
@@ -217,11 +217,13 @@ class Pairing:
         return cls(own[:, 0].to(torch.int32), paired, members, order.to(torch.int32), start)
 
 
-def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes:
+def frame_phases(sample: LastQueries, frames: Frames, search: StrideSearch) -> Classes:
     """Return the classes of `frames`, with the phases of the lines that get most attention."""
     layout, classes = sample.sample, search.most + 1
     own = frames.number[..., : sample.key_count]
-    pairing = once(frames.memo, ("pairing", id(layout)), lambda: Pairing.of(layout, frames, search.most))
+    pairing = memoize_traced(
+        frames.memo, ("pairing", id(layout)), lambda: Pairing.of(layout, frames, search.most)
+    )
     if sample.has_kernel:
         order = pairing.order, pairing.start, pairing.own, pairing.members, frames.stride[:, 0, 0]
         found = []
@@ -247,7 +249,7 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
             shifts.append(score.argmax(-1, keepdim=True))
         line, shift = torch.cat(lines, 1), torch.cat(shifts, 1)
         dense = _most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
-    most, whole = (frames.most_keys, frames) if frames.whole else (most_keys(search.keys, search.low), None)
+    most, whole = (frames.most_keys, frames) if frames.all_fit else (most_keys(search.keys, search.low), None)
     return Classes(frames.number, frames.stride, line, dense, shift, most, classes, whole)
 
 

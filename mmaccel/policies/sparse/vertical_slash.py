@@ -51,7 +51,7 @@ class VerticalSlash(IntraPattern):
 
     def parts(self, region: Region) -> tuple[Part, ...]:
         sample = region.last(self.last_q, self.estimate == "group")
-        columns, diagonals = self._strongest(*sample.lines(), sample.ranks)
+        columns, diagonals = self._strongest(*sample.line_sums(), sample.ranks)
         keys, at, heads = region.keys, region.at[:, None], columns.shape[1]
         left, kind, kept, k_row, k_pos = split_line_keys(
             keys.row, columns, diagonals, region.max_keys, self.block

@@ -4,10 +4,21 @@ from dataclasses import replace
 
 import torch
 
-from mmaccel.contract.memory import CPU, GEOMETRY, GROUPS, LAYERS, SIZE, written
+from mmaccel.contract.memory import CPU, GEOMETRY, GROUPS, LAYERS, SIZE, encode_kv
 from mmaccel.core.memory.kv import KVPolicy, KVState, KVView
 
-__all__ = ["CPU", "GEOMETRY", "GROUPS", "LAYERS", "SIZE", "open_state", "read", "seen", "visible", "written"]
+__all__ = [
+    "CPU",
+    "GEOMETRY",
+    "GROUPS",
+    "LAYERS",
+    "SIZE",
+    "encode_kv",
+    "open_state",
+    "read",
+    "seen",
+    "visible",
+]
 
 
 def open_state(policy: KVPolicy, layers: int = LAYERS) -> KVState:
@@ -18,7 +29,7 @@ def read(view: KVView, layer: int) -> list[list[int]]:
     """The serials [B][N] of a view's keys; each number of key and value is checked."""
     key = view.key
     serials = ((key[:, 0, :, 0] - 100 * layer) / 1000).round().long()
-    expected = written(serials.tolist(), layer)
+    expected = encode_kv(serials.tolist(), layer)
     assert torch.equal(key, expected[0]) and torch.equal(view.value, expected[1])
     return serials.tolist()
 

@@ -12,7 +12,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.buffers import ROOM_MAX
 from mmaccel.core.memory.kv import KVPolicy, KVState
 from mmaccel.policies.kv import Full, Window
-from tests.policies.kv.memory import LAYERS, open_state, read, seen, visible, written
+from tests.policies.kv.memory import LAYERS, encode_kv, open_state, read, seen, visible
 
 
 class Machine(RuleBasedStateMachine):
@@ -41,7 +41,7 @@ class Machine(RuleBasedStateMachine):
         for sequence, more in zip(self.sequences, new, strict=True):
             sequence.extend(more)
         for layer in range(layers):
-            self.state.append(layer, *written(new, layer))
+            self.state.append(layer, *encode_kv(new, layer))
             assert self.state.length() == self.length, "right in the middle of a run"
             view = self.state.view(layer, torch.empty(len(new), 4, count, 4))
             expected = [visible(sequence, count, self.sinks, self.window) for sequence in self.sequences]
@@ -235,7 +235,7 @@ ROW = torch.empty(1, 4, 1, 4)
 
 
 def feed(state: KVState, first: int, count: int) -> None:
-    state.append(0, *written([list(range(first, first + count))], 0))
+    state.append(0, *encode_kv([list(range(first, first + count))], 0))
 
 
 def test_all_is_seen_and_unlimited_as_long_as_it_fits() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.policies.kv import LiveVLM
-from mmaccel.policies.kv._tokens import TokenMemory, attended
-from mmaccel.policies.kv.livevlm import spread
+from mmaccel.policies.kv._tokens import TokenMemory, attention_shares
+from mmaccel.policies.kv.livevlm import choose_spread
 
 from .token_streams import (
     GROUPS,
@@ -61,14 +61,14 @@ def chosen_by_hand(score: list[float], where: list[int], budget: int, scatter: f
 def test_tokens_are_spread_as_the_paper_says(score: list, draws: object, scatter: float, room: int) -> None:
     where = sorted(draws.randint(0, 6) for _ in score)  # type: ignore[attr-defined]
     budget = draws.randint(0, len(score))  # type: ignore[attr-defined]
-    found = spread(torch.tensor(score), torch.tensor(where), budget, scatter, room)
+    found = choose_spread(torch.tensor(score), torch.tensor(where), budget, scatter, room)
     assert found.tolist() == chosen_by_hand(score, where, budget, scatter, room)
 
 
 @pytest.mark.parametrize(("heads", "groups", "rows"), [(4, 2, 1), (4, 2, 5), (4, 4, 3)])
 def test_attention_is_shared_out_as_the_model_does(heads: int, groups: int, rows: int) -> None:
     query, key = draw((rows, groups), 1, HEADS, rows, SIZE), draw((rows,), 1, GROUPS, 11, SIZE)
-    found = attended(query, key)
+    found = attention_shares(query, key)
     assert found.tolist() == pytest.approx(share(query, key), abs=1e-6)
     assert float(found.sum()) == pytest.approx(1, abs=1e-5)
 

@@ -158,15 +158,9 @@ def test_positions_are_those_of_a_prompt() -> None:
     three = grid(1000)
     assert three.by_range(0, 3)[0].tolist() == [5] * 4 + [6] * 4 + [8] * 4
     for unit in (2, 2, 0):
-        assert three.by_range(unit, 1)[0].tolist() == [5 + int(1.5 * unit)] * 4, (
-            "whatever was asked for before"
-        )
-    assert three.by_range(2, 1)[1].tolist() == [5, 5, 6, 6] and three.by_range(2, 1)[2].tolist() == [
-        5,
-        6,
-        5,
-        6,
-    ]
+        time = three.by_range(unit, 1)[0]
+        assert time.tolist() == [5 + int(1.5 * unit)] * 4, "whatever was asked for before"
+    assert three.by_range(2, 1)[1:].tolist() == [[5, 5, 6, 6], [5, 6, 5, 6]]
     assert three.text_positions(9, 1, 2).tolist() == [[8, 9]] * 3 and three.largest(100) == 5 + 148
 
 

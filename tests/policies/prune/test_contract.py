@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmaccel import Recipe, check_policy
 from mmaccel.contract.prefill import DEPTH, check_stages, random_signals
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.prefill.prune import TokenPruner, best, checked_stages, count_of_share, evenly_spaced
+from mmaccel.core.prefill.prune import TokenPruner, checked_stages, count_of_share, evenly_spaced, top_indices
 from mmaccel.core.recipe import policy
 from mmaccel.core.registry import registry
 from tests.policies.prune.layouts import frames_of, layout_of, layouts, visual
@@ -154,8 +154,8 @@ def test_spread_is_distinct_and_even(count: int, more: int) -> None:
 
 
 def test_ties_go_to_the_first() -> None:
-    assert best(torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0]), 2).tolist() == [1, 2]
-    assert best(torch.zeros(50), 3).tolist() == [0, 1, 2]
+    assert top_indices(torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0]), 2).tolist() == [1, 2]
+    assert top_indices(torch.zeros(50), 3).tolist() == [0, 1, 2]
 
 
 @given(numerator=st.integers(0, 100), count=st.integers(0, 5000))

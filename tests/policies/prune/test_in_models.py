@@ -22,7 +22,7 @@ from mmaccel.core.prefill.prune import (
     TokenPruner,
     candidate_columns,
     count_of_share,
-    thin,
+    kept_layout,
 )
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, SequenceMeter
@@ -240,7 +240,8 @@ def test_it_chooses_among_what_the_read_layers_hold(
     read = [*stage.hidden, *(n for group in stage.attention for n in group)]
     held = left[max(read)]
     assert (
-        held is not None and candidate_columns(thin(layout, held)).numel() < candidate_columns(layout).numel()
+        held is not None
+        and candidate_columns(kept_layout(layout, held)).numel() < candidate_columns(layout).numel()
     )
     (columns,) = told
     assert torch.isin(columns, held).all()
@@ -253,7 +254,7 @@ def test_it_chooses_among_what_the_read_layers_hold(
         whole = [torch.cat(states[index]) for index in stage.hidden]
         own = [torch.arange(layout.length) if left[index] is None else left[index] for index in stage.hidden]
         signals["hidden"] = torch.stack([s[torch.isin(o, held)] for s, o in zip(whole, own, strict=True)])
-        kept = pruner.keep(signals, thin(layout, held), stage, candidate_columns(layout).numel())
+        kept = pruner.keep(signals, kept_layout(layout, held), stage, candidate_columns(layout).numel())
         assert held[kept].tolist() == columns.tolist()
     else:
         assert torch.allclose(listener.attention.sum(-1), torch.ones(()), atol=1e-5)

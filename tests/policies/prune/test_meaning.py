@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmaccel.contract.prefill import random_signals
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.prune import Stage, thin
+from mmaccel.core.prefill.prune import Stage, kept_layout
 from mmaccel.models.signals import received_attention
 from mmaccel.policies.prune import (
     AttentionPrune,
@@ -160,7 +160,7 @@ def test_pyramid_drop_halves_the_prompt_s_count_at_every_stage(layout: TokenLayo
         kept = pruner.keep(signals, left, stage, m)
         assert kept.tolist() == want
         names = [names[c] for c in want]
-        left = thin(left, kept)
+        left = kept_layout(left, kept)
         assert left.frame[0].tolist() == layout.frame[0, names].tolist()
     assert len(visual(left)) == m // 8
 

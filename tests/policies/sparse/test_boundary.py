@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mmaccel.backends import reference
 from mmaccel.core.layout import MODALITIES, TEXT, VIDEO
-from mmaccel.core.prefill.sparse import attend_plan, launches
+from mmaccel.core.prefill.sparse import attend_plan, parts_to_launch
 from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, KBoundary, QBoundary, VerticalSlash
 from mmaccel.policies.sparse.orders import IntraPattern
 from tests.backends.oracle import masked
@@ -165,8 +165,8 @@ def test_patterns_of_the_layout_alone_are_planned_and_joined_once() -> None:
         QBoundary(text=near, video=Grid(block=16), block=16),
     )
     first, again = (fixed.plan(t, key, layout, layout) for t in (query, 0 * query))
-    assert first is not None and first is again and launches(first) is launches(again)
-    assert len(launches(first)) == 1
+    assert first is not None and first is again and parts_to_launch(first) is parts_to_launch(again)
+    assert len(parts_to_launch(first)) == 1
     assert asked.plan(query, key, layout, layout) is not asked.plan(query, key, layout, layout)
     # Another recipe, number of heads or prompt has a plan of its own, which is right.
     wider = QBoundary(text=near, video=AShape(sink=4, window=32, block=16), block=16)

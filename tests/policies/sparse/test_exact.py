@@ -151,7 +151,7 @@ def test_the_last_queries_of_a_caller_s_own_are_those_that_are_there(case: str) 
     if there is not None:
         queries = replace(queries, valid=torch.arange(queries.length)[None] < there)
     last = LayerInputs(query, key, queries, whole.take(held), 16).region().last(count)
-    assert last.sample.final == (case == "the last of the keys")
+    assert last.sample.queries_end_keys == (case == "the last of the keys")
     # Places among the keys, of which some may be gone.
     at = torch.arange(scene.length)[ask][n - count : n] - (held.start or 0)
     grouped = key.repeat_interleave(scene.heads // scene.groups, 1)
@@ -161,7 +161,7 @@ def test_the_last_queries_of_a_caller_s_own_are_those_that_are_there(case: str) 
     diagonals = torch.zeros(weight.shape[:2] + column.shape, dtype=weight.dtype)
     for row, place in enumerate(at.tolist()):
         diagonals[..., : place + 1] += weight[:, :, row, : place + 1].flip(-1)
-    for found, want in zip(last.lines(), (weight.sum(2), diagonals), strict=True):
+    for found, want in zip(last.line_sums(), (weight.sum(2), diagonals), strict=True):
         torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6)
 
 

@@ -59,7 +59,7 @@ def test_queries_and_keys_are_handed_on_uncopied(monkeypatch: pytest.MonkeyPatch
 
     def watched(self: IntraPattern, region: Region) -> tuple[Part, ...]:
         layer = region.layer
-        seen.append(layer.chosen)
+        seen.append(layer.planned_heads)
         assert layer.key is key if self.adaptive else layer.key._base is key
         assert layer.query is query if self.adaptive else layer.query._base is query
         return plain(self, region)

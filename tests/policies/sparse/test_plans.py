@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.backends import select
 from mmaccel.backends.ops import operator
-from mmaccel.backends.ops.block_attend import KeySpan, Part, empty_output, remember
+from mmaccel.backends.ops.block_attend import KeySpan, Part, empty_output, memoize
 from mmaccel.backends.ops.lines import has_kernel
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.merge_heads import merge_plans
 from mmaccel.core.prefill.plan import AttentionPlan
-from mmaccel.core.prefill.sparse import attend_plan, launches
+from mmaccel.core.prefill.sparse import attend_plan, parts_to_launch
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse.estimate import LastQueries
 from tests.backends.oracle import budget
@@ -99,7 +99,7 @@ def test_a_plan_reads_nothing(name: str, start: int, monkeypatch: pytest.MonkeyP
         plan = pattern.plan(other, key, queries, layout)
         if plan is not None:
             plan.count_listed_pairs()
-            launches(plan)
+            parts_to_launch(plan)
     assert (plan is None) == (first is None)
 
 
@@ -202,7 +202,7 @@ def test_a_tracer_is_not_asked_whether_a_stream_is_captured(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked"))
     memo: dict[Any, int] = {}
-    assert remember(memo, "one", lambda: 1) == 1 and not memo
+    assert memoize(memo, "one", lambda: 1) == 1 and not memo
 
 
 TRACED = ("block_topk", "per_head")

@@ -20,10 +20,10 @@ from mmaccel.backends.triton.prefill.kernel import (
     Work,
     attend_kernel,
     merge_kernel,
-    places_on,
+    resident_programs,
     split_outputs,
 )
-from mmaccel.backends.triton.prefill.lists import derived, merge_query_block_pairs
+from mmaccel.backends.triton.prefill.lists import cached_on_plan, merge_query_block_pairs
 from mmaccel.core.errors import RecipeError
 
 PAIRS = 200 << 10
@@ -137,9 +137,9 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     split = short is None and longest > (LEAST_CHUNK if chunk is None else chunk)
     work = None
     if split:
-        sizes_of = B, lists, M, tiles, longest, places_on(query.device), chunk
+        sizes_of = B, lists, M, tiles, longest, resident_programs(query.device), chunk
         plan = [s.lists.row for s in spans]
-        work = derived(plan, sizes_of, lambda: Work.of([s.lists.count for s in spans], *sizes_of))
+        work = cached_on_plan(plan, sizes_of, lambda: Work.of([s.lists.count for s in spans], *sizes_of))
     outputs = split_outputs(work, tiles * tall * pack, DV, lse)
     items = work.items if work is not None else list_rows
     layout = dict(GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=tall, PACK=pack, PLACED=bool(rows))

@@ -25,8 +25,14 @@ from torch import Tensor
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import lead_strides, row_strides
-from mmaccel.backends.triton.prefill.kernel import LEAST_CHUNK, Work, merge_kernel, places_on, split_outputs
-from mmaccel.backends.triton.prefill.lists import count_masked, derived
+from mmaccel.backends.triton.prefill.kernel import (
+    LEAST_CHUNK,
+    Work,
+    merge_kernel,
+    resident_programs,
+    split_outputs,
+)
+from mmaccel.backends.triton.prefill.lists import cached_on_plan, count_masked
 
 BOX = 64  # keys of a block of the copy engine
 FAR = 2**31 - 1  # the place of what is not there
@@ -142,7 +148,7 @@ class KeyLocations:
             return home, homes, k_pos, upto
 
         plan = [t for s in spans for t in (s.k_row, s.k_pos)]
-        home, homes, k_pos, upto = derived(plan, ("homes", key.shape, heads, *natural), tables)
+        home, homes, k_pos, upto = cached_on_plan(plan, ("homes", key.shape, heads, *natural), tables)
         slot_bytes = 2 * BOX * D * key.element_size()
         keys, values = _pool(min(len(upto), most // slot_bytes), key)
         capacity = len(keys)
@@ -167,9 +173,9 @@ def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:
             capacity //= 2
 
 
-class View(NamedTuple):
-    """A tensor [B, G, S, D] seen as a matrix, which TMA can address. shape, row stride, rows between sequences and between
-    groups, columns between groups."""
+class MatrixView(NamedTuple):
+    """A tensor [B, G, S, D] seen as a matrix, which TMA can address: its shape (rows, columns), the row stride in elements,
+    and how far sequences (`batch` rows) and groups (`group` rows and `column` columns) are apart."""
 
     shape: tuple[int, int]
     stride: int
@@ -178,18 +184,18 @@ class View(NamedTuple):
     column: int
 
 
-def as_matrix(t: Tensor) -> View | None:
-    """A tensor as a matrix (`View`), or None if its strides or alignment do not allow it."""
+def as_matrix(t: Tensor) -> MatrixView | None:
+    """A tensor as a matrix (`MatrixView`), or None if its strides or alignment do not allow it."""
     B, G, S, D = t.shape
     b, g, s, d = t.stride()
     if d != 1 or s < D or (s * t.element_size()) % 16 or t.data_ptr() % 16 or (B > 1 and b % s):
         return None
     batch = b // s if B > 1 else 0
     if G > 1 and g == D and s >= G * D:
-        return View(((B - 1) * batch + S, G * D), s, batch, 0, D)
+        return MatrixView(((B - 1) * batch + S, G * D), s, batch, 0, D)
     if G == 1 or g % s == 0:
         group = g // s if G > 1 else 0
-        return View(((B - 1) * batch + (G - 1) * group + S, D), s, batch, group, 0)
+        return MatrixView(((B - 1) * batch + (G - 1) * group + S, D), s, batch, group, 0)
     return None
 
 
@@ -249,7 +255,7 @@ def launch(
     table = [span[name] for span in found for name in hopper.FIELDS]
     numbers = [x.data_ptr() if isinstance(x, Tensor) else x for x in table]
     plan = [t for s in spans for t in (s.lists.row, s.q_pos)]
-    told = derived(plan, ("told", *numbers), lambda: device_integers(numbers, query.device))
+    told = cached_on_plan(plan, ("told", *numbers), lambda: device_integers(numbers, query.device))
     seen, beside = as_matrix(key), as_matrix(value)
     if seen is None or seen != beside:
         key, value = key.contiguous(), value.contiguous()
@@ -288,7 +294,7 @@ def table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False)
     row, index = lists.row.to(torch.int64), lists.entries.to(torch.int32)
     # How many blocks are not FULL: before each block in order, or, of an index of blocks, in all.
     whole = len(index) > 0 and not each
-    counts = derived([lists.kind], "masked", lambda: count_masked(lists.kind))
+    counts = cached_on_plan([lists.kind], "masked", lambda: count_masked(lists.kind))
     counts = counts[..., -1:] if whole else counts
     found: dict[str, Any] = dict(index=index if len(index) else 0, form=int(whole))
     found |= dict(lo=span.lo, hi=span.hi, home=home)
@@ -348,7 +354,7 @@ def joint_attend(
         # A piece of a tile is a range of each of its lists: the longest one tells how many there are.
         count = reduce(add, (span.lists.count for span in spans))
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
-        work = Work.of([count], B, H, tiles, 1, longest, places_on(query.device), chunk)
+        work = Work.of([count], B, H, tiles, 1, longest, resident_programs(query.device), chunk)
     outputs = split_outputs(work, wide, D, out[1])
     ends, rows_of = (*row_strides(out[0]), *lead_strides(out[1])), (q_row, *lead_strides(q_row))
     layout = dict(GROUP=H // key.shape[1], LISTS=H, PLACED=True)

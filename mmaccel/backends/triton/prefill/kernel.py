@@ -436,7 +436,7 @@ class Work:
         return cls(item.view(-1, 2), pieces, slot, limits, 2 * spare)
 
 
-def places_on(device: torch.device) -> int:
+def resident_programs(device: torch.device) -> int:
     """Approximate number of programs that run at the same time on `device`."""
     return 2 * operators.resources(device).processors
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from mmaccel.backends.ops import block_attend
-from mmaccel.backends.triton.prefill.lists import halved
+from mmaccel.backends.triton.prefill.lists import halve_range
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
 
@@ -344,7 +344,7 @@ def slash_runs(kept, queries, block):
 def _not_after(place, low, high, bound, steps):
     """Where the first of the ascending `place` in low .. high lies that is greater than `bound`."""
     for _ in range(steps):
-        low, high = halved(place, bound, low, high)
+        low, high = halve_range(place, bound, low, high)
     return low
 
 

@@ -114,8 +114,8 @@ def _settle_kernel(LEAST, MOST, blocks, STEP: tl.constexpr):
 
 
 @triton.jit
-def halved(values, bound, low, high):
-    """One step of a search: a half of low .. high that holds the first of the ascending `values` above `bound`."""
+def halve_range(values, bound, low, high):
+    """One step of a binary search for the first of the ascending `values` above `bound`: return the half of low .. high."""
     middle = (low + high) >> 1
     open_ = low < high
     below = open_ & (tl.load(values + middle, mask=open_, other=0) <= bound)
@@ -145,10 +145,10 @@ def _reach_kernel(
     first, count, head, tail = none, none, none, none
     first_end, count_end, head_end, tail_end = none + blocks, none + blocks, none + blocks, none + blocks
     for _ in range(steps):
-        first, first_end = halved(K_MOST + keys, first_pos - hi, first, first_end)
-        count, count_end = halved(K_LEAST + keys, last_pos - lo, count, count_end)
-        head, head_end = halved(K_LEAST + keys, last_pos - hi, head, head_end)
-        tail, tail_end = halved(K_MOST + keys, first_pos - lo, tail, tail_end)
+        first, first_end = halve_range(K_MOST + keys, first_pos - hi, first, first_end)
+        count, count_end = halve_range(K_LEAST + keys, last_pos - lo, count, count_end)
+        head, head_end = halve_range(K_LEAST + keys, last_pos - hi, head, head_end)
+        tail, tail_end = halve_range(K_MOST + keys, first_pos - lo, tail, tail_end)
     count = tl.maximum(count - first, 0)
     to = (lead.to(tl.int64) * M + block) * 5
     tl.store(OUT + to, tl.minimum(first, blocks - 1).to(tl.int64), mask=inside)
@@ -303,7 +303,7 @@ def merge_query_block_pairs(row: Tensor) -> Tensor:
     return out
 
 
-def derived(plan: list[Tensor], name: Any, make: Any) -> Any:
+def cached_on_plan(plan: list[Tensor], name: Any, make: Any) -> Any:
     """Return what `make` computes from tensors of a plan, cached with the first of them: once for each CUDA stream, for all
     layers and passes under the plan. It is computed anew when one of them was written to, and must refer to none."""
     device = plan[0].device
@@ -316,7 +316,7 @@ def derived(plan: list[Tensor], name: Any, make: Any) -> Any:
             made.pop(known, None)
     versions = (0 if t.is_inference() else t._version for t in plan)
     name = stream, name, *map(id, plan), *versions
-    return block_attend.remember(made, name, lambda: ([ref(t) for t in plan], make()))[1]
+    return block_attend.memoize(made, name, lambda: ([ref(t) for t in plan], make()))[1]
 
 
 def count_masked(kind: Tensor) -> Tensor:

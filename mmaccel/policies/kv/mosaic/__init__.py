@@ -259,8 +259,8 @@ class ClusterIndex(Index):
     def counters(self) -> dict[str, float]:
         tree = self.tree
         own = {
-            "visual_clusters": int(tree.visual.count()),
-            "clusters": float(tree.semantic.count().float().mean()),
+            "visual_clusters": int(tree.visual.cluster_counts()),
+            "clusters": float(tree.semantic.cluster_counts().float().mean()),
             "buffered": sum(int(tree.semantic.size[at, ids].sum()) for at, ids in enumerate(tree.buffer)),
             **{name: tree.counters[name] for name in COUNTED},
             "summary_bytes": tree.means.nbytes(),

@@ -24,7 +24,7 @@ TOGETHER = 256
 FILL = {"members": -1, "owner": -1, "parent": -1, "home": -1}
 
 
-def summary(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def point_statistics(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return centroid c [..., d], variance s2 [...] (mean squared distance to c) and size n [...] of those points `x` [...,
     m, d] that are `present` [..., m]; zeros for none."""
     n = present.sum(-1)
@@ -35,7 +35,7 @@ def summary(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return c, s2, n
 
 
-def insert(c: Tensor, s2: Tensor, n: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def welford(c: Tensor, s2: Tensor, n: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Return centroid and variance of a cluster (c, s2, n) after a point `u` [..., d] has joined it: Mosaic's equations 3
     and 4, by Welford's update."""
     size = n.to(c.dtype)
@@ -44,7 +44,7 @@ def insert(c: Tensor, s2: Tensor, n: Tensor, u: Tensor) -> tuple[Tensor, Tensor]
     return new, (size * s2 + (away * (u - new)).sum(-1)) / (size + 1)
 
 
-def merge(
+def merged(
     c_a: Tensor, s2_a: Tensor, n_a: Tensor, c_b: Tensor, s2_b: Tensor, n_b: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return centroid and variance of the union of two clusters, given the centroid, variance and size of each (Chan, Golub
@@ -98,7 +98,7 @@ class ClusterTable:
         """Upper bound of the cluster ids in use, in any layer."""
         return max(self._used)
 
-    def count(self) -> Tensor:
+    def cluster_counts(self) -> Tensor:
         """Return [L]: the number of clusters with units (frames)."""
         return (self.size > 0).sum(1)
 
@@ -140,7 +140,7 @@ class ClusterTable:
 
     def fill(self, layer: Tensor, cluster: Tensor, members: Tensor, x: Tensor) -> None:
         """Set the members of clusters (layer [b], cluster [b]) to units [b, m] (-1: none) with vectors `x` [b, m, d]."""
-        self.write(layer, cluster, members, *summary(x, members >= 0))
+        self.write(layer, cluster, members, *point_statistics(x, members >= 0))
 
     def write(
         self,
@@ -212,7 +212,7 @@ class ClusterTable:
         for begin in range(0, len(fewer), TOGETHER):
             at = fewer[begin : begin + TOGETHER].unbind(1)
             inside = self.members_of(*at)
-            self.centroid[at], self.variance[at], _ = summary(points(at[0], inside), inside >= 0)
+            self.centroid[at], self.variance[at], _ = point_statistics(points(at[0], inside), inside >= 0)
         self.dirty = (size > 0) | (before > 0)
         self.checkpoint()
         self._count_ids()

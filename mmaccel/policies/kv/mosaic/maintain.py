@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable, NearestCluster, insert, merge, one_thread
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, NearestCluster, merged, one_thread, welford
 from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, UnitMeans, kmeans, split_exceeding
 
 FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
@@ -227,7 +227,7 @@ class Hierarchy:
             self.counters["scenes"] += 1
         else:
             cluster = torch.tensor([best])
-            level.add(ZERO, cluster, unit, *insert(centroid, level.variance[0, near], n, u))
+            level.add(ZERO, cluster, unit, *welford(centroid, level.variance[0, near], n, u))
         new = self._refine_visual(cluster) if bounds.exceeded_in_first_layer(level, int(cluster)) else []
         matching.update_clusters([int(cluster), *new])
         return int(level.owner[0, unit]) if new else int(cluster)
@@ -332,7 +332,7 @@ class Hierarchy:
         level = self.semantic
         best = cosine.masked_fill(ids < 0, -torch.inf).argmax(1)
         near = ids.gather(1, best[:, None])[:, 0].clamp_min(0)
-        c, s2 = insert(level.centroid[layer, near], level.variance[layer, near], level.size[layer, near], u)
+        c, s2 = welford(level.centroid[layer, near], level.variance[layer, near], level.size[layer, near], u)
         return near, c, s2
 
     def _defer(
@@ -386,7 +386,7 @@ class Hierarchy:
                 other = at[0], torch.tensor([one])
                 both = torch.cat([level.members_of(*at), level.members_of(*other)], 1)
                 rows = level.centroid, level.variance, level.size
-                joined = merge(*(row[pair] for pair in (at, other) for row in rows))
+                joined = merged(*(row[pair] for pair in (at, other) for row in rows))
                 size = level.size[at] + level.size[other]
                 level.release(layer, one)
                 level.write(*at, both, *joined, size)

@@ -19,7 +19,7 @@ from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable, pooled, summary
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, point_statistics, pooled
 
 LIFT = 2.0
 """The last coordinate of a point, in root mean square lengths of the first points. Mosaic (V-B) has none (0): angles alone.
@@ -145,7 +145,7 @@ def split_exceeding(
         x = vectors(layer, members)
         label = bisect(x, present) if depth < DEEPEST else halve(present)
         forced = n > bounds.largest
-        (_, s2_a, n_a), (_, s2_b, n_b) = (summary(x, label == side) for side in (0, 1))
+        (_, s2_a, n_a), (_, s2_b, n_b) = (point_statistics(x, label == side) for side in (0, 1))
         weak = pooled(s2_a, n_a, s2_b, n_b) > (1 - gain) * s2 if depth < DEEPEST else torch.ones_like(forced)
         label = torch.where((weak & forced)[:, None], halve(present), label)
         refused = weak & ~forced
@@ -211,14 +211,14 @@ class UnitMeans:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the means of the first `waiting_passes` pass have arrived on the host, and its units retrieved nothing."""
+        """Whether the means of the oldest waiting pass are on the host; False also if its units retrieved others."""
         if not self._inbox or len(self._inbox[0][0]) > 3:
             return False
         event = self._inbox[0][1]
         return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
     def add_arrived(self) -> Tensor | None:
-        """Add the first of the `waiting_passes` passes; return the units (frames) [L, k] that it retrieved, if any."""
+        """Wait for the means of the oldest waiting pass and add them; return units (frames) [L, k] it retrieved, if any."""
         (look, key, value, *rest), event = self._inbox.popleft()
         if event is not None:
             event.synchronize()

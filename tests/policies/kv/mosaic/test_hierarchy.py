@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable, merge, one_thread, pooled, summary
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, merged, one_thread, point_statistics, pooled
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Bounds, Rules, bisect, halve, kmeans, unit_length
 from tests.policies.kv.mosaic.scenes import WIDTH, audit, feed, index_of, partition, plant, runs, tree_of
@@ -331,9 +331,9 @@ def points(n: int, seed: int, d: int = 5) -> torch.Tensor:
 @given(a=st.integers(1, 20), b=st.integers(1, 20), seed=st.integers(0, 99))
 def test_merging_equals_all_at_once_and_conserves_scatter(a: int, b: int, seed: int) -> None:
     x = points(a + b, seed)
-    left, right = (summary(rows, torch.ones(len(rows), dtype=torch.bool)) for rows in (x[:a], x[a:]))
-    c, s2 = merge(*left, *right)
-    whole_c, whole_s2, n = summary(x, torch.ones(a + b, dtype=torch.bool))
+    left, right = (point_statistics(rows, torch.ones(len(rows), dtype=torch.bool)) for rows in (x[:a], x[a:]))
+    c, s2 = merged(*left, *right)
+    whole_c, whole_s2, n = point_statistics(x, torch.ones(a + b, dtype=torch.bool))
     assert torch.allclose(c, whole_c, atol=1e-12) and torch.allclose(s2, whole_s2, atol=1e-12)
     between = a * b / (a + b) * (left[0] - right[0]).square().sum()
     within = pooled(left[1], left[2], right[1], right[2]) * n
@@ -342,9 +342,9 @@ def test_merging_equals_all_at_once_and_conserves_scatter(a: int, b: int, seed: 
 
 def test_points_of_unit_length_need_only_their_centroid() -> None:
     x = unit_length(points(12, 0))
-    c, s2, _ = summary(x, torch.ones(12, dtype=torch.bool))
+    c, s2, _ = point_statistics(x, torch.ones(12, dtype=torch.bool))
     assert torch.allclose(s2, 1 - c.square().sum(), atol=1e-12)
-    none = summary(x, torch.zeros(12, dtype=torch.bool))
+    none = point_statistics(x, torch.zeros(12, dtype=torch.bool))
     assert [float(part.abs().sum()) for part in none] == [0, 0, 0]
 
 

@@ -118,7 +118,7 @@ def test_questions_see_head_representatives_retrieved_and_local_units() -> None:
         units = [number for number, seen in bare.evidence.items()]
         assert less.key.shape[2] == 3 + (8 + 2) * TOKENS + 4
         extra = view.key.shape[2] - less.key.shape[2]
-        assert 0 < extra < int(tree.semantic.count()[layer])
+        assert 0 < extra < int(tree.semantic.cluster_counts()[layer])
         assert len(units) >= 10
         # All else is as without them.
         torch.testing.assert_close(view.key[:, :, 3 + extra :], less.key[:, :, 3:])

@@ -116,8 +116,8 @@ def begun_between(lines: Sequence[TimedText], since: float, ends: float, shift: 
 
 
 def ends_at(info: StreamInfo) -> float:
-    """Return the second up to which the last frame of a stream is shown: by the rate of the last clip; without one as long
-    as the frame before it, but not longer than most of the last ones (of one or two frames: than a second)."""
+    """Return when the last frame of a stream ends, in seconds. Its length is 1 / rate of the last clip; of unknown rate,
+    that of the frame before it, but at most the median of the last eight (1 s after one or two frames)."""
     steps = [b - a for a, b in itertools.pairwise(info.times[-9:])]
     usual = statistics.median_low(steps) if len(steps) > 1 else 1.0
     return info.times[-1] + (1 / info.rate if info.rate else min([usual, *steps[-1:]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -44,4 +45,6 @@ for _name in ("demo", "eval", "world"):
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one `mmaccel` command and exit the process; see `program.run`."""
+    # CUDA reads it when it begins. A host that feeds several devices then waits for none of them.
+    os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     run(app, arguments)

@@ -29,7 +29,7 @@ from mmaccel.search.space import KINDS, BoundarySlot, BudgetScale, level_all, sl
 from tests.models.tiny_random import BUILD, prompt
 from tests.spies import Largest
 
-PIECES = [("text", 12), ("video", 20), ("text", 40), ("video", 20), ("text", 9)]
+PIECES = [("text", 12), ("video", 12), ("text", 30), ("video", 12), ("text", 9)]
 PAIRS = Settings(cost="pairs", block=16)
 
 

@@ -1,6 +1,7 @@
 """Calls, operators and refusals that a test listens to."""
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -21,6 +22,44 @@ def heard(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, tell: Callable
 
     monkeypatch.setattr(owner, name, noted)
     return seen
+
+
+def returned(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, tell: Callable[..., Any]) -> list[Any]:
+    """What `tell` makes of what each call of `owner.name` gives from now on, and of its arguments."""
+    seen: list[Any] = []
+    plain = getattr(owner, name)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        made = plain(*given, **named)
+        seen.append(tell(made, *given, **named))
+        return made
+
+    monkeypatch.setattr(owner, name, noted)
+    return seen
+
+
+def always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def nth(*numbers: int) -> Callable[..., bool]:
+    """Says yes when it is asked for the `numbers`-th time, from 1."""
+    calls = count(1)
+    return lambda *_, **__: next(calls) in numbers
+
+
+def broken(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Any, when: Callable[..., bool] = always
+) -> None:
+    """Calls of `owner.name` raise `error` from now on where `when` says yes to their arguments; others are made."""
+    plain = getattr(owner, name, None)
+
+    def breaks(*given: Any, **named: Any) -> Any:
+        if when(*given, **named):
+            raise error
+        return plain(*given, **named)  # type: ignore[misc]
+
+    monkeypatch.setattr(owner, name, breaks)
 
 
 def refusal(work: Callable[[], Any], error: type[MmaccelError] = MmaccelError) -> str:

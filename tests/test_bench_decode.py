@@ -22,6 +22,7 @@ from mmaccel_lab.eval.caption import caption_cases
 from mmaccel_lab.eval.cases import Film
 from tests import python
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.spies import returned
 
 
 @pytest.fixture(autouse=True)
@@ -84,16 +85,8 @@ def shortly(real: Any) -> Any:
 def test_reading_and_saying_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of a long prompt's pass is larger than the weights."""
     seen: list[torch.Tensor] = []
-
-    def noting(method: Any) -> Any:
-        def noted(*given: Any, **more: Any) -> torch.Tensor:
-            seen.append(method(*given, **more))
-            return seen[-1]
-
-        return noted
-
     for name in ("prefill", "step"):
-        monkeypatch.setattr(HFRunner, name, noting(getattr(HFRunner, name)))
+        returned(monkeypatch, HFRunner, name, lambda made, *_, **__: seen.append(made))
     model = BUILD["qwen"](layers=1)
     assert all(p.requires_grad for p in model.parameters())
     told = pair.read_and_say(model, prompt("qwen", PROMPTS["video"]))

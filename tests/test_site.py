@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pictures
 import pytest
@@ -27,6 +28,7 @@ import mmaccel
 from mmaccel.cli import app, main
 from mmaccel_lab.cli import app as lab
 from mmaccel_lab.world import World, write_mp4
+from tests.spies import returned
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -222,13 +224,7 @@ def quoted(program: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "line"), [one for one in quoted(r"bench/\w+\.py") if " " in one[1]])
 def test_a_script_takes_what_is_quoted(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script, *words = shlex.split(line.removeprefix("python "))
-    plain = argparse.ArgumentParser.parse_args
-
-    def only(self: argparse.ArgumentParser, *given: Any, **options: Any) -> Any:
-        plain(self, *given, **options)
-        raise _Understood
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only)
+    returned(monkeypatch, argparse.ArgumentParser, "parse_args", Mock(side_effect=_Understood))
     monkeypatch.setattr(sys, "argv", [script, *words])
     with pytest.raises(_Understood):
         runpy.run_path(str(ROOT / script))["main"]()

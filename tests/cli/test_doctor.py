@@ -23,6 +23,7 @@ from mmaccel.core import costs, rates
 from mmaccel.models import recommend, rehearsal
 from tests import SOURCES, python
 from tests.cli import Call
+from tests.spies import broken
 
 
 @pytest.fixture
@@ -90,10 +91,7 @@ def test_with_a_gpu(
         assert found["kernels"][what] == row.lacks.get(name, found["kernels"][what])
     assert found["kernels"][KERNELS["triton"]] is None
 
-    def lost(device: object) -> None:
-        raise RuntimeError("CUDA driver error\nmore of it")
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lost)
+    broken(monkeypatch, torch.cuda, "get_device_properties", RuntimeError("CUDA driver error\nmore of it"))
     operators.resources.cache_clear()
     found = examined()
     assert found["device"]["type"] == "cpu" and found["backends"]["reference"]["auto"]

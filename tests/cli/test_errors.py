@@ -14,6 +14,7 @@ from mmaccel.cli import app, main
 from mmaccel.cli.console import error_sentence
 from mmaccel_lab.cli import app as lab
 from tests.cli import LAB, Call
+from tests.spies import broken
 
 WHOLE = "watch CLIP --recipe full"
 HAYSTACK = "eval haystack --model OV"
@@ -181,8 +182,6 @@ def test_a_text_file_is_no_video(call: Call, ov: str, tmp_path: Path) -> None:
 
 
 def test_a_cut_file_of_weights(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
-    import shutil
-
     folder = tmp_path / "model"
     shutil.copytree(ov, folder)
     weights = folder / "model.safetensors"
@@ -280,11 +279,8 @@ def test_it_is_told_unloaded(
     from mmaccel.cli import choices
     from mmaccel.models import loading
 
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("something is loaded")
-
-    monkeypatch.setattr(loading, "load_model", refuse)
-    monkeypatch.setattr(choices, "load_processor", refuse)
+    for owner, name in ((loading, "load_model"), (choices, "load_processor")):
+        broken(monkeypatch, owner, name, AssertionError("something is loaded"))
     monkeypatch.chdir(tmp_path)
     stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
     for file, text in (
@@ -310,13 +306,8 @@ def test_a_hub_that_is_not_reached_is_no_wrong_name(
     monkeypatch.chdir(tmp_path)
     told = []
     for kind in (errors.LocalEntryNotFoundError, errors.HFValidationError):
-
-        def fail(*_: object, kind: type[Exception] = kind, **__: object) -> str:
-            raise kind("no")
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-        err = call.error("ask", clip, "hi", "--model", "owner/name")
-        told.append(err)
+        broken(monkeypatch, huggingface_hub, "snapshot_download", kind("no"))
+        told.append(call.error("ask", clip, "hi", "--model", "owner/name"))
     assert "is not on this machine, and the hub, which may have it, cannot be reached" in told[0]
     assert "is neither a folder here nor a model that the hub gives; check the name" in told[1]
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from mmaccel.media import Video
 from tests.cli import Call
 from tests.media.films import write_film
 from tests.media.odd import CASES
+from tests.spies import broken, heard, returned
 
 QUESTIONS = ("--question", "what was first ?@9", "--question", "how many ?")
 
@@ -88,25 +90,16 @@ def test_a_killed_watch_goes_on(
         known[kv] = told, memory(tmp_path / "whole")
     whole, kept_of_it = known[kv]
     words = [str(one) for one in (*base, *QUESTIONS, "--save", folder, "--save-every", 1e-9)]
-    with monkeypatch.context() as broken:
-        broken.setattr("mmaccel.cli.journal.PeriodicSaver.save_if_due", lambda keeper: keeper.save(False))
+    with monkeypatch.context() as patch:
+        patch.setattr("mmaccel.cli.journal.PeriodicSaver.save_if_due", lambda keeper: keeper.save(False))
         if when == "between two saves":
-            killed_after(3, broken)
+            killed_after(3, patch)
         elif when == "stopped":
-            broken.setattr(f"{__name__}.Killed", KeyboardInterrupt)
-            killed_after(3, broken)
+            patch.setattr(f"{__name__}.Killed", KeyboardInterrupt)
+            killed_after(3, patch)
         else:
-            inner, saves = session_io.save, [0]
-
-            def save(*given: Any) -> None:
-                saves[0] += 1
-                if saves[0] == 3 and when == "before a save":
-                    raise Killed
-                inner(*given)
-                if saves[0] == 3:
-                    raise Killed
-
-            broken.setattr(session_io, "save", save)
+            third = Mock(side_effect=[None, None, Killed])
+            (heard if when == "before a save" else returned)(patch, session_io, "save", third)
         with pytest.raises((Killed, SystemExit)):
             main(words)
     kept = json.loads((folder / "session.json").read_text())["frames"]
@@ -124,8 +117,8 @@ def test_a_killed_watch_goes_on(
         return
     # What was read to its end is not read again.
     over = f"nothing of {slides} is left to watch: the saved session has watched it to its end.\n"
-    with monkeypatch.context() as broken:
-        broken.setattr(media, "clips", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(media, "clips", None)
         status, out, err = call(*again, *QUESTIONS[2:], "--load", folder, "--save", folder)
     anew = json.loads(out)
     assert (status, err, anew["frames"], anew["ended"]) == (0, over, 23, "end")
@@ -142,9 +135,9 @@ def test_another_reading_of_the_file_begins_at_its_beginning(
     call: Call, ov: str, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = ("watch", slides, "--model", ov, "--json")
-    with monkeypatch.context() as broken:
-        broken.setattr(f"{__name__}.Killed", KeyboardInterrupt)
-        killed_after(1, broken)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{__name__}.Killed", KeyboardInterrupt)
+        killed_after(1, patch)
         call(*base, "--recipe", "recent", "--fps", 1, "--clip", 5, "--live", "--save", tmp_path / "s")
     status, out, err = call(*base, "--fps", 2, "--load", tmp_path / "s")
     assert status == 0 and json.loads(out)["frames"] == 5 + 45
@@ -255,18 +248,9 @@ def test_a_journal_is_on_the_disk_before_the_former_one_goes(
 ) -> None:
     place = journal_path(tmp_path / "s")
     place.with_name(f"{place.name}-part").write_text("of a watch that was killed, readable by all")
-    found, sync, move = list[str](), os.fsync, os.replace
-
-    def synced(handle: int) -> None:
-        found.append(f"sync {os.readlink(f'/proc/self/fd/{handle}')}")
-        sync(handle)
-
-    def moved(old: Any, new: Any, **how: Any) -> None:
-        found.append(f"move {new}")
-        move(old, new, **how)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", moved)
+    found = list[str]()
+    heard(monkeypatch, os, "fsync", lambda n: found.append(f"sync {os.readlink(f'/proc/self/fd/{n}')}"))
+    heard(monkeypatch, os, "replace", lambda old, new, **_: found.append(f"move {new}"))
     base = ("watch", slides, "--model", ov, "--recipe", "recent", "--fps", 0.1, "--json")
     assert call(*base, "--save", tmp_path / "s")[0] == 0 and place.stat().st_mode & 0o777 == 0o600
     order = [f"sync {place}-part", f"move {place}", f"sync {tmp_path}"]
@@ -314,14 +298,8 @@ def test_an_error_that_nobody_foresaw_loses_nothing(
     call: Call, ov: str, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """What was watched is saved and what was answered is shown before it is raised."""
-    inner = VideoSession.watch
-
-    def watch(session: VideoSession, *given: Any, **how: Any) -> int:
-        if len(session) >= 10:
-            raise RuntimeError("a bug")
-        return inner(session, *given, **how)
-
-    monkeypatch.setattr(VideoSession, "watch", watch)
+    ten = lambda session, *_, **__: len(session) >= 10  # noqa: E731
+    broken(monkeypatch, VideoSession, "watch", RuntimeError("a bug"), ten)
     words = ("watch", slides, "--model", ov, "--recipe", "recent", "--fps", 1, "--clip", 5, "--json")
     words += ("--question", "what ?@3", "--max-new-tokens", 1, "--live", "--save", tmp_path / "s")
     with pytest.raises(RuntimeError, match="a bug"):

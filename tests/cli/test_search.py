@@ -19,6 +19,7 @@ from mmaccel.search import recompute
 from mmaccel.search.run import SearchProgress, head_pattern_names, main_pattern
 from mmaccel_lab.world import World, render
 from tests.cli import Call
+from tests.spies import broken
 
 HOW = ("--cost", "pairs", "--block", 16, "--device", "cpu")
 
@@ -153,14 +154,9 @@ def test_draw_shows_heads(
 def test_a_missing_matplotlib_is_told(
     table: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = builtins.__import__
-
-    def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return plain(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    missing = ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+    asked = lambda name, *_, **__: name.split(".")[0] == "matplotlib"  # noqa: E731
+    broken(monkeypatch, builtins, "__import__", missing, asked)
     err = call.error("draw", table, "--out", tmp_path / "map.svg")
     assert err == "error: pictures need matplotlib; pip install matplotlib.\n"
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from mmaccel.media import Video
 from tests import python
 from tests.cli import Call
 from tests.products import product
+from tests.spies import broken
 
 
 @pytest.mark.parametrize(
@@ -290,20 +290,9 @@ def test_answers_given_are_not_lost_when_it_ends_early(
     (tmp_path / "cap.yaml").write_text(CAP if "cap" in stop else "kv: rekv\n")
     if "saved" in stop:
         asked = asked[:1]
-
-        def full(*_: object) -> None:
-            raise ModelError("no room.")
-
-        monkeypatch.setattr(VideoSession, "save", full)
+        broken(monkeypatch, VideoSession, "save", ModelError("no room."))
     elif "stopped" in stop:
-        take = VideoSession.watch
-
-        def stopped(self: VideoSession, video: Video, **how: Any) -> int:
-            if len(self) > 30:
-                raise KeyboardInterrupt
-            return take(self, video, **how)
-
-        monkeypatch.setattr(VideoSession, "watch", stopped)
+        broken(monkeypatch, VideoSession, "watch", KeyboardInterrupt, lambda self, *_, **__: len(self) > 30)
     base = (
         "watch", clip, "--model", ov, "--recipe", tmp_path / "cap.yaml", "--fps", 1, "--clip", 8, "--max-new-tokens", 2,
         "--save", tmp_path / "s", *(part for text in asked for part in ("--question", text)),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from mmaccel.core.errors import StoreError
 from tests import SOURCES
 from tests.cli import Call
 from tests.products import product
+from tests.spies import heard, nth
 
 COMMANDS = {
     "needle": ("mmaccel_lab.eval.needle", "judge"),
@@ -124,18 +126,11 @@ def test_a_stopped_search_says_what_is_kept(
     out = tmp_path / "t.json"
     words = ("search", ov, "--video", clip, "--max-tokens", 300, "--out", out, "--boundaries", "no_boundary")
     words += ("--cost", "pairs", "--block", 16, "--device", "cpu")
-    scored = run.measure_all
-
-    def stopped(bench: Any, *rest: Any) -> Any:
-        if bench.inside.layer > 0:
-            stop()
-        return scored(bench, *rest)
-
     with monkeypatch.context() as broken:
         broken.setattr(measure, "visit_layers", lambda *_: stop())
         assert call(*words) == (code, "", "stopped: nothing was measured yet.\n")
     with monkeypatch.context() as broken:
-        broken.setattr(run, "measure_all", stopped)
+        heard(broken, run, "measure_all", lambda bench, *_: stop() if bench.inside.layer > 0 else None)
         told = (
             f"stopped: the costs and 1 whole layer are kept in {out}.parts; the same command goes on with the next "
             "layer, from its beginning.\n"
@@ -223,10 +218,7 @@ def test_a_stop_while_the_package_is_imported_as_a_command_is_told(
     ["typer.main.get_command", "typer.core.TyperGroup.make_context", "mmaccel.cli.catalog.presets"],
 )
 def test_a_stop_at_any_other_time_is_told(place: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(place, stopped)
+    monkeypatch.setattr(place, Mock(side_effect=KeyboardInterrupt))
     assert call("list") == (130, "", "stopped.\n")
 
 
@@ -235,14 +227,8 @@ def test_sigterm_while_a_session_is_saved_waits_for_the_save(
 ) -> None:
     from mmaccel.core.streams import session_io
 
-    real = session_io.save
-
-    def slow(*given: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.01)
-        real(*given)
-
-    monkeypatch.setattr(session_io, "save", slow)
+    slow = lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.01))  # noqa: E731
+    heard(monkeypatch, session_io, "save", slow)
     words = f"watch {clip} --model {ov} --recipe recent --fps 0.1 --save {tmp_path / 's'} --json".split()
     status, out, err = call(*words)
     assert status == 143 and json.loads(out)["saved"] == str(tmp_path / "s") and err == ""
@@ -320,15 +306,8 @@ def test_a_watch_whose_last_save_is_stopped_says_what_is_saved(
 ) -> None:
     from mmaccel.core.streams import session_io
 
-    inner, left = session_io.save, [saves]
-
-    def save(*given: Any) -> None:
-        if not left[0]:
-            interrupt()
-        left[0] -= 1
-        inner(*given)
-
-    monkeypatch.setattr(session_io, "save", save)
+    last = nth(*range(saves + 1, 9))
+    heard(monkeypatch, session_io, "save", lambda *_: interrupt() if last() else None)
     monkeypatch.setattr("mmaccel.cli.journal.PeriodicSaver.save_if_due", lambda keeper: keeper.save(False))
     base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--clip", 4, "--live")
     status, _, err = call(*base, "--save", tmp_path / "s")

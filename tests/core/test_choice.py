@@ -11,6 +11,7 @@ from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
+from tests.spies import broken
 
 RECIPE = Recipe.load(sparse={"name": "a_shape", "sink": 128, "window": 1024}, dense_tail=0)
 
@@ -83,10 +84,7 @@ def test_planning_is_part_of_the_price() -> None:
 def test_of_a_short_prompt_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where making a plan costs more than dense attention, the pattern is not asked what it would list."""
 
-    def asked(*_: object) -> int:
-        raise AssertionError("a bound was asked for")
-
-    monkeypatch.setattr(type(RECIPE.sparse), "max_blocks_total", asked)
+    broken(monkeypatch, type(RECIPE.sparse), "max_blocks_total", AssertionError("a bound was asked for"))
     costs = Costs(
         LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 1.0)}, planning=LinearCost(4 * 2000**2 / 2, 0.0)
     )

@@ -5,12 +5,14 @@ import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from mmaccel.core.decoding.worker import Blob, Outbox
 from mmaccel.core.errors import DraftError
+from tests.spies import broken
 
 FAR_S = 10.0
 
@@ -73,14 +75,10 @@ def test_the_thread_may_come_to_end_its_own_worker() -> None:
 
 
 def test_a_thread_that_cannot_be_started_leaves_nothing_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     outbox, sent = Outbox(lambda kind, *numbers, blob=(): sent.append(kind)), list[int]()
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", full)
-        with pytest.raises(RuntimeError, match="new thread"):
-            outbox.put(1, (), lambda: [])
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="new thread"):
+        broken(patched, threading.Thread, "start", RuntimeError("can't start new thread"))
+        outbox.put(1, (), lambda: [])
     assert not outbox.is_sending
     outbox.wait(FAR_S)
     outbox.put(2, (), lambda: [])
@@ -89,10 +87,7 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_on_the_way(monkeypatch: 
 
 
 def test_a_thread_that_is_ended_from_within_does_not_stay_busy() -> None:
-    def ends() -> list[Blob]:
-        raise SystemExit
-
     outbox = Outbox(drop)
-    outbox.put(1, (), ends)
+    outbox.put(1, (), Mock(side_effect=SystemExit))
     outbox.wait(FAR_S)
     assert not outbox.is_sending and "SystemExit" in str(outbox.error)

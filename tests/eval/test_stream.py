@@ -17,6 +17,7 @@ from mmaccel_lab.eval.stream_tables import paired, rows, watches, whole
 from mmaccel_lab.world import World
 from mmaccel_lab.world.records import Card, Segment
 from tests.models.streams import pair
+from tests.spies import heard
 
 
 def shot(memory: str, right: bool, number: int = 0, **changes: object) -> Shot:
@@ -139,14 +140,7 @@ def test_a_watch_for_all_budgets_answers_as_one_for_each(name: str, monkeypatch:
 def test_the_vision_tower_looks_at_a_world_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = pair(name)
     stream_adapter = type(adapter_for(model).stream_adapter(model, processor))
-    looked: list[int] = []
-    true = stream_adapter.features
-
-    def counted(self: Any, frames: Any, size: Any) -> Any:
-        looked.append(len(frames))
-        return true(self, frames, size)
-
-    monkeypatch.setattr(stream_adapter, "features", counted)
+    looked = heard(monkeypatch, stream_adapter, "features", lambda self, frames, size: len(frames))
     world, recipe = World.generate(5, 70), entries(["rekv"], [4], 6, 16)[0].recipe
     footage = Footage(model, processor, world, 0.3)
     assert looked == [64, 6] and len(footage.frames) == 70

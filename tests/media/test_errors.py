@@ -15,6 +15,7 @@ from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media import container
 from tests.media.films import Film, numbers, write_film
+from tests.spies import returned
 
 
 def sentence(path: Path | str, **how: Any) -> str:
@@ -165,13 +166,8 @@ def test_a_truncated_file_that_ends_after_the_span_asked_for(
     film: Film, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decoder of sixteen threads has read to the broken end before it gives the last frame of the span."""
-    opened = container.Source._open
-
-    def open_with_threads(source: container.Source) -> None:
-        opened(source)
-        source._stream.codec_context.thread_count = threads
-
-    monkeypatch.setattr(container.Source, "_open", open_with_threads)
+    more = lambda _, source: setattr(source._stream.codec_context, "thread_count", threads)  # noqa: E731
+    returned(monkeypatch, container.Source, "_open", more)
     path = halved(film(muxer={"movflags": "faststart"}))
     with warnings.catch_warnings(action="error"):
         assert numbers(media.read(path, fps=5, stop=1.0).frames) == [0, 2, 4, 6, 8]

@@ -16,6 +16,7 @@ from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.stream import GrowingFile
 from tests.media.films import Film, answering, numbers, send
+from tests.spies import broken, nth
 
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
 
@@ -132,14 +133,7 @@ def test_a_pipe_is_over_when_its_writer_closes_it(
 ) -> None:
     data, path = film("whole.ts").read_bytes(), tmp_path / "pipe.ts"
     os.mkfifo(path)
-    inner, taken = GrowingFile._data, [True]
-
-    def another_first(self: GrowingFile, size: int) -> bytes:
-        if taken and taken.pop():
-            raise BlockingIOError
-        return inner(self, size)
-
-    monkeypatch.setattr(GrowingFile, "_data", another_first)
+    broken(monkeypatch, GrowingFile, "_data", BlockingIOError, nth(1))
     writer = threading.Thread(target=path.write_bytes, args=(data,))
     writer.start()
     parts = list(media.clips(path, fps=5, frames_per_clip=8, follow=follow, timeout=0.3))
@@ -150,16 +144,8 @@ def test_a_pipe_is_over_when_its_writer_closes_it(
 def test_a_file_that_cannot_be_read_on_is_a_fault(
     film: Film, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, reads = film("film.ts"), [0]
-    inner = GrowingFile.read
-
-    def read(self: GrowingFile, size: int = -1) -> bytes:
-        reads[0] += 1
-        if reads[0] > 2:
-            raise OSError(errno.EIO, "Input/output error")
-        return inner(self, size)
-
-    monkeypatch.setattr(GrowingFile, "read", read)
+    path, fails = film("film.ts"), OSError(errno.EIO, "Input/output error")
+    broken(monkeypatch, GrowingFile, "read", fails, nth(*range(3, 999)))
     parts, stream = [], media.clips(path, fps=5, frames_per_clip=4, follow=True, timeout=0.3)
     with pytest.raises(VideoError, match=r"film\.ts broke off: input/output error\.") as caught:
         parts.extend(stream)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from mmaccel_lab.eval.cases import Film
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
-from tests.spies import heard
+from tests.spies import broken, heard, nth, returned
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -67,16 +67,9 @@ def test_counters_that_fail_lose_no_answer(family) -> None:
 def test_columns_that_cannot_be_taken_lose_no_answer(family, monkeypatch) -> None:
     """The memory runs out in the second layer that the sparse draft copies its columns from."""
     model, inputs, plain = family
-    gather, taken = torch.Tensor.gather, []
-
-    def full(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-        if self.ndim == 4 and dim == 2:
-            taken.append(self)
-            if len(taken) == 3:
-                raise torch.OutOfMemoryError("out of memory")
-        return gather(self, dim, index)
-
-    monkeypatch.setattr(torch.Tensor, "gather", full)
+    third, full = nth(3), torch.OutOfMemoryError("out of memory")
+    taken = lambda self, dim, index: self.ndim == 4 and dim == 2 and third()  # noqa: E731
+    broken(monkeypatch, torch.Tensor, "gather", full, taken)
     with mmaccel.accelerate(model, draft=SparseToDense(window=4)) as fast:
         with pytest.warns(MmaccelWarning, match="dropped.*out of memory"):
             assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), plain)
@@ -164,13 +157,7 @@ def agreeing() -> Sequential:
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    take = LocalDraftStream.take_frames
-
-    def slow(self: LocalDraftStream, *given: Any) -> None:
-        time.sleep(seconds)
-        take(self, *given)
-
-    monkeypatch.setattr(LocalDraftStream, "take_frames", slow)
+    heard(monkeypatch, LocalDraftStream, "take_frames", lambda *_: time.sleep(seconds))
 
 
 def test_a_draft_that_holds_up_the_stream_is_put_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,20 +207,14 @@ def test_watching_ends_at_its_timeout_with_a_slow_draft(monkeypatch: pytest.Monk
 
 
 def test_a_draft_reads_no_longer_than_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = LocalDraftStream.read
     with opened(agreeing()) as session, warnings.catch_warnings(action="error", category=MmaccelWarning):
         session.watch(film(18), fps=FPS)
         whole = session.ask(QUESTION, TOKENS)
-
-        def ending(self: LocalDraftStream, *given: Any) -> Any:
-            session.cancel()
-            return read(self, *given)
-
-        monkeypatch.setattr(LocalDraftStream, "read", ending)
-        answer = session.ask(QUESTION, TOKENS)
+        with monkeypatch.context() as patch:
+            heard(patch, LocalDraftStream, "read", lambda *_: session.cancel())
+            answer = session.ask(QUESTION, TOKENS)
         assert answer.finish_reason == "cancelled" and answer.ids == whole.ids[:2]
         assert session.report().draft["failed"] is None
-        monkeypatch.setattr(LocalDraftStream, "read", read)
         again = session.ask(QUESTION, TOKENS)
         assert again.ids == whole.ids and again.counters["drafted"] == whole.counters["drafted"] > 0
 
@@ -313,14 +294,9 @@ def test_captions_are_the_plain_ones_and_a_killed_draft_loses_none(spoken, monke
         assert [one["new_tokens"] for one in told["sequences"]] == counts
 
         # In the prompt's pass: killed as soon as it has been told what to read.
-        keep = Pipeline.keep_columns
-
-        def kill_reading(self, columns):
-            keep(self, columns)
-            os.kill(next(iter(fast.view._held.values())).process.pid, signal.SIGKILL)
-
+        kill = lambda *_: os.kill(next(iter(fast.view._held.values())).process.pid, signal.SIGKILL)  # noqa: E731
         with monkeypatch.context() as patch, pytest.warns(MmaccelWarning, match="went|ended|reached"):
-            patch.setattr(Pipeline, "keep_columns", kill_reading)
+            returned(patch, Pipeline, "keep_columns", kill)
             assert torch.equal(say(), want)
         assert "DraftError" in fast.report().draft["failed"]
         assert fast.report().new_tokens == want.shape[1] - inputs["input_ids"].shape[1]

@@ -23,6 +23,7 @@ from mmaccel.policies.draft import Parallel, Sequential, Tree
 from mmaccel.policies.kv.no_cache import _Frames
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.products import crossed
+from tests.spies import returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -206,16 +207,8 @@ def cheap(name: str, **frames: int) -> Sequential:
 def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
     name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    picks: list[tuple[dict[int, float], list[int]]] = []
-    pick = _Frames.pick_units
-
-    def seen(self: _Frames, paid: Any) -> Any:
-        found = pick(self, paid)
-        if paid:
-            picks.append((dict(paid), [number for number, _ in found]))
-        return found
-
-    monkeypatch.setattr(_Frames, "pick_units", seen)
+    told = lambda found, self, paid: (dict(paid), [number for number, _ in found])  # noqa: E731
+    every: list[tuple[dict[int, float], list[int]]] = returned(monkeypatch, _Frames, "pick_units", told)
     pace, want = (1 if name == "random-ov" else 2), asked(TIGHT[kv], "off", name=name)[0]
     with open_session(name, TIGHT[kv], 18, draft=cheap(name, frames=4)) as session:
         answer = session.ask(QUESTION, TOKENS)
@@ -223,12 +216,12 @@ def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
         counters = session._live.beside.stream._live.counters()
         assert counters["kept"] == counters["units"] == 18 / pace and counters["resident"] == 0
     assert answer.ids == want.ids and answer.counters["drafted"] > 0
-    ((paid, numbers),) = picks
+    ((paid, numbers),) = (one for one in every if one[0])
     assert numbers == sorted(sorted(paid, key=lambda n: -paid[n])[: 4 // pace]) and len(paid) > 4 // pace
     with open_session(name, TIGHT[kv], draft=cheap(name, frames=4)) as session:
         session.load(tmp_path / "saved")
         assert session.ask(QUESTION, TOKENS).counters["accepted"] == answer.counters["accepted"]
-    assert picks[1][1] == numbers
+    assert [picked for paid, picked in every if paid] == [numbers] * 2
 
 
 def test_with_room_for_all_frames_it_reads_as_the_plain_model() -> None:

@@ -27,7 +27,7 @@ from tests.models.streams import (
     said,
 )
 from tests.products import crossed, product
-from tests.spies import heard
+from tests.spies import heard, returned
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
 
@@ -109,15 +109,7 @@ def test_a_film_longer_than_the_positions_keeps_its_positions_within_them(
     """Two ways to the same view: a base is taken from positions, or the film is seen `ingest_frames` at a time."""
     from mmaccel.core.layout import PositionIds
 
-    taken: list[int] = []
-    made = PositionIds.by_time
-
-    def own(self: PositionIds, first: int, count: int, base: int = 0) -> torch.Tensor:
-        out = made(self, first, count, base)
-        taken.append(int(out.max()))
-        return out
-
-    monkeypatch.setattr(PositionIds, "by_time", own)
+    taken: list[int] = returned(monkeypatch, PositionIds, "by_time", lambda out, *_: int(out.max()))
     model, _ = pair(name)
     config = model.config.text_config
     monkeypatch.setattr(config, "max_position_embeddings", 150 if name == "random-ov" else 24)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mmaccel.models.packed import JoinedStreams
 from mmaccel.models.stream import HFStreamAdapter
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, told
 from tests.products import crossed
+from tests.spies import broken, heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -71,14 +73,7 @@ def until(there: Callable[[], bool]) -> None:
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many streams each pass of the layers had, from now on."""
-    seen, plain = list[int](), joint._run
-
-    def run(some: list[Any]) -> None:
-        seen.append(len(some))
-        plain(some)
-
-    monkeypatch.setattr(joint, "_run", run)
-    return seen
+    return heard(monkeypatch, joint, "_run", len)
 
 
 def alike(one: mmaccel.VideoSession, other: mmaccel.VideoSession) -> None:
@@ -111,11 +106,7 @@ def test_what_fails_in_one_stream_ends_its_pass_alone(where: str, batches: list[
     for number in (0, 2):
         apart[number].watch(news(number), fps=FPS)
     state = both[1]._live.state  # type: ignore[union-attr]
-
-    def broken(*given: Any) -> None:
-        raise RuntimeError("no room")
-
-    setattr(state, where, broken)
+    setattr(state, where, Mock(side_effect=RuntimeError("no room")))
     batches.clear()
     works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
     with waiting(both, *works) as found:
@@ -132,14 +123,10 @@ def test_what_fails_for_all_leaves_every_stream_as_it_was(
     batches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart, both = (opened("random-ov", MEMORIES["rekv"]) for _ in range(2))
-
-    def broken(*given: Any, **how: Any) -> None:
-        raise RuntimeError("the layers broke")
-
     batches.clear()
     works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
     with monkeypatch.context() as patch:
-        patch.setattr(HFStreamAdapter, "run_each", broken)
+        broken(patch, HFStreamAdapter, "run_each", RuntimeError("the layers broke"))
         with waiting(both, *works) as found:
             pass
     assert batches == [SESSIONS] and [str(one) for one in found] == ["the layers broke"] * SESSIONS
@@ -191,14 +178,9 @@ def test_a_tower_that_fails_for_all_is_run_for_each(
     apart, both = (opened("random-ov", MEMORIES["rekv"]) for _ in range(2))
     for number, one in enumerate(apart):
         one.watch(news(number), fps=FPS)
-    plain, most = HFStreamAdapter.features, len(news(SESSIONS - 1))
-
-    def features(self: Any, frames: torch.Tensor, size: tuple[int, int]) -> Any:
-        if len(frames) > most:
-            raise RuntimeError("no room")
-        return plain(self, frames, size)
-
-    monkeypatch.setattr(HFStreamAdapter, "features", features)
+    most = len(news(SESSIONS - 1))
+    fails = RuntimeError("no room")
+    broken(monkeypatch, HFStreamAdapter, "features", fails, lambda _, frames, size: len(frames) > most)
     batches.clear()
     works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
     with waiting(both, *works) as found:
@@ -280,13 +262,11 @@ def test_a_pass_that_has_waited_comes_before_all_that_is_short(monkeypatch: pyte
 
 
 def test_rows_of_a_stream_that_fails_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*given: Any) -> None:
-        raise RuntimeError("no room")
-
     monkeypatch.setattr(
         torch, "empty_like", lambda like, dtype: torch.full_like(like, torch.nan, dtype=dtype)
     )
-    runs = [SimpleNamespace(attend=broken), SimpleNamespace(attend=lambda layer, query, *_: query)]
+    fails = Mock(side_effect=RuntimeError("no room"))
+    runs = [SimpleNamespace(attend=fails), SimpleNamespace(attend=lambda layer, query, *_: query)]
     joined = JoinedStreams([(run, 2, False) for run in runs], lambda: None)  # type: ignore[misc]
     rows = torch.ones(1, 1, 4, 3)
     assert joined.attend(0, rows, rows, rows, 1.0)[0, 0, :, 0].tolist() == [0, 0, 1, 1] and set(

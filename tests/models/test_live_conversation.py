@@ -14,7 +14,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.models.choosing import LONGEST, by_schema
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.products import crossed
-from tests.spies import refusal
+from tests.spies import broken, refusal
 
 WHOLE, TIGHT = every_stream(), every_stream(frames=4, window=6)
 TURNS = [
@@ -235,15 +235,9 @@ def test_what_is_no_schema(library: Any, schema: Any, says: str) -> None:
 
 
 def test_without_the_library_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def absent(name: str, *rest: Any) -> Any:
-        if name.startswith("llguidance"):
-            raise ImportError(name)
-        return real(name, *rest)
-
     with open_session("random-ov", REKV, 4) as session:
-        monkeypatch.setattr(builtins, "__import__", absent)
+        asked = lambda name, *_: name.startswith("llguidance")  # noqa: E731
+        broken(monkeypatch, builtins, "__import__", ImportError("llguidance"), asked)
         with pytest.raises(
             ModelError, match=r"it needs llguidance; install it with pip install 'mmaccel\[json\]'"
         ):

@@ -19,6 +19,7 @@ from mmaccel.models import step
 from mmaccel.models.stream import HFStreamAdapter
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, pair, told
 from tests.products import crossed
+from tests.spies import broken, heard, nth
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -132,31 +133,27 @@ def test_a_shared_step_that_breaks_off_leaves_nothing_behind(
 ) -> None:
     """The passes are over when there is no room for the logits: each answer takes its step again."""
     seen = sizes("random-ov")
-    logits, broke = HFStreamAdapter.logits, list[int]()
+    first, broke = nth(1, 2, 3), list[int]()
 
-    def breaking(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        if len(hidden) > 1 and len(broke) < 3:
-            broke.append(len(hidden))
-            raise RuntimeError("no room")
-        made: torch.Tensor = logits(self, hidden)
-        return made
+    def several_rows(self: Any, hidden: torch.Tensor) -> bool:
+        broke.extend([len(hidden)] * (fails := len(hidden) > 1 and first()))
+        return fails
 
-    steps, offer, begins, behind = QuestionRunner.step, Speculation.offer_rows, dict[int, int](), list[bool]()
+    offer, begins, behind = Speculation.offer_rows, dict[int, int](), list[bool]()
 
     def offering(self: Any, most: int | None = None) -> Any:
         offered = yield from offer(self, most)
         begins[id(self.target)] = self.target.length()
         return offered
 
-    def again(self: Any, *given: Any) -> torch.Tensor:
+    def again(self: Any, *given: Any) -> None:
         if id(self) in begins:
             behind.append(self.length() == begins[id(self)])
-        return steps(self, *given)
 
     with several(MEMORIES["rekv"], *range(SESSIONS)) as (sessions, alone):
-        monkeypatch.setattr(HFStreamAdapter, "logits", breaking)
+        broken(monkeypatch, HFStreamAdapter, "logits", RuntimeError("no room"), several_rows)
         monkeypatch.setattr(Speculation, "offer_rows", offering)
-        monkeypatch.setattr(QuestionRunner, "step", again)
+        heard(monkeypatch, QuestionRunner, "step", again)
         assert at_once([lambda one=one: told(one.ask(QUESTION, TOKENS)) for one in sessions]) == alone
         assert len(broke) == 3 and max(seen) > 1 and behind and all(behind)
 
@@ -167,18 +164,14 @@ def test_what_fails_in_one_memory_leaves_the_other_answers(
     seen = sizes("random-ov")
     with several(MEMORIES["rekv"], 0, 0) as ((good, bad), (alone, _)):
         kind: Any = type(bad._live.state)  # type: ignore[union-attr]
-        append, left = kind.append, [50]
+        late, full = nth(*range(11, 999)), torch.OutOfMemoryError("no room")
 
-        def failing(self: Any, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-            mine = getattr(self, "_main", None) is bad._live.state  # type: ignore[union-attr]
-            if mine and layer == 1:
-                left[0] -= 1
-                if left[0] < 40:
-                    raise torch.OutOfMemoryError("no room")
-            append(self, layer, key, value)
+        def fails(state: Any, layer: int, *_: Any) -> bool:
+            mine = getattr(state, "_main", None) is bad._live.state  # type: ignore[union-attr]
+            return mine and layer == 1 and late()
 
         with monkeypatch.context() as patch:
-            patch.setattr(kind, "append", failing)
+            broken(patch, kind, "append", full, fails)
             found = at_once([lambda: told(good.ask(QUESTION, TOKENS)), lambda: bad.ask(QUESTION, TOKENS)])
         assert found[0] == alone and isinstance(found[1], torch.OutOfMemoryError)
         assert max(seen) == 2

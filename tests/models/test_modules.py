@@ -22,7 +22,7 @@ from mmaccel.models.fingerprint import ModuleFingerprint
 from tests.models.streams import pair
 from tests.models.test_vision_windows import pixels_of
 from tests.models.tiny_random import BUILD, prompt, qwen
-from tests.spies import heard
+from tests.spies import heard, returned
 
 
 @pytest.fixture
@@ -155,14 +155,8 @@ def test_the_model_s_weights_are_its_own(model: Any, fused: None, tmp_path: Path
 @torch.no_grad()
 def test_the_copies_go_with_the_recipe(model: Any, fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
-    weights = modules.PaddedMLP.weights
-
-    def noted(self: Any, hidden: Tensor) -> Any:
-        found = weights(self, hidden)
-        held.extend(weakref.ref(one) for one in found[:3])
-        return found
-
-    monkeypatch.setattr(modules.PaddedMLP, "weights", noted)
+    note = lambda found, *_: held.extend(weakref.ref(one) for one in found[:3])  # noqa: E731
+    returned(monkeypatch, modules.PaddedMLP, "weights", note)
     fast = mmaccel.accelerate(model, "dense")
     encoded(model)
     assert len(held) == 6 and all(one() is not None for one in held)

@@ -18,6 +18,7 @@ from mmaccel.models import rehearsal, shapes, step
 from mmaccel.models.recommend import candidate_recipes, sizes_of
 from tests.models.streams import pair
 from tests.products import product
+from tests.spies import broken
 
 SIZES = sizes_of("llava-onevision-7b")
 DEVICE = rates.DEVICES["h100"]
@@ -189,10 +190,7 @@ def test_what_takes_too_long_or_too_much_is_not_run(monkeypatch: pytest.MonkeyPa
 def test_a_family_that_cannot_be_run_leaves_the_prediction(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def broken(*_: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(rehearsal, "_reduced", broken)
+    broken(monkeypatch, rehearsal, "_reduced", error)
     store, lines = Store(tmp_path / "sessions.json", rates.Surplus.from_dict), list[str]()
     assert measured(store, [Recipe()], say=lines.append) == DEVICE and not len(store)
     assert lines[-1] == "sessions are not measured: it is full."

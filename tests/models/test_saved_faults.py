@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -27,7 +28,7 @@ from mmaccel.core.streams.session import VideoSession
 from tests.models.streams import FPS, film, logits, open_session, pair
 from tests.models.test_session_faults import NAME, TIGHT, begun, unharmed
 from tests.products import crossed
-from tests.spies import refusal
+from tests.spies import heard, refusal, returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -258,23 +259,10 @@ def test_a_save_goes_where_a_link_leads_to(tmp_path: Path, monkeypatch: pytest.M
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     """What is synced, moved and removed from now on, in order."""
     found: list[tuple[str, Path]] = []
-    sync, move, remove = os.fsync, os.replace, os.unlink
-
-    def synced(handle: int) -> None:
-        found.append(("sync", Path(os.readlink(f"/proc/self/fd/{handle}"))))
-        sync(handle)
-
-    def moved(old: Any, new: Any, **how: Any) -> None:
-        move(old, new, **how)
-        found.append(("move", Path(new)))
-
-    def removed(path: Any, **how: Any) -> None:
-        remove(path, **how)
-        found.append(("remove", Path(path)))
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", moved)
-    monkeypatch.setattr(os, "unlink", removed)
+    place = lambda handle: Path(os.readlink(f"/proc/self/fd/{handle}"))  # noqa: E731
+    heard(monkeypatch, os, "fsync", lambda handle: found.append(("sync", place(handle))))
+    returned(monkeypatch, os, "replace", lambda _, old, new, **__: found.append(("move", Path(new))))
+    returned(monkeypatch, os, "unlink", lambda _, path, **__: found.append(("remove", Path(path))))
     return found
 
 
@@ -325,14 +313,8 @@ def test_a_disk_that_fails_while_it_syncs_leaves_the_former_session(
 def while_it_loads(monkeypatch: pytest.MonkeyPatch, place: str, work: Callable[[], None]) -> None:
     """Do `work` when a load first reaches `place` of the modules that read a session."""
     module = session_io if hasattr(session_io, place) else saved_stream
-    inner, left = getattr(module, place), [work]
-
-    def meanwhile(*given: Any) -> Any:
-        if left:
-            left.pop()()
-        return inner(*given)
-
-    monkeypatch.setattr(module, place, meanwhile)
+    left = [work]
+    heard(monkeypatch, module, place, lambda *_: left.pop()() if left else None)
 
 
 @crossed(kv=["recent", "mosaic"], place=["_check_file", "_print_of", "_read_info"])
@@ -352,17 +334,11 @@ def test_a_load_of_a_damaged_session_does_not_try_for_ever(
     with begun("recent", 3) as session, begun("recent", 4) as reader:
         session.save(tmp_path / "s")
         (tmp_path / "s" / "data-1" / "film.safetensors").unlink()
-        tries = list[int]()
-        inner = session_io._check_file
-
-        def checked(*given: Any) -> None:
-            tries.append(0)
-            os.utime(tmp_path / "s" / "session.json", ns=(len(tries), len(tries)))
-            inner(*given)
-
+        facts, times = tmp_path / "s" / "session.json", count()
         with pytest.raises(ModelError, match=r"film.safetensors is missing"):
             reader.load(tmp_path / "s")
-        monkeypatch.setattr(session_io, "_check_file", checked)
+        touch = lambda *_: os.utime(facts, ns=(now := next(times), now))  # noqa: E731
+        tries = heard(monkeypatch, session_io, "_check_file", touch)
         with pytest.raises(ModelError, match=r"film.safetensors is missing"):
             reader.load(tmp_path / "s")
         assert len(tries) == session_io.READS and len(reader) == 4

@@ -22,7 +22,7 @@ from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.products import crossed
-from tests.spies import heard
+from tests.spies import heard, returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -311,21 +311,14 @@ def test_before_the_first_unit_is_whole_there_is_nothing_to_tell(kv: str) -> Non
 
 def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before them may come all rows of a unit that is not complete, at each of many layers."""
-    held: list[int] = []
-    plain = QuestionRows.copy_queries
-
-    def noted(rows: QuestionRows) -> None:
-        plain(rows)
-        held.extend(
-            row.query.untyped_storage().nbytes() // row.query[:, 0].nbytes for row in rows._rows.values()
-        )
-
-    monkeypatch.setattr(QuestionRows, "copy_queries", noted)
+    kept = lambda row: row.query.untyped_storage().nbytes() // row.query[:, 0].nbytes  # noqa: E731
+    all_kept = lambda _, rows: [kept(row) for row in rows._rows.values()]  # noqa: E731
+    held = returned(monkeypatch, QuestionRows, "copy_queries", all_kept)
     with open_session("random-qwen", WHOLE["rekv"], 7, fps=1.0) as session:
         session.ask(QUESTION, 1)
         ids, words = session._stream_adapter.tail_ids(QUESTION)
         assert session._live is not None and session._live.info.pending is not None
-    assert held == [len(ids) - words[0]] * 2
+    assert held == [[len(ids) - words[0]] * 2]
 
 
 def test_units_are_weighed_for_the_last_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:

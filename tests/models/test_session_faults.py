@@ -14,7 +14,7 @@ import mmaccel
 from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, StoreError, VideoError
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.products import crossed
-from tests.spies import refusal
+from tests.spies import broken, nth, refusal
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -76,17 +76,8 @@ def test_a_pass_that_breaks_in_the_middle_takes_in_nothing(kv: str, layer: int) 
 @pytest.mark.parametrize("kv", TIGHT)
 def test_a_question_that_breaks_loses_nothing(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for error, calls in ((ZeroDivisionError, 1), (KeyboardInterrupt, 3)):
-        session, left = begun(kv), [calls]
-        run = session._stream_adapter.logits
-
-        def logits_once(hidden: Any, run: Any = run, left: Any = left, error: Any = error) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                raise error
-            return run(hidden)
-
-        with session, unharmed(session, error), monkeypatch.context() as patch:
-            patch.setattr(session._stream_adapter, "logits", logits_once)
+        with begun(kv) as session, unharmed(session, error), monkeypatch.context() as patch:
+            broken(patch, session._stream_adapter, "logits", error, nth(calls))
             session.ask(QUESTION, 8)
 
 

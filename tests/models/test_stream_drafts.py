@@ -24,6 +24,7 @@ from mmaccel.policies.kv.recent import Recent
 from mmaccel.policies.sparse.a_shape import AShape
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.products import crossed
+from tests.spies import heard, returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -103,17 +104,9 @@ def test_each_branch_of_a_tree_says_what_it_says_alone(name: str, kv: str) -> No
 
 
 def test_a_draft_reads_a_stored_film_in_one_pass_under_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, passes, encode = (
-        Sequential(model=pair("random-ov")[0], window=3),
-        list[Any](),
-        StreamRunner.encode,
-    )
-
-    def noted(self: StreamRunner, frames: torch.Tensor) -> None:
-        passes.append((self.adapter.attention.recipe.sparse, len(frames)))
-        encode(self, frames)
-
-    monkeypatch.setattr(StreamRunner, "encode", noted)
+    draft = Sequential(model=pair("random-ov")[0], window=3)
+    told = lambda runner, frames: (runner.adapter.attention.recipe.sparse, len(frames))  # noqa: E731
+    passes = heard(monkeypatch, StreamRunner, "encode", told)
     with open_session("random-ov", TIGHT["mosaic"], draft=draft, chunk=None) as session:
         session.ingest(film(24), fps=FPS)
         (_, whole), (pattern, count) = passes
@@ -121,12 +114,7 @@ def test_a_draft_reads_a_stored_film_in_one_pass_under_its_window(monkeypatch: p
         assert whole == count == 24 and isinstance(pattern, AShape) and pattern.window == 8 * unit
         ids = session.ask(QUESTION, TOKENS)
         session.watch(film(20), fps=FPS)
-        assert [(sparse.dense, n) for sparse, n in passes[2:]] == [
-            (True, 16),
-            (True, 16),
-            (True, 4),
-            (True, 4),
-        ]
+        assert [(sparse.dense, n) for sparse, n in passes[2:]] == [(True, n) for n in (16, 16, 4, 4)]
     assert ids.counters["drafted"] > 0
     with open_session("random-ov", TIGHT["mosaic"], chunk=None) as session:
         session.ingest(film(24), fps=FPS)
@@ -148,18 +136,12 @@ def agrees(answer: mmaccel.core.decoding.generate.Answer) -> bool:
 
 @pytest.mark.parametrize("kv", ["mosaic", "no_cache"])
 def test_the_draft_is_rolled_back_with_the_target(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    frames, take = film(18), LocalDraftStream.take_frames
-
-    def interrupted(self: LocalDraftStream, *given: Any) -> None:
-        take(self, *given)
-        raise KeyboardInterrupt
-
+    frames = film(18)
     with opened(kv, agreeing()) as session, opened(kv) as quiet:
         for first in (True, False):
-            monkeypatch.setattr(LocalDraftStream, "take_frames", interrupted)
-            with pytest.raises(KeyboardInterrupt):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                returned(patch, LocalDraftStream, "take_frames", Mock(side_effect=KeyboardInterrupt))
                 session.watch(film(18, seed=4)[:7], fps=FPS)
-            monkeypatch.setattr(LocalDraftStream, "take_frames", take)
             for one in (session, quiet):
                 one.watch(frames[:9] if first else frames[9:], fps=FPS)
             answer, alone = session.ask(QUESTION, TOKENS), quiet.ask(QUESTION, TOKENS)

@@ -21,6 +21,7 @@ from tests.models.streams import every_stream, logits
 from tests.models.test_hybrid import Echo
 from tests.models.tiny_random import prompt, sampler
 from tests.products import crossed
+from tests.spies import returned
 
 KINDS = (
     *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm46v", "glm4v_moe"),
@@ -256,13 +257,7 @@ def test_a_pruner_of_frames_leaves_the_times() -> None:
 
 
 def test_a_pruner_between_layers_leaves_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut, left = RecallPruning._cut, list[Tensor]()
-
-    def noted(self: Any, *given: Any) -> Tensor:
-        left.append(cut(self, *given))
-        return left[-1]
-
-    monkeypatch.setattr(RecallPruning, "_cut", noted)
+    left: list[Tensor] = returned(monkeypatch, RecallPruning, "_cut", lambda made, *_: made)
     with session("qwen3_vl", "full", prune={"name": "fastv", "layer": 2, "retention": 0.25}) as one:
         one.watch(film(12, "qwen3_vl"), fps=FPS)
         one.ask(QUESTION, 2)

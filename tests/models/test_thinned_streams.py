@@ -41,7 +41,7 @@ from tests.models.test_recalled import (
     watched,
 )
 from tests.products import crossed
-from tests.spies import heard
+from tests.spies import heard, returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -311,23 +311,15 @@ def test_a_window_with_room_for_all_is_the_pruned_model_and_what_goes_is_gone(ki
 def test_a_decoded_token_chooses_among_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """What DyCoke forgets, on a window: of the tokens that the window still shows, and at each step of those."""
     asked = heard(monkeypatch, DyCoke, "recalled_columns", lambda self, *given: given)
-    seen: list[tuple[int, Tensor, KVView]] = []
-    inner = PrunedKVState.view
-
-    def view(self: Any, layer: int, query: Tensor) -> KVView:
-        made = inner(self, layer, query)
-        if query.shape[2] == 1:
-            seen.append((layer, query, made))
-        return made
-
-    monkeypatch.setattr(PrunedKVState, "view", view)
+    told = lambda made, self, layer, query: (layer, query, made)  # noqa: E731
+    views: list[tuple[int, Tensor, KVView]] = returned(monkeypatch, PrunedKVState, "view", told)
     prune = DyCoke(layer=2, drop=0.0, forget=0.5, refresh=1.0)
     kv, inputs = Window(window=70, margin=30), prompt("random-qwen")
     model = SHARP["random-qwen"][0]
     with mmaccel.accelerate(model, kv=kv, prune=prune) as fast:
         layout = fast.adapter.layout(model, inputs)
         fast.generate(**inputs, max_new_tokens=5, do_sample=False)
-    visual = prune.candidates(layout)
+    visual, seen = prune.candidates(layout), [one for one in views if one[1].shape[2] == 1]
     assert len(asked) == 4 == len(seen) // DEPTH
     for step, (attention, columns, before) in enumerate(asked):
         last = layout.length + step

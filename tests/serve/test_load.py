@@ -36,6 +36,7 @@ from tests.serve.conftest import (
     text,
     video,
 )
+from tests.spies import broken
 
 
 def body(words: str = QUESTION, frames: int = 4, **fields: Any) -> dict[str, Any]:
@@ -296,15 +297,13 @@ def test_memory_that_is_short_lets_kept_videos_go(monkeypatch: pytest.MonkeyPatc
         assert served.chat([video(frames_url(3)), text()], max_tokens=1, mmaccel=ours).status_code == 200
         assert len(served.engine.kept._videos) == 1
 
-        generate, calls = mmaccel.Accelerated.generate, list[int]()
+        calls, full = list[int](), torch.OutOfMemoryError("CUDA out of memory.")
 
-        def failing(self: Any, *given: Any, **more: Any) -> Any:
+        def fails(*_: Any, **__: Any) -> bool:
             calls.append(len(served.engine.kept._videos))
-            if calls[-1] or calls == [0]:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return generate(self, *given, **more)
+            return bool(calls[-1]) or calls == [0]
 
-        monkeypatch.setattr(mmaccel.Accelerated, "generate", failing)
+        broken(monkeypatch, mmaccel.Accelerated, "generate", full, fails)
         plain = {"recipe": "fastv"}
         assert served.chat([text("hello")], max_tokens=1, mmaccel=plain).status_code == 200
         assert calls == [1, 0]

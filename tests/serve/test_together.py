@@ -29,6 +29,7 @@ from tests.serve.conftest import (
     video,
 )
 from tests.serve.test_load import without_end
+from tests.spies import broken, heard
 
 BODIES = [
     {
@@ -129,30 +130,19 @@ def test_one_that_finds_no_memory_in_a_step_leaves_the_others(
     bad, alone = 3, list(map(said, plain))
     with running(Settings(), model=without_end()) as served:
         prompts = [one.json()["usage"]["prompt_tokens"] for one in plain]
-        buffers = FullState.buffers
+        full = torch.OutOfMemoryError("CUDA out of memory.")
 
-        def full(self: FullState, room: int) -> Any:
-            if prompts[bad] + 7 <= self.length() < prompts[bad] + 40 and self.first == prompts[bad]:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return buffers(self, room)
+        def mine(state: Any, room: int) -> bool:
+            return prompts[bad] + 7 <= state.length() < prompts[bad] + 40 and state.first == prompts[bad]
 
-        put = FullState._put
+        def noted(state: Any, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+            if not state._counts[layer]:
+                state.first = key.shape[2]
 
-        def noted(self: FullState, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-            if not self._counts[layer]:
-                self.first = key.shape[2]  # type: ignore[attr-defined]
-            put(self, layer, key, value)
-
-        monkeypatch.setattr(FullState, "_put", noted)
-        monkeypatch.setattr(FullState, "buffers", full)
+        heard(monkeypatch, FullState, "_put", noted)
+        broken(monkeypatch, FullState, "buffers", full, mine)
         monkeypatch.setattr("mmaccel.core.memory.buffers.ROOM_MIN", 2)
-        laid = StepsTogether._laid
-
-        def anew(self: StepsTogether, runner: Any, count: int) -> Any:
-            runner.laid = None
-            return laid(self, runner, count)
-
-        monkeypatch.setattr(StepsTogether, "_laid", anew)
+        heard(monkeypatch, StepsTogether, "_laid", lambda self, runner, _: setattr(runner, "laid", None))
         found = asyncio.run(answers(served, BODIES))
         assert found[bad].status_code == 503 and found[bad].json()["error"]["code"] == "out_of_memory"
         assert [said(one) for n, one in enumerate(found) if n != bad] == alone[:bad] + alone[bad + 1 :]

@@ -31,6 +31,7 @@ from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit
 from tests.core.toy import Meter, ToyRunner, bigram, decode_greedily, toy_prompt, view
 from tests.policies.draft.toy_service import VOCAB, table
+from tests.spies import heard
 
 SERVICE = "tests.policies.draft.toy_service:serve"
 TARGET = bigram(table(1))
@@ -247,13 +248,7 @@ def slowly(target: ModelView, choice: Parallel, **said: Any) -> tuple[list[int],
 
 
 def dawdle(patch: pytest.MonkeyPatch) -> None:
-    step = ToyRunner.step
-
-    def wait(self: ToyRunner, *given: Any) -> Any:
-        time.sleep(0.02)
-        return step(self, *given)
-
-    patch.setattr(ToyRunner, "step", wait)
+    heard(patch, ToyRunner, "step", lambda *_: time.sleep(0.02))
 
 
 def test_a_slow_draft_is_not_waited_for_and_not_lost(target: ModelView) -> None:

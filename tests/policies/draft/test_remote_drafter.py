@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tests.core.test_generate import limit
 from tests.core.toy import bigram, decode_greedily
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 from tests.policies.draft.toy_service import VOCAB, table
+from tests.spies import broken
 
 TARGET = bigram(table(1))
 
@@ -96,10 +98,7 @@ def test_a_process_that_is_ended_after_the_last_token_is_told_of(silent: Worker)
 
 
 def test_a_prompt_that_cannot_be_made_is_told_by_the_next_call(silent: Worker) -> None:
-    def unmade() -> list[Blob]:
-        raise RuntimeError("no room for the prompt")
-
-    silent.post(OWN, 1, 0, 0, blob=unmade)
+    silent.post(OWN, 1, 0, 0, blob=Mock(side_effect=RuntimeError("no room for the prompt")))
     with pytest.raises(DraftError, match="no room"):
         silent.wait_until_sent()
     assert not silent.alive and silent.process.poll() is not None
@@ -239,16 +238,10 @@ def test_the_process_opens_its_own_device_alone(
     """That which has no number is the current one already, and cannot be made it by name."""
     told: list[int] = []
 
-    class LoadedNoMoreError(Exception):
-        pass
-
-    def registry(kind: str) -> Any:
-        raise LoadedNoMoreError
-
     monkeypatch.setattr(torch._C, "_cuda_setDevice", told.append, raising=False)
-    monkeypatch.setattr(_remote_drafter, "registry", registry)
+    broken(monkeypatch, _remote_drafter, "registry", ZeroDivisionError)  # before more is loaded
     wire: Any = None
-    with pytest.raises(LoadedNoMoreError):
+    with pytest.raises(ZeroDivisionError):
         _remote_drafter.serve(wire, {"device": device})
     assert told == named
 

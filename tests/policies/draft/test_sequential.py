@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -193,11 +194,8 @@ def test_a_wrong_field_is_told_at_birth(field: str, value: object, told: tuple[s
 
 def test_a_missing_folder_is_told() -> None:
     target = view(bigram(torch.eye(4)), 4)
-
-    def load(path: str, like: object) -> None:
-        raise ModelError(f"model {path!r} cannot be loaded; give a folder.")
-
-    target.adapter.load = load  # type: ignore[method-assign, assignment]
+    fails = ModelError("model 'no/such/folder' cannot be loaded; give a folder.")
+    target.adapter.load = Mock(side_effect=fails)  # type: ignore[method-assign]
     with sentence(DraftError, "model", "no/such/folder"):
         Sequential(model="no/such/folder").check(target)
 

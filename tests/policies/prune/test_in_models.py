@@ -35,6 +35,7 @@ from tests.policies.prune import by_hand
 from tests.policies.prune.layouts import looking, visual
 from tests.policies.prune.test_target import PRUNERS
 from tests.products import product
+from tests.spies import broken
 
 LISTENERS: dict[str, TokenPruner] = {
     "uv": UVPrune(retention=0.3, layer=2),
@@ -180,14 +181,11 @@ def test_eight_threads_all_draft_and_say_the_plain_text(
 def test_a_pruner_that_fails_ends_the_draft_and_not_the_target(
     family: str, shallow: Any, pruner: TokenPruner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*given: Any) -> Tensor:
-        raise RuntimeError("out of memory")
-
     inputs = prompt(family, PROMPTS["video"])
     plain = shallow.generate(**inputs, max_new_tokens=6, do_sample=False)
     draft = Sequential(model=copy.deepcopy(shallow), prune=pruner)
     with mmaccel.accelerate(shallow, draft=draft) as fast:
-        monkeypatch.setattr(type(pruner), "keep", broken)
+        broken(monkeypatch, type(pruner), "keep", RuntimeError("out of memory"))
         with pytest.warns(MmaccelWarning, match="out of memory"):
             assert torch.equal(shallow.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
         assert "out of memory" in str(fast.report())
@@ -323,10 +321,7 @@ def test_pixels_may_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with mmaccel.accelerate(model, prune=PRUNERS["visionzip"]) as fast:
         want = fast(**inputs).logits
     encode = type(model.model).get_video_features
-
-    def renamed(self: Any, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
-        return encode(self, pixel_values, **kwargs)
-
+    renamed = lambda self, pixel_values, **kwargs: encode(self, pixel_values, **kwargs)  # noqa: E731
     monkeypatch.setattr(type(model.model), "get_video_features", renamed)
     with mmaccel.accelerate(model, prune=PRUNERS["visionzip"]) as fast:
         assert torch.equal(fast(**{**inputs}).logits, want)

@@ -11,7 +11,6 @@ from hypothesis import given
 from torch import Tensor
 
 import mmaccel
-from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, RecipeError
@@ -24,6 +23,7 @@ from mmaccel.policies.sparse import AShape, PerHead, VerticalSlash
 from mmaccel.policies.sparse.orders import IntraPattern, Region
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, LayerHeads
 from tests.models.tiny_random import BUILD, prompt
+from tests.spies import heard
 
 from .scenes import Scene, scenes, sequence
 
@@ -54,17 +54,14 @@ def test_each_head_is_planned_as_if_it_were_alone(scene: Scene) -> None:
 
 def test_queries_and_keys_are_handed_on_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = torch.randn(1, 8, 96, 8), torch.randn(1, 4, 96, 8)
-    seen: list[tuple[int, ...]] = []
-    plain = IntraPattern.cached_parts
 
-    def watched(self: IntraPattern, region: Region) -> tuple[Part, ...]:
+    def watched(self: IntraPattern, region: Region) -> tuple[int, ...]:
         layer = region.layer
-        seen.append(layer.planned_heads)
         assert layer.key is key if self.adaptive else layer.key._base is key
         assert layer.query is query if self.adaptive else layer.query._base is query
-        return plain(self, region)
+        return layer.planned_heads
 
-    monkeypatch.setattr(IntraPattern, "cached_parts", watched)
+    seen = heard(monkeypatch, IntraPattern, "cached_parts", watched)
     from mmaccel.core.layout import TokenLayout
 
     layout = TokenLayout.text(1, 96)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, StoreError
 from mmaccel.policies.kv.store.slabs import Lanes
+from tests.spies import broken
 
 from .units import (
     GROUPS,
@@ -200,12 +201,8 @@ def test_the_oldest_units_go_where_that_is_asked_for() -> None:
 def test_a_device_without_memory_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(8, cap=24 * UNIT_BYTES, spill="drop_oldest")
     fill(store, list(range(8)))
-
-    def none_left(*_: object, **__: object) -> Tensor:
-        raise RuntimeError("out of memory")
-
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(torch, "empty", none_left)
+        broken(patch, torch, "empty", RuntimeError("out of memory"))
         store.put(0, [8], *contents(0, [8]))
     for layer in range(LAYERS):
         assert store.units(layer) == list(range(8))

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from mmaccel.core.errors import StoreError
 from mmaccel.core.memory import buffers
 from mmaccel.policies.kv.store import saved, slabs
 from tests.policies.kv.store.units import LAYERS, UNIT_BYTES, check, contents, fill, open_store
+from tests.spies import broken
 
 
 @pytest.fixture(autouse=True)
@@ -93,12 +93,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, monkeypatch: pytest.
     store = open_store(8, cap=8 * UNIT_BYTES, spill="disk", folder=tmp_path)
     fill(store, list(range(5)))
     held = store.counters()["disk_bytes"]
-    real = os.posix_fallocate
-
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    broken(monkeypatch, os, "posix_fallocate", OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(
         StoreError, match=r"do not fit on the disk under .*No space left.*free room there.*\.$"
     ):
@@ -109,7 +104,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, monkeypatch: pytest.
     for layer in range(LAYERS):
         assert store.units(layer) == [0, 1, 2, 3, 4]
         check(store, layer, [4, 0, 2])
-    monkeypatch.setattr(os, "posix_fallocate", real)
+    monkeypatch.undo()
     store.reserve(20)
     fill(store, list(range(10, 30)))
     check(store, 1, [29, 3, 11])
@@ -123,14 +118,8 @@ def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.Monk
         store.reserve(20)
     check(store, 1, [1, 0])
     monkeypatch.setattr(slabs, "host_available", lambda: buffers.UNKNOWN)
-    real = torch.empty
-
-    def refuse(*sizes: object, **named: object) -> Tensor:
-        if named.get("dtype") == torch.uint8:
-            raise RuntimeError("cudaHostAlloc failed")
-        return real(*sizes, **named)  # type: ignore[call-overload,no-any-return]
-
-    monkeypatch.setattr(torch, "empty", refuse)
+    pinned = lambda *_, dtype=None, **__: dtype == torch.uint8  # noqa: E731
+    broken(monkeypatch, torch, "empty", RuntimeError("cudaHostAlloc failed"), pinned)
     with pytest.raises(StoreError, match="full with 2"):
         store.reserve(20)
 

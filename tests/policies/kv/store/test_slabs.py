@@ -16,6 +16,7 @@ from torch import Tensor
 from mmaccel.core.errors import StoreError
 from mmaccel.policies.kv import _archived
 from mmaccel.policies.kv.store import HostStore, UnitShape, host, slabs
+from tests.spies import heard
 
 from .units import LAYERS, UNIT_BYTES, SimLanes, check, contents, fill, open_store
 
@@ -117,15 +118,12 @@ def test_one_that_could_not_be_made_ahead_is_made_when_it_is_needed(
 
 def test_the_device_is_told_where_every_slab_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that came after it was told before, and after all were replaced."""
-    told: list[tuple[list[int], list[int]]] = []
-    real = host.gather_units
 
-    def note(out: Tensor, slab: list[Tensor], base: Tensor, slot: Tensor, grain: int) -> None:
-        told.append((base.tolist(), [one.data_ptr() - slab[0].data_ptr() for one in slab]))
+    def note(out: Tensor, slab: list[Tensor], base: Tensor, slot: Tensor, grain: int) -> Any:
         assert not any(one.data_ptr() % grain for one in slab)
-        real(out, slab, base, slot, grain)
+        return base.tolist(), [one.data_ptr() - slab[0].data_ptr() for one in slab]
 
-    monkeypatch.setattr(host, "gather_units", note)
+    told = heard(monkeypatch, host, "gather_units", note)
     store = open_store(8)
     for units in ([0, 1], [2, 3, 4, 5], [6, 7, 8, 9]):
         fill(store, units)

@@ -42,16 +42,8 @@ WALLS = {
     "search": {"search", "core", "policies", "backends", "figure"},
     "serve": {"serve", "core", "models", "media"},
     "cli": {
-        "__version__",
-        "cli",
-        "serve",
-        "search",
-        "figure",
-        "core",
-        "models",
-        "policies",
-        "backends",
-        "media",
+        *("__version__", "cli", "serve", "search", "figure", "core", "models"),
+        *("policies", "backends", "media"),
     },
 }
 # The same of the lab: of mmaccel, and of the lab itself. mmaccel imports nothing of the lab.
@@ -61,10 +53,7 @@ LAB_WALLS: dict[str, tuple[set[str], set[str]]] = {
     "world": ({"core.errors"}, {"world"}),
     "tiny": ({"core", "models"}, {"tiny"}),
     "train": ({"core", "models"}, {"train", "tiny", "world"}),
-    "eval": (
-        {"cli.answer", "core", "figure", "media", "models", "policies"},
-        {"eval", "world"},
-    ),
+    "eval": ({"cli.answer", "core", "figure", "media", "models", "policies"}, {"eval", "world"}),
     "cli": ({"backends", "cli", "core", "figure", "models", "policies", "search"}, {"cli", "eval", "world"}),
 }
 
@@ -286,24 +275,14 @@ def text_counts() -> list[Count]:
     alone, modules = with_one_importer()
     rings = circles(imports_between(FILES))
     with_kernels = circles(imports_between(FILES, kernels=True))
+    share = round(100 * len(alone) / modules, 1)
+    sizes, more = (", ".join(str(len(r)) for r in some) for some in (rings, with_kernels))
     return [
         Count("lines of mmaccel", lines(FILES), 36000),
         Count("lines of lab and bench", lines(python_files(ROOT / "lab", ROOT / "bench")), 16500),
-        Count(
-            "percent of modules with one importer",
-            round(100 * len(alone) / modules, 1),
-            25,
-            f"{len(alone)} of {modules}",
-        ),
-        Count(
-            "modules in circles of imports", sum(map(len, rings)), 0, ", ".join(str(len(r)) for r in rings)
-        ),
-        Count(
-            "modules in circles, with operators' kernels",
-            sum(map(len, with_kernels)),
-            0,
-            ", ".join(str(len(r)) for r in with_kernels),
-        ),
+        Count("percent of modules with one importer", share, 25, f"{len(alone)} of {modules}"),
+        Count("modules in circles of imports", sum(map(len, rings)), 0, sizes),
+        Count("modules in circles, with operators' kernels", sum(map(len, with_kernels)), 0, more),
         Count("fields of mosaic", len(dataclasses.fields(registry("kv")["mosaic"])), 15),
     ]
 

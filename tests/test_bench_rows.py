@@ -129,12 +129,7 @@ def rounds(seed: int, window: int, keep: float, tokens: int) -> tuple[int, int, 
 
 @pytest.mark.parametrize(
     ("tree", "case", "window", "seed"),
-    [
-        (FIRST, "parallel", 4, 3),
-        (FIRST, "parallel", 5, 3),
-        (FIRST, "self", 2, 3),
-        (SECOND, "parallel", 4, 9),
-    ],
+    [(FIRST, "parallel", 4, 3), (FIRST, "parallel", 5, 3), (FIRST, "self", 2, 3), (SECOND, "parallel", 4, 9)],
 )
 def test_rounds_on_two_devices_are_those_of_the_seed_s_verdicts(
     tree: str, case: str, window: int, seed: int
@@ -185,28 +180,23 @@ def test_every_failure_has_a_reason() -> None:
     assert dense["tests"] - dense["passed"] <= stock.MOST and set(dense["failed"]) <= set(stock.REASONS)
 
 
+ERRORS = "mmaccel.core.errors."
+UNTRUE = "AssertionError: False is not true"
+NO_GRADIENT = f"{ERRORS}ModelError: backward: it has no gradient; detach the recipe to train."
+
+
 @pytest.mark.parametrize(
     ("recipe", "test", "error", "why"),
     [
-        (
-            "dense",
-            "a",
-            "mmaccel.core.errors.ModelError: backward: it has no gradient; detach the recipe to train.",
-            "no gradient",
-        ),
-        (
-            "dense",
-            "a",
-            f"AssertionError: False is not true; {stock_plugin.OWN_CONFIG}",
-            "private config copy",
-        ),
-        ("dense", "test_can_set_attention_dynamically", "AssertionError: False is not true", "other"),
-        ("sequential", "a", "mmaccel.core.errors.DraftError: num_beams: one; set it.", "refused: num_beams"),
-        ("dense", "a", "mmaccel.core.errors.ModelError: num_beams: one; set it.", "other"),
-        ("window", "a", "mmaccel.core.errors.ModelError: use_cache: leave it out.", "other"),
+        ("dense", "a", NO_GRADIENT, "no gradient"),
+        ("dense", "a", f"{UNTRUE}; {stock_plugin.OWN_CONFIG}", "private config copy"),
+        ("dense", "test_can_set_attention_dynamically", UNTRUE, "other"),
+        ("sequential", "a", f"{ERRORS}DraftError: num_beams: one; set it.", "refused: num_beams"),
+        ("dense", "a", f"{ERRORS}ModelError: num_beams: one; set it.", "other"),
+        ("window", "a", f"{ERRORS}ModelError: use_cache: leave it out.", "other"),
         ("dense", "test_mismatching_tokens", "AssertionError: none raised", "class of the exception"),
         ("dense", "a", "RuntimeError: mismatching shapes", "other"),
-        ("dense", "a", "mmaccel.core.errors.ModelError: something is wrong.", "other"),
+        ("dense", "a", f"{ERRORS}ModelError: something is wrong.", "other"),
         ("dense", "a", "AssertionError: 0 != 2", "other"),
     ],
 )

@@ -23,18 +23,8 @@ NAMED = {
     "streams/saved_stream.py": {"frames"},
 }
 PARTS = (
-    "recipe",
-    "sparse",
-    "kv",
-    "draft",
-    "prune",
-    "pruner",
-    "policy",
-    "index",
-    "memory",
-    "pattern",
-    "strategy",
-    "cls",
+    *("recipe", "sparse", "kv", "draft", "prune", "pruner", "policy"),
+    *("index", "memory", "pattern", "strategy", "cls"),
 )
 
 
@@ -187,8 +177,8 @@ def stale(sources: Mapping[str, str]) -> list[str]:
                 told += [(name, one) for one in re.findall(r"(?<!`)`([A-Za-z_][\w.]*)(?:\(\))?`(?!`)", value)]
             elif isinstance(value, str):
                 code |= set(re.findall(r"\w+", value))
-            for field in ("id", "attr", "arg", "name", "module"):
-                code |= set(re.findall(r"\w+", str(getattr(node, field, ""))))
+            named = (getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module"))
+            code |= {part for name in named if isinstance(name, str) for part in name.split(".")}
     code |= {part for name in sources for part in re.findall(r"\w+", name)}
     return [
         f"{name}: {one}"

@@ -69,10 +69,7 @@ def budget(
 
 
 def check(
-    plan: AttentionPlan,
-    tensors: Sequence[Tensor],
-    scale: float,
-    kernel: Callable[..., tuple[Tensor, Tensor]],
+    plan: AttentionPlan, tensors: Sequence[Tensor], scale: float, kernel: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Run `plan` by `kernel` and hold the answer and its log-sum-exp to float64 attention under its mask; gives both."""
     query, key, value = tensors

@@ -63,9 +63,7 @@ def test_random_plans(backend: str, seed: int, lead: str, groups: int, sizes: tu
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=10)
 @given(
-    seed=st.integers(0, 2**16),
-    lead=st.sampled_from(["", "b", "h", "bh"]),
-    groups=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 2**16), lead=st.sampled_from(["", "b", "h", "bh"]), groups=st.sampled_from([1, 2, 4])
 )
 def test_biases_and_keys_of_their_own(backend: str, seed: int, lead: str, groups: int) -> None:
     """Against float64 over the keys of the sequence and those of the spans; the plan says what it adds and computes."""

@@ -176,12 +176,7 @@ def test_runs_of_keys(
     batch=st.sampled_from([1, 2]),
 )
 def test_bands_of_keys(
-    seed: int,
-    blocks: tuple[int, int],
-    counts: tuple[int, int],
-    first: int,
-    cuts: list[int],
-    batch: int,
+    seed: int, blocks: tuple[int, int], counts: tuple[int, int], first: int, cuts: list[int], batch: int
 ) -> None:
     """Queries whose places follow each other need no tensor, whatever the first: also before all keys, and past them. What
     lists are not known to hold all of is told as runs, and what is listed is as ever what counts."""

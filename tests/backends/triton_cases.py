@@ -349,8 +349,7 @@ def test_the_fake_tells_the_truth(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "start"),
-    some(["grid", "per_head", *["sf_fixed", "tri_shape"] * (not INTERPRETED)], [0, 20]),
+    ("name", "start"), some(["grid", "per_head", *["sf_fixed", "tri_shape"] * (not INTERPRETED)], [0, 20])
 )
 def test_two_blocks_of_queries_as_one(name: str, start: int) -> None:
     """Lists that are runs of blocks in their order are walked two together; of an odd number of them, the last alone."""

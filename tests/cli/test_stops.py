@@ -113,13 +113,7 @@ def test_a_stopped_haystack_shows_what_there_is(
     ids=["interrupt", "terminate"],
 )
 def test_a_stopped_search_says_what_is_kept(
-    stop: Stop,
-    code: int,
-    call: Call,
-    ov: str,
-    clip: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stop: Stop, code: int, call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mmaccel.search import measure, run
 
@@ -214,8 +208,7 @@ def test_a_stop_while_the_package_is_imported_as_a_command_is_told(
 
 
 @pytest.mark.parametrize(
-    "place",
-    ["typer.main.get_command", "typer.core.TyperGroup.make_context", "mmaccel.cli.catalog.presets"],
+    "place", ["typer.main.get_command", "typer.core.TyperGroup.make_context", "mmaccel.cli.catalog.presets"]
 )
 def test_a_stop_at_any_other_time_is_told(place: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, Mock(side_effect=KeyboardInterrupt))

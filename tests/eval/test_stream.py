@@ -166,19 +166,8 @@ def test_a_small_run_finds_the_truth_where_everything_is_seen() -> None:
     told: list[int] = []
     world = World.generate(3, 30)
     seen: list[Watch] = []
-    kinds = ("needle", "scene")
-    found = list(
-        shots(
-            model,
-            processor,
-            memories,
-            [world],
-            kinds=kinds,
-            most=2,
-            progress=told.append,
-            watched=seen.append,
-        )
-    )
+    how: dict[str, Any] = {"kinds": ("needle", "scene"), "most": 2}
+    found = list(shots(model, processor, memories, [world], **how, progress=told.append, watched=seen.append))
     assert [(one.memory, one.budget, one.clusters) for one in seen] == [("full", None, {}), ("recent", 2, {})]
     assert all(one.seconds > 0 and one.counters["units"] == 30 for one in seen)
     assert [row["streams"] for row in watches(seen)] == [1, 1]

@@ -66,18 +66,9 @@ def test_measuring_gives_a_line_an_entry(random_folder: Callable[[str], Path], f
         Entry("caption", 128, (), 0.9),
     )
     told: list[tuple[str, int, int]] = []
+    how: dict[str, Any] = {"entries": entries, "progress": lambda *what: told.append(what)}
     with Film() as film:
-        lines = list(
-            measure(
-                model,
-                processor,
-                film,
-                samples=1,
-                draft=model,
-                entries=entries,
-                progress=lambda task, done, total: told.append((task, done, total)),
-            )
-        )
+        lines = list(measure(model, processor, film, samples=1, draft=model, **how))
     assert [line.task for line in lines] == ["V-NIAH", "MM-NIAH", "caption", "draft agrees", "draft step"]
     assert [line.asked for line in lines[:2]] == [1, 2] and lines[3].value == 1.0
     assert told[-1] == ("caption 128", 1, 1) and ("MM-NIAH 240", 2, 2) in told

@@ -40,9 +40,10 @@ def news(number: int) -> torch.Tensor:
     return film(2 + 2 * number, seed=8 + number)
 
 
-@contextmanager
-def waiting(sessions: list[mmaccel.VideoSession], *works: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Run `works` in threads, which find the model's turn taken until all wait for it; the list has what they return."""
+def at_once(sessions: list[mmaccel.VideoSession]) -> list[Any]:
+    """Have each watch its news in a thread of its own, which finds the model's turn taken until all wait for it; what they
+    return or raise."""
+    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(sessions)]
     turns, found = sessions[0]._stream_adapter.turns, list[Any]([None] * len(works))
 
     def run(number: int, work: Callable[[], Any]) -> None:
@@ -57,10 +58,10 @@ def waiting(sessions: list[mmaccel.VideoSession], *works: Callable[[], Any]) -> 
             one.start()
         # What comes before a pass is short; then all wait for the pass.
         until(lambda: len(turns._waiting) == len(works))
-    yield found
     for one in threads:
         one.join(60)
     assert not any(one.is_alive() for one in threads) and not turns.waiting_passes and turns._holder is None
+    return found
 
 
 def until(there: Callable[[], bool]) -> None:
@@ -76,11 +77,14 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return heard(monkeypatch, joint, "_run", len)
 
 
-def alike(one: mmaccel.VideoSession, other: mmaccel.VideoSession) -> None:
-    assert one.shown == other.shown and len(one) == len(other)
-    ours, theirs = one.clusters(), other.clusters()
-    assert ours.keys() == theirs.keys() and all(torch.equal(own, theirs[key]) for key, own in ours.items())
-    assert told(one.ask(QUESTION, 12)) == told(other.ask(QUESTION, 12))
+def alike(some: list[mmaccel.VideoSession], others: list[mmaccel.VideoSession]) -> None:
+    for one, other in zip(some, others, strict=True):
+        assert one.shown == other.shown and len(one) == len(other)
+        ours, theirs = one.clusters(), other.clusters()
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(own, theirs[key]) for key, own in ours.items()
+        )
+        assert told(one.ask(QUESTION, 12)) == told(other.ask(QUESTION, 12))
 
 
 @crossed(name=["random-ov", "random-qwen"], kv=MEMORIES)
@@ -89,14 +93,11 @@ def test_a_batch_leaves_each_memory_as_alone(name: str, kv: str, batches: list[i
     for number, one in enumerate(apart):
         one.watch(news(number), fps=FPS)
     batches.clear()
-    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
-    with waiting(both, *works) as found:
-        pass
+    found = at_once(both)
     assert found == [len(news(number)) for number in range(SESSIONS)]
     batched = MEMORIES[kv]["name"] not in ("no_cache", "streammem")
     assert max(batches) == (SESSIONS if batched else 1)
-    for one, other in zip(apart, both, strict=True):
-        alike(one, other)
+    alike(apart, both)
 
 
 @pytest.mark.parametrize("where", ["begin_pass", "append", "view", "end_pass"])
@@ -108,15 +109,12 @@ def test_what_fails_in_one_stream_ends_its_pass_alone(where: str, batches: list[
     state = both[1]._live.state  # type: ignore[union-attr]
     setattr(state, where, Mock(side_effect=RuntimeError("no room")))
     batches.clear()
-    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
-    with waiting(both, *works) as found:
-        pass
+    found = at_once(both)
     delattr(state, where)
     assert batches[0] == SESSIONS and isinstance(found[1], RuntimeError) and str(found[1]) == "no room"
-    for one, other in zip(apart, both, strict=True):
-        alike(one, other)
+    alike(apart, both)
     assert both[1].watch(news(1), fps=FPS) == len(news(1)) == apart[1].watch(news(1), fps=FPS)
-    alike(apart[1], both[1])
+    alike(apart[1:2], both[1:2])
 
 
 def test_what_fails_for_all_leaves_every_stream_as_it_was(
@@ -124,15 +122,12 @@ def test_what_fails_for_all_leaves_every_stream_as_it_was(
 ) -> None:
     apart, both = (opened("random-ov", MEMORIES["rekv"]) for _ in range(2))
     batches.clear()
-    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
     with monkeypatch.context() as patch:
         broken(patch, HFStreamAdapter, "run_each", RuntimeError("the layers broke"))
-        with waiting(both, *works) as found:
-            pass
+        found = at_once(both)
     assert batches == [SESSIONS] and [str(one) for one in found] == ["the layers broke"] * SESSIONS
     assert len({id(one) for one in found}) == SESSIONS  # each call adds to its own
-    for one, other in zip(apart, both, strict=True):
-        alike(one, other)
+    alike(apart, both)
 
 
 def test_a_call_that_ends_while_it_waits_is_not_taken_in(batches: list[int]) -> None:
@@ -166,9 +161,7 @@ def test_a_batch_has_no_more_units_than_a_pass(batches: list[int], monkeypatch: 
     monkeypatch.setattr(joint, "UNITS", 7)
     sessions = opened("random-ov", MEMORIES["rekv"])
     batches.clear()
-    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(sessions)]
-    with waiting(sessions, *works) as found:
-        pass
+    found = at_once(sessions)
     assert found == [2, 4, 6] and sorted(batches) in ([1, 2], [1, 1, 1])
 
 
@@ -182,12 +175,9 @@ def test_a_tower_that_fails_for_all_is_run_for_each(
     fails = RuntimeError("no room")
     broken(monkeypatch, HFStreamAdapter, "features", fails, lambda _, frames, size: len(frames) > most)
     batches.clear()
-    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
-    with waiting(both, *works) as found:
-        pass
+    found = at_once(both)
     assert batches == [SESSIONS] and found == [len(news(number)) for number in range(SESSIONS)]
-    for one, other in zip(apart, both, strict=True):
-        alike(one, other)
+    alike(apart, both)
 
 
 class Interrupted(list[Any]):
@@ -224,15 +214,12 @@ def test_an_interrupt_where_passes_begin_leaves_nobody_waiting(monkeypatch: pyte
     """Between what takes passes off those that wait, and their run."""
     apart, both = (opened("random-ov", MEMORIES["rekv"])[:2] for _ in range(2))
     turns = both[0]._stream_adapter.turns
-    works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(both)]
     with monkeypatch.context() as patch:
         patch.setattr(turns, "waiting_passes", Interrupted("remove", 2))
-        with waiting(both, *works) as found:
-            pass
+        found = at_once(both)
     assert sum(isinstance(one, KeyboardInterrupt) for one in found) == 1
     assert sum(isinstance(one, ModelError) for one in found) == 1
-    for one, other in zip(apart, both, strict=True):
-        alike(one, other)
+    alike(apart, both)
 
 
 def test_a_pass_that_has_waited_comes_before_all_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,15 +19,12 @@ pytestmark = pytest.mark.in_turn("kv", 4)
 
 COUNT, WINDOW, KEEP = 50, 6, 8.0
 ALL = 1 << 20
+MOSAIC: dict[str, Any] = {"name": "mosaic", "window": WINDOW, "local": 2, "index": CLUSTERS}
 KEEPERS: dict[str, dict[str, Any]] = {
     "rekv": {"name": "rekv", "window": WINDOW, "frames": ALL},
-    "mosaic": {
-        "name": "mosaic", "window": WINDOW, "local": 2, "frames": ALL, "index": CLUSTERS, "encode_frames": 0
-    },
-    "mosaic few": {
-        "name": "mosaic", "window": WINDOW, "local": 2, "frames": 4, "index": CLUSTERS, "encode_frames": 2
-    },
-}  # fmt: skip
+    "mosaic": {**MOSAIC, "frames": ALL, "encode_frames": 0},
+    "mosaic few": {**MOSAIC, "frames": 4, "encode_frames": 2},
+}
 LAST = (COUNT - 1) / FPS
 
 

@@ -227,7 +227,8 @@ def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
             done = session.watch(frames[3:], fps=FPS, progress=progress, timeout=1.0)
         assert done == 2 * step - held == calls[-1] and f"took in {done} frames" in str(told[0].message)
         assert len(session) == 3 + done
-        other.watch(frames[: 3 + done], fps=FPS)
+        other.watch(frames[:3], fps=FPS)  # for what passes retrieve hangs on how they are cut
+        other.watch(frames[3 : 3 + done], fps=FPS)
         assert session.shown == other.shown and session.ask(QUESTION, 3).ids == other.ask(QUESTION, 3).ids
         rest = frames[3 + done :]
         assert session.watch(rest, fps=FPS) == len(rest) and len(session) == 50

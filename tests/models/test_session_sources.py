@@ -221,11 +221,8 @@ STEP = 0.5
 UNITS = (0, 1, 2, 7, 9, 10, 31, 32)
 """The units of the dense video that are kept."""
 
-WHOLE = {
-    kv: fields
-    for kv, fields in every_stream(positions="original").items()
-    if kv not in ("no_cache", "window")
-}
+EVERY = every_stream(positions="original")
+WHOLE = {name: kv for name, kv in EVERY.items() if name not in ("no_cache", "window")}
 """Memories that keep and see all. What "no_cache" and "window" show is always closed up, one unit after the other."""
 CALLS = product(WHOLE, (1, 3, 16))
 
@@ -328,14 +325,7 @@ def test_a_family_without_seconds_goes_by_numbers() -> None:
         assert torch.equal(logits(session), logits(even))
 
 
-KEEPERS = {
-    **{
-        name: fields
-        for name, fields in every_stream(frames=4, window=6).items()
-        if name not in ("window", "recent")
-    },
-    **SEARCHES,
-}
+KEEPERS = {**{name: kv for name, kv in TIGHT.items() if name not in ("window", "recent")}, **SEARCHES}
 COUNT = 25
 
 

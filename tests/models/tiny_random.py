@@ -83,20 +83,12 @@ def batch(kind: str, prompts: list[dict[str, torch.Tensor]]) -> dict[str, torch.
     return sampler(kind).batch(prompts)
 
 
+CLOSE = [("image",), ("text", 1), ("image",)]
 PROMPTS = {
     "text": [("text", 20)],
     "image": [("text", 5), ("image",), ("text", 7)],
     "video": [("text", 5), ("video", 6), ("text", 9)],
     "two videos": [("text", 3), ("video", 4), ("text", 1), ("video", 4), ("text", 6)],
-    "interleaved": [
-        ("video", 4),
-        ("text", 2),
-        ("image",),
-        ("text", 1),
-        ("image",),
-        ("text", 5),
-        ("video", 4),
-        ("text", 8),
-    ],
+    "interleaved": [("video", 4), ("text", 2), *CLOSE, ("text", 5), ("video", 4), ("text", 8)],
     "long": [("text", 8), ("video", 40), ("text", 12)],
 }

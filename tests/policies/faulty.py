@@ -190,10 +190,7 @@ PRUNE = {
         keeping(lambda kept, layout: torch.ones(layout.length, dtype=torch.bool)),
         "torch.bool; give columns [n], long",
     ),
-    "undeclared": (
-        wrong(Half, keep=of_hidden),
-        "keep reads 'hidden', which is not there; put it in needs",
-    ),
+    "undeclared": (wrong(Half, keep=of_hidden), "keep reads 'hidden', which is not there; put it in needs"),
     "misspelt": (wrong(Half, needs=frozenset({"hiden"})), "'hiden': did you mean 'hidden'?"),
     "unread": (wrong(Half, needs=ATTENTION), "needs has 'attention'; name the layers of it in a stage"),
     "unneeded": (wrong(Half, at=Stage(1, hidden=(1,))), "a stage reads 'hidden'; put it in needs"),

@@ -32,27 +32,15 @@ VIDEO_AND_TEXT = (0, 2)
 def told(pattern: Mapping[str, Any]) -> tuple[Any, ...]:
     """A row as Table 3 writes it."""
     if pattern["name"] == "grid":
-        return (
-            pattern["stride"],
-            pattern["horizontal"],
-            pattern["vertical"],
-            pattern["slash"],
-            pattern.get("window"),
-        )
+        return (*(pattern[n] for n in ("stride", "horizontal", "vertical", "slash")), pattern.get("window"))
     if pattern["name"] == "a_shape":
         return pattern["sink"], pattern["window"]
     return pattern["vertical"], pattern["slash"]
 
 
 def test_long_contexts_take_the_table_as_it_is() -> None:
-    lines = [
-        (True, False, False),
-        (False, True, False),
-        (False, False, True),
-        (True, True, False),
-        (False, True, True),
-        (True, True, True),
-    ]
+    # Horizontal, vertical, slash.
+    lines = [tuple(mark == "1" for mark in one) for one in ("100", "010", "001", "110", "011", "111")]
     # Each grid without its window, and with it.
     expected: list[tuple[Any, ...]] = [
         (stride, *on, window) for stride in ("frame", "free") for on in lines for window in (None, 1024)
@@ -104,14 +92,8 @@ def test_our_row_is_brought_to_several_shares_of_the_target() -> None:
 
 
 def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
-    space = level_all(
-        BudgetScale(LONG, 196, 64, extended=True),
-        ["no_boundary"],
-        VIDEO_AND_TEXT,
-        affine,
-        0.02,
-        share=lambda p: 1.0,
-    )
+    scale = BudgetScale(LONG, 196, 64, extended=True)
+    space = level_all(scale, ["no_boundary"], VIDEO_AND_TEXT, affine, 0.02, share=lambda p: 1.0)
     candidates = space["no_boundary"]
     mine = [n for n, one in enumerate(candidates) if one.rows[0].startswith("ours: first block")]
     scores = [0.5] * len(candidates)
@@ -239,10 +221,7 @@ def test_slots_give_way_where_a_head_would_cost_too_much() -> None:
     """Candidates that are level in all slots together are not when each slot takes the one that is dear there."""
     space = level_all(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
     count = len(space["q_boundary"])
-    scores = {
-        "text": [0.1, 0.2, *[0.9] * (count - 2)],
-        "video": [0.4, 0.3, 0.31, *[0.9] * (count - 3)],
-    }
+    scores = {"text": [0.1, 0.2, *[0.9] * (count - 2)], "video": [0.4, 0.3, 0.31, *[0.9] * (count - 3)]}
     # The first lists most for texts, the second for videos, the third less there than the second.
     shares = {"text": [0.7, 0.3, *[0.5] * (count - 2)], "video": [0.3, 0.7, 0.34, *[0.5] * (count - 3)]}
     whole = {"all": [0.5] * count}

@@ -251,14 +251,7 @@ def test_pages_of_other_sites_and_other_names_of_the_host_are_refused(served: Se
 def test_keys(keyed: Served) -> None:
     body = {"model": "tiny-ov", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     with keyed.client() as client:
-        for key in (
-            "",
-            "Bearer",
-            f"Bearer {KEY}x",
-            f"Bearer {KEY[:-1]}",
-            f"Basic {KEY}",
-            "Bearer é",
-        ):
+        for key in ("", "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Basic {KEY}", "Bearer é"):
             answer = client.post(CHAT, json=body, headers={"Authorization": key.encode()})
             assert answer.status_code == 401 and KEY not in answer.text
         for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/streaming/sessions/a"):

@@ -32,17 +32,8 @@ from mmaccel_lab.world.words import QUESTIONS
 
 
 def _options(out, **changes):
-    usual = dict(
-        name="tiny-ov-draft",
-        out=out,
-        seconds=600,
-        began=time.monotonic(),
-        steps=40,
-        budget=6,
-        longest=4,
-        quick=False,
-    )
-    return Options(**{**usual, **changes})
+    usual = dict(name="tiny-ov-draft", seconds=600, began=time.monotonic(), steps=40, budget=6, longest=4)
+    return Options(out=out, **{**usual, "quick": False, **changes})
 
 
 def _weights(trainer):

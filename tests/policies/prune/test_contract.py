@@ -17,10 +17,7 @@ from mmaccel.core.registry import registry
 from tests.policies.prune.layouts import frames_of, layout_of, layouts, visual
 
 NAMES = sorted(registry("prune"))
-EVERYTHING: dict[str, dict[str, Any]] = {
-    "dycoke": {"drop": 0.0},
-    "sparsevlm": {"retention": (1.0, 1.0, 1.0)},
-}
+EVERYTHING: dict[str, dict[str, Any]] = {"dycoke": {"drop": 0.0}, "sparsevlm": {"retention": (1.0, 1.0, 1.0)}}
 NOTHING: dict[str, dict[str, Any]] = {
     "dycoke": {"drop": 1.0},
     "sparsevlm": {"retention": (0.0, 0.0, 0.0), "recycle": 0.0},

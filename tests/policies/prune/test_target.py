@@ -124,8 +124,7 @@ def hand_cuts(pruner: Any, layout: TokenLayout) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    product(["fastv", "pyramid_drop", "sparsevlm"], ["two videos", "interleaved", "video"]),
+    ("name", "kind"), product(["fastv", "pyramid_drop", "sparsevlm"], ["two videos", "interleaved", "video"])
 )
 def test_between_layers(family: str, model: Any, plain: Any, name: str, kind: str) -> None:
     inputs, compact = prompt(family, PROMPTS[kind], seed=3), kind == "video"

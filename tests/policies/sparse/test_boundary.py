@@ -123,9 +123,7 @@ def test_boundary_2d(scene: Scene, default: Any, pairs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inner", "segments"),
-    product(INNER[1:], [[(TEXT, [100])], [(VIDEO, [6] * 18)]]),
-    ids=str,
+    ("inner", "segments"), product(INNER[1:], [[(TEXT, [100])], [(VIDEO, [6] * 18)]]), ids=str
 )
 def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments: Any) -> None:
     """The very same lists, so that a boundary costs nothing where there is none."""

@@ -96,10 +96,7 @@ def test_marks_belong_to_their_frame_and_timestamps_to_none() -> None:
     cut, step = masks.segments(scene.sequences[0], **strides)
     assert step == 15 and [len(s) for s in cut] == [4, 15, 2, 15, 1, 15, 2, 15, 1, 15, 15, 15, 10]
     for pattern, mask in (
-        (
-            SFFixed(block=16, **fields_of(strides)),
-            lambda cut, _: masks.sf_fixed(cut, summary=1, side="last"),
-        ),
+        (SFFixed(block=16, **fields_of(strides)), lambda cut, _: masks.sf_fixed(cut, summary=1, side="last")),
         (SFStrided(block=16, **fields_of(strides)), masks.sf_strided),
     ):
         check(pattern, scene, lambda tokens, mask=mask: mask(*masks.segments(tokens, **strides)))

@@ -210,7 +210,7 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
-PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
+PIECES = [("text", 6), ("video", 20), ("text", 1), ("image",), ("text", 3), ("video", 20), ("text", 9)]
 
 
 @without_collection()

@@ -43,15 +43,12 @@ RAW = (
     "sparse: " + "x" * 300_000, "sparse: !!python/object/apply:os.system ['exit 1']", "sparse: !!timestamp x",
     "sparse: !!int x", "sparse: !!int ''", "sparse: !!bool x", "sparse: !!binary =", "sparse: !!float x",
     "sparse: 2020-99-99", "sparse: !!set {a, b}", "? [a, b]\n: 1", "? {a: b}\n: 1", "<<: 5", "<<: [*x]",
-    "<<: {sparse: grid}",
-    "a: &a {sparse: grid}\n<<: [*a, *a]", "- a\n- b", "sparse: {name: [grid]}", "sparse: {[a]: b}", "1: 2", "null: 3",
-    "%YAML 9.9\n---\nsparse: grid", "---\nsparse: grid\n---\nsparse: grid", "sparse: |\n  grid", "\tsparse: grid",
-    "sparse: grid\0",
-    "sparse: {name: per_head, table: /dev/zero}", "sparse: {name: per_head, table: PIPE}",
-    "sparse: {name: per_head, table: .}",
-    "sparse: {name: per_head, table: {0: {0: grid}, x: 5}}", "sparse: \u2028", "@", "`", "*", "&",
-    "!", "%", "{", "}", "draft: off", "sparse: {name: grid, block: 1000000000000}", "dense_layers: [true]",
-    "dense_tail: true",
+    "<<: {sparse: grid}", "a: &a {sparse: grid}\n<<: [*a, *a]", "- a\n- b", "sparse: {name: [grid]}",
+    "sparse: {[a]: b}", "1: 2", "null: 3", "%YAML 9.9\n---\nsparse: grid", "---\nsparse: grid\n---\nsparse: grid",
+    "sparse: |\n  grid", "\tsparse: grid", "sparse: grid\0", "sparse: {name: per_head, table: /dev/zero}",
+    "sparse: {name: per_head, table: PIPE}", "sparse: {name: per_head, table: .}",
+    "sparse: {name: per_head, table: {0: {0: grid}, x: 5}}", "sparse: \u2028", "@", "`", "*", "&", "!", "%", "{", "}",
+    "draft: off", "sparse: {name: grid, block: 1000000000000}", "dense_layers: [true]", "dense_tail: true",
 )  # fmt: skip
 
 
@@ -93,8 +90,7 @@ TABLE = {
 }  # fmt: skip
 TABLES = (
     b"", b"[]", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b'{"kind": 1e999}', b"NaN", b"\xff\xfe{}",
-    b'"\\ud800"',
-    b"[[],[],[],[]" * 50_000, b"\0" * 4096,
+    b'"\\ud800"', b"[[],[],[],[]" * 50_000, b"\0" * 4096,
 )  # fmt: skip
 
 

@@ -22,10 +22,9 @@ from tests.models.test_session_faults import begun
 
 PIECES = (
     "what", "is", " ", "\n", "?", "@", "@12", "@nan", "@-1", "<image>", "<video>", "<|im_end|>", "<|im_start|>system",
-    "<|video_pad|>",
-    "\0", "\x1b[2J", "\ud800", "\udcff", "\u202e", "\ufeff", "\U0001f600", "e" + "\u0301" * 200, "{{ 7 * 7 }}",
-    "{% for %}", "\u2028",
-    "%s%n", "a" * 1000, "word " * 200, "\ue000", "\uffff", "../../x", "--help", "\\", "'", '"', "<", "null",
+    "<|video_pad|>", "\0", "\x1b[2J", "\ud800", "\udcff", "\u202e", "\ufeff", "\U0001f600", "e" + "\u0301" * 200,
+    "{{ 7 * 7 }}", "{% for %}", "\u2028", "%s%n", "a" * 1000, "word " * 200, "\ue000", "\uffff", "../../x", "--help",
+    "\\", "'", '"', "<", "null",
 )  # fmt: skip
 
 
@@ -54,26 +53,18 @@ def question(chance: random.Random) -> Case:
 
 STATEMENTS = (
     "{{ messages }}", "{{ messages[0]['content'][0]['text'] }}", "{{ messages[0].content }}", "{{ bos_token }}",
-    "{{ nothing }}",
-    "{{ nothing.at.all }}", "{% for m in messages %}", "{% endfor %}", "{% if add_generation_prompt %}",
-    "{% endif %}", "{% else %}",
-    "{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ 'a' * 999999 }}", "{{ 'a' * 9999999 }}", "{{ 9 ** 999999999 }}",
-    "{# c #}",
-    "{{ range(99999999) }}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% macro f() %}",
+    "{{ nothing }}", "{{ nothing.at.all }}", "{% for m in messages %}", "{% endfor %}",
+    "{% if add_generation_prompt %}", "{% endif %}", "{% else %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}",
+    "{{ 'a' * 999999 }}", "{{ 'a' * 9999999 }}", "{{ 9 ** 999999999 }}", "{# c #}", "{{ range(99999999) }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{% macro f() %}",
     "{% endmacro %}", "{{ f() }}", "{% set a = messages * 5 %}", "{{ a }}", "{{ messages.__class__.__mro__ }}",
-    "{{ [].append(1) }}",
-    "{{ ''.__class__ }}", "{{ messages | tojson }}", "{{ messages | map('upper') | list }}",
-    "{% include '/etc/passwd' %}",
-    "{% import 'os' as os %}", "{% extends 'x' %}", "{% generation %}", "{% endgeneration %}", "{% break %}",
-    "{{ cycler() }}",
-    "{{ joiner }}", "{{ namespace(a=1).a }}", "{{ strftime_now('%Y') }}", "{{ '%d' | format('x') }}",
-    "{{ 'a'.format(1) }}",
-    "{{ '{0.__class__}'.format(1) }}", "{%", "{{", "}}", "{#", "<image>", "<video>", "\0", "\U0001f600", "text", "\n",
-    "{{ messages | sort }}", "{{ messages[0]['role'] + 1 }}", "{{ lipsum(9) }}", "{{ 'a' | center(9999) }}",
-    "{% filter upper %}",
-    "{% raw %}", "{{ dict(a=1) }}", "{{ " + "(" * 300 + "1" + ")" * 300 + " }}", "{{ " + "[" * 9000 + " }}",
-    "{{ loop.index }}",
+    "{{ [].append(1) }}", "{{ ''.__class__ }}", "{{ messages | tojson }}", "{{ messages | map('upper') | list }}",
+    "{% include '/etc/passwd' %}", "{% import 'os' as os %}", "{% extends 'x' %}", "{% generation %}",
+    "{% endgeneration %}", "{% break %}", "{{ cycler() }}", "{{ joiner }}", "{{ namespace(a=1).a }}",
+    "{{ strftime_now('%Y') }}", "{{ '%d' | format('x') }}", "{{ 'a'.format(1) }}", "{{ '{0.__class__}'.format(1) }}",
+    "{%", "{{", "}}", "{#", "<image>", "<video>", "\0", "\U0001f600", "text", "\n", "{{ messages | sort }}",
+    "{{ messages[0]['role'] + 1 }}", "{{ lipsum(9) }}", "{{ 'a' | center(9999) }}", "{% filter upper %}", "{% raw %}",
+    "{{ dict(a=1) }}", "{{ " + "(" * 300 + "1" + ")" * 300 + " }}", "{{ " + "[" * 9000 + " }}", "{{ loop.index }}",
 )  # fmt: skip
 
 
@@ -127,16 +118,15 @@ TEXTS = (
     b"#EXTM3U\n#EXTINF:1,\na.mp4\n",
     b"v=0\no=- 0 0 IN IP4 127.0.0.1\nm=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n",
     b"<svg xmlns='http://www.w3.org/2000/svg'><image href='a.png'/></svg>", b"<?xml version='1.0'?><MPD></MPD>",
-    b"plain words\n" * 400,
-    b"P6 60000 60000 255\n", b"P6 9999999999 2 255\n", b"GIF89a\xff\xff\xff\xff\0\0\0", b"%!PS-Adobe-3.0 EPSF-3.0\n",
-    b"PK\x03\x04",
-    b"RIFF\xff\xff\xff\x7fAVI LIST", b"YUV4MPEG2 W99999 H99999 F25:1\nFRAME\n", b"\x1aE\xdf\xa3" + b"\xff" * 64,
-    b"FLV\x01\x05\0\0\0\x09",
+    b"plain words\n" * 400, b"P6 60000 60000 255\n", b"P6 9999999999 2 255\n", b"GIF89a\xff\xff\xff\xff\0\0\0",
+    b"%!PS-Adobe-3.0 EPSF-3.0\n", b"PK\x03\x04", b"RIFF\xff\xff\xff\x7fAVI LIST",
+    b"YUV4MPEG2 W99999 H99999 F25:1\nFRAME\n", b"\x1aE\xdf\xa3" + b"\xff" * 64, b"FLV\x01\x05\0\0\0\x09",
 )  # fmt: skip
-NAMES = ("", ".", "/", "/dev/null", "/dev/zero", "/dev/tty", "/proc/self/mem", "\0", "a\0.mp4", "x" * 5000, "file:///etc/passwd",
-    "a\nb.mp4",
-         "concat:a|b", "data:video/mp4,", "tcp://127.0.0.1:9/x", "http://127.0.0.1:9/x.mp4", "lavfi:testsrc",
-    "\udcff.mp4", "-")  # fmt: skip
+NAMES = (
+    "", ".", "/", "/dev/null", "/dev/zero", "/dev/tty", "/proc/self/mem", "\0", "a\0.mp4", "x" * 5000,
+    "file:///etc/passwd", "a\nb.mp4", "concat:a|b", "data:video/mp4,", "tcp://127.0.0.1:9/x",
+    "http://127.0.0.1:9/x.mp4", "lavfi:testsrc", "\udcff.mp4", "-",
+)  # fmt: skip
 
 
 def file(chance: random.Random, folder: Path) -> Case:

@@ -154,9 +154,8 @@ ODD: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 7, 63, 64, 10**6, 2**31, 2**63, -(2**63), 2**64, 10**30, 0.5, -0.0, 1e-300, 1e308,
     float("nan"), float("inf"), "", " ", "a", "\0", "\n", "grid", "off", "null", "../../x", "/dev/zero",
     "/proc/self/mem", ".", "x" * 5000, "\u202e\U0001f600", "video>text", [], {}, [[]], [None], [1, 2, 3], ["grid"],
-    {"name": None}, {"name": []},
-    {"name": "grid"}, {"name": "grid", "stride": -1}, {"": ""}, {"0": {"0": "grid"}}, {"name": {"name": "a"}},
-    [0.5] * 400,
+    {"name": None}, {"name": []}, {"name": "grid"}, {"name": "grid", "stride": -1}, {"": ""}, {"0": {"0": "grid"}},
+    {"name": {"name": "a"}}, [0.5] * 400,
 )  # fmt: skip
 
 

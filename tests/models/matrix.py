@@ -1,6 +1,5 @@
 """Every combination of registered policies: which a recipe refuses, and what shows that each part of one that runs acted."""
 
-import copy
 import functools
 import itertools
 import operator
@@ -163,15 +162,8 @@ def film(number: int = 0) -> torch.Tensor:
 
 @functools.cache
 def models(family: str, layers: int = 4) -> tuple[Any, Any, Any]:
-    """A random target with layers after each cut, a draft that is right now and then, and their processor.
-
-    Weights of the layers are large: what random models of usual weights say is one token again and again, whatever they see.
-    """
+    """A random target with layers after each cut, a draft that is right now and then, and their processor."""
     target, processor = pair(family, layers=layers, wide=64)
-    target = copy.deepcopy(target)
-    for name, weight in target.named_parameters():
-        if "language_model.layers." in name and weight.ndim == 2:
-            weight.data *= 5
     return target, often_right(target, 0.002, seed=1), processor
 
 

@@ -111,52 +111,35 @@ def test_frames_are_taken_evenly_of_whatever_a_video_is(folder: Path, tmp_path: 
             processor.chat("What ?", videos=film, frames=count)
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({"content": None}, "content: None is not a prompt; give a text, or a list"),
-    "a piece that is none": (
-        {"content": [{"role": "user", "content": [5]}]},
-        "content: 5 is not a piece; give a mapping",
-    ),
-    "a type that is none": ({"content": [{"type": ["video"]}]}, "a piece of type ['video'] is not known"),
-    "a text that is none": ({"content": [{"type": "text"}]}, "content: None is not text; give a string."),
-    "a number": ({"content": 5}, "content: 5 is not a prompt"),
-    "an empty text": ({"content": ""}, "content: the question is empty; ask something."),
-    "a blank text": ({"content": "   "}, "content: the question is empty; ask something."),
-    "a blank one of several": ({"content": ["what", " "]}, "content: the question is empty"),
-    "an empty list": ({"content": []}, "content: it is an empty list; ask something."),
-    "a piece of a list": (
-        {"content": {"type": "text", "text": "what"}},
-        "is not a prompt; give a text, or a list",
-    ),
-    "texts among pieces": (
-        {"content": ["what", {"type": "video"}]},
-        "for a batch a list of these, and videos=",
-    ),
-    "a message of nothing": (
-        {"content": [{"role": "user"}]},
-        "a message holds None; give it a text or pieces",
-    ),
-    "one video for two": (
-        {"content": ["a", "b"], "videos": noise(2, 0)},
-        "videos: one, not a list, for 2 prompts",
-    ),
-    "three for two": (
-        {"content": ["a", "b"], "videos": [noise(2, 0)] * 3},
-        "videos: 3 entries for 2 prompts; give a list with an entry for each, None where there is none.",
-    ),
-    "a video without frames": (
-        {"content": "a", "videos": torch.zeros(0, 3, 64, 64)},
-        "a video of shape (0, 3, 64, 64) is empty; give at least one frame.",
-    ),
-    "an empty list of frames": ({"content": "a", "videos": [[]]}, "a video is an empty list"),
-}
+WRONG: list[tuple[Any, str]] = [
+    (None, "content: None is not a prompt; give a text, or a list"),
+    ([{"role": "user", "content": [5]}], "content: 5 is not a piece; give a mapping"),
+    ([{"type": ["video"]}], "a piece of type ['video'] is not known"),
+    ([{"type": "text"}], "content: None is not text; give a string."),
+    (5, "content: 5 is not a prompt"),
+    ("", "content: the question is empty; ask something."),
+    ("   ", "content: the question is empty; ask something."),
+    (["what", " "], "content: the question is empty"),
+    ([], "content: it is an empty list; ask something."),
+    ({"type": "text", "text": "what"}, "is not a prompt; give a text, or a list"),
+    (["what", {"type": "video"}], "for a batch a list of these, and videos="),
+    ([{"role": "user"}], "a message holds None; give it a text or pieces"),
+]
+EMPTY = torch.zeros(0, 3, 64, 64)
+SHORT = "videos: 3 entries for 2 prompts; give a list with an entry for each, None where there is none."
+WRONG_VIDEOS: list[tuple[Any, str, Any]] = [
+    (["a", "b"], "videos: one, not a list, for 2 prompts", noise(2, 0)),
+    (["a", "b"], SHORT, [noise(2, 0)] * 3),
+    ("a", "a video of shape (0, 3, 64, 64) is empty; give at least one frame.", EMPTY),
+    ("a", "a video is an empty list", [[]]),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_prompt_is_told_in_one_sentence(random_folder: Folder, name: str) -> None:
+@pytest.mark.parametrize("case", [*WRONG, *WRONG_VIDEOS], ids=lambda case: case[1])
+def test_what_is_no_prompt_is_told_in_one_sentence(random_folder: Folder, case: Any) -> None:
     processor: Processor = mmaccel.load_processor(random_folder("tiny-qwen"))
-    given, words = WRONG[name]
-    assert words in refusal(lambda: processor.chat(**given))
+    content, words, *videos = case
+    assert words in refusal(lambda: processor.chat(content, None, *videos))
 
 
 NAMES = ("tiny-ov", "tiny-qwen")

@@ -162,7 +162,8 @@ def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def test_a_draft_that_holds_up_the_stream_is_put_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened("off") as quiet:
-        quiet.watch(film(18), fps=FPS)
+        for part in film(18).split((2, 16)):
+            quiet.watch(part, fps=FPS)
         want = quiet.ask(QUESTION, TOKENS)
     slowed(monkeypatch, 0.4)
     # What is slow for a moment keeps its draft.

@@ -119,9 +119,11 @@ def test_settings_are_those_of_generate() -> None:
         assert len(set(unlike.ids)) == len(unlike.ids) == 12
         only = session.ask(QUESTION, 5, prefix_allowed_tokens_fn=lambda batch, ids: [7, 9])
         assert set(only.ids) <= {7, 9} and only.finish_reason == "length"
-        word = session._stream_adapter.decode(torch.tensor(plain.ids[3:4])).strip()
+        words = [session._stream_adapter.decode(torch.tensor([one])).strip() for one in plain.ids]
+        word = next(one for one in words if one.isalpha())
         stopped = session.ask(QUESTION, 12, stop_strings=[word])
-        assert stopped.finish_reason == "stop" and len(stopped.ids) <= 4 and word in stopped.text
+        assert stopped.finish_reason == "stop" and word in stopped.text
+        assert len(stopped.ids) <= words.index(word) + 1 < 12
 
 
 SCHEMA = {

@@ -153,55 +153,37 @@ def test_a_pipeline(folder: Path) -> None:
 
 Folder = Callable[[str], Path]
 HEAD = {"pattern": {"name": "a_shape", "sink": 16, "window": 128}}
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "dense layers": ({"dense_layers": [1, 40]}, "there is no layer 40; the model has layers 0 to 2"),
-    "a pruner's layer": ({"prune": {"name": "fastv", "layer": 9}}, "fastv: layer 9 of a model of 3"),
-    "stages that fall together": (
-        {"prune": {"name": "pyramid_drop", "stages_at": [0.5, 0.7]}},
-        "fall on layers [2, 2] of 3",
-    ),
-    "the layer of a draft's pruner": (
-        {"draft": {"name": "sequential", "model": "DRAFT", "prune": {"name": "uv", "layer": 30}}},
-        "uv: layer 30 and base 1 on a target of 3 layers",
-    ),
-    "a layer of a table": (
-        {"sparse": {"name": "per_head", "table": {8: {0: "grid"}}}},
-        "table has layer 8; the model has layers 0 to 2",
-    ),
-    "a head of a table": (
-        {"sparse": {"name": "per_head", "table": {0: {64: "grid"}}}},
-        "has head 64; the model has heads 0 to",
-    ),
-    "a table of another model": (
-        {"sparse": {"name": "per_head", "table": "TABLE"}},
-        "was searched on another model",
-    ),
-    "a table that is not shipped": ({"sparse": "per_head"}, "no table is shipped with this model"),
-    "a draft that is not there": (
-        {"draft": {"name": "sequential", "model": "./nowhere"}},
-        "there is no folder ./nowhere",
-    ),
-    "a draft beside nothing": ({"draft": {"name": "tree", "model": "beside"}}, "there is no folder"),
-    "no draft, and none beside": (
-        {"draft": "sequential"},
-        "sequential: model is 'beside', as it is when none",
-    ),
-    "a draft of another family": (
-        {"draft": {"name": "sequential", "model": "OTHER"}},
-        "the draft is a qwen2_5_vl and the target a llava_onevision",
-    ),
-    "a draft in a process of its own": (
-        {"draft": {"name": "parallel", "model": "DRAFT", "prune": {"name": "uv", "layer": 30}}},
-        "uv: layer 30 and base 1 on a target of 3 layers",
-    ),
-}
+DEEP = {"model": "DRAFT", "prune": {"name": "uv", "layer": 30}}
+TOO_DEEP = "uv: layer 30 and base 1 on a target of 3 layers"
+OTHERS = "the draft is a qwen2_5_vl and the target a llava_onevision"
 
 
-@pytest.mark.parametrize("name", WRONG)
+def heads(table: Any) -> dict[str, Any]:
+    return {"sparse": {"name": "per_head", "table": table}}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"dense_layers": [1, 40]}, "there is no layer 40; the model has layers 0 to 2"),
+    ({"prune": {"name": "fastv", "layer": 9}}, "fastv: layer 9 of a model of 3"),
+    ({"prune": {"name": "pyramid_drop", "stages_at": [0.5, 0.7]}}, "fall on layers [2, 2] of 3"),
+    ({"draft": {"name": "sequential", **DEEP}}, TOO_DEEP),
+    # In a process of its own.
+    ({"draft": {"name": "parallel", **DEEP}}, TOO_DEEP),
+    (heads({8: {0: "grid"}}), "table has layer 8; the model has layers 0 to 2"),
+    (heads({0: {64: "grid"}}), "has head 64; the model has heads 0 to"),
+    (heads("TABLE"), "was searched on another model"),
+    ({"sparse": "per_head"}, "no table is shipped with this model"),
+    ({"draft": {"name": "sequential", "model": "./nowhere"}}, "there is no folder ./nowhere"),
+    ({"draft": {"name": "tree", "model": "beside"}}, "there is no folder"),
+    ({"draft": "sequential"}, "sequential: model is 'beside', as it is when none"),
+    ({"draft": {"name": "sequential", "model": "OTHER"}}, OTHERS),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), WRONG, ids=str)
 def test_it_is_told_before_and_after_in_the_same_words(
-    name: str, random_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], words: str, random_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields, words = WRONG[name]
     facts = {"type": "llava_onevision", "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
     table = {"kind": "mmaccel heads", "schema": 1, "model": facts, "block": 64, "layers": [[HEAD]]}
     (tmp_path / "table.json").write_text(json.dumps(table))

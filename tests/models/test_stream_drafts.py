@@ -169,7 +169,7 @@ def test_the_draft_watches_what_is_ingested() -> None:
 
 @pytest.mark.parametrize("kv", TIGHT)
 def test_the_draft_is_saved_and_loaded_with_the_target(tmp_path: Path, kv: str) -> None:
-    frames, recent = film(18), {"name": "recent", "window": 5, "local": 5}
+    frames, recent = film(18), {"name": "recent", "window": 7, "local": 7}
     draft = agreeing(kv=recent) if kv == "rekv" else agreeing()
     with opened(kv, draft) as session:
         session.watch(frames[:11], fps=FPS)

@@ -139,7 +139,7 @@ def test_a_unit_that_is_not_complete_is_seen_as_the_processor_fills_it(kv: str, 
 def test_clusters_of_short_films_split_and_are_retrieved() -> None:
     """What is shown above of `mosaic` is shown of a stream with clusters, not of one that has not begun to cluster."""
     with open_session("random-ov", TIGHT["mosaic"]) as session:
-        session.watch(film(25).repeat(2, 1, 1, 1), fps=FPS)
+        session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
         session.ask(QUESTION, 2)
         told = session.counters()
     named = ("clusters", "visual_clusters", "eager_splits", "deferred", "singletons", "resolved", "recalled")

@@ -243,19 +243,23 @@ def settle(standing: StandingQuestion, seconds: float) -> None:
 
 
 @functools.cache
-def turning(says: str | None = None) -> list[tuple[float, str | None, str]]:
-    """When the answer turns, as a session that is asked by hand says."""
-    found, before, asked = list[tuple[float, str | None, str]](), None, None
+def by_hand() -> list[tuple[float, str]]:
+    """What a session that is asked by hand says, and when."""
+    said = list[tuple[float, str]]()
     with open_session("tiny-ov", KV) as session:
         for frame in film(25).split(1):
             session.watch(frame, fps=2.0)
             now = session.seconds
-            if asked is None or now - asked >= EVERY:
-                text, asked = session.ask(WHERE, 4, between=(now - LAST, now)).text, now
-                if (text != before) if says is None else (says in text and says not in (before or "")):
-                    found.append((now, before, text))
-                before = text
-    return found
+            if not said or now - said[-1][0] >= EVERY:
+                said.append((now, session.ask(WHERE, 4, between=(now - LAST, now)).text))
+    return said
+
+
+def turning(says: str | None = None) -> list[tuple[float, str | None, str]]:
+    """When the answer turns by hand."""
+    said, befores = by_hand(), [None, *(text for _, text in by_hand()[:-1])]
+    turns = lambda text, was: text != was if says is None else says in text and says not in (was or "")  # noqa: E731
+    return [(now, was, text) for (now, text), was in zip(said, befores, strict=True) if turns(text, was)]
 
 
 def test_a_clip_of_many_passes_is_asked_about_pass_by_pass() -> None:

@@ -199,6 +199,13 @@ def test_names_far_from_all_give_the_list_alone() -> None:
     assert len(sentence("zzzzzz.yaml")) < 120
 
 
+def sparse(name: str, **fields: object) -> dict[str, object]:
+    return {"sparse": {"name": name, **fields}}
+
+
+NO_MODEL = {"draft": {"name": "sequential", "model": None}}
+
+
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
@@ -211,27 +218,15 @@ def test_names_far_from_all_give_the_list_alone() -> None:
         ({"sparse": None}, "sparse: None is not a SparsePattern"),
         ({"kv": AShape()}, "is not a KVPolicy; give a name, a mapping with a name, or an instance"),
         ({"sparse": {"window": 3}}, "sparse: a mapping needs the policy's name"),
-        ({"sparse": {"name": "a_shape", "window": 0}}, "a_shape: window is 0"),
-        ({"sparse": {"name": "a_shape", "block": 48}}, "a_shape: block is 48; give a power of two"),
-        (
-            {"sparse": {"name": "grid", "block": 1 << 20}},
-            "grid: block is 1048576; give a power of two from 16 to 256",
-        ),
-        ({"sparse": {"name": "a_shape", "window": 10**20}}, f"window is {10**20}; give at most {2**31 - 1}"),
-        ({"sparse": {"name": "grid", "max_stride": 1 << 17}}, "max_stride is 131072; give at most 65536"),
-        (
-            {"sparse": {"name": "a_shape", "window": float("inf")}},
-            "sparse 'a_shape': window is inf; give a whole number",
-        ),
-        ({"sparse": {"name": "grid", "slash": 1}}, "sparse 'grid': slash is 1; give true or false"),
-        (
-            {"sparse": {"name": "block_topk", "top": "all"}},
-            "top is the text 'all'; give a whole number or null",
-        ),
-        (
-            {"draft": {"name": "sequential", "model": None}},
-            "sequential: model is None; give the draft model's folder",
-        ),
+        (sparse("a_shape", window=0), "a_shape: window is 0"),
+        (sparse("a_shape", block=48), "a_shape: block is 48; give a power of two"),
+        (sparse("grid", block=1 << 20), "grid: block is 1048576; give a power of two from 16 to 256"),
+        (sparse("a_shape", window=10**20), f"window is {10**20}; give at most {2**31 - 1}"),
+        (sparse("grid", max_stride=1 << 17), "max_stride is 131072; give at most 65536"),
+        (sparse("a_shape", window=float("inf")), "sparse 'a_shape': window is inf; give a whole number"),
+        (sparse("grid", slash=1), "sparse 'grid': slash is 1; give true or false"),
+        (sparse("block_topk", top="all"), "top is the text 'all'; give a whole number or null"),
+        (NO_MODEL, "sequential: model is None; give the draft model's folder"),
     ],
     ids=str,
 )

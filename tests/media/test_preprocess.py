@@ -245,22 +245,17 @@ def test_anyres_tokens_are_those_of_the_unpadded_features(height: int, width: in
     assert list(found) == shape
 
 
+DEEP, AS_IT_IS = TILES.updated({"size": {"depth": 3}}), PATCHES.updated({"do_resize": False})
+UNSET = "patch_size, merge_size and temporal_patch_size must be set"
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
         (lambda: PATCHES.updated({"resample": 1}), "resample=1 is not supported"),
-        (
-            lambda: to_frames(noise(1, 3, 9, 9), TILES.updated({"size": {"depth": 3}})),
-            "must have 'height' and 'width'",
-        ),
-        (
-            lambda: to_patches(noise(1, 3, 60, 60), TILES),
-            "patch_size, merge_size and temporal_patch_size must be set",
-        ),
-        (
-            lambda: to_patches(noise(1, 3, 60, 61), PATCHES.updated({"do_resize": False})),
-            "do not divide into patches",
-        ),
+        (lambda: to_frames(noise(1, 3, 9, 9), DEEP), "must have 'height' and 'width'"),
+        (lambda: to_patches(noise(1, 3, 60, 60), TILES), UNSET),
+        (lambda: to_patches(noise(1, 3, 60, 61), AS_IT_IS), "do not divide into patches"),
         (lambda: to_patches(noise(1, 3, 2, 500), PATCHES), "frames of 500x2 are too narrow"),
         (lambda: to_tiles(noise(3, 60, 60), PATCHES), "image_grid_pinpoints is empty"),
         (lambda: as_frames(torch.zeros(3, 4)), r"not an array of shape \(3, 4\)"),

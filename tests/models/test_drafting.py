@@ -254,16 +254,12 @@ def test_uv_is_told_while_later_layers_still_run(family):
     assert order[order.index("told") + 1] == 1 and order.count("told") == 1
 
 
+UNSCORED = "DraftError: sparse_to_dense: the prompt's columns were not scored: out of cheese"
+
+
 @pytest.mark.parametrize(
     ("owner", "fails", "told"),
-    [
-        (Sequential, "open", "RuntimeError: out of cheese"),
-        (
-            _Sparse,
-            "_score",
-            "DraftError: sparse_to_dense: the prompt's columns were not scored: out of cheese",
-        ),
-    ],
+    [(Sequential, "open", "RuntimeError: out of cheese"), (_Sparse, "_score", UNSCORED)],
 )
 def test_a_draft_that_fails_before_it_drafts_leaves_the_plain_tokens(family, monkeypatch, owner, fails, told):
     """It cannot even be opened; or scores fail, which are made within the target's own pass, that must not end with them."""

@@ -168,7 +168,10 @@ def test_progress_tells_what_is_under_way(
         block = tower.encoder.layers[1].self_attn if "ov" in name else tower.blocks[1].attn
         for module in (block, tower, adapter.layers(model)[0].self_attn, adapter.layers(model)[1].mlp):
             # As it is called, after the hooks that move the bars.
-            note = lambda *_, **__: lines.append(console._line(progress.tasks, 0))  # noqa: E731
+
+            def note(*_: Any, **__: Any) -> None:
+                lines.append(console._line(progress.tasks, 0))
+
             heard(monkeypatch, module, "forward", note)
         return made(model, recipe, progress, most)
 

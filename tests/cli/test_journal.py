@@ -298,8 +298,8 @@ def test_an_error_that_nobody_foresaw_loses_nothing(
     call: Call, ov: str, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """What was watched is saved and what was answered is shown before it is raised."""
-    ten = lambda session, *_, **__: len(session) >= 10  # noqa: E731
-    broken(monkeypatch, VideoSession, "watch", RuntimeError("a bug"), ten)
+    bug, late = RuntimeError("a bug"), lambda session, *_, **__: len(session) >= 10
+    broken(monkeypatch, VideoSession, "watch", bug, late)
     words = ("watch", slides, "--model", ov, "--recipe", "recent", "--fps", 1, "--clip", 5, "--json")
     words += ("--question", "what ?@3", "--max-new-tokens", 1, "--live", "--save", tmp_path / "s")
     with pytest.raises(RuntimeError, match="a bug"):

@@ -155,7 +155,10 @@ def test_a_missing_matplotlib_is_told(
     table: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
-    asked = lambda name, *_, **__: name.split(".")[0] == "matplotlib"  # noqa: E731
+
+    def asked(name: Any, *_: Any, **__: Any) -> bool:
+        return name.split(".")[0] == "matplotlib"
+
     broken(monkeypatch, builtins, "__import__", missing, asked)
     err = call.error("draw", table, "--out", tmp_path / "map.svg")
     assert err == "error: pictures need matplotlib; pip install matplotlib.\n"

@@ -220,7 +220,10 @@ def test_sigterm_while_a_session_is_saved_waits_for_the_save(
 ) -> None:
     from mmaccel.core.streams import session_io
 
-    slow = lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.01))  # noqa: E731
+    def slow(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+
     heard(monkeypatch, session_io, "save", slow)
     words = f"watch {clip} --model {ov} --recipe recent --fps 0.1 --save {tmp_path / 's'} --json".split()
     status, out, err = call(*words)

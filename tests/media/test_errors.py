@@ -166,7 +166,10 @@ def test_a_truncated_file_that_ends_after_the_span_asked_for(
     film: Film, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decoder of sixteen threads has read to the broken end before it gives the last frame of the span."""
-    more = lambda _, source: setattr(source._stream.codec_context, "thread_count", threads)  # noqa: E731
+
+    def more(_: None, source: container.Source) -> None:
+        source._stream.codec_context.thread_count = threads
+
     returned(monkeypatch, container.Source, "_open", more)
     path = halved(film(muxer={"movflags": "faststart"}))
     with warnings.catch_warnings(action="error"):

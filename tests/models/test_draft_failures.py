@@ -68,7 +68,10 @@ def test_columns_that_cannot_be_taken_lose_no_answer(family, monkeypatch) -> Non
     """The memory runs out in the second layer that the sparse draft copies its columns from."""
     model, inputs, plain = family
     third, full = nth(3), torch.OutOfMemoryError("out of memory")
-    taken = lambda self, dim, index: self.ndim == 4 and dim == 2 and third()  # noqa: E731
+
+    def taken(self: Any, dim: Any, index: Any) -> bool:
+        return self.ndim == 4 and dim == 2 and third()
+
     broken(monkeypatch, torch.Tensor, "gather", full, taken)
     with mmaccel.accelerate(model, draft=SparseToDense(window=4)) as fast:
         with pytest.warns(MmaccelWarning, match="dropped.*out of memory"):
@@ -295,7 +298,10 @@ def test_captions_are_the_plain_ones_and_a_killed_draft_loses_none(spoken, monke
         assert [one["new_tokens"] for one in told["sequences"]] == counts
 
         # In the prompt's pass: killed as soon as it has been told what to read.
-        kill = lambda *_: os.kill(next(iter(fast.view._held.values())).process.pid, signal.SIGKILL)  # noqa: E731
+
+        def kill(*_: Any) -> None:
+            os.kill(next(iter(fast.view._held.values())).process.pid, signal.SIGKILL)
+
         with monkeypatch.context() as patch, pytest.warns(MmaccelWarning, match="went|ended|reached"):
             returned(patch, Pipeline, "keep_columns", kill)
             assert torch.equal(say(), want)

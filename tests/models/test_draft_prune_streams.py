@@ -207,7 +207,10 @@ def cheap(name: str, **frames: int) -> Sequential:
 def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
     name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = lambda found, self, paid: (dict(paid), [number for number, _ in found])  # noqa: E731
+
+    def told(found: Any, self: _Frames, paid: Any) -> tuple[dict[int, float], list[int]]:
+        return dict(paid), [number for number, _ in found]
+
     every: list[tuple[dict[int, float], list[int]]] = returned(monkeypatch, _Frames, "pick_units", told)
     pace, want = (1 if name == "random-ov" else 2), asked(TIGHT[kv], "off", name=name)[0]
     with open_session(name, TIGHT[kv], 18, draft=cheap(name, frames=4)) as session:

@@ -257,9 +257,12 @@ def by_hand() -> list[tuple[float, str]]:
 
 def turning(says: str | None = None) -> list[tuple[float, str | None, str]]:
     """When the answer turns by hand."""
-    said, befores = by_hand(), [None, *(text for _, text in by_hand()[:-1])]
-    turns = lambda text, was: text != was if says is None else says in text and says not in (was or "")  # noqa: E731
-    return [(now, was, text) for (now, text), was in zip(said, befores, strict=True) if turns(text, was)]
+    found, before = list[tuple[float, str | None, str]](), None
+    for now, text in by_hand():
+        if (text != before) if says is None else (says in text and says not in (before or "")):
+            found.append((now, before, text))
+        before = text
+    return found
 
 
 def test_a_clip_of_many_passes_is_asked_about_pass_by_pass() -> None:

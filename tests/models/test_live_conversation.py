@@ -238,8 +238,8 @@ def test_what_is_no_schema(library: Any, schema: Any, says: str) -> None:
 
 def test_without_the_library_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_session("random-ov", REKV, 4) as session:
-        asked = lambda name, *_: name.startswith("llguidance")  # noqa: E731
-        broken(monkeypatch, builtins, "__import__", ImportError("llguidance"), asked)
+        missing, asked = ImportError("llguidance"), lambda name, *_: name.startswith("llguidance")
+        broken(monkeypatch, builtins, "__import__", missing, asked)
         with pytest.raises(
             ModelError, match=r"it needs llguidance; install it with pip install 'mmaccel\[json\]'"
         ):

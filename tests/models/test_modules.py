@@ -155,7 +155,10 @@ def test_the_model_s_weights_are_its_own(model: Any, fused: None, tmp_path: Path
 @torch.no_grad()
 def test_the_copies_go_with_the_recipe(model: Any, fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
-    note = lambda found, *_: held.extend(weakref.ref(one) for one in found[:3])  # noqa: E731
+
+    def note(found: Any, *_: Any) -> None:
+        held.extend(weakref.ref(one) for one in found[:3])
+
     returned(monkeypatch, modules.PaddedMLP, "weights", note)
     fast = mmaccel.accelerate(model, "dense")
     encoded(model)

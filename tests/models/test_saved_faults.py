@@ -259,7 +259,10 @@ def test_a_save_goes_where_a_link_leads_to(tmp_path: Path, monkeypatch: pytest.M
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     """What is synced, moved and removed from now on, in order."""
     found: list[tuple[str, Path]] = []
-    place = lambda handle: Path(os.readlink(f"/proc/self/fd/{handle}"))  # noqa: E731
+
+    def place(handle: int) -> Path:
+        return Path(os.readlink(f"/proc/self/fd/{handle}"))
+
     heard(monkeypatch, os, "fsync", lambda handle: found.append(("sync", place(handle))))
     returned(monkeypatch, os, "replace", lambda _, old, new, **__: found.append(("move", Path(new))))
     returned(monkeypatch, os, "unlink", lambda _, path, **__: found.append(("remove", Path(path))))
@@ -337,7 +340,10 @@ def test_a_load_of_a_damaged_session_does_not_try_for_ever(
         facts, times = tmp_path / "s" / "session.json", count()
         with pytest.raises(ModelError, match=r"film.safetensors is missing"):
             reader.load(tmp_path / "s")
-        touch = lambda *_: os.utime(facts, ns=(now := next(times), now))  # noqa: E731
+
+        def touch(*_: Any) -> None:
+            os.utime(facts, ns=(now := next(times), now))
+
         tries = heard(monkeypatch, session_io, "_check_file", touch)
         with pytest.raises(ModelError, match=r"film.safetensors is missing"):
             reader.load(tmp_path / "s")

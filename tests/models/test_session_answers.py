@@ -312,9 +312,12 @@ def test_before_the_first_unit_is_whole_there_is_nothing_to_tell(kv: str) -> Non
 
 def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before them may come all rows of a unit that is not complete, at each of many layers."""
-    kept = lambda row: row.query.untyped_storage().nbytes() // row.query[:, 0].nbytes  # noqa: E731
-    all_kept = lambda _, rows: [kept(row) for row in rows._rows.values()]  # noqa: E731
-    held = returned(monkeypatch, QuestionRows, "copy_queries", all_kept)
+
+    def kept(_: None, rows: QuestionRows) -> list[int]:
+        queries = [row.query for row in rows._rows.values()]
+        return [query.untyped_storage().nbytes() // query[:, 0].nbytes for query in queries]
+
+    held = returned(monkeypatch, QuestionRows, "copy_queries", kept)
     with open_session("random-qwen", WHOLE["rekv"], 7, fps=1.0) as session:
         session.ask(QUESTION, 1)
         ids, words = session._stream_adapter.tail_ids(QUESTION)

@@ -105,7 +105,10 @@ def test_each_branch_of_a_tree_says_what_it_says_alone(name: str, kv: str) -> No
 
 def test_a_draft_reads_a_stored_film_in_one_pass_under_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = Sequential(model=pair("random-ov")[0], window=3)
-    told = lambda runner, frames: (runner.adapter.attention.recipe.sparse, len(frames))  # noqa: E731
+
+    def told(runner: Any, frames: Any) -> Any:
+        return runner.adapter.attention.recipe.sparse, len(frames)
+
     passes = heard(monkeypatch, StreamRunner, "encode", told)
     with open_session("random-ov", TIGHT["mosaic"], draft=draft, chunk=None) as session:
         session.ingest(film(24), fps=FPS)

@@ -311,7 +311,10 @@ def test_a_window_with_room_for_all_is_the_pruned_model_and_what_goes_is_gone(ki
 def test_a_decoded_token_chooses_among_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """What DyCoke forgets, on a window: of the tokens that the window still shows, and at each step of those."""
     asked = heard(monkeypatch, DyCoke, "recalled_columns", lambda self, *given: given)
-    told = lambda made, self, layer, query: (layer, query, made)  # noqa: E731
+
+    def told(made: Any, self: Any, layer: Any, query: Any) -> Any:
+        return layer, query, made
+
     views: list[tuple[int, Tensor, KVView]] = returned(monkeypatch, PrunedKVState, "view", told)
     prune = DyCoke(layer=2, drop=0.0, forget=0.5, refresh=1.0)
     kv, inputs = Window(window=70, margin=30), prompt("random-qwen")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 from websockets.exceptions import InvalidStatus
 
 import mmaccel
@@ -282,7 +283,10 @@ def test_words_cannot_become_special_tokens(served: Served, monkeypatch: pytest.
 
     for place in (processor, chat, stock):
         returned(monkeypatch, place, "tokenize", lambda ids, *_, **__: seen.append(ids))
-    read = lambda *_, **more: seen.append(more["input_ids"][0].tolist())  # noqa: E731
+
+    def read(*_: object, **more: Tensor) -> None:
+        seen.append(more["input_ids"][0].tolist())
+
     returned(monkeypatch, mmaccel.Accelerated, "generate", read)
 
     def marks(words: str) -> list[dict[int, int]]:

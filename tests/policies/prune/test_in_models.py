@@ -321,7 +321,10 @@ def test_pixels_may_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with mmaccel.accelerate(model, prune=PRUNERS["visionzip"]) as fast:
         want = fast(**inputs).logits
     encode = type(model.model).get_video_features
-    renamed = lambda self, pixel_values, **kwargs: encode(self, pixel_values, **kwargs)  # noqa: E731
+
+    def renamed(self: Any, pixel_values: Any, **kwargs: Any) -> Any:
+        return encode(self, pixel_values, **kwargs)
+
     monkeypatch.setattr(type(model.model), "get_video_features", renamed)
     with mmaccel.accelerate(model, prune=PRUNERS["visionzip"]) as fast:
         assert torch.equal(fast(**{**inputs}).logits, want)

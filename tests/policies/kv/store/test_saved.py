@@ -118,7 +118,10 @@ def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.Monk
         store.reserve(20)
     check(store, 1, [1, 0])
     monkeypatch.setattr(slabs, "host_available", lambda: buffers.UNKNOWN)
-    pinned = lambda *_, dtype=None, **__: dtype == torch.uint8  # noqa: E731
+
+    def pinned(*_: object, dtype: object = None, **__: object) -> bool:
+        return dtype == torch.uint8
+
     broken(monkeypatch, torch, "empty", RuntimeError("cudaHostAlloc failed"), pinned)
     with pytest.raises(StoreError, match="full with 2"):
         store.reserve(20)

@@ -151,7 +151,7 @@ def test_natural_spelling_is_understood(shipped: Shipped, loaded: Loaded) -> Non
 
 def test_the_demonstration_passes(shipped: Shipped, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
-        main(["demo", "--model", shipped("tiny-ov"), "--worlds", "1", "--seed0", "300", "--frames", "64"])
+        main(["demo", "--model", shipped("tiny-ov"), "--worlds", "1", "--seed0", "300", "--frames", "48"])
     out, err = capsys.readouterr()
     assert not done.value.code, out + err
     assert "the truth:" in out and "right, kept" in out

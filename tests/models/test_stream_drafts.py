@@ -61,7 +61,9 @@ def test_the_text_is_the_one_without_a_draft(name: str, kv: str, draft: str) -> 
             found.append((first.ids, session.ask(QUESTION, TOKENS)))
     (before, alone), (then, drafted) = found
     assert (then, drafted.ids) == (before, alone.ids) and len(alone.ids) > 4
-    assert drafted.counters["drafted"] > 0 and "drafted" not in alone.counters
+    # A lookup proposes nothing where no token comes twice before the last.
+    quiet = draft == "prompt_lookup" and len(set(alone.ids[:-1])) == len(alone.ids) - 1
+    assert (quiet or drafted.counters["drafted"] > 0) and "drafted" not in alone.counters
     if draft in LOOKS:
         assert agrees(drafted), "its draft saw what it saw"
 

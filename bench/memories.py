@@ -85,7 +85,6 @@ WINDOW_ALONE = _mosaic("window alone", encode_frames=0)
 
 WORDS = {"index": {"name": "clusters", "ask_by": "words"}}
 SPARSE: dict[str, Any] = {"sparse": {"name": "per_head", "table": "shipped"}, "dense_layers": [0]}
-"""What the first layer loses, all others lose: of tiny-qwen the table of that layer alone costs what all of it does."""
 DRAFT = {"draft": {"name": "sequential", "kv": {"name": "mosaic", "window": 16, "local": 8}}}
 
 

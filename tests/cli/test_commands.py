@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -212,6 +213,18 @@ def test_what_was_measured_is_printed_when_something_breaks(
         main(["eval", "table", "--model", ov, "--json"])
     told = json.loads(capsys.readouterr().out)
     assert not told["complete"] and [line["task"] for line in told["lines"]] == ["V-NIAH"]
+
+
+@pytest.mark.parametrize("own", [None, "1x"])
+def test_launch_queues_are_long_unless_the_user_says_otherwise(
+    call: Call, monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    name = "CUDA_SCALE_LAUNCH_QUEUES"
+    monkeypatch.setenv(name, own or "")  # so that it is put back
+    if own is None:
+        monkeypatch.delenv(name)
+    call("list")
+    assert os.environ[name] == (own or "4x")
 
 
 def test_version_and_help(call: Call, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,21 @@ def keyed(shipped: Callable[[str], str], tmp_path_factory: pytest.TempPathFactor
         yield one
 
 
+@pytest.fixture
+def client(served: Served) -> Iterator[Any]:
+    """A client of the server that all share."""
+    with served.client() as one:
+        yield one
+
+
+@pytest.fixture
+def stream(client: Any) -> Iterator[str]:
+    """The path of a stream on that server, which has seen nothing yet."""
+    path = opened(client)
+    yield path
+    client.delete(path)
+
+
 @functools.cache
 def jpegs(frames: int = 40) -> tuple[str, ...]:
     """Frames of the world as base64 of JPEG."""

@@ -77,7 +77,7 @@ def test_frames_that_wait_are_capped_in_bytes(served: Served, monkeypatch: pytes
 
 
 def test_frames_that_differ_are_taken_in_one_after_another(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another size, or without a time: the others of their batch keep theirs."""
     calls, go = [], threading.Event()
@@ -90,7 +90,7 @@ def test_frames_that_differ_are_taken_in_one_after_another(
 
     monkeypatch.setattr(mmaccel.AsyncVideoSession, "watch", watch)
     other = write_jpeg(torch.zeros(3, 20, 20, dtype=torch.uint8), 4096)
-    with served.client() as client, talking(served, path := opened(client)) as talk:
+    with talking(served, stream) as talk:
         heard(talk, "ready")
         for at in range(4):
             talk.send(json.dumps({"type": "frame", "data": jpegs()[0], "time": float(at)}))
@@ -104,7 +104,6 @@ def test_frames_that_differ_are_taken_in_one_after_another(
         assert calls[-2:] == [(1, None), (1, None)]
         assert [moment for _, times in calls for moment in times or ()] == [0.0, 1.0, 2.0, 3.0]
         assert taken[-2:] == [0, 0]  # as `watch` told, not as many as were sent
-        client.delete(path)
 
 
 def test_a_cancelled_question_is_told(served: Served) -> None:
@@ -214,7 +213,7 @@ def test_calls_on_streams_of_one_caller_are_bounded() -> None:
 
 
 def test_frames_have_the_time_of_a_request_and_end_with_their_client(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
 
@@ -227,16 +226,13 @@ def test_frames_have_the_time_of_a_request_and_end_with_their_client(
         return 0
 
     monkeypatch.setattr(mmaccel.AsyncVideoSession, "watch", watch)
-    with served.client() as client:
-        path = opened(client)
-        body = json.dumps({"frames": [jpegs()[0]]}).encode()
-        one = raw(served)
-        one.sendall(head(len(body), f"{path}/frames") + body)
-        eventually(lambda: seen)
-        one.close()
-        eventually(lambda: "ended" in seen, 5)
-        assert 500 < seen[0] <= 600
-        client.delete(path)
+    body = json.dumps({"frames": [jpegs()[0]]}).encode()
+    one = raw(served)
+    one.sendall(head(len(body), f"{stream}/frames") + body)
+    eventually(lambda: seen)
+    one.close()
+    eventually(lambda: "ended" in seen, 5)
+    assert 500 < seen[0] <= 600
 
 
 def test_a_client_that_leaves_ends_its_download_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from mmaccel.serve.engine import DEVICE_SHARE, Engine
 from mmaccel.serve.kept import Thumbnails
 from mmaccel.serve.settings import Limits, Refused, Settings
 from tests.media.films import answering, write_film
-from tests.serve.conftest import SESSIONS, SMALL, Served, jpegs, opened, running, text, video
+from tests.serve.conftest import SESSIONS, SMALL, Served, jpegs, running, text, video
 
 
 def bomb(side: int = 4096) -> bytes:
@@ -39,16 +39,15 @@ def undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "read_image", Mock(side_effect=AssertionError("it was decoded")))
 
 
-def test_frames_that_are_too_large_together_are_not_decoded(served: Served, undecoded: None) -> None:
+def test_frames_that_are_too_large_together_are_not_decoded(
+    served: Served, client: Any, stream: str, undecoded: None
+) -> None:
     one = base64.b64encode(bomb()).decode()
     many = [one] * 100  # 5 GB of 70 kB
     told = served.chat([video("data:video/webp;base64," + ",".join(many)), text()])
     assert told.status_code == 413 and "decoded" in told.text
-    with served.client() as client:
-        path = opened(client)
-        told = client.post(f"{path}/frames", json={"frames": many})
-        assert told.status_code == 413 and "decoded" in told.text
-        client.delete(path)
+    told = client.post(f"{stream}/frames", json={"frames": many})
+    assert told.status_code == 413 and "decoded" in told.text
 
 
 def test_sources_of_a_request_share_its_room() -> None:

@@ -109,7 +109,7 @@ def test_kept_videos_are_few_and_none_goes_while_it_is_asked(served: Served) -> 
     assert len(served.engine.kept._videos) == served.engine.settings.limits.kept
 
 
-def test_conversations_images_and_text(served: Served) -> None:
+def test_conversations_images_and_text(client: Any) -> None:
     def conversation(picture: dict[str, Any]) -> list[dict[str, Any]]:
         return [
             {"role": "system", "content": "Answer briefly."},
@@ -120,9 +120,8 @@ def test_conversations_images_and_text(served: Served) -> None:
 
     url = {"url": f"data:image/jpeg;base64,{jpegs()[0]}"}
     messages = conversation({"type": "image_url", "image_url": url})
-    with served.client() as client:
-        body = {"model": "tiny-ov@fastv", "messages": messages, "max_completion_tokens": 6}
-        answer = client.post("/v1/chat/completions", json=body).json()
+    body = {"model": "tiny-ov@fastv", "messages": messages, "max_completion_tokens": 6}
+    answer = client.post("/v1/chat/completions", json=body).json()
     content = conversation({"type": "image", "image": read_image(decode_base64(jpegs()[0]))})
     said, rows = plainly(content, "fastv", max_new_tokens=6)
     assert answer["choices"][0]["message"]["content"] == said
@@ -201,9 +200,8 @@ def test_a_seed_draws_the_same_again(served: Served) -> None:
     assert len({said(seed) for seed in range(1, 5)}) > 1
 
 
-def test_the_models_are_listed(served: Served) -> None:
-    with served.client() as client:
-        listed = client.get("/v1/models").json()
+def test_the_models_are_listed(client: Any) -> None:
+    listed = client.get("/v1/models").json()
     assert [one["id"] for one in listed["data"]][:3] == ["tiny-ov", "tiny-ov@dense", "tiny-ov@mosaic"]
     assert listed["mmaccel"]["default"] == "dense" and "mosaic" in listed["mmaccel"]["streams"]
 

@@ -7,6 +7,7 @@ import time
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -25,6 +26,7 @@ from tests.serve.conftest import (
     Served,
     frames_url,
     heard,
+    jpegs,
     loaded,
     mp4_url,
     opened,
@@ -123,20 +125,18 @@ def test_a_private_listener_sees_no_connection(served: Served) -> None:
 
 
 @pytest.mark.parametrize(("name", "body"), BODIES, ids=[name for name, _ in BODIES])
-def test_a_body_that_is_none_is_refused(served: Served, name: str, body: bytes) -> None:
-    with served.client() as client:
-        for path in (CHAT, SESSIONS):
-            response = client.post(path, content=body, headers={"Content-Type": "application/json"})
-            assert 400 <= response.status_code < 500, response.text
-            assert len(response.json()["error"]["message"]) < 500
-        assert client.get("/health").json()["status"] == "ok"
+def test_a_body_that_is_none_is_refused(client: Any, name: str, body: bytes) -> None:
+    for path in (CHAT, SESSIONS):
+        response = client.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert 400 <= response.status_code < 500, response.text
+        assert len(response.json()["error"]["message"]) < 500
+    assert client.get("/health").json()["status"] == "ok"
 
 
 @pytest.mark.parametrize("kind", ["application/json", "application/x-www-form-urlencoded", None])
-def test_a_body_that_is_no_json_is_called_so(served: Served, kind: str | None) -> None:
+def test_a_body_that_is_no_json_is_called_so(client: Any, kind: str | None) -> None:
     head = {} if kind is None else {"Content-Type": kind}
-    with served.client() as client:
-        told = client.post(CHAT, content=b"{bad", headers=head).json()["error"]["message"]
+    told = client.post(CHAT, content=b"{bad", headers=head).json()["error"]["message"]
     assert told == "the body: it is not a JSON object; send one, as Content-Type: application/json."
 
 
@@ -207,28 +207,24 @@ def test_bodies_are_capped_together() -> None:
         assert client.post(CHAT, content=b" " * 60_000, headers=head).status_code == 400  # it was given back
 
 
-def test_another_site_s_page_gets_no_socket(served: Served) -> None:
-    with served.client() as client:
-        path = opened(client)
-        with pytest.raises(InvalidStatus), talking(served, path, origin="https://evil.example"):
-            pass
-        with talking(served, path, origin=served.url) as talk:
-            assert heard(talk, "ready")
-        client.delete(path)
+def test_another_site_s_page_gets_no_socket(served: Served, stream: str) -> None:
+    with pytest.raises(InvalidStatus), talking(served, stream, origin="https://evil.example"):
+        pass
+    with talking(served, stream, origin=served.url) as talk:
+        assert heard(talk, "ready")
 
 
-def test_pages_of_other_sites_and_other_names_of_the_host_are_refused(served: Served) -> None:
+def test_pages_of_other_sites_and_other_names_of_the_host_are_refused(served: Served, client: Any) -> None:
     body = {"model": "tiny-ov", "messages": [{"role": "user", "content": "a"}]}
-    with served.client() as client:
-        for headers in (
-            {"Origin": "https://evil.example"},
-            {"Origin": "null"},
-            {"Host": "evil.example"},
-            {"Host": "evil.example:8000"},
-            {"Host": ""},
-        ):
-            assert client.post(CHAT, json=body, headers=headers).status_code == 403
-        assert client.get("/health", headers={"Origin": served.url}).status_code == 200
+    for headers in (
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Host": "evil.example"},
+        {"Host": "evil.example:8000"},
+        {"Host": ""},
+    ):
+        assert client.post(CHAT, json=body, headers=headers).status_code == 403
+    assert client.get("/health", headers={"Origin": served.url}).status_code == 200
 
 
 def test_keys(keyed: Served) -> None:
@@ -253,20 +249,17 @@ def test_other_hosts_need_a_key(host: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../mine", "a/b", "", ".", "..", "a" * 65, "-x", "a\0b", "C:\\x"])
-def test_names_of_saved_streams_lead_nowhere_else(served: Served, name: str) -> None:
-    with served.client() as client:
-        one = opened(client, 1)
-        for path, body in ((f"{one}/save", {"name": name}), (SESSIONS, {"resume": name})):
-            assert client.post(path, json=body).status_code == 400
-        client.delete(one)
+def test_names_of_saved_streams_lead_nowhere_else(client: Any, stream: str, name: str) -> None:
+    assert client.post(f"{stream}/frames", json={"frames": [jpegs()[0]], "fps": 1}).status_code == 200
+    for path, body in ((f"{stream}/save", {"name": name}), (SESSIONS, {"resume": name})):
+        assert client.post(path, json=body).status_code == 400
 
 
 @pytest.mark.parametrize(
     "path", ["/page/../app.py", "/page/%2e%2e/app.py", "/page//etc/passwd", "/page/..%2fapp.py"]
 )
-def test_the_page_s_folder_is_all_that_is_shown(served: Served, path: str) -> None:
-    with served.client() as client:
-        assert client.get(path).status_code == 404
+def test_the_page_s_folder_is_all_that_is_shown(client: Any, path: str) -> None:
+    assert client.get(path).status_code == 404
 
 
 # --- Words ------------------------------------------------------------------------------------------------------------

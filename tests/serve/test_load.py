@@ -52,13 +52,12 @@ def eventually(holds: Any, seconds: float = 15) -> None:
 
 
 @pytest.mark.parametrize("many", [36, pytest.param(500, marks=pytest.mark.slow)])
-def test_many_clients_at_once_all_get_their_own_answer(served: Served, many: int) -> None:
+def test_many_clients_at_once_all_get_their_own_answer(served: Served, client: Any, many: int) -> None:
     """So many questions at once, of two kinds of work; each gets the answer that it gets alone."""
     asked = [
         body(frames=2 + n % 3, max_tokens=2, mmaccel={"recipe": ("mosaic", "fastv")[n % 2]}) for n in range(6)
     ]
-    with served.client() as client:
-        alone = [client.post(CHAT, json=one).json()["choices"] for one in asked]
+    alone = [client.post(CHAT, json=one).json()["choices"] for one in asked]
 
     async def all_at_once() -> list[Any]:
         limits = httpx2.Limits(max_connections=many)
@@ -229,7 +228,7 @@ def test_a_client_that_leaves_ends_its_answer(unending: Served, recipe: str, str
     ids=["cuda", "host", "cpu"],
 )
 def test_out_of_memory_in_one_request_leaves_the_others(
-    served: Served, monkeypatch: pytest.MonkeyPatch, error: Exception
+    served: Served, client: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Under `generate`, while a video is taken in, and on a stream, whose memory stays what it was."""
     bad = 5  # frames of the request that fails
@@ -260,15 +259,12 @@ def test_out_of_memory_in_one_request_leaves_the_others(
     for answer, (frames, _) in zip(answers, asked, strict=True):
         assert answer.status_code == (503 if frames == bad else 200), answer.text
     assert answers[1].json()["error"]["code"] == "out_of_memory"
-    with served.client() as client:
-        path = opened(client, 3)
-        failed = client.post(f"{path}/frames", json={"frames": list(jpegs()[:bad]), "fps": 1})
-        assert failed.status_code == 503
-        assert (
-            client.post(f"{path}/frames", json={"frames": list(jpegs()[3:5]), "fps": 1}).json()["frames"] == 5
-        )
-        assert client.post(f"{path}/ask", json={"question": QUESTION}).status_code == 200
-        client.delete(path)
+    path = opened(client, 3)
+    failed = client.post(f"{path}/frames", json={"frames": list(jpegs()[:bad]), "fps": 1})
+    assert failed.status_code == 503
+    assert client.post(f"{path}/frames", json={"frames": list(jpegs()[3:5]), "fps": 1}).json()["frames"] == 5
+    assert client.post(f"{path}/ask", json={"question": QUESTION}).status_code == 200
+    client.delete(path)
 
 
 def test_a_request_ends_with_its_time() -> None:

@@ -63,9 +63,8 @@ def test_a_stream_answers_as_a_session_does(served: Served) -> None:
         assert client.delete(one).json()["deleted"] and client.get(one).status_code == 404
 
 
-def test_the_socket_stands_in_the_description_of_the_api(served: Served) -> None:
-    with served.client() as client:
-        told = client.get("/openapi.json").json()["info"]["description"]
+def test_the_socket_stands_in_the_description_of_the_api(client: Any) -> None:
+    told = client.get("/openapi.json").json()["info"]["description"]
     messages = Incoming.json_schema()["discriminator"]["mapping"]
     assert "/{id}/socket" in told and len(messages) == 6 and all(f"`{name}`" in told for name in messages)
 
@@ -86,15 +85,14 @@ def test_an_answer_comes_by_events(served: Served) -> None:
         assert wrong.status_code == 400 and "empty" in wrong.json()["error"]["message"]
 
 
-def test_a_stored_video_is_ingested_and_one_is_watched(served: Served, tmp_path: Path) -> None:
+def test_a_stored_video_is_ingested_and_one_is_watched(client: Any, tmp_path: Path) -> None:
     url = {"url": mp4_url(write_film(tmp_path / "film.mp4", 30))}
-    with served.client() as client:
-        for stored in (True, False):
-            one = opened(client)
-            body = {"video_url": url, "fps": 5, "stored": stored}
-            assert client.post(f"{one}/frames", json=body).json()["taken"] == 15
-            assert ("ingest_seen" in client.get(one).json()["counters"]) >= stored
-            client.delete(one)
+    for stored in (True, False):
+        one = opened(client)
+        body = {"video_url": url, "fps": 5, "stored": stored}
+        assert client.post(f"{one}/frames", json=body).json()["taken"] == 15
+        assert ("ingest_seen" in client.get(one).json()["counters"]) >= stored
+        client.delete(one)
 
 
 def test_text_stands_beside_frames(served: Served) -> None:
@@ -126,17 +124,16 @@ def test_text_stands_beside_frames(served: Served) -> None:
         )
 
 
-def test_a_saved_stream_goes_on(served: Served) -> None:
-    with served.client() as client:
-        one = opened(client, 30)
-        said = client.post(f"{one}/ask", json={"question": QUESTION}).json()
-        assert client.post(f"{one}/save", json={"name": "mine"}).json() == {"saved": "mine", "frames": 30}
-        client.delete(one)
-        again = opened(client, resume="mine")
-        assert client.get(again).json()["frames"] == 30
-        told = client.post(f"{again}/ask", json={"question": QUESTION}).json()
-        assert told["text"] == said["text"] and len(told["evidence"]) == len(said["evidence"])
-        assert client.post(SESSIONS, json={"recipe": "mosaic", "resume": "other"}).status_code == 404
+def test_a_saved_stream_goes_on(client: Any) -> None:
+    one = opened(client, 30)
+    said = client.post(f"{one}/ask", json={"question": QUESTION}).json()
+    assert client.post(f"{one}/save", json={"name": "mine"}).json() == {"saved": "mine", "frames": 30}
+    client.delete(one)
+    again = opened(client, resume="mine")
+    assert client.get(again).json()["frames"] == 30
+    told = client.post(f"{again}/ask", json={"question": QUESTION}).json()
+    assert told["text"] == said["text"] and len(told["evidence"]) == len(said["evidence"])
+    assert client.post(SESSIONS, json={"recipe": "mosaic", "resume": "other"}).status_code == 404
 
 
 def test_a_stream_is_its_key_s_own(keyed: Served) -> None:
@@ -225,58 +222,42 @@ def test_a_stretch_of_time_a_conversation_and_a_drawn_answer(served: Served) -> 
         client.delete(one)
 
 
-def test_a_standing_question_tells_of_changes(served: Served) -> None:
-    with served.client() as client:
-        path = opened(client)
-        with talking(served, path) as socket:
-            heard(socket, "ready")
-            asked = {
-                "type": "on",
-                "id": "s",
-                "question": "Where is the scene set?",
-                "every": 1.0,
-                "last": 4.0,
-            }
-            socket.send(json.dumps(asked))
-            for at, one in enumerate(frames(40)):
-                socket.send(json.dumps({"type": "frame", "data": one, "time": float(at)}))
-                while heard(socket, "event")["name"] != "taken":
-                    pass
-            socket.send(json.dumps({"type": "cancel", "id": "s"}))
-        with talking(served, path) as socket:
-            heard(socket, "ready")
-            socket.send(json.dumps({**asked, "id": "t", "last": None}))
-            socket.send(json.dumps({"type": "frame", "data": frames(1)[0], "time": 41.0}))
-            change = heard(socket, "change")
-            assert change["id"] == "t" and change["text"] and change["before"] is None
-            assert change["seconds"] == 41.0 and change["evidence"]
-        client.delete(path)
+def test_a_standing_question_tells_of_changes(served: Served, stream: str) -> None:
+    words = "Where is the scene set?"
+    with talking(served, stream) as socket:
+        heard(socket, "ready")
+        asked = {"type": "on", "id": "s", "question": words, "every": 1.0, "last": 4.0}
+        socket.send(json.dumps(asked))
+        for at, one in enumerate(frames(40)):
+            socket.send(json.dumps({"type": "frame", "data": one, "time": float(at)}))
+            while heard(socket, "event")["name"] != "taken":
+                pass
+        socket.send(json.dumps({"type": "cancel", "id": "s"}))
+    with talking(served, stream) as socket:
+        heard(socket, "ready")
+        socket.send(json.dumps({**asked, "id": "t", "last": None}))
+        socket.send(json.dumps({"type": "frame", "data": frames(1)[0], "time": 41.0}))
+        change = heard(socket, "change")
+        assert change["id"] == "t" and change["text"] and change["before"] is None
+        assert change["seconds"] == 41.0 and change["evidence"]
 
 
-def test_a_wrong_message_is_told_and_ends_nothing(served: Served) -> None:
-    with served.client() as client:
-        path = opened(client)
-        with talking(served, path) as socket:
-            heard(socket, "ready")
-            for wrong in (
-                "",
-                "{",
-                "[]",
-                '{"type": "fly"}',
-                '{"type": "frame"}',
-                '{"type": "ask", "question": "a"}',
-            ):
-                socket.send(wrong)
-                message = json.loads(socket.recv(timeout=20))
-                assert message["name"] == "error" and len(message["message"]) < 400
-            socket.send(b"no picture")
-            assert "cannot be read as an image" in json.loads(socket.recv(timeout=20))["message"]
-            socket.send(jpegs_bytes(1))
-            assert heard(socket, "taken")["frames"] == 1
+def test_a_wrong_message_is_told_and_ends_nothing(served: Served, stream: str) -> None:
+    typed = ('{"type": "fly"}', '{"type": "frame"}', '{"type": "ask", "question": "a"}')
+    with talking(served, stream) as socket:
+        heard(socket, "ready")
+        for wrong in ("", "{", "[]", *typed):
+            socket.send(wrong)
+            message = json.loads(socket.recv(timeout=20))
+            assert message["name"] == "error" and len(message["message"]) < 400
+        socket.send(b"no picture")
+        assert "cannot be read as an image" in json.loads(socket.recv(timeout=20))["message"]
+        socket.send(jpegs_bytes(1))
+        assert heard(socket, "taken")["frames"] == 1
 
 
 def test_frames_that_come_too_fast_are_left_out_and_told(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
     watch = mmaccel.AsyncVideoSession.watch
@@ -287,17 +268,14 @@ def test_frames_that_come_too_fast_are_left_out_and_told(
         return await watch(self, *given, **more)
 
     monkeypatch.setattr(mmaccel.AsyncVideoSession, "watch", slow)
-    with served.client() as client:
-        path = opened(client)
-        with talking(served, path) as socket:
-            heard(socket, "ready")
-            for _ in range(60):
-                socket.send(jpegs_bytes(0))
-            dropped = heard(socket, "dropped")["frames"]
-            assert dropped >= 1
-            go.set()
-            while heard(socket, "taken")["frames"] < 32:
-                pass
+    with talking(served, stream) as socket:
+        heard(socket, "ready")
+        for _ in range(60):
+            socket.send(jpegs_bytes(0))
+        assert heard(socket, "dropped")["frames"] >= 1
+        go.set()
+        while heard(socket, "taken")["frames"] < 32:
+            pass
 
 
 def test_streams_are_few_and_close_when_nobody_uses_them() -> None:
@@ -336,13 +314,10 @@ def test_streams_are_few_and_close_when_nobody_uses_them() -> None:
         ({"text": [{"text": "a"}]}, "tell: the session has seen no frame; watch something first."),
     ],
 )
-def test_frames_that_are_none_are_refused(served: Served, body: Any, told: str) -> None:
-    with served.client() as client:
-        one = opened(client)
-        response = client.post(f"{one}/frames", json=body)
-        assert response.status_code == 400 and told in response.json()["error"]["message"]
-        assert client.get(one).json()["frames"] == 0
-        client.delete(one)
+def test_frames_that_are_none_are_refused(client: Any, stream: str, body: Any, told: str) -> None:
+    response = client.post(f"{stream}/frames", json=body)
+    assert response.status_code == 400 and told in response.json()["error"]["message"]
+    assert client.get(stream).json()["frames"] == 0
 
 
 @pytest.mark.parametrize(
@@ -354,16 +329,13 @@ def test_frames_that_are_none_are_refused(served: Served, body: Any, told: str) 
     ],
 )
 def test_frames_beside_text_that_cannot_be_are_not_taken(
-    served: Served, line: dict[str, Any], told: str
+    client: Any, stream: str, line: dict[str, Any], told: str
 ) -> None:
-    with served.client() as client:
-        one = opened(client)
-        body = json.dumps({"frames": frames(1), "text": [line]})  # with what a client's own encoder refuses
-        response = client.post(f"{one}/frames", content=body, headers={"content-type": "application/json"})
-        assert response.status_code == 400 and told in response.json()["error"]["message"]
-        assert client.get(one).json()["frames"] == 0
-        early = {"frames": frames(3), "fps": 1.0, "text": [{"text": "a cup", "end": 1.0}]}
-        assert client.post(f"{one}/frames", json=early).json()["frames"] == 3
-        answer = client.post(f"{one}/ask", json={"question": QUESTION, "max_tokens": 2}).json()
-        assert answer["lines"] == [[2.0, 2.0, "a cup"]]
-        client.delete(one)
+    body = json.dumps({"frames": frames(1), "text": [line]})  # with what a client's own encoder refuses
+    response = client.post(f"{stream}/frames", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and told in response.json()["error"]["message"]
+    assert client.get(stream).json()["frames"] == 0
+    early = {"frames": frames(3), "fps": 1.0, "text": [{"text": "a cup", "end": 1.0}]}
+    assert client.post(f"{stream}/frames", json=early).json()["frames"] == 3
+    answer = client.post(f"{stream}/ask", json={"question": QUESTION, "max_tokens": 2}).json()
+    assert answer["lines"] == [[2.0, 2.0, "a cup"]]

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +18,18 @@ import mmaccel
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
-from mmaccel.core.decoding.worker import OWN, READY, Blob, Message, Worker
+from mmaccel.core.decoding.worker import OWN, READY, Blob, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, _remote_drafter
-from mmaccel.policies.draft._draft_decoder import DraftDecoder
+from mmaccel.policies.draft._draft_decoder import DraftDecoder, TokenDistribution
 from mmaccel.policies.draft._remote_drafter import ALIGN, SLAB, SMALL, RemoteDrafter, pack, pack_later, unpack
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 from tests.core.test_generate import limit
-from tests.core.toy import bigram, decode_greedily
+from tests.core.toy import ToyRunner, bigram, decode_greedily
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
-from tests.policies.draft.toy_service import VOCAB, table
+from tests.policies.draft.toy_service import VOCAB, Softmax, table
 from tests.spies import broken
 
 TARGET = bigram(table(1))
@@ -63,7 +63,7 @@ def stop(worker: Worker) -> None:
 def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> None:
     """A process that takes nothing for now, and pixels that are more than the wire holds: all comes in order afterwards,
     and the end of the sequence is the first to wait for it, since from then on the pixels may be written over."""
-    first, second = _remote_drafter.RemoteDrafter(worker, VOCAB), _remote_drafter.RemoteDrafter(worker, VOCAB)
+    first, second = RemoteDrafter(worker, VOCAB), RemoteDrafter(worker, VOCAB)
     given = {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}
     stop(worker)
     first.begin(given, None, True, False, 0)
@@ -85,12 +85,27 @@ def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> No
     assert not end.is_alive() and worker.alive
 
 
+def test_what_a_token_was_drawn_from_crosses_the_wire(worker: Worker) -> None:
+    """The process draws what a writer here draws with its seed, from the same distributions."""
+    here, given = DraftDecoder(ToyRunner(TARGET), "cpu", VOCAB), {"input_ids": torch.tensor([[1, 0]])}
+    here.read_prompt(given, None, False, Softmax(), 9)
+    with closing(RemoteDrafter(worker, VOCAB)) as engine:
+        engine.begin(given, Softmax(), False, False, 9)
+        for length, fix in ((0, []), (3, [5])):
+            engine.request_tokens(length, fix, 4)
+            there, mine = engine.collect_tokens(20.0), here.draft_tokens(length, fix, 4)
+            assert there is not None and there.ids == mine.ids and len(there.odds) == 4
+            for one, other in zip(there.odds, mine.odds, strict=True):
+                assert torch.equal(one.ids, other.ids) and torch.equal(one.weights, other.weights)
+    q = TokenDistribution.dense(mine.odds, VOCAB, torch.device("cpu"))
+    rows = [table(1)[token] for token in here.line[3:7]]
+    assert torch.allclose(q, torch.softmax(torch.stack(rows), -1), atol=1e-6)
+
+
 def test_a_process_that_is_ended_after_the_last_token_is_told_of(silent: Worker) -> None:
     """It took nothing of its prompt, for which the end of the sequence waits, and no token was asked of it."""
-    engine = _remote_drafter.RemoteDrafter(silent, VOCAB)
-    engine.begin(
-        {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}, None, True, False, 0
-    )
+    engine, pixels = RemoteDrafter(silent, VOCAB), torch.zeros(1 << 21)
+    engine.begin({"input_ids": torch.tensor([[1, 0]]), "pixel_values": pixels}, None, True, False, 0)
     with pytest.warns(MmaccelWarning, match="ended when its prompt was over.*cannot be reached"):
         engine.close()
     assert not silent.alive and silent.process.poll() is not None
@@ -138,7 +153,7 @@ def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(
 
 def test_a_prompt_that_is_not_taken_does_not_hide_why_a_sequence_ended(silent: Worker) -> None:
     """Whoever closes a sequence because of another error tells that one; the next sequence gets another process."""
-    one = _remote_drafter.RemoteDrafter(silent, VOCAB)
+    one = RemoteDrafter(silent, VOCAB)
     one.begin({"input_ids": torch.zeros(1, 1 << 20, dtype=torch.long)}, None, True, False, 0)
     with pytest.raises(MemoryError):
         try:
@@ -173,25 +188,21 @@ def test_pixels_leave_a_device_as_they_were_when_the_prompt_was_told() -> None:
 
 def test_what_travels_with_the_prompt() -> None:
     """Seconds of frames, which some processors give as a list, place the draft's frames as the target's are."""
+    worker: Any = Mock(spec=Worker, **{"drain.return_value": []})
+    given = {"input_ids": torch.tensor([[1, 2]]), "second_per_grid_ts": [0.5, 1.0]}
+    more = {"streamer": object(), "use_cache": None}
 
-    class Listening:
-        def drain(self) -> list[Message]:
-            return []
+    def posted(warp: Any) -> tuple[dict[str, Any], Any]:
+        RemoteDrafter(worker, VOCAB).begin({**given, **more}, warp, False, False, 0)
+        return unpack(bytearray(b"".join(worker.post.call_args.kwargs["blob"]())))
 
-        def post(self, kind: int, *numbers: int, blob: Callable[[], Sequence[Blob]]) -> None:
-            self.inputs, self.warp = unpack(bytearray(b"".join(blob())))
-
-    worker: Any = Listening()
-    ids = torch.tensor([[1, 2]])
-    given = {"input_ids": ids, "second_per_grid_ts": [0.5, 1.0], "streamer": object(), "use_cache": None}
-    _remote_drafter.RemoteDrafter(worker, VOCAB).begin(given, Halved(torch.tensor([2.0])), False, False, 0)
-    assert worker.inputs.keys() == {"input_ids", "second_per_grid_ts"}
-    assert worker.inputs["second_per_grid_ts"] == [0.5, 1.0]
-    warp = _remote_drafter._unpacked(worker, worker.warp, "meta")
+    inputs, told = posted(Halved(torch.tensor([2.0])))
+    assert inputs.keys() == given.keys() and inputs["second_per_grid_ts"] == [0.5, 1.0]
+    warp = _remote_drafter._unpacked(worker, told, "meta")
     assert isinstance(warp, Halved) and warp.by.is_meta, "its tensors are where the draft's logits are"
     with pytest.warns(MmaccelWarning, match="give logits processors that can be pickled"):
-        _remote_drafter.RemoteDrafter(worker, VOCAB).begin(given, lambda ids, logits: logits, False, False, 0)
-    assert _remote_drafter._unpacked(worker, worker.warp, "cpu") is None
+        _, told = posted(lambda ids, logits: logits)
+    assert _remote_drafter._unpacked(worker, told, "cpu") is None
 
 
 def test_a_prompt_arrives_as_it_was_sent() -> None:

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mmaccel.core.decoding.draft import Prompt
-from mmaccel.core.decoding.generate import speculate
 from mmaccel.core.errors import DraftError, ModelError, RecipeError
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.draft._draft_model import check_vocabulary
 from mmaccel.policies.draft.sequential import Drafter
 from tests import sentence
+from tests.core import test_generate as core
+from tests.core.test_generate import limit
 from tests.core.toy import (
-    Meter,
     Rule,
     ToyModel,
     ToyRunner,
@@ -45,13 +45,9 @@ def run(
 ) -> tuple:
     model = ToyModel(small, theirs or vocab)
     draft = Sequential(model=model, window=window, **more).open(view(rule, vocab))
-    target, meter = ToyRunner(rule), Meter()
-    draft.begin(said)
-    ids = speculate(
-        target, draft, said, target.prefill(said.inputs), stop=lambda ids: ids.shape[1] >= length, meter=meter
-    )
+    ids, _, meter = core.run(rule, draft, limit(length), said)
     assert not meter.failures
-    return ids[0].tolist(), meter, model.runners[0], draft
+    return ids, meter, model.runners[0], draft
 
 
 def random_table(vocab: int, seed: int) -> Tensor:
@@ -65,7 +61,7 @@ def test_greedy_output_is_the_targets(seed: int, window: int, length: int, chang
     small[:changes] = random_table(6, seed + 1)[:changes]
     rule, said = bigram(table), toy_prompt([4, 2, 5], max_new_tokens=(length - 3) * known)
     ids, meter, runner, _ = run(rule, bigram(small), said, length, window, 6)
-    assert ids == decode_greedily(rule, [4, 2, 5], lambda ids: ids.shape[1] >= length)
+    assert ids == decode_greedily(rule, [4, 2, 5], limit(length))
     # The draft has run the committed ids, then its own last guesses but one: no token twice, none left out.
     before = 4 + sum(accepted + 1 for _, accepted in meter.rounds[:-1])
     if meter.rounds and meter.rounds[-1][0]:
@@ -106,18 +102,9 @@ def test_the_draft_sees_all_of_the_prompt() -> None:
 
 def test_the_prompt_is_read_after_the_targets_first_token_is_out() -> None:
     rule = bigram(torch.eye(5).roll(1, 1))
-    drafting, target, said = ToyRunner(rule), ToyRunner(rule), toy_prompt([1, 0])
+    drafting = ToyRunner(rule)
     draft, read = Drafter(drafting, torch.device("cpu"), Sequential(window=2), 5), []
-    draft.begin(said)
-    speculate(
-        target,
-        draft,
-        said,
-        target.prefill(said.inputs),
-        stop=lambda ids: ids.shape[1] >= 9,
-        emit=lambda new: read.append(len(drafting.tokens)),
-        meter=Meter(),
-    )
+    core.run(rule, draft, limit(9), emit=lambda new: read.append(len(drafting.tokens)))
     assert read[0] == 0 and read[1] > 2
 
 
@@ -153,7 +140,7 @@ def test_a_draft_of_another_padding(theirs: int, sampling: bool) -> None:
     ids, meter, _, _ = run(rule, known, said, 80, 4, vocab, theirs)
     assert len(ids) == 80 and max(ids) < vocab
     if not sampling:
-        assert ids == decode_greedily(rule, [3], lambda ids: ids.shape[1] >= 80)
+        assert ids == decode_greedily(rule, [3], limit(80))
     assert sum(accepted for _, accepted in meter.rounds) > 0.7 * sum(proposed for proposed, _ in meter.rounds)
 
 
@@ -166,15 +153,8 @@ def test_sampled_triples_have_the_targets_joint_distribution(confidence: float) 
     large, small = Triples(vocab, 5), Triples(vocab, 6)
     counts = torch.zeros(vocab, vocab, vocab, dtype=torch.long)
     for _ in range(10):
-        ids, *_ = run(
-            large,
-            small,
-            toy_prompt([0], warp=warp, generator=g),
-            1 + 3 * chunk,
-            2,
-            vocab,
-            confidence=confidence,
-        )
+        said = toy_prompt([0], warp=warp, generator=g)
+        ids, *_ = run(large, small, said, 1 + 3 * chunk, 2, vocab, confidence=confidence)
         counts += count_triples(torch.tensor(ids[1:]).view(-1, 3), vocab)
     assert g_test(counts, large.joint(lambda logits: torch.softmax(logits / 0.7, -1))) > 1e-4
 
@@ -273,7 +253,7 @@ def test_a_window_ends_where_the_draft_is_not_sure(seed: int, confidence: float)
     small[:3] = table[:3]
     said = toy_prompt([4, 2, 5])
     ids, meter, _, draft = run(bigram(table), bigram(small), said, 30, 4, 6, confidence=confidence)
-    assert ids == decode_greedily(bigram(table), [4, 2, 5], lambda ids: ids.shape[1] >= 30)
+    assert ids == decode_greedily(bigram(table), [4, 2, 5], limit(30))
     sure, at = small.softmax(-1).amax(-1) >= confidence, 3
     for proposed, accepted in meter.rounds[:-1]:
         token, want = ids[at], 1

@@ -25,6 +25,13 @@ def table(seed: int) -> torch.Tensor:
     return torch.randint(0, 6, (VOCAB, VOCAB), generator=torch.Generator().manual_seed(seed)).float()
 
 
+class Softmax:
+    """Sampling that another process can have."""
+
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(logits, -1)
+
+
 class Faulty(DraftDecoder):
     """Does its work until its hour has come."""
 

@@ -69,6 +69,14 @@ def test_lines(places: str, dtype: torch.dtype, gathered: bool) -> None:
         assert bool(((last.expand_heads(got.cpu()) - line).abs() <= 1e-6 + 1e-5 * line).all())
 
 
+def same_pairs(pattern: SparsePattern, scene: Scene) -> bool:
+    """Whether the plan of kernels has the pairs of one that is made without them."""
+    want, _ = scene.planned(pattern, torch.float32)
+    with launched():
+        got, _ = scene.planned(pattern, torch.float32, DEVICE)
+    return torch.equal(got.count_mask().cpu(), want.count_mask())
+
+
 @contextmanager
 def launched() -> Iterator[None]:
     """Everything that the Triton backend has a kernel for goes through it, also where Triton interprets."""
@@ -145,11 +153,7 @@ PATTERNS: dict[str, SparsePattern] = {
 )
 def test_plans(name: str, start: int) -> None:
     """The same pairs as of an index made without kernels; one prompt twice gives one answer."""
-    scene = replace(SCENE, start=start)
-    want, _ = scene.planned(PATTERNS[name], torch.float32)
-    with launched():
-        got, _ = scene.planned(PATTERNS[name], torch.float32, DEVICE)
-    assert torch.equal(got.count_mask().cpu(), want.count_mask())
+    assert same_pairs(PATTERNS[name], replace(SCENE, start=start))
 
 
 @pytest.mark.parametrize("name", ["grid, sum, group, queries", "vertical_slash"])
@@ -160,11 +164,7 @@ def test_heads_apart_in_a_batch(name: str) -> None:
     assert isinstance(own, SparsePattern)
     heads = LayerHeads(block=16, named=dict.fromkeys((0, 3, 4), own), heads=6)
     short = [sequence([(TEXT, [5]), (VIDEO, [7] * n), (TEXT, [8])]) for n in (4, 3)]
-    scene = replace(SCENE, sequences=tuple(short), heads=6)
-    want, _ = scene.planned(heads, torch.float32)
-    with launched():
-        got, _ = scene.planned(heads, torch.float32, DEVICE)
-    assert torch.equal(got.count_mask().cpu(), want.count_mask())
+    assert same_pairs(heads, replace(SCENE, sequences=tuple(short), heads=6))
 
 
 @pytest.mark.parametrize(("score", "padded"), some(["contrast", "mean", "sum"], [True, False]))

@@ -24,22 +24,28 @@ def draw(plan: AttentionPlan, groups: int, size: int, seed: int, value_size: int
     return drawn(plan.batch, (plan.heads, groups), plan.n_query, plan.n_key, size, seed, value_size)
 
 
+def scores(query: Tensor, key: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+    """[B, H, Sq, Sk]: the logits of all pairs."""
+    score = (query * scale) @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
+    return score + (0.0 if bias is None else bias.to(query.dtype))
+
+
+def weighted(score: Tensor, mask: Tensor, value: Tensor, by: Tensor | float = 1.0) -> Tensor:
+    """Values by the softmax of what `mask` leaves of `score`, times `by`."""
+    weight = score.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
+    return (weight * by) @ value.repeat_interleave(score.shape[1] // value.shape[1], 1)
+
+
 def masked(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, bias: Tensor | None = None
 ) -> Tensor:
     """Attention under a bool mask [B, H or 1, Sq, Sk], in the type of the inputs; rows that see nothing are zero. `bias`, of
     that shape, is added to the logits."""
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    score = (query * scale) @ key.transpose(2, 3) + (0.0 if bias is None else bias.to(query.dtype))
-    weight = score.masked_fill(~mask, -torch.inf).softmax(-1)
-    return weight.masked_fill(~mask, 0.0) @ value
+    return weighted(scores(query, key, scale, bias), mask, value)
 
 
 def log_sum_exp(query: Tensor, key: Tensor, mask: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
-    score = (query * scale) @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
-    score = score + (0.0 if bias is None else bias.to(query.dtype))
-    return score.masked_fill(~mask, -torch.inf).logsumexp(-1)
+    return scores(query, key, scale, bias).masked_fill(~mask, -torch.inf).logsumexp(-1)
 
 
 def budget(
@@ -54,7 +60,9 @@ def budget(
     """
     wide = query.double(), key.double(), value.double()
     exact = masked(*wide, mask, scale, bias)
-    turned = float(_moved(*wide, mask, scale, bias).max()) * torch.finfo(torch.float32).eps / 2
+    score = scores(*wide[:2], scale, bias)
+    moved = weighted(score, mask, wide[2].abs(), score.abs())
+    turned = float(moved.max()) * torch.finfo(torch.float32).eps / 2
     generator = torch.Generator().manual_seed(0)
     orders = [torch.arange(key.shape[2])] + [
         torch.randperm(key.shape[2], generator=generator) for _ in range(4)
@@ -92,17 +100,6 @@ def check(
         error = float((lse[~blind].double() - wide).abs().max())
         assert error <= 2 * plain + torch.finfo(torch.float32).eps * float(wide.abs().max())
     return out, lse
-
-
-def _moved(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, bias: Tensor | None
-) -> Tensor:
-    """Sum over the keys of p * |s| * |v|, for each output."""
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    score = (query * scale) @ key.transpose(2, 3) + (0.0 if bias is None else bias.to(query.dtype))
-    weight = score.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
-    return (weight * score.abs()) @ value.abs()
 
 
 def flat(part: Part, plan: AttentionPlan) -> tuple:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.block_attend import Part
+from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, pad_rows, span_by_range, span_from_table
 from mmaccel.policies.sparse import AShape, Boundary2D, Grid, KBoundary, QBoundary, VerticalSlash
@@ -101,6 +101,14 @@ def with_extras(plan: AttentionPlan, groups: int, size: int, seed: int) -> Atten
         count = torch.randint(1, 50, k_row.shape, generator=rng).float().log()
         spans.append(replace(span, key=key, value=value, bias=None if shared else count))
     return replace(plan, parts=(replace(part, spans=tuple(spans)),))
+
+
+def full_plan() -> AttentionPlan:
+    """Two blocks of keys that are called FULL, though the range test would hide them."""
+    keys, queries = (torch.arange(n, dtype=torch.int32).view(1, 1, n) for n in (64, 16))
+    lists = BlockLists(torch.tensor([[[[0, 2, 0, 2, 0]]]]), None, torch.full((1, 1, 2), FULL).char())
+    span = KeySpan(keys, torch.full((1, 1, 16), -5).int(), keys, 0, 1, lists)
+    return AttentionPlan((Part(queries, (span,)),), 16, 32, batch=2, heads=4, n_query=16, n_key=64)
 
 
 TABLES = ("equal", "disjoint", "alternate", "shifted", "random", "none")

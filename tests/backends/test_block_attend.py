@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends import reference, select
-from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.reference import block_attend
 from mmaccel.core.layout import TokenLayout
@@ -21,7 +20,7 @@ from tests.products import product
 from tests.spies import Largest
 
 from .oracle import budget, check, draw, drawn, log_sum_exp, masked
-from .plans import PATTERNS, pattern_plan, random_plan, with_extras
+from .plans import PATTERNS, full_plan, pattern_plan, random_plan, with_extras
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -98,10 +97,7 @@ def test_long_lists_go_in_slices(lead: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_full_blocks_are_not_tested() -> None:
     """A block called FULL is seen whole, even where the range test would hide it: the kinds are binding."""
-    keys, queries = (torch.arange(n, dtype=torch.int32).view(1, 1, n) for n in (64, 16))
-    lists = BlockLists(torch.tensor([[[[0, 2, 0, 2, 0]]]]), None, torch.full((1, 1, 2), FULL).char())
-    span = KeySpan(keys, torch.full((1, 1, 16), -5), keys, 0, 1, lists)
-    plan = AttentionPlan((Part(queries, (span,)),), 16, 32, batch=2, heads=4, n_query=16, n_key=64)
+    plan = full_plan()
     query, key, value = (t.double() for t in draw(plan, 2, 16, 2))
     out, _ = attend_plan(plan, query, key, value, 0.25, reference.op)
     everything = torch.ones(1, 1, 16, 64, dtype=torch.bool)

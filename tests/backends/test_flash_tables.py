@@ -2,11 +2,13 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from mmaccel.backends import flash
 from mmaccel.backends.flash import attend
@@ -133,13 +135,36 @@ def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
             assert dense_attend.runs_flash_4(CUDA) == (there and name in ("sm_90", "sm_100"))
 
 
-@given(
-    seed=st.integers(0, 2**16),
-    blocks=st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),
-    counts=st.tuples(st.integers(1, 300), st.integers(1, 300)),
-    cuts=st.lists(st.integers(-40, 330), min_size=2, max_size=5, unique=True),
-    shuffled=st.booleans(),
-)
+def side_by_side(
+    rng: torch.Generator,
+    q_row: Tensor,
+    q_pos: Tensor,
+    n_key: int,
+    cuts: list[int],
+    *blocks: int,
+    **known: Any,
+) -> tuple[KeySpan, ...]:
+    """Ranges one after another between `cuts`, over the first keys, as many as each span has."""
+    k_pos = torch.arange(n_key + -n_key % blocks[1], dtype=torch.int32).expand(len(q_row), 1, -1)
+    spans, edges = [], sorted(cuts)
+    for i, (lo, hi) in enumerate(zip(edges, [*edges[1:-1], FAR], strict=False)):
+        some = int(torch.randint(1, n_key + 1, (), generator=rng)) if i else n_key
+        room = some + -some % blocks[1]
+        mine, rank = torch.where(k_pos < some, k_pos, -1)[..., :room], k_pos[..., :room]
+        told = dict(ordered=some, ranks=True, **known)
+        spans.append(span_by_range(q_row, mine, q_pos, rank, lo, hi, *blocks, **told))
+    return tuple(spans)
+
+
+RANGES: dict[str, Any] = {
+    "seed": st.integers(0, 2**16),
+    "blocks": st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),
+    "counts": st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    "cuts": st.lists(st.integers(-40, 330), min_size=2, max_size=5, unique=True),
+}
+
+
+@given(**RANGES, shuffled=st.booleans())
 def test_runs_of_keys(
     seed: int, blocks: tuple[int, int], counts: tuple[int, int], cuts: list[int], shuffled: bool
 ) -> None:
@@ -149,16 +174,8 @@ def test_runs_of_keys(
     row = torch.randperm(n, generator=rng, dtype=torch.int32) if shuffled else torch.arange(n).int()
     q_row = pad_rows(row[None, None], blocks[0])
     q_pos = torch.randint(-1, n_key, q_row.shape, generator=rng, dtype=torch.int32)
-    width = n_key + -n_key % blocks[1]
-    k_pos = torch.arange(width, dtype=torch.int32)[None, None]
-    spans = []
-    edges = sorted(cuts)
-    for i, (lo, hi) in enumerate(zip(edges, [*edges[1:-1], FAR], strict=False)):
-        some = int(torch.randint(1, n_key + 1, (), generator=rng)) if i else n_key
-        room = some + -some % blocks[1]
-        mine, rank = torch.where(k_pos < some, k_pos, -1)[..., :room], k_pos[..., :room]
-        spans.append(span_by_range(q_row, mine, q_pos, rank, lo, hi, *blocks, ordered=some, ranks=True))
-    plan = AttentionPlan((Part(q_row, tuple(spans)),), *blocks, 1, 4, n, n_key)
+    spans = side_by_side(rng, q_row, q_pos, n_key, cuts, *blocks)
+    plan = AttentionPlan((Part(q_row, spans),), *blocks, 1, 4, n, n_key)
     tensors = [t.half() for t in draw(plan, 2, 16, seed)]
     with recorded(16) as (told, _):
         check(plan, tensors)
@@ -167,14 +184,7 @@ def test_runs_of_keys(
     assert [args[6] for args in told] == [True, False]
 
 
-@given(
-    seed=st.integers(0, 2**16),
-    blocks=st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),
-    counts=st.tuples(st.integers(1, 300), st.integers(1, 300)),
-    first=st.integers(-150, 300),
-    cuts=st.lists(st.integers(-40, 330), min_size=2, max_size=5, unique=True),
-    batch=st.sampled_from([1, 2]),
-)
+@given(**RANGES, first=st.integers(-150, 300), batch=st.sampled_from([1, 2]))
 def test_bands_of_keys(
     seed: int, blocks: tuple[int, int], counts: tuple[int, int], first: int, cuts: list[int], batch: int
 ) -> None:
@@ -182,19 +192,10 @@ def test_bands_of_keys(
     lists are not known to hold all of is told as runs, and what is listed is as ever what counts."""
     rng = torch.Generator().manual_seed(seed)
     n, n_key = counts
-    queries, k_pos = (
-        torch.arange(m + -m % block, dtype=torch.int32).expand(batch, 1, -1)
-        for m, block in zip(counts, blocks, strict=True)
-    )
+    queries = torch.arange(n + -n % blocks[0], dtype=torch.int32).expand(batch, 1, -1)
     q_row, q_pos = (torch.where(queries < n, queries + more, -1) for more in (0, first))
-    spans, edges = [], sorted(cuts)
-    for i, (lo, hi) in enumerate(zip(edges, [*edges[1:-1], FAR], strict=False)):
-        some = int(torch.randint(1, n_key + 1, (), generator=rng)) if i else n_key
-        wide = some + -some % blocks[1]
-        mine, rank = torch.where(k_pos < some, k_pos, -1)[..., :wide], k_pos[..., :wide]
-        known = dict(ordered=some, ranks=True, q_first=first)
-        spans.append(span_by_range(q_row, mine, q_pos, rank, lo, hi, *blocks, **known))
-    part = Part(q_row, tuple(spans), ordered=n, all_rows=n)
+    spans = side_by_side(rng, q_row, q_pos, n_key, cuts, *blocks, q_first=first)
+    part = Part(q_row, spans, ordered=n, all_rows=n)
     plan = AttentionPlan((part,), *blocks, batch, 4, n, n_key)
     tensors = [t.half() for t in draw(plan, 2, 16, seed)]
     # Lists of the same span that begin a block late, where their kinds are not told.

@@ -18,7 +18,7 @@ from mmaccel.backends import reference
 from mmaccel.backends import triton as backend
 from mmaccel.backends.ops import block_attend as schema
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part
+from mmaccel.backends.ops.block_attend import KeySpan, Part
 from mmaccel.backends.triton.prefill import attend
 from mmaccel.backends.triton.prefill.attend import block_attend
 from mmaccel.backends.triton.prefill.kernel import WAVES, Work
@@ -33,7 +33,7 @@ from tests.policies.sparse.test_contract import CASES, HEADS, small
 from . import oracle
 from .interpreted import DEVICE, DTYPES, INTERPRETED, some
 from .oracle import budget, draw, flat
-from .plans import random_plan, with_extras
+from .plans import full_plan, random_plan, with_extras
 
 SCENE = Scene(
     (
@@ -241,10 +241,7 @@ def test_rows_that_see_nothing_are_zero() -> None:
 
 
 def test_full_blocks_are_not_tested() -> None:
-    keys, queries = (torch.arange(n, dtype=torch.int32).view(1, 1, n) for n in (64, 16))
-    lists = BlockLists(torch.tensor([[[[0, 2, 0, 2, 0]]]]), None, torch.full((1, 1, 2), FULL).char())
-    span = KeySpan(keys, torch.full((1, 1, 16), -5).int(), keys, 0, 1, lists)
-    plan = AttentionPlan((Part(queries, (span,)),), 16, 32, batch=2, heads=4, n_query=16, n_key=64)
+    plan = full_plan()
     assert plan.to_mask().all()
     check(plan, draw(plan, 2, 16, 2))
 

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -173,19 +173,13 @@ def test_a_graph_of_any_length_asks_what_a_device_is(fused: None) -> None:
 def test_what_a_device_is_asked_is_a_constant_of_the_graph(name: str, fused: None) -> None:
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
-    pattern, scene = small(name), SCENE
-    query, key, value = scene.tensors(torch.float32)
-    layout, kernel = scene.layout(), select.get("reference", "cpu")
+    query, key, value = SCENE.tensors(torch.float32)
+    layer = layer_of(name, SCENE.layout())
 
     def seen(graph: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(graph)
         count = len(graph.graph.output_node().args[0])
         return lambda *inputs: [query] * count  # there is no kernel to run
-
-    def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        plan = pattern.plan(query, key, layout, layout)
-        assert plan is not None
-        return attend_plan(plan, query, key, value, 0.25, kernel)[0]
 
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(LastQueries, "has_kernel", False)
@@ -203,6 +197,18 @@ def test_a_tracer_is_not_asked_whether_a_stream_is_captured(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked"))
     memo: dict[Any, int] = {}
     assert memoize(memo, "one", lambda: 1) == 1 and not memo
+
+
+def layer_of(name: str, layout: TokenLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A layer's attention under a pattern, planned anew, by the plain backend."""
+    pattern, kernel = small(name), select.get("reference", "cpu")
+
+    def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        plan = pattern.plan(query, key, layout, layout)
+        assert plan is not None
+        return attend_plan(plan, query, key, value, 0.25, kernel)[0]
+
+    return layer
 
 
 TRACED = ("block_topk", "per_head")
@@ -226,14 +232,7 @@ ones all do."""
 def test_planning_and_attention_are_one_graph(backend: str, name: str) -> None:
     """Once the host knows the layout: nothing of a plan, nor the packing of its parts, breaks the graph."""
     torch._dynamo.reset()
-    pattern, layout, kernel = small(name), SCENE.layout(), select.get("reference", "cpu")
-    tensors = SCENE.tensors(torch.float32)
-
-    def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        plan = pattern.plan(query, key, layout, layout)
-        assert plan is not None
-        return attend_plan(plan, query, key, value, 0.25, kernel)[0]
-
+    layer, tensors = layer_of(name, SCENE.layout()), SCENE.tensors(torch.float32)
     want, counter = layer(*tensors), CompileCounterWithBackend(backend)
     got = torch.compile(layer, backend=counter, fullgraph=True)(*tensors)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)

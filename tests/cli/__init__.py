@@ -1,6 +1,7 @@
 """Commands, run in the tests' own process."""
 
 import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,26 @@ from mmaccel_lab.cli import main as lab
 
 LAB = {"demo", "eval", "world"}
 """Commands of `mmaccel-lab`; all others are of `mmaccel`."""
+
+
+def interrupt() -> None:
+    """Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def after(
+    count: int, works: Callable[..., Iterator[Any]], stop: Callable[[], None] = interrupt
+) -> Callable[..., Iterator[Any]]:
+    """The same, stopped by the user, or as `stop` does it, once it has given so many."""
+
+    def stopped(*given: Any, **how: Any) -> Iterator[Any]:
+        for number, one in enumerate(works(*given, **how) if count else [None]):
+            if number == count:
+                break
+            yield one
+        stop()
+
+    return stopped
 
 
 class Call:

@@ -250,10 +250,6 @@ def test_ask_names_what_the_draft_read(
     assert "1024 tokens, 71 in the draft" in call(*arguments)[1]
 
 
-def test_a_draft_s_pruner_is_no_recipe(call: Call, clip: str, ov: str) -> None:
-    assert "give it to the draft" in call.error("ask", clip, "Which?", "--model", ov, "--recipe", "uv")
-
-
 MARK = "cut off at 2 tokens (--max-new-tokens)"
 
 

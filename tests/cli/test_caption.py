@@ -88,14 +88,3 @@ def test_the_pipeline_runs_in_its_own_process(call: Call, clip: str, pair: str) 
     assert told["recipe"] == "parallelvlm" and told["failed"] is None
     assert told["speedup"] is None and told["counters"]["draft_step_s"] > 0
     assert told["counters"]["drafted"] > 0
-
-
-def test_a_recipe_that_drafts_nothing_is_refused(call: Call, clip: str, pair: str) -> None:
-    assert "drafts nothing" in call.error("caption", clip, "--model", pair, "--recipe", "dense")
-
-
-def test_a_model_without_a_draft_beside_it_is_told(
-    call: Call, clip: str, random_folder: Callable[[str], Path]
-) -> None:
-    err = call.error("caption", clip, "--model", random_folder("tiny-ov-draft"), "--frames", 2)
-    assert "give the draft model's folder" in err

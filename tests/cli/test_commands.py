@@ -2,13 +2,11 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,7 @@ from mmaccel.cli.console import print_json
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.cli.worlds import DEMO_KINDS
 from mmaccel_lab.world import World
-from tests.cli import Call
+from tests.cli import Call, after
 
 Folder = Callable[[str], Path]
 
@@ -108,13 +106,7 @@ def test_what_was_asked_is_told_when_it_is_stopped(
 ) -> None:
     from mmaccel_lab.eval import needle
 
-    real = needle.judge
-
-    def stopped(*arguments: Any, **options: Any) -> Iterator[Any]:
-        yield from itertools.islice(real(*arguments, **options), count)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(needle, "judge", stopped)
+    monkeypatch.setattr(needle, "judge", after(count, needle.judge))
     words = (*command.split(), "--model", ov, "--recipe", "a_shape")
     status, out, err = call(*words, "--json")
     told = json.loads(out)
@@ -204,11 +196,8 @@ def test_what_was_measured_is_printed_when_something_breaks(
     from mmaccel_lab.cli import main
     from mmaccel_lab.eval import table
 
-    def broken(*arguments: Any, **options: Any) -> Iterator[Any]:
-        yield table.Line("V-NIAH", 8, 128, 1.0, 1, 0.98)
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(table, "measure", broken)
+    line = table.Line("V-NIAH", 8, 128, 1.0, 1, 0.98)
+    monkeypatch.setattr(table, "measure", after(1, lambda *_, **__: iter([line]), lambda: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         main(["eval", "table", "--model", ov, "--json"])
     told = json.loads(capsys.readouterr().out)

@@ -21,19 +21,34 @@ HAYSTACK = "eval haystack --model OV"
 RECOMMEND = "recommend --minutes 60 --questions 5 --device h200 --host-memory 64GB"
 ERRORS: dict[str, str] = {
     "ask none.mp4 hi --model OV": "there is no file none.mp4",
+    "ask none.mp4 hi --model tiny-ov": "there is no file none.mp4",
+    "watch none.mp4 --model tiny-ov": "there is no file none.mp4",
+    "ask FOLDER/notes.mp4 hi --model OV": "notes.mp4",
     "ask FOLDER hi --model OV": "is a folder, not a video",
     "ask CLIP": "Missing argument",
     "ask CLIP ' ' --model OV": "the question is empty; ask something.",
     "ask CLIP hi --model OV --recipe no.yaml": "there is no file 'no.yaml'",
     "ask CLIP hi --recipe grid --recipe grid": "recipe 'grid' is given twice",
+    "ask CLIP hi --model OV --recipe uv": "give it to the draft",
     "ask CLIP hi --model OV --recipe sequential": "give the draft model's folder (--draft on the command line).",
     "ask CLIP hi --model OV --draft nodraft": "unknown model 'nodraft': did you mean",
     "ask CLIP hi --model OV --draft ./nodraft": "there is no folder ./nodraft; check the path",
     "ask CLIP hi --model nomodel": "unknown model 'nomodel': there are tiny-hybrid, tiny-ov,",
     "ask CLIP hi --model OV --draft tiny-ov-draf": "mean 'tiny-ov-draft'?",
     "caption CLIP --recipe std --model tiny-qwe": "mean 'tiny-qwen'?",
+    "caption CLIP --model OV --recipe dense": "drafts nothing",
+    "caption CLIP --model OV --frames 2": "give the draft model's folder",
     "watch CLIP --model tiny-qwe": "did you mean 'tiny-qwen'?",
     "search tiny-qwe --video CLIP --out t.json": "mean 'tiny-qwen'?",
+    "search OV --video none.mp4 --out FOLDER/t.json": "there is no file none.mp4",
+    "search OV --video CLIP --out FOLDER/no/t.json": "does not exist; create it first.",
+    "search OV --video CLIP --out FOLDER/t.json --boundaries q": "unknown boundary type",
+    "search OV --video CLIP --out FOLDER/t.json --backend fast": "unknown backend",
+    "search OV --video CLIP --out FOLDER/t.json --cost money": "'seconds' or 'pairs'",
+    "draw none.json --out FOLDER/m.svg": "table 'none.json' cannot be read",
+    "draw dense --out FOLDER/m.svg": "name another pattern",
+    "draw heads --model OV --video CLIP --out FOLDER/h --format gif": "unknown format 'gif'",
+    "draw heads --model OV --video CLIP --out FOLDER/full.yaml": "is a file; give a folder",
     "ask CLIP hi --model FOLDER": "config.json",
     "ask CLIP hi --model OV --device moon": "'moon' is not a device",
     "ask CLIP hi --model OV --device cuda:99": "cuda:99 is not there",
@@ -120,6 +135,7 @@ def test_a_users_error_is_one_sentence(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "a.yaml").mkdir()
     (tmp_path / "full.yaml").write_text("kv: {name: full, frames: 64}")
+    (tmp_path / "notes.mp4").write_text("not a film\n" * 50)
     (tmp_path / "16.yaml").write_text("sparse: a_shape", encoding="utf-16")
     stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
     given = (stand.get(one, one) for one in shlex.split(line))
@@ -173,12 +189,6 @@ def test_a_near_name_of_a_model_asks_no_hub(
     assert "cannot be fetched from the hub (division by zero)" in err and asked
     (tmp_path / "tiny-qwe").mkdir()
     assert "tiny-qwe has no config.json" in call("ask", clip, "hi", "--model", "tiny-qwe")[2]
-
-
-def test_a_text_file_is_no_video(call: Call, ov: str, tmp_path: Path) -> None:
-    path = tmp_path / "notes.mp4"
-    path.write_text("not a film\n" * 50)
-    assert "notes.mp4" in call.error("ask", path, "hi", "--model", ov)
 
 
 def test_a_cut_file_of_weights(call: Call, clip: str, ov: str, tmp_path: Path) -> None:

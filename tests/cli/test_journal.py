@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,8 +14,7 @@ from mmaccel.cli import main
 from mmaccel.cli.journal import WatchSource, find_resume_point, journal_path
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.session import VideoSession
-from mmaccel.media import Video
-from tests.cli import Call
+from tests.cli import Call, after, interrupt
 from tests.media.films import write_film
 from tests.media.odd import CASES
 from tests.spies import broken, heard, returned
@@ -50,17 +48,8 @@ def memory(folder: Path) -> dict[str, Any]:
     }
 
 
-def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next watch is killed when it asks for clip `count`."""
-    inner = media.clips
-
-    def clips(*given: Any, **how: Any) -> Iterator[Video]:
-        for number, part in enumerate(inner(*given, **how)):
-            if number == count:
-                raise Killed
-            yield part
-
-    monkeypatch.setattr(media, "clips", clips)
+def kill() -> None:
+    raise Killed
 
 
 @pytest.mark.parametrize(
@@ -92,11 +81,8 @@ def test_a_killed_watch_goes_on(
     words = [str(one) for one in (*base, *QUESTIONS, "--save", folder, "--save-every", 1e-9)]
     with monkeypatch.context() as patch:
         patch.setattr("mmaccel.cli.journal.PeriodicSaver.save_if_due", lambda keeper: keeper.save(False))
-        if when == "between two saves":
-            killed_after(3, patch)
-        elif when == "stopped":
-            patch.setattr(f"{__name__}.Killed", KeyboardInterrupt)
-            killed_after(3, patch)
+        if when in ("between two saves", "stopped"):
+            patch.setattr(media, "clips", after(3, media.clips, interrupt if when == "stopped" else kill))
         else:
             third = Mock(side_effect=[None, None, Killed])
             (heard if when == "before a save" else returned)(patch, session_io, "save", third)
@@ -107,11 +93,11 @@ def test_a_killed_watch_goes_on(
     # The recipe is that of the saved session.
     again = [one for one in base if one not in ("--recipe", kv)]
     status, out, err = call(*again, *QUESTIONS[2:], "--load", folder, "--save", folder)
-    after = json.loads(out)
-    assert (status, after["frames"], after["seconds"]) == (0, 23, 22.0)
+    later = json.loads(out)
+    assert (status, later["frames"], later["seconds"]) == (0, 23, 22.0)
     assert f"continues at {kept - 0.5:g} s of {slides}" in err
-    assert after["answers"][-1]["answer"] == whole["answers"][-1]["answer"]
-    assert after["answers"][-1]["evidence"] == whole["answers"][-1]["evidence"]
+    assert later["answers"][-1]["answer"] == whole["answers"][-1]["answer"]
+    assert later["answers"][-1]["evidence"] == whole["answers"][-1]["evidence"]
     assert memory(folder) == kept_of_it
     if when != "stopped":
         return
@@ -122,7 +108,7 @@ def test_a_killed_watch_goes_on(
         status, out, err = call(*again, *QUESTIONS[2:], "--load", folder, "--save", folder)
     anew = json.loads(out)
     assert (status, err, anew["frames"], anew["ended"]) == (0, over, 23, "end")
-    assert anew["answers"][0]["answer"] == after["answers"][0]["answer"]
+    assert anew["answers"][0]["answer"] == later["answers"][0]["answer"]
     assert memory(folder) == kept_of_it
     assert call(*again, "--load", folder)[2] == over
     # Another file follows what there is.
@@ -136,8 +122,7 @@ def test_another_reading_of_the_file_begins_at_its_beginning(
 ) -> None:
     base = ("watch", slides, "--model", ov, "--json")
     with monkeypatch.context() as patch:
-        patch.setattr(f"{__name__}.Killed", KeyboardInterrupt)
-        killed_after(1, patch)
+        patch.setattr(media, "clips", after(1, media.clips))
         call(*base, "--recipe", "recent", "--fps", 1, "--clip", 5, "--live", "--save", tmp_path / "s")
     status, out, err = call(*base, "--fps", 2, "--load", tmp_path / "s")
     assert status == 0 and json.loads(out)["frames"] == 5 + 45

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +16,7 @@ import pytest
 from mmaccel.cli import console
 from mmaccel.core.errors import StoreError
 from tests import SOURCES
-from tests.cli import Call
+from tests.cli import Call, after, interrupt
 from tests.products import product
 from tests.spies import heard, nth
 
@@ -28,11 +28,6 @@ COMMANDS = {
     "stream": ("mmaccel_lab.eval.stream", "shots"),
     "demo": ("mmaccel_lab.eval.needle", "judge"),
 }
-
-
-def interrupt() -> None:
-    """Ctrl-C."""
-    raise KeyboardInterrupt
 
 
 def terminate() -> None:
@@ -50,21 +45,6 @@ STOPS = [pytest.param(*one, id=one[0].__name__) for one in ENDS]
 def told_as(one: Any) -> str:
     """The name of a command, of a time, or of an end."""
     return one if isinstance(one, str) else one[0].__name__
-
-
-def after(
-    count: int, works: Callable[..., Iterator[Any]], stop: Stop = interrupt
-) -> Callable[..., Iterator[Any]]:
-    """The same, stopped by the user once it has given so many."""
-
-    def stopped(*given: Any, **how: Any) -> Iterator[Any]:
-        for number, one in enumerate(works(*given, **how) if count else [None]):
-            if number == count:
-                break
-            yield one
-        stop()
-
-    return stopped
 
 
 def full() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import mmaccel
 from mmaccel import check_policy
-from mmaccel.contract.memory import append_to_layers
+from mmaccel.contract.memory import append_to_layers, encode_kv
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.prefill.sparse import SparsePattern
@@ -21,7 +21,7 @@ from tests import sentence
 from tests.core.toy import ToyModel, bigram
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.faulty import DRAFTS, MEMORIES, PRUNE, SPARSE, Half, Pooled, Sound, wrong
-from tests.policies.kv.memory import encode_kv, open_state
+from tests.policies.kv.memory import open_state
 
 EVERY = [(kind, name) for kind in BASES for name in registry(kind)]
 SEQUENCES = [name for name, cls in registry("kv").items() if cls.sequences]

@@ -4,21 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from mmaccel.contract.memory import CPU, GEOMETRY, GROUPS, LAYERS, SIZE, encode_kv
+from mmaccel.contract.memory import CPU, GEOMETRY, LAYERS, encode_kv
 from mmaccel.core.memory.kv import KVPolicy, KVState, KVView
-
-__all__ = [
-    "CPU",
-    "GEOMETRY",
-    "GROUPS",
-    "LAYERS",
-    "SIZE",
-    "encode_kv",
-    "open_state",
-    "read",
-    "seen",
-    "visible",
-]
 
 
 def open_state(policy: KVPolicy, layers: int = LAYERS) -> KVState:

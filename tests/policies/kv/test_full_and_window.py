@@ -8,11 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from mmaccel.contract.memory import LAYERS, encode_kv
 from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.buffers import ROOM_MAX
 from mmaccel.core.memory.kv import KVPolicy, KVState
 from mmaccel.policies.kv import Full, Window
-from tests.policies.kv.memory import LAYERS, encode_kv, open_state, read, seen, visible
+from tests.policies.kv.memory import open_state, read, seen, visible
 
 
 class Machine(RuleBasedStateMachine):

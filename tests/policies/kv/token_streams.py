@@ -63,29 +63,37 @@ def opened(policy: StreamPolicy, axes: int = 1, limit: int = 10**6, pace: int = 
     return state
 
 
-def run(state: TokenMemory, stream_pass: StreamPass, rows: Any) -> list[KVView]:
+def run(state: Any, stream_pass: StreamPass, rows: Any, hidden: Any = None) -> list[KVView]:
     """One pass: the views of all layers."""
     state.begin_pass(stream_pass)
     views = []
     for layer in range(LAYERS):
         query, key, value = rows(layer)
+        if hidden is not None:
+            state.take_hidden(layer, hidden(layer))
         state.append(layer, key, value)
         views.append(state.view(layer, query))
     state.end_pass()
     return views
 
 
-def watch(state: TokenMemory, count: int, step: int = 8, proxy: bool = False) -> Iterator[list[KVView]]:
-    """Units as a session passes them on, at most `step` at a time; views of every pass."""
+def passes(state: Any, count: int, step: int, unit: Any) -> Iterator[tuple[int, int, Any]]:
+    """The first unit of each pass of `count` more, at most `step` at a time, their number, and what each layer is given."""
     end = state.units() + count
     while state.units() < end:
         first = state.units()
         n = state.units_that_fit(first, min(step, end - first))
 
         def rows(layer: int, first: int = first, n: int = n) -> list[Tensor]:
-            made = [raw(layer, unit) for unit in range(first, first + n)]
+            made = [unit(layer, number) for number in range(first, first + n)]
             return [torch.cat(side, 2) for side in zip(*made, strict=True)]
 
+        yield first, n, rows
+
+
+def watch(state: TokenMemory, count: int, step: int = 8, proxy: bool = False) -> Iterator[list[KVView]]:
+    """Units as a session passes them on, at most `step` at a time; views of every pass."""
+    for first, n, rows in passes(state, count, step, raw):
         yield run(state, StreamPass(kind="units", rows=n * TOKENS, first=first, count=n), rows)
         if proxy:
             run(

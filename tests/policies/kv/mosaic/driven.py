@@ -13,7 +13,7 @@ from mmaccel.core.memory.kv import KVView, Stream, StreamPass
 from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
 from tests.policies.kv.mosaic.scenes import runs
-from tests.policies.kv.token_streams import CPU, position_ids
+from tests.policies.kv.token_streams import CPU, passes, position_ids, run
 
 HIDDEN = 10
 GEOMETRY = replace(contract.GEOMETRY, hidden=HIDDEN)
@@ -83,32 +83,15 @@ class Driven:
         return (self.kind_looks[self.scenes[first : first + count]] + 0.2 * shake).to(torch.float32)
 
     def run(self, stream_pass: StreamPass, rows: Any, hidden: Any = None) -> list[KVView]:
-        self.state.begin_pass(stream_pass)
-        views = []
-        for layer in range(LAYERS):
-            query, key, value = rows(layer)
-            if hidden is not None:
-                self.state.take_hidden(layer, hidden(layer))
-            self.state.append(layer, key, value)
-            views.append(self.state.view(layer, query))
-        self.state.end_pass()
-        return views
+        return run(self.state, stream_pass, rows, hidden)
 
     def watch(self, count: int, step: int = 4) -> list[Tensor]:
         """`count` more units, at most `step` at a time: of each pass and layer what its rows get from attention."""
-        out, end = [], self.state.units() + count
-        while self.state.units() < end:
-            first = self.state.units()
-            n = self.state.units_that_fit(first, min(step, end - first))
-            stream_pass = StreamPass(
-                kind="units", rows=n * TOKENS, first=first, count=n, look=self.looks(first, n)
-            )
-
-            def rows(layer: int, first: int = first, n: int = n) -> list[Tensor]:
-                made = [self.unit(layer, unit) for unit in range(first, first + n)]
-                return [torch.cat(side, 2) for side in zip(*made, strict=True)]
-
-            out.append(torch.stack([attend(view, n * TOKENS) for view in self.run(stream_pass, rows)]))
+        out = []
+        for first, n, rows in passes(self.state, count, step, self.unit):
+            where = dict(rows=n * TOKENS, first=first, count=n, look=self.looks(first, n))
+            views = self.run(StreamPass(kind="units", **where), rows)  # type: ignore[arg-type]
+            out.append(torch.stack([attend(view, n * TOKENS) for view in views]))
         return out
 
     def stream_pass(self, rows: int = 4) -> StreamPass:

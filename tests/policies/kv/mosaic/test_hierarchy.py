@@ -20,15 +20,17 @@ from tests.policies.kv.mosaic.scenes import WIDTH, audit, feed, index_of, partit
 from tests.spies import heard
 
 SCENES = runs(60)
+Planted = tuple[Tensor, Tensor, Tensor]
+"""Looks, keys and values of units."""
 
 
 @pytest.fixture(scope="module")
-def stream() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def stream() -> Planted:
     return plant(SCENES)
 
 
 @pytest.fixture(scope="module")
-def grown(stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Hierarchy:
+def grown(stream: Planted) -> Hierarchy:
     tree = tree_of()
     feed(tree, stream, 5)
     return tree
@@ -41,9 +43,7 @@ def test_a_stream_splits_defers_and_flushes(grown: Hierarchy) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 60])
-def test_clusters_do_not_depend_on_the_cut(
-    chunk: int, stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor], grown: Hierarchy
-) -> None:
+def test_clusters_do_not_depend_on_the_cut(chunk: int, stream: Planted, grown: Hierarchy) -> None:
     tree = tree_of()
     feed(tree, stream, chunk)
     assert partition(tree) == partition(grown)
@@ -51,7 +51,7 @@ def test_clusters_do_not_depend_on_the_cut(
 
 
 def test_touching_everything_makes_all_owed_splits(
-    stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    stream: Planted,
 ) -> None:
     tree = tree_of(buffer=64)
     feed(tree, stream, 5)
@@ -64,7 +64,7 @@ def test_touching_everything_makes_all_owed_splits(
 
 
 def test_what_is_on_the_device_is_split_at_once(
-    stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    stream: Planted,
 ) -> None:
     tree = tree_of()
     feed(tree, stream, 5, window=60)

@@ -23,8 +23,10 @@ from .units import (
     UNIT_BYTES,
     SimLanes,
     check,
+    check_all,
     contents,
     fill,
+    filled,
     open_store,
     poisoned,
 )
@@ -128,8 +130,7 @@ def test_units_come_back_in_the_order_asked_twice_if_asked_twice(
 def test_copies_bytes_and_launches_are_counted_exactly(tmp_path: Path) -> None:
     for spilled in (False, True):
         fields = dict(cap=0, spill="disk", folder=tmp_path, slab_bytes=64 * UNIT_BYTES) if spilled else {}
-        store = open_store(16, **fields)
-        fill(store, [0, 1, 2, 3, 4, 5])
+        store = filled([0, 1, 2, 3, 4, 5], 16, **fields)
         counted = store.counters()
         # The units of one call lie side by side; a slab ends behind the 16th.
         assert counted["puts"] == 3 and counted["bytes_out"] == 18 * UNIT_BYTES
@@ -149,16 +150,13 @@ def test_copies_bytes_and_launches_are_counted_exactly(tmp_path: Path) -> None:
 
 
 def test_a_store_at_its_cap_refuses_and_loses_nothing() -> None:
-    store = open_store(8, cap=16 * UNIT_BYTES)
-    fill(store, [0, 1, 2, 3])
+    store = filled([0, 1, 2, 3], 8, cap=16 * UNIT_BYTES)
     with pytest.raises(StoreError, match=r"4 frames.*cap of 5120 bytes is reached; raise cap.*\.$"):
         store.put(0, range(10, 15), *contents(0, list(range(10, 15))))
     with pytest.raises(StoreError, match="cap"):
         store.reserve(2)
     assert store.counters()["host_bytes"] <= 16 * UNIT_BYTES
-    for layer in range(LAYERS):
-        assert store.units(layer) == [0, 1, 2, 3]
-        check(store, layer, [3, 0, 2])
+    check_all(store, [0, 1, 2, 3], [3, 0, 2])
     assert store.reserve(1) == []
     fill(store, [4])
     store.table.free_slots([0, 1])
@@ -168,20 +166,17 @@ def test_a_store_at_its_cap_refuses_and_loses_nothing() -> None:
 
 
 def test_a_reserved_chunk_always_fits() -> None:
-    store = open_store(8, cap=24 * UNIT_BYTES)
-    fill(store, [0])
+    store = filled([0], 8, cap=24 * UNIT_BYTES)
     assert store.reserve(7) == []
     fill(store, [1, 2, 3])
     fill(store, [4, 5, 6, 7])
-    for layer in range(LAYERS):
-        check(store, layer, list(range(8)))
+    check_all(store, list(range(8)))
     with pytest.raises(StoreError):
         store.reserve(1)
 
 
 def test_the_oldest_units_go_where_that_is_asked_for() -> None:
-    store = open_store(8, cap=24 * UNIT_BYTES, spill="drop_oldest")
-    fill(store, list(range(8)))
+    store = filled(list(range(8)), 8, cap=24 * UNIT_BYTES, spill="drop_oldest")
     assert store.reserve(2) == [0, 1]
     fill(store, [8, 9])
     assert store.put(0, [10], *contents(0, [10])) == [2]
@@ -199,33 +194,27 @@ def test_the_oldest_units_go_where_that_is_asked_for() -> None:
 
 
 def test_a_device_without_memory_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store(8, cap=24 * UNIT_BYTES, spill="drop_oldest")
-    fill(store, list(range(8)))
+    store = filled(list(range(8)), 8, cap=24 * UNIT_BYTES, spill="drop_oldest")
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
         broken(patch, torch, "empty", RuntimeError("out of memory"))
         store.put(0, [8], *contents(0, [8]))
-    for layer in range(LAYERS):
-        assert store.units(layer) == list(range(8))
-        check(store, layer, list(range(8)))
+    check_all(store, list(range(8)))
 
 
 def test_files_take_what_memory_does_not_and_go_with_the_store(tmp_path: Path) -> None:
-    store = open_store(8, cap=8 * UNIT_BYTES, spill="disk", folder=tmp_path)
-    fill(store, list(range(20)))
+    store = filled(list(range(20)), 8, cap=8 * UNIT_BYTES, spill="disk", folder=tmp_path)
     files = list(tmp_path.iterdir())
     counted = store.counters()
     assert counted["host_bytes"] == 8 * UNIT_BYTES and counted["disk_bytes"] >= 52 * UNIT_BYTES
     assert sum(file.stat().st_size for file in files) == counted["disk_bytes"]
-    for layer in range(LAYERS):
-        check(store, layer, [19, 0, 7, 1, 2, 18])
+    check_all(store, list(range(20)), [19, 0, 7, 1, 2, 18])
     assert store.counters()["disk_in"] > 0 and not store.can_gather
     store.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_of_its_own_is_removed_even_by_a_store_that_was_not_closed() -> None:
-    store = open_store(8, cap=0, spill="disk")
-    fill(store, [0])
+    store = filled([0], 8, cap=0, spill="disk")
     folder = store.slabs.folder
     assert folder is not None and folder.is_dir()
     check(store, 2, [0])
@@ -243,15 +232,13 @@ def test_slabs_use_the_cap_and_never_exceed_it() -> None:
             assert store.counters()["host_bytes"] >= 7 / 8 * cap - 8 * UNIT_BYTES
         assert store.counters()["host_bytes"] <= cap
         store.close()
-    files = open_store(4096, cap=0, spill="disk")
-    fill(files, list(range(20)))
+    files = filled(list(range(20)), 4096, cap=0, spill="disk")
     assert files.counters()["disk_bytes"] == 64 * UNIT_BYTES, "files are few, however small the cap"
     files.close()
 
 
 def test_wrong_calls_are_told_and_change_nothing() -> None:
-    store = open_store()
-    fill(store, [0, 1])
+    store = filled([0, 1])
     before = store.counters()["units"]
     key, value = contents(0, [2, 3])
     for units, pair, told in (
@@ -275,8 +262,7 @@ def test_wrong_calls_are_told_and_change_nothing() -> None:
 
 
 def test_a_closed_store_holds_and_serves_nothing() -> None:
-    store = open_store()
-    fill(store, [0])
+    store = filled([0])
     store.close()
     store.close()
     counted = store.counters()
@@ -332,9 +318,8 @@ def test_the_table_is_as_wide_as_what_is_held(tmp_path: Path) -> None:
     store.save(tmp_path)
     for _ in range(2):
         assert store.table.device_slots().shape[1] == store.table.slot.shape[1] <= 4 * len(held)
-        for layer in range(LAYERS):
-            assert store.units(layer) == held and store.table.find_slots([layer], [2, 41, 579]).max() == -1
-            check(store, layer, held[::-1])
+        check_all(store, held, held[::-1])
+        assert all(store.table.find_slots([n], [2, 41, 579]).max() == -1 for n in range(LAYERS))
         with pytest.raises(StoreError, match="does not hold unit 41"):
             store.fetch(0, [40, 41])
         store.load(tmp_path)

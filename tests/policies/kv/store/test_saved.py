@@ -12,7 +12,16 @@ from safetensors.torch import load_file, save_file
 from mmaccel.core.errors import StoreError
 from mmaccel.core.memory import buffers
 from mmaccel.policies.kv.store import saved, slabs
-from tests.policies.kv.store.units import LAYERS, UNIT_BYTES, check, contents, fill, open_store
+from tests.policies.kv.store.units import (
+    LAYERS,
+    UNIT_BYTES,
+    check,
+    check_all,
+    contents,
+    fill,
+    filled,
+    open_store,
+)
 from tests.spies import broken
 
 
@@ -28,15 +37,12 @@ def files(folder: Path) -> dict[int, str]:
 def loads(folder: Path, units: list[int]) -> None:
     other = open_store()
     other.load(folder)
-    for layer in range(LAYERS):
-        assert other.units(layer) == units
-        check(other, layer, units)
+    check_all(other, units)
     other.close()
 
 
 def test_what_was_written_is_not_written_again(tmp_path: Path) -> None:
-    store = open_store()
-    fill(store, list(range(6)))
+    store = filled(list(range(6)))
     store.save(tmp_path / "one")
     fill(store, list(range(6, 11)))
     store.save(tmp_path / "two")
@@ -52,8 +58,7 @@ def test_what_was_written_is_not_written_again(tmp_path: Path) -> None:
 
 
 def test_what_is_cut_is_written_anew(tmp_path: Path) -> None:
-    store = open_store()
-    fill(store, list(range(8)))
+    store = filled(list(range(8)))
     store.save(tmp_path / "one")
     store.forget_from(6)
     for layer in range(LAYERS):
@@ -66,8 +71,7 @@ def test_what_is_cut_is_written_anew(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_gone_or_cut_short_is_written_again(tmp_path: Path) -> None:
-    store = open_store()
-    fill(store, list(range(8)))
+    store = filled(list(range(8)))
     store.save(tmp_path / "one")
     gone, short, *_ = sorted((tmp_path / "one").glob("store-*"))
     gone.unlink()
@@ -77,8 +81,7 @@ def test_a_file_that_is_gone_or_cut_short_is_written_again(tmp_path: Path) -> No
 
 
 def test_what_is_forgotten_leaves_the_other_files(tmp_path: Path) -> None:
-    store = open_store(cap=16 * UNIT_BYTES * LAYERS, spill="drop_oldest", slots=16 * LAYERS)
-    fill(store, list(range(12)))
+    store = filled(list(range(12)), cap=16 * UNIT_BYTES * LAYERS, spill="drop_oldest", slots=16 * LAYERS)
     store.save(tmp_path / "one")
     fill(store, list(range(12, 18)))
     left = store.units(0)
@@ -90,8 +93,7 @@ def test_what_is_forgotten_leaves_the_other_files(tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream goes on answering, and goes on watching when there is room again."""
-    store = open_store(8, cap=8 * UNIT_BYTES, spill="disk", folder=tmp_path)
-    fill(store, list(range(5)))
+    store = filled(list(range(5)), 8, cap=8 * UNIT_BYTES, spill="disk", folder=tmp_path)
     held = store.counters()["disk_bytes"]
     broken(monkeypatch, os, "posix_fallocate", OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(
@@ -101,9 +103,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(StoreError, match="do not fit"):
         store.put(0, range(10, 40), *contents(0, list(range(10, 40))))
     assert store.counters()["disk_bytes"] == held and len(list(tmp_path.iterdir())) == held / (8 * UNIT_BYTES)
-    for layer in range(LAYERS):
-        assert store.units(layer) == [0, 1, 2, 3, 4]
-        check(store, layer, [4, 0, 2])
+    check_all(store, [0, 1, 2, 3, 4], [4, 0, 2])
     monkeypatch.undo()
     store.reserve(20)
     fill(store, list(range(10, 30)))
@@ -111,8 +111,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store(8)
-    fill(store, [0, 1])
+    store = filled([0, 1], 8)
     monkeypatch.setattr(slabs, "host_available", lambda: 2**20)
     with pytest.raises(StoreError, match="the host has 1048576 bytes left"):
         store.reserve(20)
@@ -150,8 +149,7 @@ def test_what_the_host_has_is_read_from_the_system(tmp_path: Path, monkeypatch: 
     "damage", ["none", "former", "short", "flip", "json", "missing", "shape", "version", "list"]
 )
 def test_what_was_saved_comes_back_or_is_refused(tmp_path: Path, damage: str) -> None:
-    store = open_store(8, cap=16 * UNIT_BYTES, spill="disk", folder=tmp_path / "spilled")
-    fill(store, [0, 1, 2, 3, 4, 5, 9])
+    store = filled([0, 1, 2, 3, 4, 5, 9], 8, cap=16 * UNIT_BYTES, spill="disk", folder=tmp_path / "spilled")
     store.put(0, [7], *contents(0, [7]))
     store.save(tmp_path / "saved")
     first, *_ = sorted((tmp_path / "saved").glob("*.safetensors"))
@@ -178,8 +176,7 @@ def test_what_was_saved_comes_back_or_is_refused(tmp_path: Path, damage: str) ->
             {**stream_pass, "groups": [5] * len(stream_pass["units"])} for stream_pass in told["pieces"]
         ]
         index.write_text(json.dumps({**told, "version": 1, "pieces": pieces}))
-    other = open_store(8)
-    fill(other, [2, 30])
+    other = filled([2, 30], 8)
     if damage not in ("none", "former"):
         with pytest.raises(StoreError, match=r"(?<!\.\)); save it again\.$"):
             other.load(tmp_path / "saved")
@@ -197,8 +194,7 @@ def test_what_was_saved_comes_back_or_is_refused(tmp_path: Path, damage: str) ->
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    store = open_store(8)
-    fill(store, [0])
+    store = filled([0], 8)
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"cannot write to .*; give another folder\.$"):
         store.save(tmp_path / "file" / "within")
@@ -207,8 +203,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 def test_what_has_no_room_here_is_refused(tmp_path: Path) -> None:
     """Whoever saved it would ask for units that the host forgot while it read the others."""
-    store = open_store(8, spill="drop_oldest")
-    fill(store, list(range(12)))
+    store = filled(list(range(12)), 8, spill="drop_oldest")
     store.save(tmp_path / "saved")
     small = open_store(8, cap=16 * UNIT_BYTES, spill="drop_oldest")
     with pytest.raises(StoreError, match=r"holds more than this host has room for; .*\.$"):

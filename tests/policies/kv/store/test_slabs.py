@@ -18,7 +18,7 @@ from mmaccel.policies.kv import _archived
 from mmaccel.policies.kv.store import HostStore, UnitShape, host, slabs
 from tests.spies import heard
 
-from .units import LAYERS, UNIT_BYTES, SimLanes, check, contents, fill, open_store
+from .units import UNIT_BYTES, SimLanes, check, check_all, contents, fill, open_store
 
 
 def ahead(
@@ -46,8 +46,7 @@ def test_the_next_slab_is_there_before_it_is_needed(monkeypatch: pytest.MonkeyPa
         fill(store, [unit])
     assert len(store.slabs.slabs) == 9 and len(made) == 10
     assert made[0] == "MainThread" and set(made[1:]) == {"mmaccel-slab"}
-    for layer in range(LAYERS):
-        check(store, layer, list(range(12)))
+    check_all(store, list(range(12)))
     assert store.counters()["host_bytes"] == 9 * 4 * UNIT_BYTES, "one that is ahead holds nothing yet"
     store.close()
     assert not store.slabs.slabs and store.slabs._ahead is None

@@ -50,9 +50,23 @@ def check(store: HostStore, layer: int, units: list[int], salt: int = 0, out: Te
         assert torch.equal(ours, theirs)
 
 
+def check_all(store: HostStore, held: list[int], order: list[int] | None = None) -> None:
+    """Each layer holds these units; they come back, or some of them in another `order`."""
+    for layer in range(LAYERS):
+        assert store.units(layer) == held
+        check(store, layer, held if order is None else order)
+
+
 def fill(store: HostStore, units: list[int]) -> None:
     for layer in range(LAYERS):
         store.put(layer, units, *contents(layer, units))
+
+
+def filled(units: list[int], slots: int = 16, **fields: Any) -> HostStore:
+    """A store with these units in all layers."""
+    store = open_store(slots, **fields)
+    fill(store, units)
+    return store
 
 
 class SimMark(LaneMark):

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -276,6 +277,18 @@ def test_devices_are_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jobs.devices("cuda", 2) == ["cuda"] * 2
 
 
+@contextmanager
+def started(*words: str, cwd: Path = ROOT, path: str = SOURCES) -> Iterator[subprocess.Popen[str]]:
+    """A process with a group of its own, which is ended."""
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    streams: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(words, cwd=cwd, env=env, start_new_session=True, **streams)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
 SCRIPT = """
 import argparse, contextlib, sys
 from pathlib import Path
@@ -299,23 +312,13 @@ def test_nothing_outlives_the_parent(way: signal.Signals, tmp_path: Path) -> Non
     shell; or the parent alone is ended."""
     (tmp_path / "script.py").write_text(SCRIPT)
     path = os.pathsep.join([SOURCES, str(ROOT / "bench")])
-    process = subprocess.Popen(
-        ["sh", "-c", 'trap "" INT; exec "$0" script.py', sys.executable],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    words = ("sh", "-c", 'trap "" INT; exec "$0" script.py', sys.executable)
+    with started(*words, cwd=tmp_path, path=path) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]
         assert all(map(alive, pids)) and all(map(held_back, pids))
         (os.killpg if way == signal.SIGINT else os.kill)(process.pid, way)
         _, told = process.communicate(timeout=10)
-    finally:
-        process.kill()
     assert process.returncode == (130 if way == signal.SIGINT else -way)
     assert ("interrupted; rows has what was measured" in told) == (way == signal.SIGINT)
     assert "Traceback" not in told and until(lambda: not any(map(alive, pids)), 5)
@@ -323,22 +326,11 @@ def test_nothing_outlives_the_parent(way: signal.Signals, tmp_path: Path) -> Non
 
 def broken_off(command: list[str], out: Path, what: str) -> list[dict[str, Any]]:
     """The rows of a benchmark that is interrupted, its whole group as by a terminal, once there is a row of `what`."""
-    process = subprocess.Popen(
-        [sys.executable, *command, "--out", str(out)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    with started(sys.executable, *command, "--out", str(out)) as process:
         written = until(lambda: out.exists() and f'"what": "{what}"' in out.read_text(), 120)
         assert written and process.poll() is None and process.pid in group(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         _, told = process.communicate(timeout=10)
-    finally:
-        process.kill()
     assert process.returncode == 130 and f"interrupted; {out} has what was measured" in told
     assert until(lambda: not any(map(alive, group(process.pid))), 5)
     return timing.read_rows([out])

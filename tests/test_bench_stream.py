@@ -19,7 +19,10 @@ from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 
 
 def run(out: Path, *only: str, shrink: int = 10) -> list[dict[str, Any]]:
-    return ran("stream", out, "--shrink", str(shrink), "--limit", "1000", "--only", *only)
+    """Its rows; none failed, but for what a draft says of itself."""
+    rows = ran("stream", out, "--shrink", str(shrink), "--limit", "1000", "--only", *only)
+    assert [row for row in rows if "failed" in row and row.get("case") != "drafted"] == []
+    return rows
 
 
 def shown(rows: list[dict[str, Any]]) -> set[str]:
@@ -31,7 +34,6 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     rows = run(out, "question", shrink=15)
     assert "torch" in rows[0]["environment"]
-    assert [row for row in rows if "failed" in row] == []
     ways = {row["way"]: row for row in rows if row.get("case") == "question"}
     assert all(0 < row["p50_s"] <= row["p95_s"] and row["bytes_in"] > 0 for row in ways.values())
     alone = {row["way"]: row for row in rows if row.get("case") == "asked alone"}
@@ -57,7 +59,6 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
 def test_steps_that_vary_what_is_asked_of(tmp_path: Path) -> None:
     """Latency by budget, length and memory, splits, memory and the plain model: counterparts of tables and figures."""
     rows = run(tmp_path / "rows.jsonl", "budgets", "lengths", "rivals", "splits", "whole", "memory")
-    assert [row for row in rows if "failed" in row] == []
     by: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by.setdefault(row.get("case", ""), []).append(row)
@@ -85,7 +86,6 @@ def test_steps_that_vary_what_is_asked_of(tmp_path: Path) -> None:
 
 def test_a_day_beside_what_is_predicted(tmp_path: Path) -> None:
     rows = run(tmp_path / "rows.jsonl", "day", shrink=200)
-    assert [row for row in rows if "failed" in row] == []
     hours = [row for row in rows if row.get("case") == "day"]
     assert [row["hour"] for row in hours] == list(range(1, len(hours) + 1)) and len(hours) >= 3
     assert hours[0]["slower"] == 1 and all(row["slower"] > 0 for row in hours)
@@ -101,7 +101,6 @@ def test_a_day_beside_what_is_predicted(tmp_path: Path) -> None:
 def test_films_taken_in_at_once_asked_under_drafts_and_on_a_capped_device(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     rows = run(out, "ingest", "drafted", "capped", shrink=60)
-    assert [row for row in rows if "failed" in row and row.get("case") != "drafted"] == []
     films = {(row["way"], row["frames"]): row for row in rows if row.get("case") == "ingest"}
     lengths = sorted({frames for _, frames in films})
     assert len(lengths) == 2 and {way for way, _ in films} == {"window", "sparse", "dense"}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.models import shipped as tiny
 from mmaccel_lab.cli import main
 from mmaccel_lab.eval.caption import agreement, caption_cases, caption_scores
-from mmaccel_lab.eval.cases import Film, cases
+from mmaccel_lab.eval.cases import Case, Film, cases
 from mmaccel_lab.eval.needle import Judged, Tally, judge
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +53,12 @@ Loaded = Callable[[str], tuple[Any, Any]]
 def judged(loaded: tuple[Any, Any], recipes: dict[str, Recipe], frames: int, samples: int) -> list[Judged]:
     with Film() as film:
         return list(judge(*loaded, recipes, cases(frames, samples, SEED, KINDS), film))
+
+
+def inputs_of(loaded: tuple[Any, Any], case: Case) -> dict[str, torch.Tensor]:
+    model, processor = loaded
+    with Film() as film:
+        return prompt_inputs(processor, case.content(film.watch(case.world)), model)
 
 
 def share(seen: list[Judged], recipe: str) -> float:
@@ -87,20 +94,16 @@ def test_an_answer_rests_on_the_video(name: str, shipped: Shipped, loaded: Loade
     model, processor = loaded(shipped(name))
     first = next(cases(64, 1, SEED, ("needle",)))
     others = [case for case in cases(64, 12, SEED + 1, ("count",)) if case.answer != "one"]
-    with Film() as film:
-        said = ask(
-            model,
-            processor,
-            prompt_inputs(processor, first.content(film.watch(first.world)), model),
-            max_new_tokens=8,
-        )
-        assert first.right(said.text)
-        counts = set()
-        for case in others:
-            if len(counts) >= 2:
-                break
-            inputs = prompt_inputs(processor, case.content(film.watch(case.world)), model)
-            counts.add(ask(model, processor, inputs, max_new_tokens=8).text)
+
+    def said(case: Case) -> str:
+        return ask(model, processor, inputs_of((model, processor), case), max_new_tokens=8).text
+
+    assert first.right(said(first))
+    counts = set()
+    for case in others:
+        if len(counts) >= 2:
+            break
+        counts.add(said(case))
     assert len(counts) >= 2
 
 
@@ -110,8 +113,7 @@ def test_a_draft_writes_the_target_s_own_caption(name: str, shipped: Shipped, lo
     model, processor = loaded(shipped(name))
     folder = str(tiny.model_folder(shipped(f"{name}-draft")))
     (case,) = caption_cases(48, 1, SEED)
-    with Film() as film:
-        inputs = prompt_inputs(processor, case.content(film.watch(case.world)), model)
+    inputs = inputs_of((model, processor), case)
     plain = ask(model, processor, inputs, max_new_tokens=120)
     recipe = Recipe.load(draft={"name": "sequential", "model": folder})
     drafted = ask(model, processor, inputs, recipe, max_new_tokens=120)
@@ -142,11 +144,8 @@ def test_documents_are_read_and_watched(name: str, shipped: Shipped, loaded: Loa
 def test_natural_spelling_is_understood(shipped: Shipped, loaded: Loaded) -> None:
     model, processor = loaded(shipped("tiny-ov"))
     case = next(cases(32, 1, SEED, ("needle",)))
-    natural = case.question.replace(" ?", "?").capitalize()
-    with Film() as film:
-        video = film.watch(case.world)
-    content = [{"type": "video", "video": video}, {"type": "text", "text": natural}]
-    assert case.right(ask(model, processor, prompt_inputs(processor, content, model), max_new_tokens=8).text)
+    natural = replace(case, question=case.question.replace(" ?", "?").capitalize())
+    assert case.right(ask(model, processor, inputs_of((model, processor), natural), max_new_tokens=8).text)
 
 
 def test_the_demonstration_passes(shipped: Shipped, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def test_markdown_tells_what_was_missed() -> None:
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step costs is told by few of them."""
-    monkeypatch.setattr(table, "step_ratio", partial(step_ratio, length=64, steps=4, rounds=1))
+    monkeypatch.setattr(table, "step_ratio", partial(step_ratio, length=16, steps=4, rounds=1))
 
 
 def test_measuring_gives_a_line_an_entry(random_folder: Callable[[str], Path], few_steps: None) -> None:
@@ -94,8 +94,8 @@ def test_steps_are_compared_by_what_they_cost_alone(
         for module in layers:
             module.register_forward_hook(layer)
     assert depths[large] > depths[small]
-    assert step_ratio(small, small, length=64, steps=12) == 1
-    assert step_ratio(large, small, length=64, steps=12) == depths[large] / depths[small]
+    assert step_ratio(small, small, length=16, steps=12) == 1
+    assert step_ratio(large, small, length=16, steps=12) == depths[large] / depths[small]
 
 
 def _loaded(folder: Path) -> tuple[Any, Any, Any]:

@@ -280,9 +280,7 @@ def test_a_command_marks_an_answer_that_is_cut_off(call: Call, clip: str, ov: st
     assert told.get("answers", [told])[0]["finish_reason"] == "length"
 
 
-def test_a_whole_answer_has_no_mark(
-    call: Call, clip: str, shipped: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_a_whole_answer_has_no_mark(call: Call, clip: str, shipped: Callable[[str], str]) -> None:
     name = shipped("tiny-ov")
     question = "what colour was the star ?"
     out = call.text("watch", clip, "--model", name, "--fps", 0.25, "--question", question)

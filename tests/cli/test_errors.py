@@ -308,7 +308,7 @@ def test_it_is_told_unloaded(
 
 
 def test_a_hub_that_is_not_reached_is_no_wrong_name(
-    call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub
     from huggingface_hub import errors

@@ -39,13 +39,6 @@ def test_both_conventions_of_a_perfect_draft(family):
 
 def test_a_draft_that_fails_is_told(family):
     name, model = family
-
-    class Mute(Sequential):
-        name = "sequential"
-
-        def open(self, target):
-            raise AssertionError
-
     inputs = prompt(name, PROMPTS["video"])
     plain = answer.generate(model, inputs, max_new_tokens=6)
     broken = copy.deepcopy(model)

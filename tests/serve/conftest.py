@@ -121,17 +121,17 @@ def keyed(shipped: Callable[[str], str], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def client(served: Served) -> Iterator[Any]:
-    """A client of the server that all share."""
+    """A client of the server that all share; the streams that a test leaves open there are closed after it."""
     with served.client() as one:
         yield one
+        for number in list(served.app.state.streams._open):
+            one.delete(f"{SESSIONS}/{number}")
 
 
 @pytest.fixture
-def stream(client: Any) -> Iterator[str]:
+def stream(client: Any) -> str:
     """The path of a stream on that server, which has seen nothing yet."""
-    path = opened(client)
-    yield path
-    client.delete(path)
+    return opened(client)
 
 
 @functools.cache
@@ -159,9 +159,15 @@ def opened(client: Any, frames: int = 0, **fields: Any) -> str:
     assert response.status_code == 201, response.text
     path = f"{SESSIONS}/{response.json()['id']}"
     if frames:
-        told = client.post(f"{path}/frames", json={"frames": list(jpegs()[:frames]), "fps": 1})
-        assert told.status_code == 200, told.text
+        posted(client, f"{path}/frames", frames=list(jpegs()[:frames]), fps=1)
     return path
+
+
+def posted(client: Any, path: str, **body: Any) -> Any:
+    """What is answered to a body that is taken."""
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def talking(served: Served, path: str, **how: Any) -> Any:

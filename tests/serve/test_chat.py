@@ -206,10 +206,9 @@ def test_the_models_are_listed(client: Any) -> None:
     assert listed["mmaccel"]["default"] == "dense" and "mosaic" in listed["mmaccel"]["streams"]
 
 
-def test_metrics_count(served: Served) -> None:
+def test_metrics_count(served: Served, client: Any) -> None:
     def figure(name: str) -> float:
-        with served.client() as client:
-            lines = client.get("/metrics").text.splitlines()
+        lines = client.get("/metrics").text.splitlines()
         return float(next(line for line in lines if line.startswith(f"{name} ")).split()[-1])
 
     before = figure("mmaccel_new_tokens_total"), figure("mmaccel_first_token_seconds_count")

@@ -28,6 +28,7 @@ from tests.serve.conftest import (
     loaded,
     mp4_url,
     opened,
+    posted,
     running,
     talking,
 )
@@ -44,12 +45,12 @@ def reference(count: int) -> mmaccel.VideoSession:
     return session
 
 
-def test_a_stream_answers_as_a_session_does(served: Served) -> None:
-    with served.client() as client, reference(40) as session:
+def test_a_stream_answers_as_a_session_does(client: Any) -> None:
+    with reference(40) as session:
         one = opened(client)
-        taken = client.post(f"{one}/frames", json={"frames": frames(40), "fps": 1.0}).json()
+        taken = posted(client, f"{one}/frames", frames=frames(40), fps=1.0)
         assert taken == {"taken": 40, "frames": 40, "seconds": 39.0}
-        told = client.post(f"{one}/ask", json={"question": QUESTION, "thumbnails": True}).json()
+        told = posted(client, f"{one}/ask", question=QUESTION, thumbnails=True)
         answer = session.ask(QUESTION)
         assert (told["text"], told["finish_reason"], told["tokens"]) == (answer.text, "stop", len(answer.ids))
         best = answer.top(1)[0]
@@ -69,8 +70,8 @@ def test_the_socket_stands_in_the_description_of_the_api(client: Any) -> None:
     assert "/{id}/socket" in told and len(messages) == 6 and all(f"`{name}`" in told for name in messages)
 
 
-def test_an_answer_comes_by_events(served: Served) -> None:
-    with served.client() as client, reference(24) as session:
+def test_an_answer_comes_by_events(client: Any) -> None:
+    with reference(24) as session:
         one = opened(client, 24)
         words = {"question": "Describe the video.", "max_tokens": 12, "stream": True}
         events = [
@@ -92,36 +93,26 @@ def test_a_stored_video_is_ingested_and_one_is_watched(client: Any, tmp_path: Pa
         body = {"video_url": url, "fps": 5, "stored": stored}
         assert client.post(f"{one}/frames", json=body).json()["taken"] == 15
         assert ("ingest_seen" in client.get(one).json()["counters"]) >= stored
-        client.delete(one)
 
 
-def test_text_stands_beside_frames(served: Served) -> None:
+def test_text_stands_beside_frames(client: Any) -> None:
     """With frames, alone, and through a save."""
-    with served.client() as client, reference(24) as session:
+    with reference(24) as session:
         one = opened(client)
-        lines = [
-            {"text": " red star ", "begin": 4.0, "end": 5.0},
-            {"text": "a cup"},
-            {"text": "late", "begin": 90},
-        ]
-        taken = client.post(
-            f"{one}/frames", json={"frames": frames(24), "fps": 1.0, "text": lines[:2]}
-        ).json()
+        star = {"text": " red star ", "begin": 4.0, "end": 5.0}
+        lines = [star, {"text": "a cup"}, {"text": "late", "begin": 90}]
+        taken = posted(client, f"{one}/frames", frames=frames(24), fps=1.0, text=lines[:2])
         assert taken == {"taken": 24, "frames": 24, "seconds": 23.0}
-        assert client.post(f"{one}/frames", json={"text": lines[2:]}).json() == {**taken, "taken": 0}
+        assert posted(client, f"{one}/frames", text=lines[2:]) == {**taken, "taken": 0}
         session.tell([(4.0, 5.0, "red star"), (23.0, 23.0, "a cup"), (90.0, 90.0, "late")])
         for between in (None, [3.0, 5.0]):
-            told = client.post(f"{one}/ask", json={"question": QUESTION, "between": between}).json()
+            told = posted(client, f"{one}/ask", question=QUESTION, between=between)
             answer = session.ask(QUESTION, between=None if between is None else (3.0, 5.0))
-            assert (
-                told["text"] == answer.text and told["lines"] == [list(line) for line in answer.lines] != []
-            )
-        assert client.post(f"{one}/save", json={"name": "told"}).status_code == 200
+            assert told["text"] == answer.text
+            assert told["lines"] == [list(line) for line in answer.lines] != []
+        posted(client, f"{one}/save", name="told")
         again = opened(client, resume="told")
-        assert (
-            client.post(f"{again}/ask", json={"question": QUESTION, "between": [3, 5]}).json()["lines"]
-            == told["lines"]
-        )
+        assert posted(client, f"{again}/ask", question=QUESTION, between=[3, 5])["lines"] == told["lines"]
 
 
 def test_a_saved_stream_goes_on(client: Any) -> None:
@@ -161,8 +152,8 @@ def test_a_stream_is_its_key_s_own(keyed: Served) -> None:
         assert json.loads(socket.recv(timeout=20))["name"] == "ready"
 
 
-def test_frames_and_answers_go_side_by_side_on_a_socket(served: Served) -> None:
-    with served.client() as client, reference(24) as session:
+def test_frames_and_answers_go_side_by_side_on_a_socket(served: Served, client: Any) -> None:
+    with reference(24) as session:
         path = opened(client)
         said = session.ask("Describe the video.", 24)
         with talking(served, path) as socket:
@@ -203,12 +194,12 @@ def jpegs_bytes(number: int) -> bytes:
     return decode_base64(jpegs()[number])
 
 
-def test_a_stretch_of_time_a_conversation_and_a_drawn_answer(served: Served) -> None:
-    with served.client() as client, reference(40) as session:
+def test_a_stretch_of_time_a_conversation_and_a_drawn_answer(client: Any) -> None:
+    with reference(40) as session:
         one = opened(client, 40)
 
         def said(question: str, **fields: Any) -> tuple[str, list[list[int]]]:
-            told = client.post(f"{one}/ask", json={"question": question, "max_tokens": 12, **fields}).json()
+            told = posted(client, f"{one}/ask", question=question, max_tokens=12, **fields)
             return told["text"], [one["frames"] for one in told["evidence"]]
 
         words = "Describe the video."
@@ -219,7 +210,6 @@ def test_a_stretch_of_time_a_conversation_and_a_drawn_answer(served: Served) -> 
             assert said(question, chat=True)[0] == session.ask(question, 12, chat=True).text
         drawn = {said(words, temperature=2.0, seed=seed)[0] for seed in range(4)}
         assert len(drawn) > 1 and said(words, temperature=2.0, seed=1) == said(words, temperature=2.0, seed=1)
-        client.delete(one)
 
 
 def test_a_standing_question_tells_of_changes(served: Served, stream: str) -> None:

@@ -330,7 +330,7 @@ def test_a_fork_of_the_parent_does_not_end_its_process(monkeypatch: pytest.Monke
         worker.process.stdin.close()
 
 
-def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
+def test_no_process_outlives_its_parent() -> None:
     """The parent is killed while its worker is at work."""
     code = (
         "import sys, time; from mmaccel.core.decoding.worker import Worker, READY\n"

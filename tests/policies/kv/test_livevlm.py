@@ -65,9 +65,9 @@ def test_tokens_are_spread_as_the_paper_says(score: list, draws: object, scatter
     assert found.tolist() == chosen_by_hand(score, where, budget, scatter, room)
 
 
-@pytest.mark.parametrize(("heads", "groups", "rows"), [(4, 2, 1), (4, 2, 5), (4, 4, 3)])
-def test_attention_is_shared_out_as_the_model_does(heads: int, groups: int, rows: int) -> None:
-    query, key = draw((rows, groups), 1, HEADS, rows, SIZE), draw((rows,), 1, GROUPS, 11, SIZE)
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_attention_is_shared_out_as_the_model_does(rows: int) -> None:
+    query, key = draw((rows, GROUPS), 1, HEADS, rows, SIZE), draw((rows,), 1, GROUPS, 11, SIZE)
     found = attention_shares(query, key)
     assert found.tolist() == pytest.approx(share(query, key), abs=1e-6)
     assert float(found.sum()) == pytest.approx(1, abs=1e-5)

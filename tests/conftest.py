@@ -2,8 +2,9 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,23 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
     for kind in KINDS:
         monkeypatch.setattr(registry(kind), "_classes", dict(registry(kind)._classes))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """What a device that is not here says of itself; of ROCm where it has a `gcnArchName`."""
+    from mmaccel.backends import triton
+    from mmaccel.backends.ops import operator
+
+    told = SimpleNamespace(multi_processor_count=60, total_memory=9 << 30)
+    cached = operator.architecture_of, operator.resources, triton.usable
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
+    for function in cached:
+        function.cache_clear()
+    yield told
+    for function in cached:
+        function.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-from collections.abc import Iterator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends import select, triton
+from mmaccel.backends import select
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import ARCHITECTURES, KERNELS
 from mmaccel.core.errors import RecipeError
@@ -127,20 +126,6 @@ def test_one_without_a_row_runs_what_the_one_before_runs(name: str, like: str) -
     found, row = operators.architecture_named(name), operators.architecture_named(like)
     assert found.name == name and not found.has_run
     assert (found.lacks, found.shared, found.cudnn) == (row.lacks, row.shared, row.cudnn)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """What a device that is not here says of itself; of ROCm where it has a `gcnArchName`."""
-    told = SimpleNamespace(multi_processor_count=60, total_memory=9 << 30)
-    cached = operators.architecture_of, operators.resources, triton.usable
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
-    for function in cached:
-        function.cache_clear()
-    yield told
-    for function in cached:
-        function.cache_clear()
 
 
 @pytest.mark.parametrize(

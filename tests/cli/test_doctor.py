@@ -4,7 +4,7 @@ import functools
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mmaccel import models
-from mmaccel.backends import flash, select, triton
+from mmaccel.backends import flash, select
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import KERNELS
 from mmaccel.cli.choices import parse_size
@@ -32,24 +32,13 @@ def examined(call: Call) -> Callable[[], dict[str, Any]]:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def gpu(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """An L4, as far as PyTorch tells."""
-    card = SimpleNamespace(name="NVIDIA L4", total_memory=22 << 30, multi_processor_count=58)
-    card.shared_memory_per_block_optin, card.shared_memory_per_multiprocessor = 99 << 10, 100 << 10
-    cached = operators.architecture_of, operators.resources, triton.usable
+    device.name, device.total_memory, device.multi_processor_count = "NVIDIA L4", 22 << 30, 58
+    device.shared_memory_per_block_optin, device.shared_memory_per_multiprocessor = 99 << 10, 100 << 10
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name, value in {
-        "is_available": lambda: True,
-        "device_count": lambda: 2,
-        "get_device_properties": lambda device: card,
-        "get_device_capability": lambda device: (8, 9),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    for function in cached:
-        function.cache_clear()
-    yield card
-    for function in cached:
-        function.cache_clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
@@ -74,7 +63,7 @@ def test_without_a_gpu(examined: Callable[[], dict[str, Any]], call: Call) -> No
 
 
 def test_with_a_gpu(
-    gpu: SimpleNamespace, examined: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    gpu: None, examined: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = examined()
     device = {"name": "NVIDIA L4", "gpus": 2, "architecture": "sm_89", "compute_capability": "8.9"}
@@ -99,7 +88,7 @@ def test_with_a_gpu(
 
 
 def test_what_is_not_installed_is_said(
-    gpu: SimpleNamespace, examined: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    gpu: None, examined: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = metadata.version
 

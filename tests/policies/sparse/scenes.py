@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +89,15 @@ class Scene:
         plan = self.plan(pattern)
         assert plan is not None and (plan.may_overlap or int(plan.count_mask().max()) <= 1)
         return plan.to_mask().numpy()
+
+    def check(
+        self, pattern: SparsePattern, masks_of: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+    ) -> None:
+        """Assert that the mask of head h of sequence b lies between the two that `masks_of(b, h)` gives."""
+        got = self.mask(pattern)
+        for b, h in itertools.product(range(self.batch), range(self.heads)):
+            element, closure = (self.place(b, mask) for mask in masks_of(b, h))
+            assert (got[b, h] >= element).all() and (got[b, h] <= closure).all()
 
     def place(self, b: int, mask: np.ndarray) -> np.ndarray:
         """The mask of sequence b, unpadded, as [n_query, n_key] of the scene."""

@@ -73,12 +73,7 @@ def expected(boundary: QBoundary | KBoundary | Boundary2D, scene: Scene, b: int,
 
 
 def check(boundary: QBoundary | KBoundary | Boundary2D, scene: Scene) -> None:
-    got = scene.mask(boundary)
-    for b in range(scene.batch):
-        for h in range(scene.heads):
-            element, closure = (scene.place(b, m) for m in expected(boundary, scene, b, h))
-            assert (got[b, h] >= element).all()
-            assert (got[b, h] <= closure).all()
+    scene.check(boundary, lambda b, head: expected(boundary, scene, b, head))
 
 
 def pattern(name: str, **fields: Any) -> dict[str, Any]:

@@ -58,14 +58,11 @@ def one_of(names: str, *values: tuple) -> st.SearchStrategy[dict]:
     one_of("sink nearest", (0, 1), (5, 1), (20, 4), (0, 40)),
 )
 def test_vertical_slash(scene: Scene, budget: dict, estimate: str, kept: dict) -> None:
-    got = scene.mask(VerticalSlash(**budget, **kept, last_q=16, block=16, estimate=estimate))
-    for b, tokens in enumerate(scene.sequences):
-        n = len(tokens)
-        for h in range(scene.heads):
-            rows, first = weights_of(scene, b, h, 16, pooled=estimate == "group")
-            made = masks.vertical_slash(n, range(first, n), range(n), rows, **budget, **kept, block=16)
-            element, closure = (scene.place(b, mask) for mask in made)
-            assert (got[b, h] >= element).all() and (got[b, h] <= closure).all()
+    def masks_of(b: int, head: int) -> tuple[np.ndarray, np.ndarray]:
+        n, (rows, first) = len(scene.sequences[b]), weights_of(scene, b, head, 16, pooled=estimate == "group")
+        return masks.vertical_slash(n, range(first, n), range(n), rows, **budget, **kept, block=16)
+
+    scene.check(VerticalSlash(**budget, **kept, last_q=16, block=16, estimate=estimate), masks_of)
 
 
 def grid_mask(
@@ -107,13 +104,13 @@ def grid_mask(
 )
 def test_grid(scene: Scene, lines: dict, strides: dict, how: dict, near: dict) -> None:
     pattern = Grid(**lines, **strides, **how, **near, last_q=16, block=16)
-    got = scene.mask(pattern)
-    for b, tokens in enumerate(scene.sequences):
-        n = len(tokens)
-        for h in range(scene.heads):
-            rows, first = weights_of(scene, b, h, 16, pooled=pattern.estimate == "group")
-            want = grid_mask(pattern, tokens, range(first, n), range(n), rows)
-            assert (got[b, h] == scene.place(b, want)).all()
+
+    def masks_of(b: int, head: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens = scene.sequences[b]
+        rows, first = weights_of(scene, b, head, 16, pooled=pattern.estimate == "group")
+        return (grid_mask(pattern, tokens, range(first, len(tokens)), range(len(tokens)), rows),) * 2
+
+    scene.check(pattern, masks_of)
 
 
 def test_a_short_prompt_and_a_frameless_one_are_served_beside_a_video() -> None:

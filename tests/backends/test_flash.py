@@ -96,7 +96,8 @@ def test_the_part_has_an_order_of_its_own(calls: list[tuple[Any, ...]]) -> None:
 
 
 def test_rows_in_their_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -> None:
-    """Queries are read where they lie, and keys too where there is one span; a permuted order is gathered."""
+    """Queries are read where they lie, and keys too where there is one span; a permuted order is gathered. So it is for the
+    first rows of an order, as where the last rows of a prompt are dense: they are zero, and nothing is gathered."""
     for pattern, queries, keys in (
         (AShape(sink=0, window=40, block=64), True, True),
         (AShape(sink=9, window=40, block=64), True, True),
@@ -108,6 +109,9 @@ def test_rows_in_their_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -
         check(plan, tensors)
         assert [args[0].data_ptr() == tensors[0].data_ptr() for args in calls] == [queries] * len(calls)
         assert [args[1].data_ptr() == tensors[1].data_ptr() for args in calls] == [keys] * len(calls)
+        calls.clear()
+        check(plan.first(90), tensors)
+        assert [args[0].data_ptr() == tensors[0].data_ptr() for args in calls] == [queries] * len(calls)
 
 
 IN_ORDER = [
@@ -146,15 +150,6 @@ def test_keys_in_their_order_are_told_as_runs(
     for args in calls if by_key else []:
         assert args[1].data_ptr() == tensors[1].data_ptr() and len(args[5]) == len(plan.parts[0].spans)
         assert args[8] is None
-
-
-def test_the_first_rows_of_an_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -> None:
-    """As where the last rows of a prompt are dense: they are zero, and nothing is gathered."""
-    for pattern, own in ((AShape(sink=9, window=40, block=64), True), (PATTERNS["grid"], False)):
-        plan, tensors = ALONE.planned(pattern, torch.float16)
-        calls.clear()
-        check(plan.first(90), tensors)
-        assert [args[0].data_ptr() == tensors[0].data_ptr() for args in calls] == [own] * len(calls)
 
 
 @pytest.mark.parametrize("inference", [False, True])

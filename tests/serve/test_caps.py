@@ -167,20 +167,26 @@ def measured(**limits: Any) -> Admission:
     return made
 
 
+def refused(
+    admission: Admission, told: str, name: str = "all", fps: float = 1.0, seconds: float = 900.0
+) -> str:
+    """The code with which a stream is refused, since others need what it would take."""
+    with pytest.raises(Refused, match=told) as caught:
+        admission.admit(name, fps, seconds)
+    assert caught.value.status == 503
+    return caught.value.code
+
+
 def test_time_is_promised_until_it_is_all_taken() -> None:
     admission = measured(busy=0.86)
     given = [admission.admit("all", 2.0, 900.0) for _ in range(4)]
-    with pytest.raises(
-        Refused, match=r"fps: 1 frames a second of this stream take 0\.100 s of each second"
-    ) as told:
-        admission.admit("all", 1.0, 900.0)
-    assert told.value.status == 503 and told.value.code == "no_time"
+    told = r"fps: 1 frames a second of this stream take 0\.100 s of each second"
+    assert refused(admission, told) == "no_time"
     admission.admit("all", 0.5, 900.0)
     admission.end(given[0])
     admission.end(given[0])
     admission.admit("all", 2.0, 900.0)
-    with pytest.raises(Refused):
-        admission.admit("all", 1.0, 900.0)
+    assert refused(admission, told) == "no_time"
     admission.admit("all", None, 900.0)  # goes on here
 
 
@@ -188,14 +194,11 @@ def test_bytes_are_predicted_to_what_the_recipe_keeps() -> None:
     admission = measured(memory_bytes=1_500_000)
     one = admission.admit("all", 1.0, 900.0)
     assert admission.predicted_bytes(one) == 900_000
-    with pytest.raises(Refused, match="seconds: this stream will hold 900000 bytes after 900 s") as told:
-        admission.admit("all", 1.0, 900.0)
-    assert told.value.status == 503 and told.value.code == "no_room"
+    assert refused(admission, "seconds: this stream will hold 900000 bytes after 900 s") == "no_room"
     assert admission.predicted_bytes(admission.admit("short", 1.0, 900.0)) == 60_000
     assert admission.predicted_bytes(admission.admit("all", 1.0, 10.0)) == 10_000
     admission.record_call(one, 1.0, (20, 20_000), (21, 2_000_000))
-    with pytest.raises(Refused):
-        admission.admit("short", 1.0, 1.0)
+    assert refused(admission, "seconds: ", "short", 1.0, 1.0) == "no_room"
 
 
 def test_a_memory_that_grows_no_more_takes_no_more() -> None:
@@ -256,9 +259,8 @@ def test_bytes_of_the_device_are_promised_until_they_are_all_taken() -> None:
     assert admission.predicted_bytes(one, device=True) == 1_008 + 80
     admission.admit("capped", 1.0, 100.0)
     admission.admit("capped", 1.0, 100.0)
-    with pytest.raises(Refused, match=r"1088 bytes of the device and the open ones 3264, of 3500") as told:
-        admission.admit("capped", 1.0, 100.0)
-    assert told.value.code == "no_room"
+    told = r"1088 bytes of the device and the open ones 3264, of 3500"
+    assert refused(admission, told, "capped", seconds=100.0) == "no_room"
     admission.admit("capped", None, 100.0)  # goes on here
 
 
@@ -272,8 +274,7 @@ def test_frames_count_where_questions_lie_between_them(device: bool) -> None:
     assert admission.predicted_bytes(one, device) == pytest.approx(
         (5_000 if device else 10_000) * 90, rel=0.01
     )
-    with pytest.raises(Refused, match="seconds: this stream will hold"):
-        admission.admit("all", 1.0, 900.0)
+    assert refused(admission, "seconds: this stream will hold") == "no_room"
 
 
 def test_bytes_of_the_device_are_of_all_devices_without_videos(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,5 +292,5 @@ def test_bytes_of_the_device_are_of_all_devices_without_videos(monkeypatch: pyte
     admission.admit("all", 1.0, 10.0)
     admission.end(one)
     videos = 1_000
-    with pytest.raises(Refused, match="of 1700 for all; ask for fewer seconds, or come later"):
-        admission.admit("all", 1.0, 10.0)
+    told = "of 1700 for all; ask for fewer seconds, or come later"
+    assert refused(admission, told, seconds=10.0) == "no_room"

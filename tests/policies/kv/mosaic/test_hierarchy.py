@@ -93,13 +93,17 @@ def test_what_is_seen_once_at_the_start_has_a_cluster_of_its_own(rare: tuple[int
     assert {frozenset([unit]) for unit in rare} <= partition(tree)[1]
 
 
+def pure(tree: Hierarchy, scenes: list[int]) -> int:
+    """Units that are of the scene of most of their visual cluster."""
+    truth = torch.tensor(scenes)
+    return sum(int(torch.bincount(truth[list(members)]).max()) for members in partition(tree)[1])
+
+
 def test_scenes_are_found() -> None:
     scenes = runs(80, seed=3, kinds=5)
     tree = tree_of(visual=8, largest=32)
     feed(tree, plant(scenes, noise=0.15, seed=3), 8)
-    truth = torch.tensor(scenes)
-    pure = sum(int(torch.bincount(truth[list(members)]).max()) for members in partition(tree)[1])
-    assert pure == len(scenes)
+    assert pure(tree, scenes) == len(scenes)
 
 
 def test_identical_units_are_clustered_without_end() -> None:
@@ -112,14 +116,12 @@ def test_identical_units_are_clustered_without_end() -> None:
 
 def test_a_stream_that_begins_with_one_scene_still_tells_scenes_apart() -> None:
     scenes = [0] * 14 + [1 + scene for scene in runs(60, seed=3, kinds=5)]
-    truth = torch.tensor(scenes)
-    pure = {}
+    found = {}
     for lift in (0.0, 4.0):
         tree = tree_of(visual=8, largest=32, lift=lift)
         feed(tree, plant(scenes, noise=0.15, seed=3), 8)
-        found = partition(tree)[1]
-        pure[lift] = sum(int(torch.bincount(truth[list(members)]).max()) for members in found)
-    assert pure[4.0] == len(scenes) > pure[0.0] + 20
+        found[lift] = pure(tree, scenes)
+    assert found[4.0] == len(scenes) > found[0.0] + 20
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""Calls, operators and refusals that a test listens to."""
+"""Calls, operators and refusals that a test listens to, and threads beside it."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
@@ -69,6 +70,21 @@ def refusal(work: Callable[[], Any], error: type[MmaccelError] = MmaccelError) -
     told = str(caught.value)
     assert told.endswith((".", "?")) and "\n" not in told, told
     return told
+
+
+def beside(*works: Callable[[], Any]) -> list[threading.Thread]:
+    """Threads, one for each of `works`, which are begun."""
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for one in threads:
+        one.start()
+    return threads
+
+
+def finish(threads: Iterable[threading.Thread], seconds: float = 30.0) -> None:
+    """Wait until all of them are over, for so long each."""
+    for one in threads:
+        one.join(seconds)
+        assert not one.is_alive()
 
 
 class Ops(TorchDispatchMode):

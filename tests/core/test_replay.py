@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from mmaccel.core.registry import register, registry
 from mmaccel.policies.sparse import block_topk
 from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.orders import at_or_before, natural
+from tests.spies import beside, finish
 
 
 @pytest.fixture
@@ -75,14 +75,7 @@ def test_one_capture_is_over_before_another_begins(monkeypatch: pytest.MonkeyPat
             order.append("end")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    threads = [
-        threading.Thread(target=replay.capture_graph, args=(lambda: None, torch.device("cuda"), None))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    finish(beside(*[lambda: replay.capture_graph(lambda: None, torch.device("cuda"), None)] * 4))
     assert order == ["begin", "end"] * 4
 
 

@@ -8,6 +8,7 @@ import pytest
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.streams import parts
 from mmaccel.core.streams.parts import FairLock
+from tests.spies import beside, finish
 
 
 def until(turns: FairLock, waiting: int) -> None:
@@ -15,18 +16,6 @@ def until(turns: FairLock, waiting: int) -> None:
     while len(turns._waiting) < waiting:
         assert time.monotonic() < end
         time.sleep(0.001)
-
-
-def beside(*works: object) -> list[threading.Thread]:
-    threads = [threading.Thread(target=work) for work in works]  # type: ignore[arg-type]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def finish(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join(30)
 
 
 def test_turns_come_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +99,7 @@ def test_one_pass_at_a_time_stands_still() -> None:
         turns.yield_lock(inside=True)
         order.append("outer")
         turns.yield_lock(inside=True)
-    threads[0].join(10)
+    finish(threads)
     assert order == ["inner", "outer", "third"]
 
 

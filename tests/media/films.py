@@ -15,6 +15,8 @@ import av
 import numpy as np
 import torch
 
+from tests.spies import beside, finish
+
 BITS = 12
 Film = Callable[..., Path]
 
@@ -130,7 +132,7 @@ def answering(answer: Callable[[Any], None]) -> Iterator[str]:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        beside(server.serve_forever)
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
@@ -156,13 +158,12 @@ def silent_pipe(path: Path, data: bytes) -> Iterator[None]:
             file.write(data)
             over.wait(20)
 
-    writer = threading.Thread(target=feed)
-    writer.start()
+    writer = beside(feed)
     try:
         yield
     finally:
         over.set()
-        writer.join()
+        finish(writer)
 
 
 def set_matrix(path: Path, a: int, b: int, c: int, d: int) -> Path:

@@ -20,6 +20,7 @@ from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media.preprocess import as_frames
 from tests.media.films import Film, answering, numbers, send, silent_pipe
 from tests.media.test_stream import halting
+from tests.spies import beside, finish
 
 
 def readers() -> set[threading.Thread]:
@@ -85,8 +86,7 @@ def test_a_forked_process_is_told_that_its_parent_reads(film: Film) -> None:
             reached.set()
             assert go_on.wait(20)
 
-    holder = threading.Thread(target=hold)
-    holder.start()
+    holder = beside(hold)
     assert reached.wait(20)
     gc.collect()  # FFmpeg waits for its own threads where an encoder is freed, and the new process has none
     child = os.fork()
@@ -103,7 +103,7 @@ def test_a_forked_process_is_told_that_its_parent_reads(film: Film) -> None:
         finally:
             os._exit(2)
     go_on.set()
-    holder.join(20)
+    finish(holder, 20)
     parts += list(stream)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(60))
@@ -125,10 +125,7 @@ def test_check_may_wait_for_a_thread_that_closes(film: Film, tmp_path: Path) -> 
     path = tmp_path / "halt.ts"
 
     def check() -> None:
-        closer = threading.Thread(target=stream.close)
-        closer.start()
-        closer.join(15)
-        assert not closer.is_alive()
+        finish(beside(stream.close), 15)
 
     with halting(film("whole.ts").read_bytes(), path):
         stream = media.clips(path, fps=5, frames_per_clip=50, follow=True, timeout=20, check=check)

@@ -3,7 +3,6 @@
 import os
 import resource
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from mmaccel.core.errors import VideoError
 from mmaccel.media.preprocess import as_frames, as_image
 from mmaccel.media.video import orientation
 from tests.media.films import png, set_matrix
+from tests.spies import beside, finish
 
 Film = Callable[[str], Path]
 
@@ -103,7 +103,7 @@ def test_a_list_of_files_opens_none_of_them(film: Film, tmp_path: Path, piped: b
     if piped:
         path = tmp_path / "pipe.mp4"
         os.mkfifo(path)
-        threading.Thread(target=path.write_text, args=(text,), daemon=True).start()
+        beside(lambda: path.write_text(text))
     else:
         path.write_text(text)
     with pytest.raises(
@@ -145,10 +145,9 @@ def test_a_pipe_without_a_writer_is_told_after_the_timeout(tmp_path: Path) -> No
 def test_a_pipe_with_a_writer_is_read_to_its_end(film: Film, tmp_path: Path) -> None:
     whole, path = film("whole.ts"), tmp_path / "pipe.ts"
     os.mkfifo(path)
-    writer = threading.Thread(target=path.write_bytes, args=(whole.read_bytes(),), daemon=True)
-    writer.start()
+    writer = beside(lambda: path.write_bytes(whole.read_bytes()))
     assert torch.equal(media.read(path, fps=5).frames, media.read(whole, fps=5).frames)
-    writer.join(5)
+    finish(writer, 5)
 
 
 def test_more_frames_than_there_are_can_be_refused(film: Film) -> None:
@@ -215,7 +214,6 @@ def test_a_rate_that_is_next_to_none_gives_the_first_frame(film: Film, fps: floa
 def test_a_pipe_may_be_waited_for_as_long_as_one_likes(film: Film, tmp_path: Path, timeout: float) -> None:
     path, data = tmp_path / "pipe.mkv", film("a.mkv").read_bytes()
     os.mkfifo(path)
-    thread = threading.Thread(target=lambda: path.write_bytes(data))
-    thread.start()
+    threads = beside(lambda: path.write_bytes(data))
     assert len(media.read(path, fps=1, timeout=timeout)) > 0
-    thread.join()
+    finish(threads)

@@ -16,7 +16,7 @@ from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.stream import GrowingFile
 from tests.media.films import Film, answering, numbers, send
-from tests.spies import broken, nth
+from tests.spies import beside, broken, finish, nth
 
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
 
@@ -35,13 +35,12 @@ def halting(data: bytes, path: Path, pieces: int = 2, pause: float = 20.0) -> It
         go.set()
 
     path.touch()
-    writer = threading.Thread(target=write)
-    writer.start()
+    writer = beside(write)
     try:
         yield go
     finally:
         go.set()
-        writer.join()
+        finish(writer)
 
 
 def test_clips_are_the_frames_of_the_whole(film: Film) -> None:
@@ -134,10 +133,9 @@ def test_a_pipe_is_over_when_its_writer_closes_it(
     data, path = film("whole.ts").read_bytes(), tmp_path / "pipe.ts"
     os.mkfifo(path)
     broken(monkeypatch, GrowingFile, "_data", BlockingIOError, nth(1))
-    writer = threading.Thread(target=path.write_bytes, args=(data,))
-    writer.start()
+    writer = beside(lambda: path.write_bytes(data))
     parts = list(media.clips(path, fps=5, frames_per_clip=8, follow=follow, timeout=0.3))
-    writer.join()
+    finish(writer)
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 60, 2))
 
 

@@ -24,6 +24,7 @@ from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import crossed
+from tests.spies import beside, finish
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -239,16 +240,14 @@ def test_changes_wait_for_calls_under_way(family: tuple[str, Any], what: str, ca
         handles.append(mmaccel.accelerate(model) if fast is None else fast.detach())
 
     handles: list[Any] = []
-    threads = [threading.Thread(target=work), threading.Thread(target=change)]
-    threads[0].start()
+    threads = beside(work)
     assert reached.wait(20)
     hook.remove()
-    threads[1].start()
+    threads += beside(change)
     time.sleep(0.1)
     assert not handles, "it was made in the middle of a call"
     go_on.set()
-    for thread in threads:
-        thread.join(20)
+    finish(threads, 20)
     assert len(handles) == 1
     if handles[0] is not None:
         handles[0].detach()
@@ -281,12 +280,11 @@ def test_a_generation_that_meets_the_first_wrapper_ends_plain(
 
     hook = model.model.language_model.layers[0].register_forward_pre_hook(hold)
     out: list[Any] = []
-    thread = threading.Thread(target=lambda: out.append(model.generate(**inputs, **TOLD)))
-    thread.start()
+    threads = beside(lambda: out.append(model.generate(**inputs, **TOLD)))
     assert reached.wait(20)
     monkeypatch.setattr(Gate, "drain", drained)
     with mmaccel.accelerate(model, kv={"name": "window", "sinks": 2, "window": 64}):
-        thread.join(20)
+        finish(threads, 20)
         assert len(out) == 1 and torch.equal(out[0], plain)
     hook.remove()
     assert picture(model) == before
@@ -306,8 +304,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(family: tuple[str, A
             assert go_on.wait(20)
 
     fast = mmaccel.accelerate(model)
-    thread = threading.Thread(target=work)
-    thread.start()
+    threads = beside(work)
     assert reached.wait(20)
     child = os.fork()
     if not child:
@@ -319,7 +316,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(family: tuple[str, A
             os._exit(1)
     status = os.waitpid(child, 0)[1]
     go_on.set()
-    thread.join(20)
+    finish(threads, 20)
     fast.detach()
     assert os.waitstatus_to_exitcode(status) == 0
 

@@ -17,7 +17,7 @@ from mmaccel.models.together import StepsTogether, share_weights
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 from tests.products import crossed
-from tests.spies import heard
+from tests.spies import beside, finish, heard
 
 pytestmark = pytest.mark.numeric(by="torch")
 KIND = "qwen"
@@ -320,26 +320,20 @@ def test_a_call_ends_with_its_answer_though_another_comes_in_its_place() -> None
     def come() -> None:
         if short.left == 1 and not joined.is_set():
             joined.set()
-            threads[2].start()
+            threads.extend(beside(lambda: go("third", third)))
             while len(batch) < 3:
                 pass
 
     short: Any = Stand(5)
     long: Any = Stand(160, begun=lambda: come() or time.sleep(0.005))
     third: Any = Stand(10_000_000)
-    threads = [
-        threading.Thread(target=go, args=each)
-        for each in (("long", long), ("short", short), ("third", third))
-    ]
-    threads[0].start()
+    threads = beside(lambda: go("long", long))
     while not batch._led:
         pass
-    threads[1].start()
-    threads[1].join()
+    finish(beside(lambda: go("short", short)))
     assert ends["short"] > 40
     third.left = 1
-    for one in threads:
-        one.join()
+    finish(threads)
 
 
 def rounds(

@@ -4,8 +4,6 @@ nothing; and what is closed or done gives its memory back at once."""
 import functools
 import gc
 import importlib
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -29,11 +27,11 @@ from mmaccel.models.attention import KVCache
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.modules import in_parts
 from mmaccel.models.recurrent import close_in_finalizer, hook_inputs
-from tests import SOURCES
+from tests import python
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import crossed
-from tests.spies import heard
+from tests.spies import beside, finish, heard
 
 pytestmark = [pytest.mark.in_turn("family", 1), pytest.mark.in_turn("name", 4)]
 
@@ -148,15 +146,7 @@ def test_a_finalizer_in_an_import_waits_for_nobody(tmp_path: Path, monkeypatch: 
             pass
 
     monkeypatch.setattr(sys.modules[__name__], "during", during, raising=False)
-    threads = [
-        threading.Thread(target=run, daemon=True)
-        for run in (enter, lambda: importlib.import_module("slowly_imported"))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10.0)
-    assert not any(thread.is_alive() for thread in threads)
+    finish(beside(enter, lambda: importlib.import_module("slowly_imported")), 10)
     until = time.monotonic() + 10.0
     while "told" in vars(old) and time.monotonic() < until:
         time.sleep(0.01)
@@ -207,10 +197,7 @@ class Helped(LogitsProcessor):
         if self.steps == 2:
             self.begun.set()
             time.sleep(0.1)  # the other thread asks for the change
-        helper = threading.Thread(target=self.call, daemon=True)
-        helper.start()
-        helper.join(20)
-        assert not helper.is_alive(), "the call within waits for the change, which waits for the call"
+        finish(beside(self.call), 20)  # else the call within waits for the change, which waits for the call
         return scores
 
 
@@ -222,18 +209,9 @@ def test_a_call_that_waits_for_a_helper_and_a_change(family: Any, what: str, inn
         (lambda: model(**inputs)) if inner == "forward" else (lambda: model.generate(**inputs, **GREEDY))
     )
     fast, out, made = mmaccel.accelerate(model) if what == "detach" else None, [], []
-    work = threading.Thread(
-        target=lambda: out.append(model.generate(**inputs, **GREEDY, logits_processor=[helped])), daemon=True
-    )
-    change = threading.Thread(
-        target=lambda: made.append(fast.detach() if fast else mmaccel.accelerate(model)), daemon=True
-    )
-    work.start()
+    work = beside(lambda: out.append(model.generate(**inputs, **GREEDY, logits_processor=[helped])))
     assert helped.begun.wait(20)
-    change.start()
-    for thread in (work, change):
-        thread.join(30)
-        assert not thread.is_alive()
+    finish(work + beside(lambda: made.append(fast.detach() if fast else mmaccel.accelerate(model))))
     if fast is None:
         made[0].detach()
     assert helped.steps == 4 and torch.equal(out[0], plain) and mmaccel.attached(model) is None
@@ -254,9 +232,7 @@ def test_calls_that_overlap_for_ever_do_not_keep_a_change_waiting(
             running.append(None)
             model.generate(**inputs, **GREEDY)
 
-    threads = [threading.Thread(target=work, args=(wait,), daemon=True) for wait in (0, 0.07)]
-    for thread in threads:
-        thread.start()
+    threads = beside(lambda: work(0), lambda: work(0.07))
     until = time.monotonic() + 20
     while len(running) < 4:
         time.sleep(0.01)
@@ -264,8 +240,7 @@ def test_calls_that_overlap_for_ever_do_not_keep_a_change_waiting(
         mmaccel.accelerate(model).detach()
     assert time.monotonic() < until
     over.set()
-    for thread in threads:
-        thread.join(20)
+    finish(threads, 20)
     slow.remove()
 
 
@@ -294,11 +269,9 @@ def test_a_change_says_which_call_it_waits_for(family: Any, monkeypatch: pytest.
         with pytest.warns(
             MmaccelWarning, match=r"has waited .* for a call .* thread 'serves-questions'"
         ) as told:
-            end = threading.Thread(target=go_on_when, args=(go_on, told.list))
-            end.start()
+            end = beside(lambda told=told: go_on_when(go_on, told.list))
             change()
-        work.join(20)
-        end.join()
+        finish([work, *end], 20)
         assert len(told) == 1 and told[0].filename == __file__
         reached.clear()
         go_on.clear()
@@ -324,14 +297,7 @@ print(len(current_frames()), gc.isenabled())
 
 
 def test_frames_are_read_while_the_collector_is_due() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COLLECTS],
-        env={**os.environ, "PYTHONPATH": SOURCES},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout == "21 True\n", done.stderr
+    assert python("-c", COLLECTS).stdout == "21 True\n"
 
 
 TIGHT = every_stream(frames=4, window=6)

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -19,7 +20,7 @@ from mmaccel.models.packed import JoinedStreams
 from mmaccel.models.stream import HFStreamAdapter
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, told
 from tests.products import crossed
-from tests.spies import broken, heard
+from tests.spies import beside, broken, finish, heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -52,15 +53,12 @@ def at_once(sessions: list[mmaccel.VideoSession]) -> list[Any]:
         except BaseException as error:
             found[number] = error
 
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(works)]
     with turns.holding():
-        for one in threads:
-            one.start()
+        threads = beside(*(partial(run, *each) for each in enumerate(works)))
         # What comes before a pass is short; then all wait for the pass.
         until(lambda: len(turns._waiting) == len(works))
-    for one in threads:
-        one.join(60)
-    assert not any(one.is_alive() for one in threads) and not turns.waiting_passes and turns._holder is None
+    finish(threads, 60)
+    assert not turns.waiting_passes and turns._holder is None
     return found
 
 
@@ -138,14 +136,11 @@ def test_a_call_that_ends_while_it_waits_is_not_taken_in(batches: list[int]) -> 
     with turns.holding():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mmaccel.core.streams.intake.FrameIntake, "_turn", turned)
-            threads = [threading.Thread(target=work) for work in works]
-            for one in threads:
-                one.start()
+            threads = beside(*works)
             until(lambda: len(turns.waiting_passes) == SESSIONS)
         sessions[1].cancel()
         until(lambda: len(turns.waiting_passes) == SESSIONS - 1)
-    for one in threads:
-        one.join(30)
+    finish(threads)
     assert batches == [SESSIONS - 1] and not turns.waiting_passes and turns._holder is None
     came = [len(news(0)), 0, len(news(2))]
     assert [len(one) for one in sessions] == [a + b for a, b in zip(before, came, strict=True)]
@@ -239,12 +234,10 @@ def test_a_pass_that_has_waited_comes_before_all_that_is_short(monkeypatch: pyte
     works, threads = [run_pass, run_short, one.counters], list[threading.Thread]()
     with turns.holding():
         for work in works:
-            threads.append(threading.Thread(target=work))
-            threads[-1].start()
+            threads.extend(beside(work))
             until(lambda: len(turns._waiting) == len(threads))
         monkeypatch.setattr(parts, "monotonic", lambda: time.monotonic() + 2)
-    for thread in threads:
-        thread.join(30)
+    finish(threads)
     assert order[0] == "pass" and sorted(order) == ["counters", "pass", "short"]
 
 

@@ -21,7 +21,7 @@ from mmaccel.core.streams import parts
 from mmaccel.models import step
 from tests.models import test_stream_families
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, pair, told
-from tests.spies import heard
+from tests.spies import beside, finish, heard
 
 BEFORE, MEANWHILE, TOKENS = 14, 12, 40
 HYBRID = "qwen3_5"
@@ -67,8 +67,7 @@ def frame_by_frame(session: mmaccel.VideoSession, frames: torch.Tensor) -> Itera
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=watch)
-        thread.start()
+        (thread,) = beside(watch)
         while thread.is_alive():
             yield
         if errors:
@@ -226,13 +225,12 @@ def test_nothing_but_tokens_comes_inside_a_pass(monkeypatch: pytest.MonkeyPatch)
         seen = heard(monkeypatch, type(other._live.state), "snapshot", lambda *_: turns._still is None)
         with monkeypatch.context() as patched:
             meeting = Meeting(session, shots("random-ov")[BEFORE:], patched)
-            asking = threading.Thread(target=ask)
-            asking.start()
+            asking = beside(ask)
             session.ask(QUESTION, 60)
         over.set()
         for _ in meeting.frames:
             time.sleep(1e-3)
-        asking.join()
+        finish(asking)
         assert meeting.inside > 5 and len(seen) > 5 and all(seen)
 
 

@@ -14,7 +14,7 @@ from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.media import Video
 from mmaccel.models.attention import PLAIN
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
-from tests.spies import heard
+from tests.spies import beside, finish, heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -180,9 +180,7 @@ def test_a_plain_run_in_the_middle_of_a_pass_gives_what_it_gives_alone(
 
     def meanwhile(*_: object) -> None:
         if threading.get_ident() == me:
-            thread = threading.Thread(target=plainly)
-            thread.start()
-            thread.join()
+            finish(beside(plainly))
 
     with open_session(name, TIGHT["mosaic"]) as session, open_session(name, TIGHT["mosaic"]) as twin:
         for one in (session, twin):

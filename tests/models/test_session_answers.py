@@ -22,7 +22,7 @@ from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.products import crossed
-from tests.spies import heard, returned
+from tests.spies import beside, finish, heard, returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -189,8 +189,7 @@ def test_an_answer_is_cancelled_from_another_thread(stream: bool) -> None:
             assert slow.began.wait(20)
             session.cancel()
 
-        thread = threading.Thread(target=cancel)
-        thread.start()
+        threads = beside(cancel)
         if stream:
             reply = session.ask("describe the video .", 200, stream=True)
             said = "".join(reply)
@@ -198,7 +197,7 @@ def test_an_answer_is_cancelled_from_another_thread(stream: bool) -> None:
             answer = reply.answer
         else:
             answer = session.ask("describe the video .", 200)
-        thread.join()
+        finish(threads)
         assert answer.finish_reason == "cancelled" and 0 < len(answer.ids) <= 10
         assert whole.ids[: len(answer.ids)] == answer.ids
         assert session.ask("describe the video .", 3).finish_reason == "length", "later calls are not touched"
@@ -245,15 +244,14 @@ def test_a_call_that_waits_for_another_has_its_timeout_too() -> None:
             return features(*given, **named)
 
         session._stream_adapter.__dict__["features"] = held_up
-        thread = threading.Thread(target=lambda: session.watch(film(4), fps=FPS))
-        thread.start()
+        threads = beside(lambda: session.watch(film(4), fps=FPS))
         assert began.wait(20)
         answer = session.ask(QUESTION, timeout=0.2)
         with pytest.warns(MmaccelWarning, match="took in 0 frames"):
             assert session.watch(film(2), fps=FPS, timeout=0.2) == 0
-        assert answer.finish_reason == "timeout" and thread.is_alive()
+        assert answer.finish_reason == "timeout" and threads[0].is_alive()
         go.set()
-        thread.join()
+        finish(threads)
         assert len(session) == 8
 
 

@@ -258,16 +258,13 @@ def stream(view: KVView, inputs: tuple[Tensor, Tensor, Tensor], **run: Any) -> T
     return stream_pass(shown(view), **run).attend(0, *inputs, SIZE**-0.5)
 
 
-def test_a_stream_s_rows_are_the_last_of_its_view() -> None:
+def test_a_stream_s_rows_are_the_last_of_its_view_whose_first_keys_may_have_a_bias() -> None:
     """The queries that count are the memory's own."""
     inputs = query, key, value = tensors(30, 90)
     view = KVView(key, value, sinks=4, window=20, query=-query)
     distance = torch.arange(60, 90)[:, None] - torch.arange(90)
     sees = (distance >= 0) & ((distance < 20) | (torch.arange(90) < 4))
     close(stream(view, inputs), written_out(-query, key, value, sees[None]))
-
-
-def test_a_stream_s_first_keys_may_have_a_bias() -> None:
     inputs = _, key, value = tensors(3, 50)
     bias = torch.linspace(-1, 2, 10)
     close(stream(KVView(key, value, bias=bias), inputs), written_out(*inputs, causal(50)[None, -3:], bias))

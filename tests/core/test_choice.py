@@ -27,14 +27,19 @@ def test_a_draft_that_failed_is_told_once_whatever_the_choice(why: str, rounds: 
     assert told.count("out of cheese") == 1 and ("draft: none" in told) == (rounds == 0)
 
 
-def road(costs: Costs | None) -> AttentionConfig:
+def priced(each: float, fixed: float = 0.0, **more: LinearCost) -> Costs:
+    """A pair of dense attention costs 1, one of listed blocks `each`, and `fixed` once."""
+    return Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(fixed, each)}, **more)
+
+
+def road(costs: Costs | None, recipe: Recipe = RECIPE) -> AttentionConfig:
     return AttentionConfig(
-        RECIPE, "reference", reference.op, choice=select.Choice("reference", "told", costs)
+        recipe, "reference", reference.op, choice=select.Choice("reference", "told", costs)
     )
 
 
-def going(costs: Costs | None) -> ForwardPass:
-    return ForwardPass(road(costs))
+def going(costs: Costs | None, recipe: Recipe = RECIPE) -> ForwardPass:
+    return ForwardPass(road(costs, recipe))
 
 
 def query(rows: int, batch: int = 1) -> torch.Tensor:
@@ -43,21 +48,15 @@ def query(rows: int, batch: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_bound_is_what_sparse_may_cost(batch: int) -> None:
-    """Blocks three times as dear as dense: a window of 1024 and its sinks win once the prompt is long enough for that."""
-    costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 3.0)})
+    """Blocks three times as dear as dense: a window of 1024 and its sinks win once the prompt is long enough for that; late
+    rows of a long prompt pay sooner."""
+    costs = priced(3.0)
     for n in (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 16):
         listed = RECIPE.sparse.max_blocks_total(n, n) * 64**2
         assert going(costs).beats_dense(0, query(n, batch), n) == (3 * listed < n * (n + 1) / 2)
-    assert going(costs).beats_dense(0, query(1 << 16), 1 << 16) and not going(costs).beats_dense(
-        0, query(1 << 10), 1 << 10
-    )
-
-
-def test_late_rows_of_a_long_prompt_pay_sooner() -> None:
-    costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 3.0)})
-    assert not going(costs).beats_dense(0, query(2048), 2048) and going(costs).beats_dense(
-        0, query(2048), 1 << 16
-    )
+    for rows, keys, pays in ((1 << 16, 1 << 16, True), (1 << 10, 1 << 10, False), (2048, 2048, False)):
+        assert going(costs).beats_dense(0, query(rows), keys) == pays
+    assert going(costs).beats_dense(0, query(2048), 1 << 16)
 
 
 def test_dense_attention_within_a_window_is_cheaper() -> None:
@@ -72,22 +71,17 @@ def test_dense_attention_within_a_window_is_cheaper() -> None:
         seen = sum(min(column + 1, sinks + window) for column in range(keys - rows, keys))
         view = KVView(nothing, nothing, None, sinks, window)
         for price, pays in ((seen - 1, True), (seen + 1, False)):
-            costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(price * 4.0, 0.0)})
-            assert going(costs).beats_dense(0, query(rows), keys, view) == pays
+            assert going(priced(0.0, price * 4.0)).beats_dense(0, query(rows), keys, view) == pays
 
 
-def test_planning_is_part_of_the_price() -> None:
-    costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 1.0)}, planning=LinearCost(1e12, 0.0))
-    assert not going(costs).beats_dense(0, query(1 << 16), 1 << 16)
-
-
-def test_of_a_short_prompt_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_is_part_of_the_price_and_of_a_short_prompt_nothing_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where making a plan costs more than dense attention, the pattern is not asked what it would list."""
-
+    dear = priced(1.0, planning=LinearCost(1e12, 0.0))
+    assert not going(dear).beats_dense(0, query(1 << 16), 1 << 16)
     broken(monkeypatch, type(RECIPE.sparse), "max_blocks_total", AssertionError("a bound was asked for"))
-    costs = Costs(
-        LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 1.0)}, planning=LinearCost(4 * 2000**2 / 2, 0.0)
-    )
+    costs = priced(1.0, planning=LinearCost(4 * 2000**2 / 2, 0.0))
     run = ForwardPass(road(costs), layout=TokenLayout.text(1, 1900))
     assert not run.beats_dense(0, query(1900), 1900)
     with pytest.raises(AssertionError, match="asked for"):
@@ -99,16 +93,12 @@ def test_a_loose_bound_counts_no_more_than_causality_admits() -> None:
     recipe = Recipe.load(sparse={"name": "vertical_slash"})
     n = 8192
     assert recipe.sparse.max_blocks_total(n, n) * 64**2 > 1.5 * n * (n + 1) / 2
-    costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 0.9)})
-    choice = select.Choice("reference", "told", costs)
-    assert ForwardPass(AttentionConfig(recipe, "reference", reference.op, choice=choice)).beats_dense(
-        0, query(n), n
-    )
+    assert going(priced(0.9), recipe).beats_dense(0, query(n), n)
 
 
 @pytest.mark.parametrize(("each", "name"), [(1e-9, "a_shape"), (1e9, "dense")])
 def test_a_layer_runs_what_pays(each: float, name: str) -> None:
-    way = road(Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, each)}))
+    way = road(priced(each))
     q, k = torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
     out = ForwardPass(way, layout=TokenLayout.text(1, 100)).attend(0, q, k, k, 0.25)
     assert way.meter.names[0] == (name,) * 4

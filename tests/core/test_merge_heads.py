@@ -189,37 +189,28 @@ def first_blocks() -> BlockLists:
     return BlockLists(row, torch.zeros(1).int(), torch.zeros(1, 1, 4).char())
 
 
+def ranged(heads: int, *ranges: tuple[int, int]) -> AttentionPlan:
+    """A plan of 64 tokens and one part, with a span for each of these ranges."""
+    places, lists = torch.arange(64, dtype=torch.int32).view(1, 1, 64), first_blocks()
+    spans = tuple(KeySpan(places, places, places, lo, hi, lists) for lo, hi in ranges)
+    return AttentionPlan((Part(places, spans),), BLOCK, BLOCK, 1, heads, 64, 64)
+
+
 def test_ranges_share_a_slot_where_they_begin_at_nought() -> None:
     """[5, inf) and [0, inf) become one slot, [0, 5) another: two, not three."""
-    layout = TokenLayout.text(1, 64)
-    places = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
-    lists = first_blocks()
-
-    def span(lo: int, hi: int) -> KeySpan:
-        return KeySpan(places, places, places, lo, hi, lists)
-
-    far = 2**31 - 1
-    one = AttentionPlan((Part(places, (span(0, 5), span(5, far))),), BLOCK, BLOCK, 1, 1, 64, 64)
-    two = AttentionPlan((Part(places, (span(0, far),)),), BLOCK, BLOCK, 1, 1, 64, 64)
+    layout, far = TokenLayout.text(1, 64), 2**31 - 1
+    one, two = ranged(1, (0, 5), (5, far)), ranged(1, (0, far))
     mixed = merge_plans([((0,), one), ((1,), two)], 2, 2, layout, layout)
     assert mixed is not None
     assert [(s.lo, s.hi) for s in mixed.parts[0].spans] == [(0, 5), (0, far)]
 
 
-def test_one_share_of_all_heads_is_its_own_plan() -> None:
-    layout = TokenLayout.text(1, 64)
-    places = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
-    lists = first_blocks()
-    part = Part(places, (KeySpan(places, places, places, 0, 9, lists),))
-    plan = AttentionPlan((part,), BLOCK, BLOCK, 1, 4, 64, 64)
+def test_one_share_of_all_heads_is_its_own_plan_and_heads_are_each_named_once() -> None:
+    layout, plan = TokenLayout.text(1, 64), ranged(4, (0, 9))
     assert merge_plans([((0, 1, 2, 3), plan)], 4, 2, layout, layout) is plan
     lone = replace(plan, heads=1)
     mixed = merge_plans([((0, 1, 2, 3), lone)], 4, 2, layout, layout)
     assert mixed is not None and mixed.parts is plan.parts and mixed.heads == 4
-
-
-def test_heads_are_each_named_once() -> None:
-    layout = TokenLayout.text(1, 64)
     with pytest.raises(ValueError, match="each of 0 to 2 once"):
         merge_plans([((0, 1), None), ((1,), None)], 3, 1, layout, layout)
     assert merge_plans([((0, 2), None), ((1,), None)], 3, 1, layout, layout) is None

@@ -238,14 +238,15 @@ def test_rows_fill_whole_blocks(n: int, want: int) -> None:
     assert padded.shape == (1, 1, want) and (padded[..., n:] == -1).all()
 
 
+PATTERN = Recipe.load(sparse={"name": "a_shape", "block": 16, "window": 32, "sink": 16}).sparse
+
+
 def one_part(length: int = 64) -> tuple[AttentionPlan, Tensor, Tensor]:
     """A window's plan in one part, and query [1, 2, n, 16] and key [1, 1, n, 16] for it."""
     g = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, h, length, 16, generator=g) for h in (2, 1))
     layout = TokenLayout.text(1, length)
-    plan = Recipe.load(sparse={"name": "a_shape", "block": 16, "window": 32, "sink": 16}).sparse.plan(
-        query, key, layout, layout
-    )
+    plan = PATTERN.plan(query, key, layout, layout)
     assert plan is not None
     return plan, query, key
 
@@ -276,9 +277,8 @@ def test_a_part_of_heads_that_are_not_there_holds_no_rows() -> None:
 
 def test_one_layout_serves_batches_of_other_sizes() -> None:
     layout = TokenLayout.text(1, 64)
-    sparse = Recipe.load(sparse={"name": "a_shape", "block": 16, "window": 32, "sink": 16}).sparse
     plans = [
-        sparse.plan(torch.randn(b, 2, 64, 16), torch.randn(b, 1, 64, 16), layout, layout) for b in (2, 1, 2)
+        PATTERN.plan(torch.randn(b, 2, 64, 16), torch.randn(b, 1, 64, 16), layout, layout) for b in (2, 1, 2)
     ]
     assert [plan.batch for plan in plans if plan is not None] == [2, 1, 2]
 

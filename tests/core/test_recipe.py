@@ -21,11 +21,13 @@ from mmaccel.policies.sparse import AShape
 from mmaccel.policies.sparse.grid import MOST_STRIDE
 
 
-def test_the_default_is_the_plain_model() -> None:
+def test_the_default_is_the_plain_model_and_frozen() -> None:
     recipe = Recipe()
     assert (recipe.sparse.name, recipe.kv.name, recipe.draft.name) == ("dense", "full", "off")
     assert recipe.prune is None
     assert Recipe.load() == recipe == Recipe.load({})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.chunk = 64  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", presets())
@@ -164,11 +166,6 @@ def test_choices_replace_fields() -> None:
     assert Recipe.load("a_shape", sparse={"name": "a_shape", "window": 64}).sparse == AShape(window=64)
 
 
-def test_a_recipe_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Recipe().chunk = 64  # type: ignore[misc]
-
-
 def sentence(source: object = None, **choices: object) -> str:
     """The message of the error that a wrong recipe raises; one line that ends with a full stop."""
     with pytest.raises(RecipeError) as caught:
@@ -190,9 +187,7 @@ def test_unknown_names_give_the_nearest_and_the_list() -> None:
     told = sentence(sparse={"name": "a_shape", "windw": 3})
     assert "unknown field of sparse 'a_shape' 'windw': did you mean 'window'?" in told and "sink" in told
     assert "unknown backend 'cuda'" in sentence(backend="cuda")
-
-
-def test_names_far_from_all_give_the_list_alone() -> None:
+    # A name far from all gives the list alone.
     told = sentence(sparse="zzzzzz")
     assert "did you mean" not in told and ": there are a_shape, " in told
     assert sentence("zzzzzz") == f"unknown recipe 'zzzzzz': `mmaccel list` has them all; {OWN}."

@@ -142,11 +142,17 @@ def test_a_pipe_without_a_writer_is_told_after_the_timeout(tmp_path: Path) -> No
         media.read(path, timeout=0)
 
 
-def test_a_pipe_with_a_writer_is_read_to_its_end(film: Film, tmp_path: Path) -> None:
-    whole, path = film("whole.ts"), tmp_path / "pipe.ts"
+@pytest.mark.parametrize(
+    ("suffix", "how"), [("ts", {}), ("mkv", {"timeout": float("inf")}), ("mkv", {"timeout": 1e300})]
+)
+def test_a_pipe_with_a_writer_is_read_to_its_end(
+    film: Film, tmp_path: Path, suffix: str, how: dict[str, float]
+) -> None:
+    """It may be waited for as long as one likes."""
+    whole, path = film(f"whole.{suffix}"), tmp_path / f"pipe.{suffix}"
     os.mkfifo(path)
     writer = beside(lambda: path.write_bytes(whole.read_bytes()))
-    assert torch.equal(media.read(path, fps=5).frames, media.read(whole, fps=5).frames)
+    assert torch.equal(media.read(path, fps=5, **how).frames, media.read(whole, fps=5).frames)
     finish(writer, 5)
 
 
@@ -208,12 +214,3 @@ def test_a_rate_that_is_next_to_none_gives_the_first_frame(film: Film, fps: floa
     assert len(media.read(path, fps=fps)) == sum(map(len, media.clips(path, fps=fps, frames_per_clip=9))) == 1
     with pytest.raises(VideoError, match="must be a positive number"):
         media.clips(path, fps=float("inf"), frames_per_clip=1)
-
-
-@pytest.mark.parametrize("timeout", [float("inf"), 1e300])
-def test_a_pipe_may_be_waited_for_as_long_as_one_likes(film: Film, tmp_path: Path, timeout: float) -> None:
-    path, data = tmp_path / "pipe.mkv", film("a.mkv").read_bytes()
-    os.mkfifo(path)
-    threads = beside(lambda: path.write_bytes(data))
-    assert len(media.read(path, fps=1, timeout=timeout)) > 0
-    finish(threads)

@@ -43,22 +43,15 @@ def test_count_equals_the_stock_loader(film: Film) -> None:
     assert video.fps == pytest.approx(told)
 
 
-def test_count_that_does_not_divide(film: Film) -> None:
-    path = film(frames=47)
-    assert numbers(media.read(path, frames=13).frames) == evenly_spaced_frames(47, 13)
-
-
-def test_max_frames_keeps_the_whole_span(film: Film) -> None:
+def test_numbers_of_frames_and_a_span(film: Film) -> None:
+    """A number that does not divide; the most frames, of the whole span; and those of a part."""
+    assert numbers(media.read(film(frames=47), frames=13).frames) == evenly_spaced_frames(47, 13)
     path = film()
     assert numbers(media.read(path, max_frames=6).frames) == [0, 10, 20, 30, 40, 50]
     thinned = media.read(path, fps=5, max_frames=6)
     assert numbers(thinned.frames) == [0, 10, 20, 30, 40, 50]
     assert thinned.fps == pytest.approx(1.0)
     assert len(media.read(path, fps=5, max_frames=100)) == 30
-
-
-def test_a_span(film: Film) -> None:
-    path = film()
     assert numbers(media.read(path, start=2.0, stop=2.5).frames) == [20, 21, 22, 23, 24]
     assert numbers(media.read(path, start=2.0, stop=4.0, fps=1).frames) == [20, 30]
     assert numbers(media.read(path, start=2.0, stop=4.0, frames=4).frames) == [20, 25, 30, 35]
@@ -247,28 +240,19 @@ def test_even_frames_are_taken_as_the_nearest(
 
 
 def test_a_still_moment_shows_the_frame_that_stands() -> None:
-    stream = [(0.0, "a"), (0.4, "b"), (10.0, "c"), (11.0, "d")]
-    found = [item for _, item in nearest_items(stream, tick_times(0.0, 2.0, 11.1), early=half_tick(2.0))]
-    assert found == ["a", *"b" * 19, "c", "c", "d"], "c comes at 10 s, tick 20"
-    late = [
-        item
-        for _, item in nearest_items(
-            [(0.0, "a"), (9.7, "c"), (20.0, "d")], tick_times(0.0, 1.0, 12), early=half_tick(1.0)
-        )
-    ]
-    assert late == [*"a" * 10, "c", "c"], "c comes 0.7 s after tick 9 and 0.3 s before tick 10"
-    early = [
-        item
-        for _, item in nearest_items(
-            [(0.0, "a"), (9.3, "c"), (20.0, "d")], tick_times(0.0, 1.0, 11), early=half_tick(1.0)
-        )
-    ]
-    assert early == [*"a" * 9, "c", "c"], "c comes 0.3 s after tick 9: the nearest tick shows it"
-    first = [
-        item
-        for _, item in nearest_items([(3.0, "a"), (9.0, "b")], tick_times(0.0, 1.0, 10), early=half_tick(1.0))
-    ]
-    assert first == [*"a" * 9, "b"], "before the first frame nothing stands"
+
+    def shown(stream: list[tuple[float, str]], fps: float, end: float) -> str:
+        ticks = tick_times(0.0, fps, end)
+        return "".join(item for _, item in nearest_items(stream, ticks, early=half_tick(fps)))
+
+    found = shown([(0.0, "a"), (0.4, "b"), (10.0, "c"), (11.0, "d")], 2.0, 11.1)
+    assert found == "a" + "b" * 19 + "ccd", "c comes at 10 s, tick 20"
+    late = shown([(0.0, "a"), (9.7, "c"), (20.0, "d")], 1.0, 12)
+    assert late == "a" * 10 + "cc", "c comes 0.7 s after tick 9 and 0.3 s before tick 10"
+    early = shown([(0.0, "a"), (9.3, "c"), (20.0, "d")], 1.0, 11)
+    assert early == "a" * 9 + "cc", "c comes 0.3 s after tick 9: the nearest tick shows it"
+    first = shown([(3.0, "a"), (9.0, "b")], 1.0, 10)
+    assert first == "a" * 9 + "b", "before the first frame nothing stands"
 
 
 def test_nearest_holds_two_items_at_a_time() -> None:

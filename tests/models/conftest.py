@@ -1,5 +1,6 @@
 """Tests of a module that hold for each family or memory take these in turn; with all of them they are `slow`."""
 
+import gc
 import zlib
 from collections.abc import Iterator
 from itertools import groupby
@@ -25,6 +26,15 @@ def dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Nothing is collected but what nobody refers to."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -155,21 +155,16 @@ def test_a_seat_is_given_to_the_next_sequence() -> None:
     assert seats.join(one, 1) == (4, 4, 4, 1) and len(seats.owners) == 2
 
 
-def test_the_seats_of_a_cache_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seats_of_a_cache_go_with_it(uncollected: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who keeps what `generate` gave keeps its seats; who lets go of it need not wait for the collector of garbage."""
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     with mmaccel.accelerate(model_of("qwen3_5")) as fast:
         told: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-        gc.collect()
-        gc.disable()
-        try:
-            out = fast.generate(**prompt("qwen3_5", PIECES), **told)
-            seats = {ref(one.seats) for one in out.past_key_values.states.values()}
-            assert len(seats) == 1 and all(one() is not None for one in seats)
-            del out
-            assert all(one() is None for one in seats)
-        finally:
-            gc.enable()
+        out = fast.generate(**prompt("qwen3_5", PIECES), **told)
+        seats = {ref(one.seats) for one in out.past_key_values.states.values()}
+        assert len(seats) == 1 and all(one() is not None for one in seats)
+        del out
+        assert all(one() is None for one in seats)
 
 
 @crossed(kind=["qwen3_vl", "internvl", "perception_lm", "glm46v", *KINDS], kv=["rekv", "streammem", "full"])

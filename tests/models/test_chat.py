@@ -257,20 +257,16 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.rglob("ran")) and "evil" not in sys.modules
 
 
-@pytest.mark.parametrize("rate", [0, -1.0, float("nan"), "2"])
-@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
-def test_a_rate_that_is_none(random_folder: Callable[[str], Path], name: str, rate: Any) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rate_that_is_none_and_an_empty_text(random_folder: Folder, name: str) -> None:
     processor = Processor.from_pretrained(random_folder(name))
-    video = torch.zeros(4, 3, 56, 56, dtype=torch.uint8)
-    with pytest.raises(ModelError, match=r"fps: .*; give a positive number of frames a second"):
-        processor(processor.video_token, videos=video, fps=rate)
-
-
-@pytest.mark.parametrize("texts", ["", ["a", ""]])
-def test_an_empty_text(random_folder: Callable[[str], Path], texts: Any) -> None:
-    processor = Processor.from_pretrained(random_folder("tiny-qwen"))
-    with pytest.raises(ModelError, match=r"text: number \d of \d is empty"):
-        processor(texts)
+    video, rates = torch.zeros(4, 3, 56, 56, dtype=torch.uint8), (0, -1.0, float("nan"), "2")
+    for rate in rates:
+        with pytest.raises(ModelError, match=r"fps: .*; give a positive number of frames a second"):
+            processor(processor.video_token, videos=video, fps=rate)  # type: ignore[arg-type]
+    for texts in ("", ["a", ""]):
+        with pytest.raises(ModelError, match=r"text: number \d of \d is empty"):
+            processor(texts)
 
 
 @pytest.mark.parametrize("own, other", [("tiny-ov-draft", "tiny-qwen"), ("tiny-qwen-draft", "tiny-ov")])

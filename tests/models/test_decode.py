@@ -283,11 +283,7 @@ def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
     assert not captured(adapter.runner(model))
     model.set_output_embeddings(head)
     assert captured(adapter.runner(model))
-
-
-def test_what_does_not_fit_is_told(family):
-    _, model = family
-    with pytest.raises(ModelError, match="rows"):
+    with pytest.raises(ModelError, match="rows"):  # more than fit
         runner(model, rows=(1, 65))
 
 

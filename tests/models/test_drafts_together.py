@@ -53,12 +53,12 @@ def drafts(draft: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-class Tried(DraftLength):
-    """Draws windows, so that drafts rest and catch up whatever the clock says."""
+class Windows(DraftLength):
+    """Of these lengths in turn, whatever the clock says."""
 
-    def __init__(self) -> None:
+    def __init__(self, *lengths: int) -> None:
         super().__init__()
-        self.draws = itertools.cycle([15, 0, 2, *[0] * 9, 1, 4, 15])
+        self.draws = itertools.cycle(lengths)
 
     def best_length(self, count: int, drafting: int) -> int:
         return next(self.draws)
@@ -116,7 +116,7 @@ def test_each_says_what_it_says_alone(
     recipe = drafts(draft)[name]
     alone, _ = answers(model, [recipe], None)
     batch = Batch((sizes := list[int]()).append)
-    batch.load = Tried()
+    batch.load = Windows(15, 0, 2, *[0] * 9, 1, 4, 15)  # so that drafts rest and catch up
     together, reports = answers(model, [recipe], batch)
     for number, (kind, how) in enumerate(CALLS):
         assert torch.equal(together[number], alone[number]), (kind, how)
@@ -133,19 +133,10 @@ def test_drafts_of_one_model_take_their_steps_together(
     """A draft's step has one row or two, a window of three no more than three steps: all drafts are in each."""
     model, draft = models
     batch = Batch((judged := list[int]()).append)
-    batch.load = Fixed(3)
+    batch.load = Windows(3)
     answers(model, [drafts(draft)["text_only"]], batch)
     whole = [one for one in rows if len(one) == len(CALLS)]
     assert len(whole) > 2 * sum(count == len(CALLS) for count in judged) > 0
-
-
-class Fixed(DraftLength):
-    def __init__(self, window: int) -> None:
-        super().__init__()
-        self.window = window
-
-    def best_length(self, count: int, drafting: int) -> int:
-        return self.window
 
 
 def test_a_draft_that_fails_in_a_shared_step_ends_alone(
@@ -167,7 +158,7 @@ def test_a_draft_that_fails_in_a_shared_step_ends_alone(
 
     monkeypatch.setattr(StepsTogether, "__call__", failing)
     batch = Batch()
-    batch.load = Fixed(4)
+    batch.load = Windows(4)
     with pytest.warns(mmaccel.MmaccelWarning, match="the draft failed"):
         together, reports = answers(model, [recipe], batch)
     dropped = ["failed" in str(one.draft) and bool(one.draft.get("failed")) for one in reports]
@@ -243,7 +234,7 @@ def test_one_draft_a_round_reads_its_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     """So the others' tokens wait for one of them at most; and the seconds of such a round tell nothing of windows."""
     batch, seen, took = Batch(), list[list[int]](), list[int]()
     some: list[Any] = [Adapts(6) for _ in range(4)]
-    batch.load = Fixed(3)
+    batch.load = Windows(3)
     monkeypatch.setattr(batch.load, "add_round", lambda count, window, *rest: took.append(window))
     offers = batch._offers
     monkeypatch.setattr(
@@ -292,20 +283,13 @@ class Cold:
         return [torch.zeros(1, one.shape[1], 8) for one in ids]
 
 
-def test_a_round_that_compiles_or_captures_is_not_timed() -> None:
+def test_a_round_that_compiles_or_captures_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a window costs later is not what it costs the first time."""
     batch, one = Batch(), cast(Any, Stand(10))
     one.adapts_length, one.together = True, Cold(12)  # two steps a round: the draft's and the target's
-    batch.load = counted = Noted()
+    counted = heard(monkeypatch, batch.load, "add_round", lambda *_: 1)
     batch.run([one])
-    assert counted.rounds == 4
-
-
-class Noted(DraftLength):
-    rounds = 0
-
-    def add_round(self, *given: Any) -> None:
-        self.rounds += 1
+    assert len(counted) == 4
 
 
 def test_a_call_ends_with_its_answer_though_another_comes_in_its_place() -> None:

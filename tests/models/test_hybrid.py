@@ -15,6 +15,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.models import recurrent
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft.sequential import Sequential
+from tests.core.toy import Scripted
 from tests.models.tiny_random import EVERY, batch, prompt
 
 
@@ -27,18 +28,7 @@ class Echo(DraftStrategy):
     max_rollback: ClassVar = 4
 
     def open(self, target: Any) -> DraftState:
-        return _Echo()
-
-
-class _Echo(DraftState):
-    def begin(self, prompt: Any) -> None:
-        self.ids = prompt.ids[0].tolist()
-
-    def propose(self) -> Proposal:
-        return Proposal(torch.tensor(self.ids[-3:]))
-
-    def observe(self, committed: torch.Tensor, kept: int) -> None:
-        self.ids += committed.tolist()
+        return Scripted(lambda tokens: Proposal(torch.tensor(tokens[-3:])))
 
 
 PIECES = [("text", 6), ("video", 12), ("text", 9)]

@@ -2,13 +2,12 @@
 nothing; and what is closed or done gives its memory back at once."""
 
 import functools
-import gc
 import importlib
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -301,15 +300,6 @@ def test_frames_are_read_while_the_collector_is_due() -> None:
 
 
 TIGHT = every_stream(frames=4, window=6)
-
-
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    """Nothing is collected but what nobody refers to."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("name", sorted(TIGHT))

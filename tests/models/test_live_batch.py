@@ -3,8 +3,8 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -45,19 +45,13 @@ def at_once(sessions: list[mmaccel.VideoSession]) -> list[Any]:
     """Have each watch its news in a thread of its own, which finds the model's turn taken until all wait for it; what they
     return or raise."""
     works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(sessions)]
-    turns, found = sessions[0]._stream_adapter.turns, list[Any]([None] * len(works))
-
-    def run(number: int, work: Callable[[], Any]) -> None:
-        try:
-            found[number] = work()
-        except BaseException as error:
-            found[number] = error
-
-    with turns.holding():
-        threads = beside(*(partial(run, *each) for each in enumerate(works)))
-        # What comes before a pass is short; then all wait for the pass.
-        until(lambda: len(turns._waiting) == len(works))
-    finish(threads, 60)
+    turns = sessions[0]._stream_adapter.turns
+    with ThreadPoolExecutor(len(works)) as pool:
+        with turns.holding():
+            futures = [pool.submit(work) for work in works]
+            # What comes before a pass is short; then all wait for the pass.
+            until(lambda: len(turns._waiting) == len(works))
+        found = [one.exception(60) or one.result() for one in futures]
     assert not turns.waiting_passes and turns._holder is None
     return found
 

@@ -72,36 +72,27 @@ def test_a_system_message_is_read_behind_the_video() -> None:
     assert adapter.processor.decode(ids[begin:end]).strip() == QUESTION.strip()
 
 
-@pytest.mark.parametrize(
-    ("question", "words"),
-    [
-        ([{"role": "assistant", "content": "red"}], "its turns are of ['assistant']"),
-        ([{"role": "user", "content": " "}], "it is empty"),
-        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "it shows a video"),
-        ([], "is an empty list"),
-        (3, "3"),
-    ],
-)
-def test_what_is_no_question(question: Any, words: str) -> None:
-    with open_session("random-ov", TIGHT["rekv"], 3) as session:
-        assert words in refusal(lambda: session.ask(question), ModelError)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
+def test_what_is_no_question_and_settings_that_cannot_be() -> None:
+    nearest = "temperatur: it is no setting of an answer; the nearest that is, is 'temperature'"
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        ([{"role": "assistant", "content": "red"}], {}, "its turns are of ['assistant']"),
+        ([{"role": "user", "content": " "}], {}, "it is empty"),
+        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], {}, "it shows a video"),
+        ([], {}, "is an empty list"),
+        (3, {}, "3"),
+        (QUESTION, {"temperatur": 1.0}, nearest),
         (
-            {"temperatur": 1.0},
-            "temperatur: it is no setting of an answer; the nearest that is, is 'temperature'",
+            QUESTION,
+            {"temperature": 0.5},
+            "temperature: it acts where tokens are drawn; set do_sample=True too.",
         ),
-        ({"temperature": 0.5}, "temperature: it acts where tokens are drawn; set do_sample=True too."),
-        ({"seed": 3}, "seed: it acts where tokens are drawn"),
-        ({"do_sample": True, "temperature": -1.0}, "temperature"),
-    ],
-)
-def test_settings_that_cannot_be(settings: Any, words: str) -> None:
+        (QUESTION, {"seed": 3}, "seed: it acts where tokens are drawn"),
+        (QUESTION, {"do_sample": True, "temperature": -1.0}, "temperature"),
+    ]
     with open_session("random-ov", TIGHT["rekv"], 3) as session:
-        assert words in refusal(lambda: session.ask(QUESTION, 3, **settings), ModelError)
+        for asked, settings, words in wrong:
+            found = refusal(lambda asked=asked, more=settings: session.ask(asked, 3, **more), ModelError)
+            assert words in found, (asked, settings)
 
 
 def test_settings_are_those_of_generate() -> None:

@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,11 @@ def opened(name: str, kv: Any) -> mmaccel.VideoSession:
 def frame_by_frame(session: mmaccel.VideoSession, frames: torch.Tensor) -> Iterator[None]:
     """Takes in `frames` one by one in other threads, each until it is taken in."""
     for frame in frames.split(1):
-        errors: list[BaseException] = []
-
-        def watch(frame: Any = frame, errors: list[BaseException] = errors) -> None:
-            try:
-                session.watch(frame, fps=FPS)
-            except BaseException as error:
-                errors.append(error)
-
-        (thread,) = beside(watch)
-        while thread.is_alive():
-            yield
-        if errors:
-            raise errors[0]
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(session.watch, frame, fps=FPS)
+            while not taken.done():
+                yield
+        taken.result()
 
 
 def files(folder: Path) -> dict[str, bytes]:

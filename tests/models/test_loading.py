@@ -3,7 +3,7 @@ loaded; and the named shapes, which are the published ones."""
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +29,7 @@ SPARSE = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "
 STOCK = pytest.mark.skipif(find_spec("torchvision") is None, reason="Qwen3-VL's processor needs torchvision")
 NAMES = ["tiny-ov", "tiny-qwen", *(pytest.param(name, marks=STOCK) for name in ("tiny-qwen3", "tiny-hybrid"))]
 FRAMES = 12
+QUANTIZED = ("torchao", "bitsandbytes")
 
 
 @pytest.fixture(params=NAMES)
@@ -36,24 +37,32 @@ def folder(request: pytest.FixtureRequest, random_folder: Callable[[str], Path])
     return random_folder(request.param)
 
 
-def calls(model: Any, folder: Path) -> tuple[list[Any], float | None]:
-    """The plain model's answer and a dense recipe's, a draft's, and two of a stream; and what a pattern kept."""
-    processor = mmaccel.load_processor(folder)
-    inputs = processor.chat(asked_of_film(FRAMES))
+def said_by(model: Any, inputs: Any, dense: Iterable[dict[str, Any]]) -> tuple[torch.Tensor, float | None]:
+    """The plain model's tokens, which recipes without a pattern give too, and what a pattern kept."""
     some = {"max_new_tokens": 5, "do_sample": False}
-    said = [model.generate(**inputs, **some)]
-    for recipe in ({}, {"draft": "prompt_lookup"}):
+    plain: torch.Tensor = model.generate(**inputs, **some)
+    for recipe in dense:
         with mmaccel.accelerate(model, **recipe):
-            said.append(model.generate(**inputs, **some))
+            assert torch.equal(model.generate(**inputs, **some), plain)
     with mmaccel.accelerate(model, **SPARSE) as fast:
         model.generate(**inputs, **some)
-        kept = fast.report().kept
-    assert torch.equal(said[0], said[1]) and torch.equal(said[0], said[2])
+        return plain, fast.report().kept
+
+
+@pytest.mark.parametrize("how", QUANTIZED)
+def test_quantized_weights(folder: Path, how: str) -> None:
+    """A model's answers, two of a stream too; and what a pattern kept."""
+    model, processor = quantized(folder, how), mmaccel.load_processor(folder)
+    _, kept = said_by(model, processor.chat(asked_of_film(FRAMES)), ({}, {"draft": "prompt_lookup"}))
     with mmaccel.VideoSession(model, processor, "rekv") as session:
         session.watch(film(FRAMES), fps=1.0)
         streamed = [session.ask(QUESTION, max_new_tokens=5).ids for _ in range(2)]
     assert streamed[0] == streamed[1]
-    return [said[0].tolist(), streamed[0]], kept
+    assert kept is not None and kept < 1
+    family: Any = adapter_for(model)
+    assert not step.can_fuse(family.layers(model), "silu", family), (
+        "a step would read the weights as they lie"
+    )
 
 
 def test_the_keywords_go_to_from_pretrained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +104,6 @@ def test_another_type_is_refused_before_weights_are_read(
         mmaccel.load_model(tmp_path)
 
 
-QUANTIZED = ("torchao", "bitsandbytes")
-
-
 def quantized(folder: Path, how: str) -> Any:
     """The model with weights of eight bits."""
     pytest.importorskip("accelerate")
@@ -116,17 +122,6 @@ def quantized(folder: Path, how: str) -> Any:
         "the weights are not quantized"
     )
     return model
-
-
-@pytest.mark.parametrize("how", QUANTIZED)
-def test_quantized_weights(folder: Path, how: str) -> None:
-    model = quantized(folder, how)
-    _, kept = calls(model, folder)
-    assert kept is not None and kept < 1
-    family: Any = adapter_for(model)
-    assert not step.can_fuse(family.layers(model), "silu", family), (
-        "a step would read the weights as they lie"
-    )
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="a pipeline's processor needs torchvision")

@@ -254,33 +254,31 @@ def test_broken_folders_are_told(tmp_path: Path) -> None:
     with raises(r"has no config\.json: name the folder"):
         Processor.from_pretrained(tmp_path)
 
-    def broken(name: str) -> Path:
-        return write_model(tmp_path / name, "qwen2_5_vl")
-
-    folder = broken("a")
-    (folder / "config.json").write_text("{")
-    with raises(r"config\.json is not valid JSON .*; save it again"):
-        Processor.from_pretrained(folder)
-    folder = broken("b")
-    for path in folder.glob("*processor_config.json"):
-        path.unlink()
-    with raises(r"has neither processor_config\.json nor preprocessor_config\.json"):
-        Processor.from_pretrained(folder)
-    folder = broken("c")
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-    with raises(r"has no tokenizer\.json: save the tokenizer there\."):
-        Processor.from_pretrained(folder)
-    folder = broken("d")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    with raises(
-        "model type 'bert' is not one of llava_onevision, qwen2_5_vl, qwen2_vl, and transformers' own"
+    config = json.loads((write_model(tmp_path / "whole", "qwen2_5_vl") / "config.json").read_text())
+    types = "one of llava_onevision, qwen2_5_vl, qwen2_vl, and transformers' own"
+    for number, (gone, written, told) in enumerate(
+        (
+            ("", "{", r"config\.json is not valid JSON .*; save it again"),
+            (
+                "*processor_config.json",
+                "",
+                r"has neither processor_config\.json nor preprocessor_config\.json",
+            ),
+            ("tokenizer*", "", r"has no tokenizer\.json: save the tokenizer there\."),
+            ("", json.dumps({**config, "model_type": "bert"}), f"model type 'bert' is not {types}"),
+            (
+                *("", json.dumps({**config, "video_token_id": 3})),
+                r"'<\|video_pad\|>' is token 8 of the tokenizer, but video_token_id is 3 in config\.json",
+            ),
+        )
     ):
-        Processor.from_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({**config, "video_token_id": 3}))
-    with raises(r"'<\|video_pad\|>' is token 8 of the tokenizer, but video_token_id is 3 in config\.json"):
-        Processor.from_pretrained(folder)
+        folder = write_model(tmp_path / f"{number}", "qwen2_5_vl")
+        for path in folder.glob(gone) if gone else ():
+            path.unlink()
+        if written:
+            (folder / "config.json").write_text(written)
+        with raises(told):
+            Processor.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from mmaccel.backends.select import Store
 from mmaccel.core import costs, rates
 from mmaccel.core.recipe import Recipe
+from mmaccel.models import shapes
 from mmaccel.models.recommend import device_of, sizes_of
 
 SIZES = sizes_of("llava-onevision-7b")
@@ -66,7 +67,9 @@ def test_frames_that_wait_on_the_host_for_a_question_are_not_pinned() -> None:
 
 
 def test_what_is_measured_leaves_random_numbers_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps of a session are timed on a shape whose weights are drawn by a seed."""
+    """The steps of a session are timed on a shape whose weights are drawn by a seed; here one of few words."""
+    shape = shapes.SHAPES["llava-onevision-0.5b"]
+    monkeypatch.setitem(shapes.SHAPES, "llava-onevision-0.5b", replace(shape, vocab=2000))
 
     def measured(place: Any, sizes: Any, step: Any, few: Any, *_: Any) -> Any:
         few(1)

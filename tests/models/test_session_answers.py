@@ -5,7 +5,6 @@ import functools
 import threading
 import time
 import warnings
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -122,71 +121,57 @@ def test_evidence_can_be_left_out(kv: str) -> None:
         assert session.ask(QUESTION, 3).evidence == whole.evidence != ()
 
 
-class Slow:
-    """A stream adapter's slow method that tells when it began; `clock`: in the clock's seconds, not in real ones."""
+class Clock:
+    """What deadlines go by."""
 
-    def __init__(self, inner: Any, seconds: float, clock: SimpleNamespace | None) -> None:
-        self.inner, self.seconds, self.clock = inner, seconds, clock
-        self.calls, self.began = 0, threading.Event()
+    now = 0.0
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        self.calls += 1
-        self.began.set()
-        if self.clock is None:
-            time.sleep(self.seconds)
-        else:
-            self.clock.now += self.seconds
-        return self.inner(*given, **named)
-
-
-def slowed(
-    session: mmaccel.VideoSession, name: str, seconds: float, clock: SimpleNamespace | None = None
-) -> Slow:
-    slow = Slow(getattr(session._stream_adapter, name), seconds, clock)
-    session._stream_adapter.__dict__[name] = slow
-    return slow
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What deadlines go by."""
-    made = SimpleNamespace(now=0.0)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
     monkeypatch.setattr(generate, "monotonic", lambda: made.now)
     return made
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft["name"])
-def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], clock: SimpleNamespace) -> None:
+def test_a_timeout_ends_an_answer_with_what_was_said(
+    draft: dict[str, Any], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_session("tiny-ov", TIGHT["rekv"], 14, draft=draft) as session:
         whole = session.ask("describe the video .", 24)
-        slowed(session, "logits", 1.0, clock)
-        answer = session.ask("describe the video .", 24, timeout=6.5)
+        with monkeypatch.context() as patch:
+            heard(patch, session._stream_adapter, "logits", lambda *_: clock.spend(1.0))
+            answer = session.ask("describe the video .", 24, timeout=6.5)
         assert answer.finish_reason == "timeout"
         assert 6 < len(answer.ids) < len(whole.ids) == 24 and whole.ids[: len(answer.ids)] == answer.ids
         assert whole.text.startswith(answer.text) and answer.evidence == whole.evidence
-        del session._stream_adapter.__dict__["logits"]
         assert session.ask("describe the video .", 24).ids == whole.ids
 
 
-def test_a_timeout_holds_inside_a_long_question(clock: SimpleNamespace) -> None:
+def test_a_timeout_holds_inside_a_long_question(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_session("tiny-ov", TIGHT["rekv"], 14) as session:
         before = session.ask(QUESTION, 3)
-        slow = slowed(session, "token_embeds", 3.0, clock)  # what comes before the layers uses the time up
-        answer = session.ask("what was it ? " * 100, timeout=2.0)
+        with monkeypatch.context() as patch:  # what comes before the layers uses the time up
+            calls = heard(patch, session._stream_adapter, "token_embeds", lambda *_, **__: clock.spend(3.0))
+            answer = session.ask("what was it ? " * 100, timeout=2.0)
         assert (answer.ids, answer.text, answer.ttft_s, answer.finish_reason) == ((), "", 0.0, "timeout")
-        assert slow.calls == 1 and answer.evidence == ()
-        del session._stream_adapter.__dict__["token_embeds"]
+        assert len(calls) == 1 and answer.evidence == ()
         assert session.ask(QUESTION, 3).ids == before.ids
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_is_cancelled_from_another_thread(stream: bool) -> None:
+def test_an_answer_is_cancelled_from_another_thread(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_session("tiny-ov", TIGHT["rekv"], 14) as session:
         whole = session.ask("describe the video .", 10)
-        slow = slowed(session, "logits", 0.05)
+        began = threading.Event()
+        heard(monkeypatch, session._stream_adapter, "logits", lambda *_: (began.set(), time.sleep(0.05)))
 
         def cancel() -> None:
-            assert slow.began.wait(20)
+            assert began.wait(20)
             session.cancel()
 
         threads = beside(cancel)
@@ -205,7 +190,7 @@ def test_an_answer_is_cancelled_from_another_thread(stream: bool) -> None:
 
 @crossed(name=["random-ov", "random-qwen"], how=["timeout", "cancel"], kv=["rekv", "mosaic", "no_cache"])
 def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
-    name: str, how: str, kv: str, clock: SimpleNamespace
+    name: str, how: str, kv: str, clock: Clock
 ) -> None:
     model = pair(name)[0]
     pace = mmaccel.core.attach.adapter_for(model).pace(model)  # type: ignore[attr-defined]

@@ -306,18 +306,30 @@ def test_an_ingestion_reads_of_the_first_device_alone(monkeypatch: pytest.Monkey
     assert len(counts) > 4 and all(one is counts[0] is not None for one in counts)
 
 
-def test_a_pattern_and_a_draft_act_on_both(tmp_path: Path) -> None:
-    recipe = {"kv": KV["mosaic"], "sparse": SPARSE, "backend": "reference", "draft": "prompt_lookup"}
-    model, processor = pair("random-ov", 4)
-    spread = copy.deepcopy(model)
-    loading.spread_layers(spread, [CPU, OTHER])
+@pytest.mark.parametrize(
+    ("kv", "choices"),
+    [
+        ("mosaic", {"sparse": SPARSE, "backend": "reference", "draft": "prompt_lookup"}),
+        ("full", {"prune": {"name": "fastv", "layer": 1, "retention": 0.5}}),
+    ],
+    ids=str,
+)
+def test_a_pattern_and_a_draft_or_a_pruner_act_on_both(kv: str, choices: dict[str, Any]) -> None:
     said = []
-    for each in (model, spread):
-        with mmaccel.VideoSession(each, processor, recipe) as session:
-            session.ingest(film(25), fps=FPS)
-            assert 0 < (session.report().kept or 0) < 1
-            said.append((logits(session), session.ask(QUESTION, 8).ids))
-    assert torch.equal(said[0][0], said[1][0]) and said[0][1] == said[1][1]
+    for session in sessions("random-ov", KV[kv], **choices):
+        with session:
+            (session.ingest if "sparse" in choices else session.watch)(film(25), fps=FPS)
+            assert "sparse" not in choices or 0 < (session.report().kept or 0) < 1
+            found, counted = logits(session), session.counters()
+            left = (
+                min(n for name, n in counted.items() if name.startswith("visual"))
+                if "prune" in choices
+                else 1
+            )
+            assert 0 < left < counted.get("visual", 2)
+            said.append((found, session.ask(QUESTION, 8).ids, isinstance(session._live.state, SplitState)))  # type: ignore[union-attr]
+    (one, ids, whole), (other, again, split) = said
+    assert torch.equal(one, other) and ids == again and (whole, split) == (False, True)
 
 
 def test_it_is_saved_and_resumed_on_as_many_devices(tmp_path: Path) -> None:
@@ -355,18 +367,3 @@ def test_clusters_are_of_all_layers_where_a_device_has_one() -> None:
         name: rows.shape for name, rows in wanted.items()
     }
     assert all(torch.equal(found[name], rows) for name, rows in wanted.items())
-
-
-def test_a_pruner_acts_on_both() -> None:
-    said = []
-    for devices in ([CPU] * 4, [CPU, CPU, OTHER, OTHER]):
-        model, processor = pair("random-ov", 4)
-        recipe = {"kv": KV["full"], "prune": {"name": "fastv", "layer": 1, "retention": 0.5}}
-        with mmaccel.VideoSession(model, processor, recipe) as session:
-            session._stream_adapter.layer_devices = devices
-            session.watch(film(25), fps=FPS)
-            assert isinstance(session._live.state, SplitState) == (len(set(devices)) == 2)  # type: ignore[union-attr]
-            said.append(logits(session))
-            counted = session.counters()
-            assert 0 < min(n for name, n in counted.items() if name.startswith("visual")) < counted["visual"]
-    assert torch.equal(*said)

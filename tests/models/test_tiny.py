@@ -90,27 +90,23 @@ def test_template_is_what_training_writes(name):
     assert ids == [int(token) for part in parts for token in part]
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens", "millions"),
-    [
-        ("tiny-ov", 16, (6, 8)),
-        ("tiny-ov-draft", 16, (0.6, 1.1)),
-        ("tiny-qwen", 15, (6, 8)),
-        ("tiny-qwen-draft", 15, (0.6, 1.1)),
-        ("tiny-qwen3", 15, (1.5, 1.8)),
-        ("tiny-hybrid", 15, (1.5, 1.8)),
-    ],
-)
-def test_sizes(name, tokens, millions):
-    spec = SPECS[name]
-    count = sum(parameter.numel() for parameter in build_model(spec).parameters())
-    assert spec.tokens_per_frame == tokens
-    assert millions[0] < count / 1e6 < millions[1]
+SIZES = {
+    "tiny-ov": (16, 6, 8),
+    "tiny-ov-draft": (16, 0.6, 1.1),
+    "tiny-qwen": (15, 6, 8),
+    "tiny-qwen-draft": (15, 0.6, 1.1),
+    "tiny-qwen3": (15, 1.5, 1.8),
+    "tiny-hybrid": (15, 1.5, 1.8),
+}
+"""Tokens of a frame, and the fewest and most parameters, in millions."""
 
 
-def test_all_weights_fit_in_40_megabytes():
-    total = sum(p.numel() for spec in SPECS.values() for p in build_model(spec).parameters())
-    assert 2 * total < 40e6
+def test_sizes():
+    """All weights fit in 40 megabytes."""
+    counts = {name: sum(p.numel() for p in build_model(spec).parameters()) for name, spec in SPECS.items()}
+    assert counts.keys() == SIZES.keys() and 2 * sum(counts.values()) < 40e6
+    for name, (tokens, fewest, most) in SIZES.items():
+        assert SPECS[name].tokens_per_frame == tokens and fewest < counts[name] / 1e6 < most, name
 
 
 @pytest.mark.parametrize("name", ["tiny-ov-draft", "tiny-qwen-draft", "tiny-qwen3", "tiny-hybrid"])
@@ -156,6 +152,8 @@ def test_missing_weights_and_names_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "ROOT", tmp_path)
     with pytest.raises(ModelError, match="make train"):
         model_folder("tiny-ov")
+    with pytest.raises(MmaccelError, match="did you mean 'tiny-ov'"):
+        mmaccel.load_processor("tiny-vo")
 
 
 @pytest.mark.parametrize(
@@ -172,8 +170,3 @@ def test_missing_weights_and_names_are_told(tmp_path, monkeypatch):
 def test_what_cannot_be_loaded_is_told_before_weights_are_read(choices, words, monkeypatch):
     monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", None)
     assert words in refusal(lambda: mmaccel.load_model(**{"name": "tiny-ov", **choices}))
-
-
-def test_a_processor_is_asked_for_by_the_same_names():
-    with pytest.raises(MmaccelError, match="did you mean 'tiny-ov'"):
-        mmaccel.load_processor("tiny-vo")

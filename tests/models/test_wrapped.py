@@ -18,71 +18,31 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.policies.draft import Sequential
 from tests.models.streams import film
-from tests.models.test_loading import QUANTIZED, quantized
+from tests.models.test_loading import QUANTIZED, SPARSE, quantized, said_by
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
 
 TOLD: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
 
-class Tuner(nn.Module):
-    """As peft's LoraModel: it passes on what it has not."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.model, name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
-
-
-class Peft(nn.Module):
-    """As peft's PeftModel."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.base_model = Tuner(model)
-
-    def get_base_model(self) -> nn.Module:
-        return self.base_model.model
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.base_model, name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base_model(*args, **kwargs)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base_model.generate(*args, **kwargs)
+def peft_of(model: nn.Module) -> Any:
+    """The model in peft's wrapper."""
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
 
 
 @pytest.mark.parametrize("family", sorted(BUILD))
-@pytest.mark.parametrize("kind", ["a stand-in", "peft"])
-def test_a_model_in_a_wrapper_is_accelerated_inside(family: str, kind: str) -> None:
+def test_a_model_in_a_wrapper_is_accelerated_inside(family: str) -> None:
     model = BUILD[family]()
     inputs = prompt(family, PROMPTS["long"])
     draft = copy.deepcopy(model)
-    if kind == "peft":
-        peft = pytest.importorskip("peft")
-        wrapper = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
-    else:
-        wrapper = Peft(model)
+    wrapper = peft_of(model)
     plain = wrapper.generate(**inputs, **TOLD)
-    recipe = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "dense_tail": 0}
-    with mmaccel.accelerate(wrapper, **recipe) as fast:
+    with mmaccel.accelerate(wrapper, **SPARSE) as fast:
         with pytest.raises(ModelError, match="already accelerated"):
             mmaccel.accelerate(model)
         wrapper(**inputs)
         assert fast.report().kept < 1 and mmaccel.attached(wrapper) is fast is mmaccel.attached(model)
-    with mmaccel.accelerate(wrapper, draft=Sequential(model=Peft(draft), window=3)) as fast:
+    with mmaccel.accelerate(wrapper, draft=Sequential(model=peft_of(draft), window=3)) as fast:
         assert torch.equal(wrapper.generate(**inputs, **TOLD), plain)
         assert fast.report().draft["proposed"] > 0
         assert torch.equal(fast.generate(**inputs, **TOLD), plain)
@@ -142,35 +102,7 @@ def test_a_stream_on_a_shard_of_heads(name: str, random_folder: Callable[[str], 
     assert adapter_for(half).geometry(half).heads * 2 == half.config.text_config.num_attention_heads
 
 
-class Fetching:
-    """As accelerate's AlignDevicesHook: weights are elsewhere, and come for the time of a call."""
-
-    execution_device = torch.device("cpu")
-
-    def __init__(self, module: Any) -> None:
-        self.module, self.forward = module, module.forward
-        self.weights_map = {
-            name: weight.detach() for name, weight in module._parameters.items() if weight is not None
-        }
-        module._hf_hook, module.forward = self, self.call
-        self.place("meta")
-
-    def place(self, device: str) -> None:
-        for name, weight in self.weights_map.items():
-            self.module._parameters[name] = nn.Parameter(weight.to(device), requires_grad=False)
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        self.place("cpu")
-        try:
-            return self.forward(*args, **kwargs)
-        finally:
-            self.place("meta")
-
-
-@pytest.mark.parametrize("kind", ["a stand-in", "accelerate"])
-def test_a_stream_on_offloaded_weights(
-    kind: str, random_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_stream_on_offloaded_weights(random_folder: Callable[[str], Path], tmp_path: Path) -> None:
     folder = random_folder("tiny-qwen")
     model, processor = mmaccel.load_model(folder), mmaccel.load_processor(folder)
 
@@ -184,12 +116,7 @@ def test_a_stream_on_offloaded_weights(
         return answer.ids
 
     plain = asked(tmp_path / "plain")
-    if kind == "accelerate":
-        pytest.importorskip("accelerate").cpu_offload(model)
-    else:
-        for module in list(model.modules()):
-            if any(weight is not None for weight in module._parameters.values()):
-                Fetching(module)
+    pytest.importorskip("accelerate").cpu_offload(model)
     assert next(model.parameters()).is_meta
     assert asked(tmp_path / "offloaded") == plain
     with mmaccel.VideoSession.resume(model, processor, tmp_path / "plain") as session:
@@ -253,8 +180,6 @@ def test_a_torchvision_of_another_torch_is_told(tmp_path: Path, random_folder: C
 
 T = pytest.importorskip("transformers")
 KINDS = ("gemma3", "gemma4", "internvl", "llava_onevision", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
-SPARSE = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "dense_tail": 0}
-FIVE: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 
 
 @pytest.fixture(params=KINDS)
@@ -275,14 +200,7 @@ DENSE: tuple[dict[str, Any], ...] = ({}, {"draft": "prompt_lookup"}, {"chunk": 6
 
 def calls(model: Any, kind: str, dense: tuple[dict[str, Any], ...] = DENSE) -> torch.Tensor:
     """The plain model's tokens, which recipes without a pattern give too; a pattern leaves out pairs."""
-    inputs = prompt(kind, [("text", 6), ("video", 24), ("text", 9)])
-    plain: torch.Tensor = model.generate(**inputs, **FIVE)
-    for recipe in dense:
-        with mmaccel.accelerate(model, **recipe):
-            assert torch.equal(model.generate(**inputs, **FIVE), plain)
-    with mmaccel.accelerate(model, **SPARSE) as fast:
-        model.generate(**inputs, **FIVE)
-        kept = fast.report().kept
+    plain, kept = said_by(model, prompt(kind, [("text", 6), ("video", 24), ("text", 9)]), dense)
     assert kept is not None and 0 < kept < 0.9
     return plain
 

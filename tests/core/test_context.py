@@ -21,14 +21,8 @@ from tests.backends.oracle import budget
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.products import product
 
-SCENE = Scene(
-    (
-        sequence(
-            [(TEXT, [40]), (VIDEO, [49] * 8), (TEXT, [30]), (IMAGE, [36]), (VIDEO, [49] * 4), (TEXT, [50])]
-        ),
-    ),
-    size=16,
-)
+SHOWN = [(TEXT, [40]), (VIDEO, [49] * 8), (TEXT, [30]), (IMAGE, [36]), (VIDEO, [49] * 4), (TEXT, [50])]
+SCENE = Scene((sequence(SHOWN),), size=16)
 LONG = Scene((sequence([(TEXT, [100]), (VIDEO, [64] * 120), (TEXT, [200])]),), size=16)
 PATTERNS = {
     "a_shape": dict(sink=20, window=90),

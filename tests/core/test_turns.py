@@ -52,16 +52,11 @@ def test_passes_wait_for_what_is_short_and_for_new_questions(monkeypatch: pytest
 
     with turns.holding():
         threads = []
-        for number, (name, how) in enumerate(
-            [
-                ("pass", {"over": done.is_set}),
-                ("other", {"over": done.is_set}),
-                ("plain", {}),
-                ("question", {"ahead": 60.0}),
-                ("short", {"ahead": 50.0}),
-                ("late", {"ahead": 0.0}),
-            ]
-        ):
+        ends = {name: {"over": done.is_set} for name in ("pass", "other")}
+        begins = {
+            name: {"ahead": ahead} for name, ahead in (("question", 60.0), ("short", 50.0), ("late", 0.0))
+        }
+        for number, (name, how) in enumerate({**ends, "plain": {}, **begins}.items()):
             threads += beside(lambda name=name, how=how: work(name, **how))
             until(turns, number + 1)
     finish(threads)

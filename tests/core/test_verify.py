@@ -238,17 +238,11 @@ def test_q_over_a_vocabulary_of_another_padding(width: int) -> None:
     q = torch.softmax(torch.randn(2, V - 1, generator=g), -1)
     logits = torch.randn(3, V, generator=g)
     ids = torch.tensor([0, 2])
-    outcomes = [
-        accept(
-            Proposal(ids, q=resize_vocab(q, w, 0.0)),
-            logits,
-            ids[:1],
-            rows_warp,
-            torch.Generator().manual_seed(seed),
-        )
-        for seed in range(40)
-        for w in (V, width)
-    ]
+    outcomes = []
+    for seed in range(40):
+        for w in (V, width):
+            proposal, g = Proposal(ids, q=resize_vocab(q, w, 0.0)), torch.Generator().manual_seed(seed)
+            outcomes.append(accept(proposal, logits, ids[:1], rows_warp, g))
     for one, other in zip(outcomes[::2], outcomes[1::2], strict=True):
         assert one[1] == other[1] and one[0].tolist() == other[0].tolist()
     assert {kept for _, kept in outcomes} == {0, 1, 2}

@@ -126,15 +126,9 @@ def doubled(number: int, packet: Any) -> None:
 
 
 REPEATED = [time - (0.1 if number % 4 == 3 else 0) for number, time in enumerate(even(24))]
+repeated = partial(write, times=even(24), stamp=doubled)
 for suffix in ("mkv", "ts"):
-    odd(
-        f"repeated times, {suffix}",
-        suffix,
-        REPEATED,
-        lambda path: write(path, even(24), stamp=doubled),
-        kinds=["repeat"],
-        end=2.4,
-    )
+    odd(f"repeated times, {suffix}", suffix, REPEATED, repeated, kinds=["repeat"], end=2.4)
 
 
 def frozen(number: int, packet: Any) -> None:
@@ -146,45 +140,29 @@ odd("every frame at one time", "mkv", [0.0] * 8, lambda p: write(p, even(8), sta
 # Clocks that begin anew.
 
 
-def joined(*parts: tuple[Sequence[float], int]) -> Callable[[Path], None]:
-    """Recordings one behind the other, each of times in seconds that begin at a tick of 1/90000 s."""
+def joined(*parts: tuple[int, int]) -> Callable[[Path], None]:
+    """Recordings of so many frames one behind the other, each of times that begin at a tick of 1/90000 s."""
 
     def make(path: Path) -> None:
-        data, first = b"", 0
-        for times, shift in parts:
-            write(
-                path, times, first=first, base=Fraction(1, 90000), shift=shift, muxer={"mpegts_copyts": "1"}
-            )
-            data += path.read_bytes()
-            first += len(times)
+        data, first, how = b"", 0, {"base": Fraction(1, S), "muxer": {"mpegts_copyts": "1"}}
+        for count, shift in parts:
+            data += write(path, even(count), first=first, shift=shift, **how).read_bytes()
+            first += count
         path.write_bytes(data)
 
     return make
 
 
 S = 90000
-odd("joined recordings", "ts", even(50), joined((even(20), S), (even(30), S)), kinds=["restart"], fps=2.5)
-odd(
-    "three recordings", "ts", even(60), joined((even(25), 9 * S), (even(15), 3 * S), (even(20), S)),
-    kinds=["restart"], fps=2.5,
-)  # fmt: skip
-odd(
-    "joined recordings, sparse",
-    "ts",
-    even(400),
-    joined((even(200), S), (even(200), S)),
-    kinds=["restart"],
-    fps=0.3,
-)
-odd(
-    # The container marks the packet before the jump, as it does where data are lost: nothing tells the two apart.
-    "joined with a jump of 30 s", "ts", [*even(20), *even(20, start=32)], joined((even(20), S), (even(20), 33 * S)),
-    lossy=True,
-)  # fmt: skip
-odd(
-    "a clock set a day ahead", "ts", even(40), joined((even(20), S), (even(20), 93000 * S)), kinds=["restart"]
-)
-odd("a counter that runs over", "ts", even(40), joined((even(40), 2**33 - 2 * S)), fps=2)
+odd("joined recordings", "ts", even(50), joined((20, S), (30, S)), kinds=["restart"], fps=2.5)
+three = joined((25, 9 * S), (15, 3 * S), (20, S))
+odd("three recordings", "ts", even(60), three, kinds=["restart"], fps=2.5)
+odd("joined recordings, sparse", "ts", even(400), joined((200, S), (200, S)), kinds=["restart"], fps=0.3)
+# The container marks the packet before the jump, as it does where data are lost: nothing tells the two apart.
+jump = [*even(20), *even(20, start=32)]
+odd("joined with a jump of 30 s", "ts", jump, joined((20, S), (20, 33 * S)), lossy=True)
+odd("a clock set a day ahead", "ts", even(40), joined((20, S), (20, 93000 * S)), kinds=["restart"])
+odd("a counter that runs over", "ts", even(40), joined((40, 2**33 - 2 * S)), fps=2)
 odd("another size on the way", "ts", even(40), lambda path: path.write_bytes(
     write(path, even(20), muxer={"mpegts_copyts": "1"}).read_bytes()
     + write(path, even(20), first=20, size=(64, 144), shift=2000, muxer={"mpegts_copyts": "1"}).read_bytes()
@@ -202,13 +180,8 @@ odd("avi", "avi", even(30), codec="mpeg4", base=Fraction(1, 10))
 odd("avi of pictures", "avi", even(30), codec="mjpeg", pixels="yuvj420p", base=Fraction(1, 10))
 odd("times below zero, mp4", "mp4", even(30), shift=-700, muxer={"use_editlist": "0"})
 odd("times below zero, mkv", "mkv", even(30), shift=-700)
-odd(
-    "an edit list cuts the beginning",
-    "mp4",
-    even(24),
-    numbers=range(6, 30),
-    make=lambda p: write(p, even(30), shift=-600),
-)
+early = partial(write, times=even(30), shift=-600)
+odd("an edit list cuts the beginning", "mp4", even(24), early, numbers=range(6, 30))
 odd("an edit list delays the beginning", "mp4", even(30), shift=2000)
 odd("90000 hours late", "mkv", even(30), shift=324_000_000_000, muxer={"avoid_negative_ts": "0"})
 odd("90000 hours late, mp4", "mp4", even(30), shift=324_000_000_000, muxer={"use_editlist": "0"})

@@ -209,12 +209,8 @@ def test_whole_frames(mode: int) -> None:
     torch.testing.assert_close(
         to_frames(frames, pixels).double(), (small.double() / 255 - mean) / std, **CLOSE
     )
-    assert to_frames(frames, TILES.updated({"size": {"shortest_edge": 35}}).updated({})).shape == (
-        3,
-        3,
-        45,
-        35,
-    )
+    narrow = TILES.updated({"size": {"shortest_edge": 35}}).updated({})
+    assert to_frames(frames, narrow).shape == (3, 3, 45, 35)
 
 
 def test_parts_of_the_recipe_can_be_left_out() -> None:

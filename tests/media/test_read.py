@@ -1,8 +1,6 @@
 """Reading files: times, rates, numbers, spans, sizes, rotation, memory; and which frames are chosen, without any video."""
 
 import itertools
-import subprocess
-import sys
 import textwrap
 import weakref
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from mmaccel import media
 from mmaccel.core.errors import VideoError
 from mmaccel.media.container import Source
 from mmaccel.media.sampling import evenly_spaced_frames, half_tick, nearest_items, tick_times
+from tests import python
 from tests.media.films import Film, numbers, set_matrix, write_film
 
 
@@ -151,10 +150,7 @@ def test_memory_follows_the_kept_frames_not_the_film(tmp_path: Path) -> None:
         video = media.read({str(path)!r}, fps=0.5)
         print(len(video), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, timeout=60
-    )
-    kept, kilobytes = map(int, done.stdout.split())
+    kept, kilobytes = map(int, python("-c", textwrap.dedent(code)).stdout.split())
     assert kept == 35
     # All 700 frames are 154 MiB; those kept are 8 MiB, and decoders hold a few more.
     assert kilobytes < 60_000

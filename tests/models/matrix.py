@@ -170,26 +170,31 @@ def models(family: str, layers: int = 4) -> tuple[Any, Any, Any]:
 Said = tuple[tuple[int, ...], ...]
 
 
-@functools.cache
-def run(cell: Cell, rows: tuple[int, ...]) -> tuple[Said, mmaccel.Report]:
-    """The ids of a cell's answers to the prompts numbered `rows`, and its report. What warns is no cell that runs."""
-    target, draft, processor = models(cell.family)
-    recipe = Recipe(**parts_of(cell, draft_of(cell, draft)))
+def answers(
+    target: Any, processor: Any, recipe: Recipe, use: str, prompts: Any, tokens: int
+) -> tuple[list[list[int]], mmaccel.Report]:
+    """The new ids for each of `prompts`, to a session for the film and the question of the first, and the report. What warns
+    is no cell that runs."""
     with warnings.catch_warnings(action="error", category=MmaccelWarning):
-        if cell.use == "session":
+        if use == "session":
             with mmaccel.VideoSession(target, processor, recipe) as session:
                 take = session.watch if recipe.sparse.dense else session.ingest
-                take(film(), fps=FPS)
-                return (session.ask(QUESTION, TOKENS).ids,), session.report()
-        prompts = [
-            [{"type": "video", "video": film(n)}, {"type": "text", "text": QUESTIONS[n]}] for n in rows
-        ]
+                take(prompts[0][0]["video"], fps=FPS)
+                return [list(session.ask(QUESTION, tokens).ids)], session.report()
         inputs = processor.chat(prompts, fps=FPS)
         with mmaccel.accelerate(target, recipe) as fast:
-            ids = target.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
-            report = fast.report()
+            ids = target.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+            return ids[:, inputs["input_ids"].shape[1] :].tolist(), fast.report()
+
+
+@functools.cache
+def run(cell: Cell, rows: tuple[int, ...]) -> tuple[Said, mmaccel.Report]:
+    """The ids of a cell's answers to the prompts numbered `rows`, and its report."""
+    target, draft, processor = models(cell.family)
+    recipe = Recipe(**parts_of(cell, draft_of(cell, draft)))
+    prompts = [[{"type": "video", "video": film(n)}, {"type": "text", "text": QUESTIONS[n]}] for n in rows]
+    said, report = answers(target, processor, recipe, cell.use, prompts, TOKENS)
     end = target.generation_config.eos_token_id
-    said = [ids_[inputs["input_ids"].shape[1] :].tolist() for ids_ in ids]
     return tuple(tuple(one[: one.index(end) + 1] if end in one else one) for one in said), report
 
 

@@ -41,13 +41,8 @@ def family(request):
         for pair in itertools.combinations(sorted({*free[0], *free[1], *free[2]}), 2)
         if len(counts := {length(said, pair) for said in free}) == 3 and min(counts) >= 6
     )
-    return (
-        name,
-        model,
-        other,
-        prompts,
-        {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": [*ends]},
-    )
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": [*ends]}
+    return name, model, other, prompts, options
 
 
 def length(said: list[int], ends: tuple[int, ...]) -> int:

@@ -25,6 +25,9 @@ from tests.spies import heard
 
 BUILD = {name: partial(tiny, name) for name in ("qwen", "llava", "glm4v", "internvl", "qwen3_vl")}
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
+TREE = Proposal(torch.tensor([5, 6, 7, 8, 9]), parents=torch.tensor([-1, -1, 0, 1, 3])).branches
+LATER = Branches(torch.tensor([[True, False, True, False, False, False, True]]), torch.tensor([2]))
+"""A row behind the tree, and what it sees of it."""
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
@@ -105,13 +108,11 @@ def test_trees_are_the_model_s_own(family):
     plain, static = adapter_for(model).runner(model), runner(model, rows=(2, 8))
     plain.prefill(inputs)
     static.prefill(inputs)
-    tree = Proposal(torch.tensor([5, 6, 7, 8, 9]), parents=torch.tensor([-1, -1, 0, 1, 3])).branches
-    later = Branches(torch.tensor([[True, False, True, False, False, False, True]]), torch.tensor([2]))
     wide = Proposal(torch.arange(69), parents=torch.tensor([-1] * 40 + [0] * 29)).branches
     for both in (plain, static):
         both.logits = [
-            both.step(torch.tensor([[4, 5, 6, 7, 8, 9]]), tree),
-            both.step(torch.tensor([[3]]), later),
+            both.step(torch.tensor([[4, 5, 6, 7, 8, 9]]), TREE),
+            both.step(torch.tensor([[3]]), LATER),
         ]
         both.truncate(both.length() - 1)
         both._last = 6

@@ -180,19 +180,15 @@ def test_a_draft_that_holds_up_the_stream_is_put_to_rest(monkeypatch: pytest.Mon
         assert "held up the stream" in session.report().draft["failed"]
 
 
-def test_a_target_that_is_as_slow_keeps_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_runner, "SLOW_S", 0.0)
-    monkeypatch.setattr(stream_runner, "SLOW", 1e6)
-    slowed(monkeypatch, 0.05)
-    with opened(agreeing()) as session:
-        session.watch(film(18), fps=FPS)
-        assert session.ask(QUESTION, TOKENS).counters["drafted"] > 0
-
-
-def test_a_draft_is_not_charged_for_what_the_device_did_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's pass may still run on the device when the draft's begins."""
-    monkeypatch.setattr(stream_runner, "SLOW_S", 1.0)
-    monkeypatch.setattr(LocalDraftStream, "wait_for_others", lambda self: time.sleep(0.4))
+@pytest.mark.parametrize("slow", ["the target", "the device"])
+def test_a_draft_is_kept_where_something_else_is_as_slow(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not charged for what the device did before it: the target's pass may still run when the draft's begins."""
+    if slow == "the target":
+        monkeypatch.setattr(stream_runner, "SLOW", 1e6)
+        slowed(monkeypatch, 0.05)
+    else:
+        monkeypatch.setattr(LocalDraftStream, "wait_for_others", lambda self: time.sleep(0.4))
+    monkeypatch.setattr(stream_runner, "SLOW_S", 0.0 if slow == "the target" else 1.0)
     with opened(agreeing()) as session, warnings.catch_warnings(action="error", category=MmaccelWarning):
         session.watch(film(18), fps=FPS)
         assert session.ask(QUESTION, TOKENS).counters["drafted"] > 0

@@ -14,6 +14,7 @@ import mmaccel
 from mmaccel.core.decoding.batch import Batch, BatchSlot, DraftLength
 from mmaccel.core.decoding.draft import DraftStep
 from mmaccel.models.together import StepsTogether, share_weights
+from tests.models.test_together import CALLS as SOME
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 from tests.products import crossed
@@ -21,13 +22,7 @@ from tests.spies import beside, finish, heard
 
 pytestmark = pytest.mark.numeric(by="torch")
 KIND = "qwen"
-CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("text", {"do_sample": False}),
-    ("video", {"do_sample": True, "temperature": 1.2, "top_k": 20}),
-    ("interleaved", {"do_sample": False, "repetition_penalty": 1.3}),
-    ("long", {"do_sample": True, "temperature": 0.9}),
-    ("image", {"do_sample": False}),
-]
+CALLS: list[tuple[str, dict[str, Any]]] = [*SOME[:4], ("image", {"do_sample": False})]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import attention, modules
 from mmaccel.models.install import Hooks
-from tests.models.tiny_random import BUILD, EVERY, PROMPTS, batch, prompt
+from tests.models.tiny_random import BUILD, EVERY, PROMPTS, batch, next_turn, prompt
 from tests.products import crossed
 from tests.spies import Largest
 
@@ -121,11 +121,10 @@ def test_a_second_turn_on_the_same_cache_is_the_whole_conversation(family):
     ids = first["input_ids"]
     with mmaccel.accelerate(model, "dense") as fast:
         out = model.generate(**first, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-        more = torch.cat([out.sequences, torch.tensor([[11, 12, 13, 14]])], 1)
-        turn = {"input_ids": more, "attention_mask": torch.ones_like(more)}
-        again = model.generate(**turn, past_key_values=out.past_key_values, max_new_tokens=5, do_sample=False)
+        turn = next_turn(out, torch.tensor([[11, 12, 13, 14]]))
+        again, more = model.generate(**turn, max_new_tokens=5, do_sample=False), turn["input_ids"]
         assert fast.report().prompt_tokens == more.shape[1] - (out.sequences.shape[1] - 1)
-    whole = {**first, **turn}
+    whole = {**first, **turn, "past_key_values": None}
     if "mm_token_type_ids" in whole:
         kinds = first["mm_token_type_ids"]
         whole["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (0, more.shape[1] - ids.shape[1]))
@@ -254,16 +253,12 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
     return BUILD[request.param](layers=1)
 
 
-def text() -> dict[str, torch.Tensor]:
-    return prompt("llava", [("text", N)])
-
-
 @pytest.mark.parametrize("sparse", list(SPARSE))
 def test_nothing_is_larger_than_the_hidden_states(
     model: torch.nn.Module, sparse: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the feed-forward's inner rows, not the logits of the prompt, not an entry for every pair of tokens."""
-    inputs = text()
+    inputs = prompt("llava", [("text", N)])
     monkeypatch.setattr(reference, "BUDGET", 1 << 14)
     hidden = N * 64
     seen = {}

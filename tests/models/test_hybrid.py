@@ -16,7 +16,7 @@ from mmaccel.models import recurrent
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft.sequential import Sequential
 from tests.core.toy import Scripted
-from tests.models.tiny_random import EVERY, batch, prompt
+from tests.models.tiny_random import EVERY, batch, next_turn, prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,22 +121,17 @@ def test_a_later_turn_goes_on_from_the_cache(model: Any, inputs: Any) -> None:
     for recipe in ({}, {"draft": "prompt_lookup"}, None):
         attached = None if recipe is None else mmaccel.accelerate(model, **recipe)
         first = model.generate(**inputs, **told, return_dict_in_generate=True)
-        ids = torch.cat([first.sequences, more], 1)
-        turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        said.append(model.generate(**turn, past_key_values=first.past_key_values, **told))
+        said.append(model.generate(**next_turn(first, more), **told))
         if attached is not None:
             attached.detach()
     assert torch.equal(said[0], said[1]) and torch.equal(said[0], said[2])
 
 
 def test_what_it_lacks_is_refused_before_anything_changes(model: Any) -> None:
-    before = dict(model.__dict__)
+    before, seen = dict(model.__dict__), "running state, which has seen all tokens"
     for recipe, said in (
-        ({"prune": "fastv"}, "running state, which has seen all tokens"),
-        (
-            {"draft": Sequential(model=copy.deepcopy(model), prune="uv")},
-            "running state, which has seen all tokens",
-        ),
+        ({"prune": "fastv"}, seen),
+        ({"draft": Sequential(model=copy.deepcopy(model), prune="uv")}, seen),
         ({"draft": "sparse_to_dense"}, "no row of a tree"),
     ):
         with pytest.raises(mmaccel.MmaccelError, match=said):

@@ -14,7 +14,7 @@ from mmaccel.core.decoding import generate
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.models.prompt_layout import positions_of
 from mmaccel.policies.draft import PromptLookup
-from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, batch, prompt
+from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, batch, next_turn, prompt
 from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
@@ -78,10 +78,8 @@ def test_a_prompt_that_leaves_nothing_is_refused(
 ) -> None:
     name, model, draft = family
     inputs = prompt(name, PROMPTS["video"])
-    most, taken = (
-        ends_after(model, inputs, 0, monkeypatch),
-        int(adapter_for(model).positions(model, inputs).max()) + 1,
-    )
+    most = ends_after(model, inputs, 0, monkeypatch)
+    taken = int(adapter_for(model).positions(model, inputs).max()) + 1
     told = rf"input_ids: the prompt takes {taken} positions of the model's {most} .* fewer frames or a shorter text\.$"
     with (
         mmaccel.accelerate(model, draft=STRATEGIES[strategy](draft)) as fast,
@@ -89,6 +87,10 @@ def test_a_prompt_that_leaves_nothing_is_refused(
     ):
         said(fast, inputs, 5)
     assert "\n" not in str(refused.value)
+    # Under M-RoPE a video may stand further out than the text after it.
+    monkeypatch.setattr(adapter_for(model).text(model).config, "max_position_embeddings", taken - 1)
+    with mmaccel.accelerate(model) as fast, pytest.raises(ModelError, match=f"takes {taken} positions"):
+        said(fast, inputs, 2)
 
 
 @pytest.mark.parametrize("strategy", ["off", "sequential", "parallel"])
@@ -121,29 +123,11 @@ def test_a_second_turn_counts_the_first(
     top = int(adapter_for(model).positions(model, inputs).max())
     with mmaccel.accelerate(model) as fast:
         first = fast.generate(**inputs, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
-        more = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], 1)
+        turn = next_turn(first, torch.tensor([[5, 6, 7]]))
         with pytest.warns(MmaccelWarning, match="the answer ends"):
-            second = fast.generate(
-                input_ids=more,
-                attention_mask=torch.ones_like(more),
-                past_key_values=first.past_key_values,
-                max_new_tokens=30,
-                do_sample=False,
-            )
+            second = fast.generate(**turn, max_new_tokens=30, do_sample=False)
     # A second turn goes on from the largest position, as transformers has it.
-    assert second.shape[1] - more.shape[1] == most - 1 - (top + 8 + 3)
-
-
-def test_a_video_that_reaches_past_the_end_is_refused(
-    family: tuple[str, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under M-RoPE a video may stand further out than the text after it."""
-    name, model, _ = family
-    inputs = prompt(name, PROMPTS["video"])
-    taken = int(adapter_for(model).positions(model, inputs).max()) + 1
-    monkeypatch.setattr(adapter_for(model).text(model).config, "max_position_embeddings", taken - 1)
-    with mmaccel.accelerate(model) as fast, pytest.raises(ModelError, match=f"takes {taken} positions"):
-        said(fast, inputs, 2)
+    assert second.shape[1] - turn["input_ids"].shape[1] == most - 1 - (top + 8 + 3)
 
 
 def test_rotary_scaling_adds_positions(family: tuple[str, Any, Any]) -> None:
@@ -193,24 +177,16 @@ def test_it_ends_a_prompt_in_pieces(family: tuple[str, Any, Any], monkeypatch: p
         first = fast.generate(
             **prompt(name, PROMPTS["text"]), max_new_tokens=2, do_sample=False, return_dict_in_generate=True
         )
-        more = torch.cat([first.sequences, ids], 1)
-        turn = {"input_ids": more, "attention_mask": torch.ones_like(more), "do_sample": False}
-        want = fast.generate(**turn, max_new_tokens=4)
+        turn = {**next_turn(first, ids), "do_sample": False, "max_new_tokens": 4}
+        want = fast.generate(**{**turn, "past_key_values": None})
         clock = Clock(model, monkeypatch)
         with pytest.warns(MmaccelWarning, match="max_time: the time ran out before the prompt was read"):
             assert torch.equal(fast.generate(**inputs, max_new_tokens=4, max_time=2.5), ids)
         assert clock.now == 3, "the fourth of five pieces was not run"
         with pytest.warns(MmaccelWarning, match="max_time"):
-            told = fast.generate(
-                **turn,
-                past_key_values=first.past_key_values,
-                max_new_tokens=4,
-                max_time=2.5,
-                return_dict_in_generate=True,
-            )
-        assert torch.equal(told.sequences, more)
-        again = fast.generate(**turn, past_key_values=first.past_key_values, max_new_tokens=4)
-        assert torch.equal(again, want), "the cache was given back as it was"
+            told = fast.generate(**turn, max_time=2.5, return_dict_in_generate=True)
+        assert torch.equal(told.sequences, turn["input_ids"])
+        assert torch.equal(fast.generate(**turn), want), "the cache was given back as it was"
         assert fast.generate(**inputs, max_new_tokens=4, max_time=1e6).shape[1] == ids.shape[1] + 4
 
 

@@ -195,7 +195,7 @@ def test_a_call_waits_for_a_clip_of_another_by_its_deadline() -> None:
             assert late.result(5) == 0
 
 
-def test_waiting_is_told_apart_from_work() -> None:
+def test_waiting_is_told_apart_from_work_and_figures_are_read_between_passes() -> None:
     """Frames that come while another thread has the model wait for it; a server leaves that out of their cost."""
     with open_session("random-ov", TIGHT["rekv"]) as session, ThreadPoolExecutor() as pool:
         assert session.waited_s < 0.1
@@ -205,13 +205,9 @@ def test_waiting_is_told_apart_from_work() -> None:
             taken = pool.submit(session.watch, film(2), fps=FPS)
             wait([taken], 0.3)
         assert taken.result() == 2 and 0.15 < session.waited_s - before < 10
-
-
-def test_figures_are_read_between_passes() -> None:
-    with open_session("random-ov", TIGHT["rekv"]) as session, ThreadPoolExecutor(2) as other:
-        session.watch(film(4), fps=FPS)
+        # Figures are read between passes.
         with session._stream_adapter.turns.holding():
-            reads = [other.submit(session.counters), other.submit(session.clusters)]
+            reads = [pool.submit(session.counters), pool.submit(session.clusters)]
             assert not wait(reads, 0.2).done
         assert reads[0].result(5)["bytes"] and reads[1].result(5) is not None
 

@@ -199,22 +199,18 @@ def test_placeholders_are_never_proposed(family, monkeypatch: pytest.MonkeyPatch
 
 def test_what_cannot_draft_is_told(family, tmp_path: Path) -> None:
     _, target = family
-    other = words_of(vocab=400)
-    told = refusal(lambda: mmaccel.accelerate(target, draft=TextOnly(model=other)))
-    assert "the draft has 400 token embeddings and the target 200" in told
     state = T.MambaForCausalLM(
         T.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
     )
-    told = refusal(lambda: mmaccel.accelerate(target, draft=TextOnly(model=state)))
-    assert "cannot roll back" in told
-    for strategy in (Sequential, TextOnly):
-        told = refusal(
-            lambda strategy=strategy: mmaccel.accelerate(target, draft=strategy(model=torch.nn.Linear(1, 1)))
-        )
-        assert "not supported" in told
-    assert "'qwen2' is not supported" in refusal(
-        lambda: mmaccel.accelerate(target, draft=Sequential(model=words_of()))
-    )
+    for strategy, model, words in (
+        (TextOnly, words_of(vocab=400), "the draft has 400 token embeddings and the target 200"),
+        (TextOnly, state, "cannot roll back"),
+        (Sequential, torch.nn.Linear(1, 1), "not supported"),
+        (TextOnly, torch.nn.Linear(1, 1), "not supported"),
+        (Sequential, words_of(), "'qwen2' is not supported"),
+    ):
+        draft = strategy(model=model)
+        assert words in refusal(lambda draft=draft: mmaccel.accelerate(target, draft=draft))
     with pytest.raises(ModelError, match="'qwen2' is not supported"):
         mmaccel.accelerate(words_of())
     assert mmaccel.attached(target) is None

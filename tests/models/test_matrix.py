@@ -4,7 +4,6 @@ everything, and a pattern that lists everything, it says what the plain model sa
 import functools
 import itertools
 import re
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-import mmaccel
 from mmaccel.cli import catalog
-from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import PromptLookup, Sequential, SparseToDense
 from tests.models import matrix
 from tests.models.matrix import Cell
-from tests.models.streams import FPS, QUESTION, asked_of_film, every_stream, film
+from tests.models.streams import FPS, asked_of_film, every_stream
 
 pytestmark = pytest.mark.numeric(by="torch")
 
@@ -181,14 +178,9 @@ CELLS = [
 def plain(family: str) -> list[int]:
     """The plain model's own greedy answer, without the token that ends it."""
     model, _, processor = matrix.models(family, 2)
-    return said(model, processor.chat(asked_of_film(FRAMES), fps=FPS))
-
-
-def said(model: Any, inputs: dict[str, Any]) -> list[int]:
-    ids = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)[
-        0, inputs["input_ids"].shape[1] :
-    ].tolist()
-    return [token for token in ids if token != model.generation_config.eos_token_id]
+    inputs = processor.chat(asked_of_film(FRAMES), fps=FPS)
+    ids = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return [token for token in ids.tolist() if token != model.generation_config.eos_token_id]
 
 
 def check(cell: Cell) -> None:
@@ -196,14 +188,9 @@ def check(cell: Cell) -> None:
     sparse = {"name": cell.sparse, "block": 16, **SPARSE[cell.sparse]} if SPARSE[cell.sparse] else "dense"
     draft = matrix.draft_of(cell, drafter)
     recipe = Recipe(sparse=sparse, kv=KV[cell.kv], draft=draft, dense_tail=0)
-    with warnings.catch_warnings(action="error", category=MmaccelWarning):
-        if cell.use == "session":
-            with mmaccel.VideoSession(model, processor, recipe) as session:
-                (session.watch if cell.sparse == "dense" else session.ingest)(film(FRAMES), fps=FPS)
-                found, report = list(session.ask(QUESTION, TOKENS).ids), session.report()
-        else:
-            with mmaccel.accelerate(model, recipe) as fast:
-                found, report = said(model, processor.chat(asked_of_film(FRAMES), fps=FPS)), fast.report()
+    (found,), report = matrix.answers(model, processor, recipe, cell.use, [asked_of_film(FRAMES)], TOKENS)
+    if cell.use != "session":
+        found = [token for token in found if token != model.generation_config.eos_token_id]
     assert found == plain(cell.family)
     # Frames that streammem merges come eight at a time, of the random Qwen less than a pattern takes.
     few = cell.kv == "streammem" and cell.family == "random-qwen"

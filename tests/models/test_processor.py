@@ -140,12 +140,7 @@ def test_chat_renders_pieces_in_order(processor: Processor, family: str) -> None
     same(processor.chat(pieces), wanted)
     same(processor.chat([{"role": "user", "content": pieces}]), wanted)
     told = processor.chat("What colour was the star?", videos=one)
-    same(
-        told,
-        processor.chat(
-            [{"type": "video", "video": one}, {"type": "text", "text": "What colour was the star?"}]
-        ),
-    )
+    same(told, processor.chat([pieces[1], pieces[3]]))
     talk = [
         {"role": "user", "content": [{"type": "video", "video": one}]},
         {"role": "assistant", "content": "red"},

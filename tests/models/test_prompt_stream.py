@@ -199,9 +199,13 @@ def models() -> Any:
         yield plain, other
 
 
-def test_a_forward_pass_by_itself_is_no_stream(models: Any) -> None:
+def test_a_forward_pass_by_itself_is_no_stream_and_a_tower_read_otherwise_is_refused(models: Any) -> None:
+    call = prompt("llava", PROMPTS["video"])
     with pytest.raises(RecipeError, match="'offload' is a memory of streams; call"):
-        models[1](**prompt("llava", PROMPTS["video"]))
+        models[1](**call)
+    for name in ("vision_feature_layer", "vision_feature_select_strategy"):
+        with pytest.raises(ModelError, match=f"^{name}: kv 'offload' takes a tower's features as"):
+            models[1].generate(**call, **CALL, **{name: "full"})
 
 
 @pytest.mark.parametrize("family", sorted(BUILD))
@@ -249,12 +253,6 @@ def test_a_result_says_that_it_has_no_cache(models: Any) -> None:
         assert any("past_key_values is None" in note for note in fast.report().notes)
         fast.generate(**call)
         assert not fast.report().notes
-
-
-@pytest.mark.parametrize("name", ["vision_feature_layer", "vision_feature_select_strategy"])
-def test_a_tower_read_otherwise_is_refused(models: Any, name: str) -> None:
-    with pytest.raises(ModelError, match=f"^{name}: kv 'offload' takes a tower's features as"):
-        models[1].generate(**prompt("llava", PROMPTS["video"]), **CALL, **{name: "full"})
 
 
 def test_the_time_may_run_out_while_the_video_is_read(models: Any) -> None:

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 import mmaccel
-from mmaccel.core.adapter import Branches
-from mmaccel.core.decoding.draft import Proposal
 from mmaccel.models import step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
-from tests.models.test_decode import counted, graphs_of
+from tests.models.test_decode import LATER, TREE, counted, graphs_of
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import crossed
 
@@ -91,13 +89,11 @@ def test_steps_are_the_model_s_own(
 @torch.no_grad()
 def test_trees_are_the_model_s_own(family: str, model: Any, name: str) -> None:
     inputs = prompt(family, PROMPTS["interleaved"])
-    tree = Proposal(torch.tensor([5, 6, 7, 8, 9]), parents=torch.tensor([-1, -1, 0, 1, 3])).branches
-    later = Branches(torch.tensor([[True, False, True, False, False, False, True]]), torch.tensor([2]))
     with mmaccel.accelerate(model, prune=PRUNERS[name]) as fast:
         found: list[list[Tensor]] = []
         for one in runners(fast, (2, 8)):
             one.prefill(inputs)
-            said = [one.step(torch.tensor([[4, 5, 6, 7, 8, 9]]), tree), one.step(torch.tensor([[3]]), later)]
+            said = [one.step(torch.tensor([[4, 5, 6, 7, 8, 9]]), TREE), one.step(torch.tensor([[3]]), LATER)]
             one.truncate(one.length() - 1)
             one.cache.state._last = one._last = 6
             for part in one.cache.state._parts:

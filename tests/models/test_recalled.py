@@ -78,14 +78,9 @@ def prompt(name: str, *content: dict[str, Any]) -> dict[str, Any]:
 
 def said(name: str, recipe: dict[str, Any], inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
     """Ids and logits [n, V] of the new tokens of `generate`, and its report."""
-    how = {
-        "max_new_tokens": TOKENS,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
+    how = {"max_new_tokens": TOKENS, "do_sample": False, "return_dict_in_generate": True}
     with mmaccel.accelerate(SHARP[name][0], recipe) as fast:
-        out = fast.generate(**inputs, **how)
+        out = fast.generate(**inputs, **how, output_logits=True)
         return out.sequences[0, inputs["input_ids"].shape[1] :], torch.cat(out.logits), fast.report()
 
 

@@ -49,6 +49,11 @@ def work(**given: Any) -> costs.Workload:
     return costs.Workload(**{"frames": 600, "memory": 80 * GB, "host": 500 * GB, **given})
 
 
+def cost(recipe: Any = None, device: rates.Device = DEVICE, draft: Any = None, **given: Any) -> costs.Cost:
+    """What a recipe, dense by default, costs the large model on such work."""
+    return costs.cost(Recipe.load(recipe), SIZES, work(**given), device, draft)
+
+
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 def test_sizes_are_the_loaded_model_s(name: str) -> None:
     model, processor = pair(name)
@@ -79,30 +84,24 @@ def test_a_shape_and_a_folder_are_counted_without_weights(random_folder: Any) ->
 
 
 def test_terms_grow_as_their_work_does() -> None:
-    one, two = (costs.cost(Recipe(), SIZES, work(frames=n), DEVICE) for n in (600, 1200))
+    one, two = (cost(frames=n) for n in (600, 1200))
     assert 2 * one.read_s < two.read_s < 4 * one.read_s, "products go with the length, pairs with its square"
     grown = 600 * SIZES.tokens * SIZES.kv_bytes_per_token
     assert two.device_bytes - one.device_bytes > grown and one.host_bytes == 0
-    film, longer = (
-        costs.cost(
-            Recipe.load("film-many-questions"), SIZES, work(frames=n, memory=24 * GB, questions=2), DEVICE
-        )
-        for n in (3600, 7200)
-    )
+    fields = {"memory": 24 * GB, "questions": 2}
+    film, longer = (cost("film-many-questions", frames=n, **fields) for n in (3600, 7200))
     assert longer.device_bytes == film.device_bytes
     assert longer.host_bytes - film.host_bytes >= 6 * grown - (1 << 28)
     assert longer.read_s < 2.5 * film.read_s, "an ingestion that holds a part sees a part"
     fast = replace(DEVICE, copy=2 * DEVICE.copy)
-    assert costs.cost(Recipe(), SIZES, work(), fast).token_s < 0.8 * one.token_s
+    assert cost(device=fast).token_s < 0.8 * one.token_s
     assert two.total_s == two.read_s + two.question_s + 64 * two.token_s
 
 
 def test_what_a_pattern_lists_is_what_it_costs() -> None:
-    long = work(frames=1800)
-    dense, sparse = (costs.cost(Recipe(sparse=one), SIZES, long, DEVICE) for one in ("dense", "a_shape"))
+    dense, sparse = (cost(one, frames=1800) for one in ("dense", "a_shape"))
     assert sparse.read_s < 0.4 * dense.read_s
-    short = work(frames=4)
-    dense, sparse = (costs.cost(Recipe(sparse=one), SIZES, short, DEVICE) for one in ("dense", "a_shape"))
+    dense, sparse = (cost(one, frames=4) for one in ("dense", "a_shape"))
     assert sparse.read_s == dense.read_s, "where dense attention is faster it runs"
 
 
@@ -134,7 +133,7 @@ def test_a_memory_of_somebody_else_is_taken_for_one_that_keeps_all() -> None:
     class Own(Full):
         frames: int = 4
 
-    assert costs.cost(Recipe(kv=Own()), SIZES, work(), DEVICE) == costs.cost(Recipe(), SIZES, work(), DEVICE)
+    assert cost(Recipe(kv=Own())) == cost()
     live = recommend(SIZES, work(live=True), DEVICE, presets=["full", "recent"])
     assert "camera" in live.unfit["full"] and live.name == "recent"
     drafts = {name: "model" in cls.needs for name, cls in registry("draft").items()}
@@ -142,12 +141,11 @@ def test_a_memory_of_somebody_else_is_taken_for_one_that_keeps_all() -> None:
 
 
 def test_a_draft_costs_its_own_reading_and_gives_tokens() -> None:
-    small, recipe = sizes_of("llava-onevision-0.5b"), Recipe.load("captions")
-    alone = costs.cost(Recipe(), SIZES, work(), DEVICE)
-    with_draft = costs.cost(recipe, SIZES, work(), DEVICE, small)
+    small = sizes_of("llava-onevision-0.5b")
+    alone, with_draft = cost(), cost("captions", draft=small)
     assert with_draft.read_s > alone.read_s and with_draft.token_s < alone.token_s
     assert with_draft.device_bytes > alone.device_bytes + small.weights * 2
-    never = costs.cost(recipe, SIZES, work(step_tokens=1.0), DEVICE, small)
+    never = cost("captions", draft=small, step_tokens=1.0)
     assert never.token_s > alone.token_s, "a draft of which nothing is kept"
 
 
@@ -199,14 +197,11 @@ def test_a_layer_of_few_rows_is_timed_as_a_session_s_captured_step_runs_it(
 
 
 def test_on_a_gpu_captured_steps_and_pinning_are_what_a_session_takes() -> None:
-    one = work(frames=100, questions=3)
-    slow = replace(DEVICE, layer=100 * DEVICE.layer)
-    plain, other = (costs.cost(Recipe(), SIZES, one, device) for device in (DEVICE, slow))
+    slow, dear = replace(DEVICE, layer=100 * DEVICE.layer), replace(DEVICE, few=2 * DEVICE.few)
+    plain, other, held = (cost(device=one, frames=100, questions=3) for one in (DEVICE, slow, dear))
     assert other.token_s == plain.token_s and other.question_s == plain.question_s
-    held = costs.cost(Recipe(), SIZES, one, replace(DEVICE, few=2 * DEVICE.few))
     assert held.token_s - plain.token_s == pytest.approx(SIZES.layers * DEVICE.few)
-    film = Recipe.load("film-many-questions")
-    cold, warm = (costs.cost(film, SIZES, work(), replace(DEVICE, pin=pin)) for pin in (1e9, math.inf))
+    cold, warm = (cost("film-many-questions", replace(DEVICE, pin=pin)) for pin in (1e9, math.inf))
     assert cold.read_s - warm.read_s == pytest.approx(cold.host_bytes * (1e-9 - 1 / DEVICE.wire))
 
 

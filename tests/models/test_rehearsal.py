@@ -174,13 +174,10 @@ def test_sessions_of_four_and_twelve_layers_tell_of_28(
 def test_what_takes_too_long_or_too_much_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran, store = sessions(monkeypatch, told()), Store(tmp_path / "sessions.json", rates.Surplus.from_dict)
     slow = replace(DEVICE, products={width: rate / 1e4 for width, rate in DEVICE.products.items()})
-    small = replace(DEVICE, memory=8 * GB)
-    for device in (slow, small):
-        given = SIZES, "llava-onevision-7b", (28, 28), [Recipe()], work()
+    small, short = replace(DEVICE, memory=8 * GB), replace(SIZES, limit=8192)
+    for device, sizes in ((slow, SIZES), (small, SIZES), (DEVICE, short)):
+        given = sizes, "llava-onevision-7b", (28, 28), [Recipe()], work()
         assert rehearsal.with_measured_surplus(device, CPU, *given, store=store) == device
-    short = replace(SIZES, limit=8192)
-    given = short, "llava-onevision-7b", (28, 28), [Recipe()], work()
-    assert rehearsal.with_measured_surplus(DEVICE, CPU, *given, store=store) == DEVICE
     assert not ran and not len(store)
 
 

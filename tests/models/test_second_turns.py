@@ -152,6 +152,7 @@ def test_a_draft_s_pruner_that_has_nothing_to_prune_is_told(family: str) -> None
 
 
 TOKENS = 10
+HOW: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, "return_dict_in_generate": True}
 TURNS = {
     "text": [[("text", 6), ("video", 4), ("text", 9)], [("text", 8)], [("text", 5)]],
     "video": [
@@ -204,14 +205,7 @@ def talk(
     for number, pieces in enumerate(turns):
         turn = prompt(name, pieces, seed=number)
         given, whole = (turn, turn) if cache is None else said(name, whole, answers[-1], turn)
-        out = fast.generate(
-            **given,
-            past_key_values=cache,
-            max_new_tokens=TOKENS,
-            do_sample=False,
-            return_dict_in_generate=True,
-            **more,
-        )
+        out = fast.generate(**given, past_key_values=cache, **HOW, **more)
         cache = out.past_key_values
         answers.append(out.sequences)
         reports.append(fast.report())
@@ -266,11 +260,10 @@ def test_columns_of_later_turns_are_known_for_what_they_are(family, draft: str) 
     """transformers runs the tower before the model's forward, which then sees no pixels."""
     name, model, _ = family
     first, turn = (prompt(name, pieces, seed=n) for n, pieces in enumerate(TURNS["video"][:2]))
-    how: Any = {"max_new_tokens": TOKENS, "do_sample": False, "return_dict_in_generate": True}
     with mmaccel.accelerate(model, draft=draft) as fast:
-        out = fast.generate(**first, **how)
+        out = fast.generate(**first, **HOW)
         given, whole = said(name, first, out.sequences, turn)
-        again = fast.generate(**given, past_key_values=out.past_key_values, **how)
+        again = fast.generate(**given, past_key_values=out.past_key_values, **HOW)
         known = again.past_key_values.sequence
         want = fast.adapter.layout(model, whole)
         assert bool((want.modality[0, first["input_ids"].shape[1] + TOKENS :] != 0).any())

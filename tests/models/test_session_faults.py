@@ -81,7 +81,7 @@ def test_a_question_that_breaks_loses_nothing(kv: str, monkeypatch: pytest.Monke
             session.ask(QUESTION, 8)
 
 
-def test_a_first_clip_that_fails_leaves_a_fresh_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_clip_that_fails_leaves_a_fresh_session() -> None:
     with open_session(NAME, TIGHT["rekv"]) as session:
         with pytest.raises(KeyboardInterrupt):
             session.watch(film(9), fps=FPS, progress=Mock(side_effect=KeyboardInterrupt))

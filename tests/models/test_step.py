@@ -132,6 +132,7 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
 
 
 KV = every_stream(frames=6, window=8)
+LONGER = "what was shown before the star and after it ?"
 
 
 @pytest.fixture
@@ -209,12 +210,7 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(
                 live.state._keeps = live.adapter._few._replays.works = works
                 if hasattr(live.state, "replays"):
                     live.state.replays.works = works
-                for question in (
-                    QUESTION,
-                    QUESTION,
-                    "what was shown before the star and after it ?",
-                    QUESTION,
-                ):
+                for question in (QUESTION, QUESTION, LONGER, QUESTION):
                     said.append((logits(session, question), session.ask(question, 4)))
                     if question is not QUESTION:
                         # What follows lies elsewhere.

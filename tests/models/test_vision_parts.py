@@ -189,7 +189,9 @@ def test_what_listens_to_the_tower_hears_the_same(family: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("family", list(BUILD))
-def test_a_draft_s_prompt_is_seen_in_parts_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_s_prompt_and_what_recipes_share_are_seen_in_parts_too(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, inputs = BUILD[family](), prompt(family, PROMPTS["long"])
     fam = adapter_for(model)
     length = inputs["input_ids"].shape[1]
@@ -201,13 +203,7 @@ def test_a_draft_s_prompt_is_seen_in_parts_too(family: str, monkeypatch: pytest.
             got = HFRunner.open(model, fam, None).prefill(inputs, keep=keep)
         assert max(seen) <= 64 and len(seen) >= 10
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-    assert not set(KEPT) & set(model.model.__dict__)
-
-
-@pytest.mark.parametrize("family", list(BUILD))
-def test_what_recipes_share_is_encoded_once_in_parts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = BUILD[family](), prompt(family, PROMPTS["long"])
-    monkeypatch.setattr(modules, "PATCHES", 64)
+    # So is what recipes share, once.
     encoded = Encoded()
     with torch.no_grad(), calls(model) as seen:
         for recipe in (Recipe(), Recipe.load("a_shape-short"), Recipe.load({"prune": "visionzip"})):

@@ -151,7 +151,10 @@ def test_batches_are_by_length_and_rows_come_back() -> None:
 
 
 @torch.no_grad()
-def test_an_accelerated_model_reads_images_and_videos_so_and_is_restored(calls: list[Any]) -> None:
+def test_an_accelerated_model_reads_images_and_videos_so_and_is_restored(
+    calls: list[Any], tmp_path: Path
+) -> None:
+    """The model's config does not name it."""
     inputs, model = mixed_qwen(), qwen()
     tower, before = model.model.visual, model.model.visual.config
     want = model(**inputs).logits
@@ -164,6 +167,10 @@ def test_an_accelerated_model_reads_images_and_videos_so_and_is_restored(calls: 
         with batched(model):
             pass
         assert tower.config._attn_implementation == WINDOW_ATTENTION
+        built = type(model)(copy.deepcopy(model.config))
+        model.save_pretrained(tmp_path)
+    assert built.config.vision_config._attn_implementation == "sdpa"
+    assert WINDOW_ATTENTION not in (tmp_path / "config.json").read_text()
     assert before._attn_implementation == "sdpa"
     assert all(m.config is before for m in tower.modules() if hasattr(m, "config"))
     assert torch.equal(model(**inputs).logits, want)
@@ -191,15 +198,6 @@ def test_another_attention_of_the_user_s_choice_stays(calls: list[Any]) -> None:
         assert model.model.visual.config is config and config._attn_implementation == "eager"
         torch.testing.assert_close(fast(**inputs).logits, want, rtol=0, atol=1e-5)
         assert TOWER not in {shape[1::2] for shape in calls}
-
-
-def test_the_model_s_config_does_not_name_it(tmp_path: Path) -> None:
-    model = qwen()
-    with mmaccel.accelerate(model):
-        built = type(model)(copy.deepcopy(model.config))
-        model.save_pretrained(tmp_path)
-    assert built.config.vision_config._attn_implementation == "sdpa"
-    assert WINDOW_ATTENTION not in (tmp_path / "config.json").read_text()
 
 
 def test_gradients_and_states_are_the_same() -> None:

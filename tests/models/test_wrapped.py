@@ -3,8 +3,6 @@ compiled; and what does not work, told."""
 
 import copy
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.policies.draft import Sequential
+from tests import SOURCES, python
 from tests.models.streams import film
 from tests.models.test_loading import QUANTIZED, SPARSE, quantized, said_by
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
@@ -163,18 +162,13 @@ def test_a_torchvision_of_another_torch_is_told(tmp_path: Path, random_folder: C
     (site / "torchvision-0.1.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1.0\n"
     )
-    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
     code = (
         "import mmaccel\n"
         "try:\n    mmaccel.load_model(__import__('sys').argv[1]); print('loaded')\n"
         "except mmaccel.core.errors.ModelError as error:\n    print(error)\n"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", code, str(random_folder("tiny-ov"))],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    line = told.stdout.strip()
+    path = os.pathsep.join([str(site), SOURCES])
+    line = python("-c", code, str(random_folder("tiny-ov")), PYTHONPATH=path).stdout.strip()
     assert line.startswith("torchvision: ") and "\n" not in line and "install" in line, line
 
 

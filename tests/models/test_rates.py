@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from mmaccel.backends.select import Store
-from mmaccel.core import costs, rates
+from mmaccel.core import rates
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shapes
 from mmaccel.models.recommend import device_of, sizes_of
-
-SIZES = sizes_of("llava-onevision-7b")
-GB = 10**9
+from tests.models.test_recommend import GB, SIZES, cost
 
 
 def test_rates_on_disk_are_of_this_machine_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -53,16 +51,8 @@ def test_rates_on_disk_are_of_this_machine_as_it_is(monkeypatch: pytest.MonkeyPa
 
 def test_frames_that_wait_on_the_host_for_a_question_are_not_pinned() -> None:
     """`no_cache` keeps frames in plain memory, and a question sends but those that it runs."""
-    recipe, device = (
-        Recipe.load(kv={"name": "no_cache", "frames": 64, "kept": 1 << 16}),
-        rates.DEVICES["h100"],
-    )
-    few, many = (
-        costs.cost(
-            recipe, SIZES, costs.Workload(frames=n, questions=3, memory=80 * GB, host=500 * GB), device
-        )
-        for n in (64, 60_000)
-    )
+    recipe = Recipe.load(kv={"name": "no_cache", "frames": 64, "kept": 1 << 16})
+    few, many = (cost(recipe, frames=n, questions=3) for n in (64, 60_000))
     assert many.host_bytes > 100 * few.host_bytes and many.question_s == few.question_s
 
 

@@ -17,13 +17,11 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.models import rehearsal, shapes, step
 from mmaccel.models.recommend import candidate_recipes, sizes_of
 from tests.models.streams import pair
+from tests.models.test_recommend import DEVICE, GB, SIZES
 from tests.products import product
 from tests.spies import broken
 
-SIZES = sizes_of("llava-onevision-7b")
-DEVICE = rates.DEVICES["h100"]
 CPU = torch.device("cpu")
-GB = 10**9
 CLUSTERED = {"name": "mosaic", "frames": 4, "window": 6, "local": 2}
 KINDS: dict[str, dict[str, Any]] = {"call": {"questions": 1}, "session": {}, "live": {"live": True}}
 

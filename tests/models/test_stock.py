@@ -136,20 +136,13 @@ def test_attention_weights_of_packed_sequences(family):
         assert close(torch.stack(model(**call).attentions), torch.stack(plain))
 
 
-def test_weights_that_nobody_holds_are_refused(family):
-    """As they are under a pattern and a window, by test_arguments."""
-    kind, model = family
-    with (
-        mmaccel.accelerate(model, prune={"name": "fastv", "layer": 1}),
-        pytest.raises(ModelError, match=r"output_attentions: .*'dense'"),
-    ):
-        model(**prompt(kind, PROMPTS["video"]), output_attentions=True)
-
-
-def test_a_prompt_in_pieces_is_refused_where_a_pruner_needs_it_whole(family):
+def test_a_prompt_in_pieces_and_weights_that_nobody_holds_are_refused_under_a_pruner(family):
+    """Weights as they are under a pattern and a window, by test_arguments."""
     kind, model = family
     inputs = prompt(kind, PROMPTS["video"])
     with mmaccel.accelerate(model, prune={"name": "fastv", "layer": 1}):
+        with pytest.raises(ModelError, match=r"output_attentions: .*'dense'"):
+            model(**inputs, output_attentions=True)
         with pytest.raises(ModelError, match="prefill_chunk_size: prune 'fastv' runs the prompt whole"):
             model.generate(**inputs, **CALL, prefill_chunk_size=16)
         assert model.generate(**inputs, **CALL).sequences.shape[1] == inputs["input_ids"].shape[1] + 6

@@ -387,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     options.ways = ways_of(options.beside) if options.beside else None
     if options.backends is None:
-        runs = [n for n, why in select.unusable(options.device).items() if why is None and n != "reference"]
+        runs = [n for n, why in select.why_unusable(options.device).items() if not why and n != "reference"]
         options.backends = runs if torch.device(options.device).type == "cuda" else ["reference"]
     log = Log(options.out, options.device)
     print(environment(options.device))

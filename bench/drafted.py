@@ -177,8 +177,8 @@ def ask_under(way: str, draft: Any, keeps: list[float], tokens: int, sizes: Size
         session = stack.enter_context(mmaccel.VideoSession(model, processor, None, **how, draft=draft))
         take_in(session, "sparse", sizes.frames, f"drafted {way}")
         live: Any = session._live
-        if isinstance(live.beside.stream, RemoteDraftStream):
-            live.beside.stream.wait_until_done()  # the draft has read the film too
+        if isinstance(live.draft_stream.stream, RemoteDraftStream):
+            live.draft_stream.stream.wait_until_done()  # the draft has read the film too
         with replaying(model, KEEPS[0]):
             warm_up(session, tokens, draft != "off")
         for keep in keeps:

@@ -142,7 +142,7 @@ def question(name: str, options: argparse.Namespace, log: Log) -> None:
         scenes.open(session, (392, 392))
         sizes: Any = SimpleNamespace(kinds=kinds)
         row = some_questions(session, scenes, sizes, options.questions, {})
-        unit = session._live.info.unit  # type: ignore[union-attr]
+        unit = session._live.info.tokens_per_unit  # type: ignore[union-attr]
     if not row["bytes_in"]:
         raise RuntimeError("the questions recalled nothing from the host.")
     row |= {"model": name, "units": units, "unit": unit, "recalled": recalled}

@@ -154,7 +154,8 @@ class Floors:
 def pairs_of(way: str, session: mmaccel.VideoSession, frames: int, sizes: Sizes) -> float:
     """Pairs that a film was encoded by, over all layers and heads."""
     live: Any = session._live
-    shape, tokens, unit = session._stream_adapter.view.geometry, frames * live.info.unit, live.info.unit
+    shape, unit = session._stream_adapter.view.geometry, live.info.tokens_per_unit
+    tokens = frames * unit
     if way == "sparse":
         meter = session._stream_adapter.attention.meter
         return sum(float(part.sum()) for parts in meter.listed.values() for part in parts)
@@ -181,7 +182,7 @@ def film_row(
                     continue
                 report, counters = session.report(), session.counters()
                 pairs = pairs_of(way, session, frames, sizes)
-                floor = floors.seconds(frames * session._live.info.unit, pairs)  # type: ignore[union-attr]
+                floor = floors.seconds(frames * session._live.info.tokens_per_unit, pairs)  # type: ignore[union-attr]
     figures = {"seconds": seconds, "frames_s": frames / seconds, "floor_s": floor, "kept": report.kept}
     figures |= {
         "left_s": left_s,

@@ -96,7 +96,7 @@ def same(one: mmaccel.VideoSession, other: mmaccel.VideoSession) -> str:
     figures, logits, stored = [], [], []
     for session in (one, other):
         live: Any = session._live
-        with run_question(live, QUESTION, 4, beside=True) as turn:
+        with run_question(live, QUESTION, 4, concurrent=True) as turn:
             logits.append(turn.logits[0].clone())
         answer = session.ask(QUESTION, 4)
         figures.append((session.frames, session.shown, answer.ids, answer.evidence, session.clusters()))

@@ -128,10 +128,8 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         _mosaic("neither", reps=0, local=0),
         _mosaic("compact", positions="compact"),
         "rekv",
-        *(
-            {"name": "rekv", "label": f"rekv, {k}", k: v}
-            for k, v in (("local", 8), ("positions", "original"))
-        ),
+        {"name": "rekv", "label": "rekv, local", "local": 8},
+        {"name": "rekv", "label": "rekv, positions", "positions": "original"},
     ],
     # What the paper leaves open.
     "choices": [

@@ -118,7 +118,7 @@ class Scenes:
         live = session._live
         assert live is not None
         state, film = live.state, live.info
-        cells = self._noise(1, film.unit, self.geometry.kv_heads * self.geometry.head_dim) * TOKEN
+        cells = self._noise(1, film.tokens_per_unit, self.geometry.kv_heads * self.geometry.head_dim) * TOKEN
         cells = cells - cells.mean(1, keepdim=True)
         while state.units() < until:
             first = state.units()
@@ -131,7 +131,7 @@ class Scenes:
             state.begin_pass(
                 StreamPass(
                     kind="units",
-                    rows=count * film.unit,
+                    rows=count * film.tokens_per_unit,
                     first=first,
                     count=count,
                     times=tuple(film.times[-count:]),

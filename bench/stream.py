@@ -203,7 +203,7 @@ def memory_step(options: argparse.Namespace, log: Log) -> None:
                 )
             log_happened(log, f"memory, {name}", session, name)
     shape = scenes.geometry
-    frame = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * (state.stream.unit)
+    frame = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * (state.stream.tokens_per_unit)
     weights = sum(p.nbytes for p in model.parameters())
     total = torch.cuda.get_device_properties(0).total_memory if cuda else 0
     log.row(

@@ -326,7 +326,7 @@ def day_step(options: argparse.Namespace, log: Log) -> None:
                 first = {"frame_s": watched / sizes.hour, "beside": beside}
             state: Any = session._live.state  # type: ignore[union-attr]
             shape, left = state.geometry, told["units"] - told["resident"]
-            entry = state.stream.unit * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
+            entry = state.stream.tokens_per_unit * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
             log.row(
                 case="day", hour=hour + 1, slower=watched / sizes.hour / first["frame_s"],
                 device_predicted=first["beside"] + told["bytes"], host_predicted=left * shape.layers * entry,

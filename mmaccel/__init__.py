@@ -15,8 +15,7 @@ from mmaccel import _stop, models, policies
 from mmaccel.contract import check_family, check_policy
 from mmaccel.core.attach import Accelerated, accelerate, attached
 from mmaccel.core.errors import MmaccelError, MmaccelWarning
-from mmaccel.core.recipe import Recipe
-from mmaccel.core.recipe import names as list_recipes
+from mmaccel.core.recipe import Recipe, list_recipes
 from mmaccel.core.registry import KINDS, register, registry
 from mmaccel.core.report import Report
 from mmaccel.core.streams.live import AsyncVideoSession

@@ -133,7 +133,7 @@ class Mmaccel(lmms):
 
     def _piece(self, task: str, part: Any) -> dict[str, Any]:
         """A piece of a message, its video read."""
-        from mmaccel.media.reader import facts
+        from mmaccel.media.reader import video_metadata
         from mmaccel.models.taking import sample
 
         if part.type == "text":
@@ -149,7 +149,7 @@ class Mmaccel(lmms):
             raise VideoError(_missing(task, f"the {part.type} {os.path.abspath(url)} is missing"))
         if part.type == "image":
             return {"type": "image", "image": url}
-        frames = None if self._frames is None else min(self._frames, facts(url)[0] or self._frames)
+        frames = None if self._frames is None else min(self._frames, video_metadata(url)[0] or self._frames)
         span = {"start": part.start_time, "stop": part.end_time}
         video = sample(self._processor, url, fps=self._fps, frames=frames, faster=self._fps is None, **span)
         return {"type": "video", "video": video}

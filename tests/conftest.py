@@ -45,11 +45,10 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """What a device that is not here says of itself; of ROCm where it has a `gcnArchName`."""
-    from mmaccel.backends import triton
     from mmaccel.backends.ops import operator
 
     told = SimpleNamespace(multi_processor_count=60, total_memory=9 << 30)
-    cached = operator.architecture_of, operator.resources, triton.usable
+    cached = operator.architecture_of, operator.resources, operator.triton_unusable
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
     for function in cached:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from mmaccel.core.recipe import Recipe, check_sequences, names
+from mmaccel.core.recipe import Recipe, check_sequences, list_recipes
 from mmaccel.core.registry import registry
 
 
@@ -11,7 +11,7 @@ def recipes(draft: Any) -> dict[str, dict[str, Any]]:
     """Each policy and each preset that serves `generate`, as fields of a recipe; drafts run on the model `draft`."""
     heads = {0: {0: {"name": "a_shape", "sink": 16, "window": 32}, 1: "grid"}}
     found: dict[str, dict[str, Any]] = {"per_head": {"sparse": {"name": "per_head", "table": heads}}}
-    for name, kind in names().items():
+    for name, kind in list_recipes().items():
         if kind == "prune" and registry("prune")[name].stage == "draft":  # type: ignore[attr-defined]
             found[name] = {"draft": {"name": "sequential", "model": draft, "prune": name}}
             continue

@@ -68,7 +68,7 @@ class Choice:
         return f"{self.backend} ({self.why})"
 
 
-def unusable(device: torch.device | str) -> dict[str, str | None]:
+def why_unusable(device: torch.device | str) -> dict[str, str | None]:
     """Backend name -> None if it can run on `device`, else the reason as a phrase."""
     return {name: _why_not(name, torch.device(device)) for name in BACKENDS}
 
@@ -136,7 +136,7 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
         raise UnknownName("backend", name, ("auto", *BACKENDS))
     reason = _why_not(name, device)
     if reason is not None:
-        others = ", ".join(repr(n) for n, why in unusable(device).items() if why is None)
+        others = ", ".join(repr(n) for n, why in why_unusable(device).items() if why is None)
         raise RecipeError(
             f"backend {name!r} cannot run on {device}: {reason}; choose 'auto' or one of {others}."
         )

@@ -26,7 +26,7 @@ from mmaccel.core.errors import RecipeError, VideoError, check_question
 from mmaccel.core.prefill.prune import candidate_columns, count_of_share
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import format_head_counts, format_share
-from mmaccel.core.report_page import drafted_text, memory_text
+from mmaccel.core.report_page import describe_draft, describe_memory
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -91,7 +91,7 @@ def ask(
         chosen = {"dense": dense, **chosen}
     for one in chosen.values():
         choices.check(one, model, device)
-    processor = choices.processor(model)
+    processor = choices.load_supported_processor(model)
     with bars() as progress:
         load, first = partial(choices.load, model, device, dtype), next(iter(chosen.values()))
         how = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
@@ -220,9 +220,9 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
         ("then", lambda a: format_number(a.report.tokens_per_s, ".1f", " tokens/s")),
         ("attention kept", lambda a: format_share(a.report.kept)),
         ("heads", lambda a: format_head_counts(a.report.heads())),
-        ("drafted", lambda a: drafted_text(a.report.draft)),
+        ("drafted", lambda a: describe_draft(a.report.draft)),
         ("video", lambda a: _pruned(_count_video_tokens(a, tokens))),
-        ("cache", lambda a: memory_text(a.report.kv) if a.report.kv.get("bytes") else ""),
+        ("cache", lambda a: describe_memory(a.report.kv) if a.report.kv.get("bytes") else ""),
         (peak, lambda a: size(a.report.peak_bytes)),
     )
     tables = []

@@ -40,7 +40,7 @@ def caption(
     if not chosen.draft.active:
         raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")
     choices.check(chosen, model, device)
-    processor = choices.processor(model)
+    processor = choices.load_supported_processor(model)
     with bars() as progress:
         load = partial(choices.load, model, device, dtype)
         how = {"fps": fps, "frames": frames, "timeout": timeout}

@@ -38,7 +38,7 @@ def catalogue() -> dict[str, Any]:
         "model": list(shipped.NAMES),
         "family": list(registry("model")),
         "shape": sorted(SHAPES),
-        "backend": select.unusable("cuda" if torch.cuda.is_available() else "cpu"),
+        "backend": select.why_unusable("cuda" if torch.cuda.is_available() else "cpu"),
     }
 
 

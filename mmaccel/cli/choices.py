@@ -20,7 +20,7 @@ from mmaccel.cli.console import add_bar, plural, remark
 from mmaccel.core.attach import Accelerated, accelerate, family_of
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, VideoError, VideoStalled, VideoWarning
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.recipe import Recipe, fields_of, file_extensions, names, stream_policy
+from mmaccel.core.recipe import Recipe, fields_of, file_extensions, list_recipes, stream_policy
 from mmaccel.core.registry import registry
 from mmaccel.core.streams.session_io import load_dtype
 from mmaccel.core.streams.sources import StreamEvent, clips_with_reconnect
@@ -145,7 +145,7 @@ def parse_size(text: str, option: str) -> int:
 def load_stream_recipe(text: str) -> Recipe:
     """Load a recipe for streams, by name or YAML file; raises `RecipeError` if its KV policy does not support streams."""
     streams = [name for name, kv in registry("kv").items() if issubclass(kv, StreamPolicy)]
-    if not text.endswith((".yaml", ".yml")) and text not in names():
+    if not text.endswith((".yaml", ".yml")) and text not in list_recipes():
         raise UnknownName("memory of streams", text, streams, own=True)
     found = load_recipe(text)
     stream_policy(found)
@@ -159,7 +159,7 @@ def check(recipe: Recipe, model: str, device: str) -> None:
     loading.check_recipe(recipe, model)
 
 
-def processor(model: str) -> Any:
+def load_supported_processor(model: str) -> Any:
     """Load the processor of a model by name or folder; raises `ModelError` for an unsupported family."""
     found = load_processor(model)
     family_of(found.model_type)
@@ -239,9 +239,9 @@ def options_in_errors() -> Iterator[None]:
         try:
             yield
         except VideoError as error:
-            raise VideoError(error.said(READ_OPTIONS)) from error
+            raise VideoError(error.to_text(READ_OPTIONS)) from error
     for one in caught:
-        told = one.message.said(READ_OPTIONS) if isinstance(one.message, VideoWarning) else one.message
+        told = one.message.to_text(READ_OPTIONS) if isinstance(one.message, VideoWarning) else one.message
         warnings.warn(told, one.category, stacklevel=3)
 
 

@@ -153,7 +153,7 @@ def _driver() -> str | None:
 
 def _backends(device: str, problems: list[str]) -> dict[str, dict[str, Any]]:
     """Of each backend whether "auto" takes it, or measures it, and why."""
-    reasons = select.unusable(device)
+    reasons = select.why_unusable(device)
     for name in reasons:
         reasons[name] = reasons[name] or next((one for one in problems if one.startswith(f"{name} ")), None)
     able = [name for name in select.PREFERENCE[device] if reasons[name] is None]

@@ -95,14 +95,14 @@ def draw_pictures(
         stream_policy(load_recipe(Path(what)))
         known = None if truth is None else GroundTruth.read(truth)
         loaded = choices.load(model, choices.available_device(device), choices.dtype(dtype), Path(what))
-        with VideoSession.resume(loaded, choices.processor(model), Path(what)) as session:
+        with VideoSession.resume(loaded, choices.load_supported_processor(model), Path(what)) as session:
             for path in _session(session, Path(what), output, form, layer or [0], question or [], known):
                 say(str(path))
         return
     check_videos(video)
     shape = from_config(model).geometry
     wanted = _wanted(layer, head, shape.layers, shape.heads)
-    processor = choices.processor(model)
+    processor = choices.load_supported_processor(model)
     with bars() as progress:
         loaded = choices.load(model, choices.available_device(device), choices.dtype(dtype))
         inputs, _ = sample_prompt(loaded, processor, video or [], text or [], max_tokens, fps, progress)

@@ -120,8 +120,8 @@ def _is_sound(point: ReadingPoint) -> bool:
 class PeriodicSaver:
     """Saves a session to `folder` periodically, with its journal; without a folder it does nothing.
 
-    reading   what `watch` reads; None for a source that cannot be continued, such as a camera
-    point     where reading begins; None: at the beginning
+    source    what `watch` reads; None for one that cannot be continued, such as a camera
+    point     where in the source reading began; None: at its beginning
     every     seconds between saves; 0: only at the end
     """
 
@@ -129,11 +129,11 @@ class PeriodicSaver:
         self,
         session: VideoSession,
         folder: Path | None,
-        reading: WatchSource | None,
+        source: WatchSource | None,
         point: ReadingPoint | None,
         every: float,
     ) -> None:
-        self._session, self._folder, self._reading = session, folder, reading
+        self._session, self._folder, self._source = session, folder, source
         self._every, self._last, self._cost = every, time.monotonic(), 0.0
         self._begun, self._until = len(session), 0.0 if point is None else point.until
         self._told, self._saved = False, 0
@@ -163,12 +163,12 @@ class PeriodicSaver:
             return False
         with delay_sigterm():
             point = None
-            if self._reading is not None:
+            if self._source is not None:
                 until, shift = self._until, self.shift or 0.0
                 if len(session) > self._begun:
                     # Half a tick later, so that rounding does not bring a frame twice.
-                    until = session.seconds - shift + 0.5 / self._reading.fps
-                point = ReadingPoint(self._reading, until, shift, whole, len(session))
+                    until = session.seconds - shift + 0.5 / self._source.fps
+                point = ReadingPoint(self._source, until, shift, whole, len(session))
                 self._note(folder, point, _of_session(folder))
             session.save(folder)
             self._saved = len(session)

@@ -158,7 +158,7 @@ def evidence_table(answer: Answer, moments: int) -> Table:
     return table
 
 
-def lines_below(answer: Answer, moments: int) -> list[str]:
+def evidence_footer(answer: Answer, moments: int) -> list[str]:
     """Return the lines printed below the evidence table: whether the answer was cut off, how many frames are not shown, the
     speed."""
     left = len(answer.evidence) - moments

@@ -81,7 +81,7 @@ def search(
     check_videos(video)
     if backend != "auto":
         select.get(backend, device)
-    processor = choices.processor(model)
+    processor = choices.load_supported_processor(model)
     parts = progress_path(output)
     try:
         with bars() as progress:

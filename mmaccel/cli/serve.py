@@ -113,7 +113,7 @@ def _check_port(host: str, port: int) -> None:
 def _engine(model: str, device: str, dtype: str, chosen: Mapping[str, Recipe], settings: Settings) -> Engine:
     from mmaccel.serve.engine import Engine
 
-    processor = choices.processor(model)
+    processor = choices.load_supported_processor(model)
     return Engine(Path(model).name, choices.load(model, device, dtype), processor, chosen, settings)
 
 

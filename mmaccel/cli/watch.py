@@ -24,8 +24,8 @@ from mmaccel.cli.questions import (
     Piece,
     TypedQuestions,
     cut_at_due,
+    evidence_footer,
     evidence_table,
-    lines_below,
     parse_question,
     read_piped,
     stream_status_lines,
@@ -123,7 +123,7 @@ def watch(
         if load is not None and (keep_seconds is not None or host_bytes is not None):
             raise RecipeError("--keep-seconds, --host-bytes: a saved session has its own; leave them out.")
         chosen = choices.with_retention(chosen, keep_seconds, host_bytes, "host_bytes")
-        processor = choices.processor(model)
+        processor = choices.load_supported_processor(model)
         clips: Iterator[Video] = iter(())
         reading, point, broken, stored = None, None, list[VideoError](), False
         breaks: list[StreamEvent] = []
@@ -371,7 +371,7 @@ class WatchRun:
             answer = reply.answer
             if answer.evidence:
                 console.print(evidence_table(answer, moments))
-            for line in lines_below(answer, moments):
+            for line in evidence_footer(answer, moments):
                 say(f"  {line}")
         self.answers.append(
             {

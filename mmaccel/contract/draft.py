@@ -162,9 +162,9 @@ def check_draft(strategy: DraftStrategy) -> None:
         f"{who}: {most} tokens were proposed and max_rollback is {max_rollback}; give one more than the most proposed.",
     )
     check_counters(who, draft.counters())
-    notes = draft.notes()
+    notes = draft.report_notes()
     require(
         isinstance(notes, list) and all(isinstance(note, str) for note in notes),
-        f"{who}: notes gives {notes!r}; give a list of sentences.",
+        f"{who}: report_notes gives {notes!r}; give a list of sentences.",
     )
     draft.close()  # a second time does no harm

@@ -195,7 +195,7 @@ def _check_stream(policy: StreamPolicy) -> None:
     )
     head, unit = torch.arange(HEAD)[None], HEAD + torch.arange(TOKENS)[None]
     positions = PositionIds(head, unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, 10**6)
-    stream = Stream(unit=TOKENS, head=HEAD, pace=1, positions=positions, dtype=torch.float64)
+    stream = Stream(tokens_per_unit=TOKENS, head=HEAD, pace=1, positions=positions, dtype=torch.float64)
     model: Any = RotaryModel()
     state = policy.open_stream(stream, GEOMETRY, model, CPU)
     if isinstance(state, FrameMemory):

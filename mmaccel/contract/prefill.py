@@ -23,7 +23,7 @@ from mmaccel.core.prefill.prune import (
     checked_columns,
     checked_stages,
     kept_layout,
-    observers,
+    observation_columns,
 )
 from mmaccel.core.prefill.sparse import SparsePattern
 
@@ -72,9 +72,9 @@ def _sequence(rng: Random, length: int) -> list[tuple[int, ...]]:
 
 
 def random_signals(layout: TokenLayout, stage: Stage, seed: int = 0, asked: int | None = None) -> Signals:
-    """Return random signals for `stage`; attention has `asked` rows (default: those of `observers`), which sum to one."""
+    """Return random signals for `stage`; attention has `asked` rows (None: the `observation_columns`), which sum to one."""
     g = torch.Generator().manual_seed(seed)
-    S, asked = layout.length, observers(layout).numel() if asked is None else asked
+    S, asked = layout.length, observation_columns(layout).numel() if asked is None else asked
     tensors: dict[str, Tensor] = {
         "hidden": torch.randn(max(len(stage.hidden), 1), S, 8, generator=g),
         "attention": torch.rand(max(len(stage.attention), 1), asked, S, generator=g).softmax(-1),
@@ -95,10 +95,10 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
         start = int(keys.length * rng.choice((0, 0, 0.2, 0.43, 0.98)))
         heads, groups = rng.choice(((4, 2), (2, 2), (3, 1)))
         query, key = (torch.randn(keys.batch, h, keys.length, 16, generator=g) for h in (heads, groups))
-        plan = check_plan(pattern, query[:, :, start:], key, keys.take(slice(start, None)), keys)
+        plan = check_plan(pattern, query[:, :, start:], key, keys.select_tokens(slice(start, None)), keys)
         planned = planned or plan is not None
         if plan is not None:
-            seen = _seen(plan, keys.take(slice(start, None)), keys)
+            seen = _seen(plan, keys.select_tokens(slice(start, None)), keys)
             whole, unseen = whole and seen[0], unseen or seen[1]
         require(
             len(pattern.head_pattern_names(heads)) == heads,
@@ -106,8 +106,9 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
         )
         if not pattern.adaptive and plan is not None:
             query, key = (torch.randn(x.shape, generator=g) for x in (query, key))
-            anew = keys.take(slice(None))  # without what was derived of the layout before
-            other = pattern.plan_layer(query[:, :, start:], key, key, anew.take(slice(start, None)), anew)
+            anew = keys.select_tokens(slice(None))  # without what was derived of the layout before
+            late = anew.select_tokens(slice(start, None))
+            other = pattern.plan_layer(query[:, :, start:], key, key, late, anew)
             require(
                 other is not None and torch.equal(plan.to_mask(), other.to_mask()),
                 f"sparse {pattern.name!r}: other queries and keys give another plan; set the class field adaptive = True, "
@@ -180,7 +181,7 @@ def _rows(plan: AttentionPlan, who: str, queries: TokenLayout) -> None:
     served = served[..., :-1]
     require(
         not bool((served * ~queries.valid[:, None]).any()),
-        f"{who}: q_row holds a row that is padding; put -1 in its place (`natural` does).",
+        f"{who}: q_row holds a row that is padding; put -1 in its place (`sequence_order` does).",
     )
     require(
         plan.may_overlap or int(served.max()) <= 1,
@@ -236,7 +237,7 @@ def _pairs(plan: AttentionPlan, who: str, queries: TokenLayout, keys: TokenLayou
     ahead = torch.nn.functional.pad(keys.position[:, None] > queries.position[:, :, None], own)
     nothing = torch.nn.functional.pad(~keys.valid[:, None], own) | ~queries.valid[:, :, None]
     for wrong, fault in (
-        (count * (nothing[:, None]), "one of them padding; put -1 in its place (`natural` does)"),
+        (count * (nothing[:, None]), "one of them padding; put -1 in its place (`sequence_order` does)"),
         (
             count * (ahead[:, None]),
             "which comes after it; let a query's place be that of the last key not after it, and lo 0",

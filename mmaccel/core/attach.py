@@ -58,8 +58,8 @@ class StreamModel(ABC):
     """Tokens that `unit_embeds` puts before and behind the visual tokens of a unit."""
     ready: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda state, running: None)
     """Called before an answer's first token: does what its first decode step would else do once (capture CUDA graphs)."""
-    left_out: int | None = None
-    """Tokens of each unit (frame) that `features` and `position_ids` leave out for a pruner of frames; None without one."""
+    pruned_per_unit: int | None = None
+    """Tokens that the recipe's pruner drops of each unit (frame) before the language model; None without such a pruner."""
 
     @cached_property
     def attention(self) -> AttentionConfig:
@@ -154,7 +154,7 @@ class StreamAdapter(StreamModel):
         """Return the token ids [n] that follow the video when `question` (a text or messages) is asked, and the range
         (begin, end) of the user's own words in them. Raises `ModelError` for an empty question."""
 
-    def choose_tokens(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
+    def token_choice(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
         """Return how at most `most` tokens after `ids` [1, S] are chosen, by `settings` of `generate`; `drafts`: a draft
         proposes some. Raises `ModelError` for an unknown setting."""
         raise ModelError(f"{next(iter(settings))}: this model decodes greedily only; leave it out.")

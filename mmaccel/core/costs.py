@@ -109,7 +109,8 @@ def in_session(recipe: Recipe, work: Workload) -> bool:
 
 
 def surplus_key(recipe: Recipe, work: Workload) -> str:
-    """Return the key under which a device stores the `Surplus` of a recipe: how it is run, and its fields but the draft."""
+    """Return the key under which a `Device` keeps the measured `Surplus` of `recipe` for this kind of `work`: live, session
+    or one call, and the recipe's fields except the draft."""
     how = "live" if work.live else "session" if in_session(recipe, work) else "call"
     told = {name: part for name, part in recipe.to_dict().items() if name != "draft"}
     return f"{how} {json.dumps(told, sort_keys=True, default=str)}"
@@ -264,7 +265,7 @@ class _Estimate:
             return dense
         at, place = pattern.for_layer(0), torch.arange(seen)[None]
         keys = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // s.tokens)
-        queries = keys.take(place[0, seen - n :])
+        queries = keys.select_tokens(place[0, seen - n :])
         listed = min(at.expected_blocks(n, seen, (queries, keys)) * at.block**2, causal + n * at.block)
         sparse = min(line(s.heads * listed) for line in costs.sparse.values())
         # A plan that follows from the layout is made once for all layers.

@@ -61,7 +61,7 @@ class ArgumentNames:
     def __init__(self, *names: str, value: object = None, within: str = "{}", sign: str = "=") -> None:
         self.names, self.value, self.within, self.sign = names, value, within, sign
 
-    def said(self, options: Mapping[str, str] | None = None) -> str:
+    def to_text(self, options: Mapping[str, str] | None = None) -> str:
         """Return the names as text. With `options` (argument -> command-line option) the options are named instead;
         arguments that have none are omitted."""
         names = [f"{one}{self.sign}" for one in self.names]
@@ -73,7 +73,7 @@ class ArgumentNames:
         return self.within.format(text) if names else ""
 
     def __repr__(self) -> str:
-        return self.said()
+        return self.to_text()
 
 
 class MessageWithFields:
@@ -82,12 +82,14 @@ class MessageWithFields:
 
     args: tuple[Any, ...]
 
-    def said(self, options: Mapping[str, str] | None = None) -> str:
-        """Return the message; `options` (argument -> command-line option) replaces names, see `ArgumentNames.said`."""
-        return "".join(one.said(options) if isinstance(one, ArgumentNames) else str(one) for one in self.args)
+    def to_text(self, options: Mapping[str, str] | None = None) -> str:
+        """Return the message; `options` (argument -> command-line option) replaces names, see `ArgumentNames.to_text`."""
+        return "".join(
+            one.to_text(options) if isinstance(one, ArgumentNames) else str(one) for one in self.args
+        )
 
     def __str__(self) -> str:
-        return self.said()
+        return self.to_text()
 
 
 class MmaccelError(MessageWithFields, Exception):

@@ -139,16 +139,16 @@ class TokenLayout:
     def _map(self, f) -> TokenLayout:  # type: ignore[no-untyped-def]
         return TokenLayout(*(f(getattr(self, name)) for name in self.__dataclass_fields__))
 
-    def take(self, rows: slice | Tensor) -> TokenLayout:
-        """Return the layout of some columns, a slice or indices [n] long; positions stay those in the whole sequence."""
-        part = self._map(lambda t: t[:, rows])
-        if isinstance(rows, slice):
-            part.memo["facts"] = self.host_fact((rows.start, rows.stop, rows.step), dict)
+    def select_tokens(self, tokens: slice | Tensor) -> TokenLayout:
+        """Return the layout of some tokens of each sequence, a slice or indices [n]; their positions stay the same."""
+        part = self._map(lambda t: t[:, tokens])
+        if isinstance(tokens, slice):
+            part.memo["facts"] = self.host_fact((tokens.start, tokens.stop, tokens.step), dict)
         return part
 
-    def pick(self, rows: slice | Tensor) -> TokenLayout:
-        """Return the layout of some sequences of the batch, a slice or indices `rows` [B']."""
-        return self._map(lambda t: t[rows if isinstance(rows, slice) else rows.to(t.device)])
+    def select_sequences(self, sequences: slice | Tensor) -> TokenLayout:
+        """Return the layout of some sequences of the batch, a slice or indices [B'] long."""
+        return self._map(lambda t: t[sequences if isinstance(sequences, slice) else sequences.to(t.device)])
 
     def repeat(self, times: int) -> TokenLayout:
         """Return the layout with each sequence repeated `times` times (beams, samples)."""

@@ -278,7 +278,7 @@ def presets() -> dict[str, str]:
     return {name: text.splitlines()[0].removeprefix("#").strip() for name, text in sorted(texts.items())}
 
 
-def names() -> dict[str, str]:
+def list_recipes() -> dict[str, str]:
     """Return every name that `Recipe.load` accepts: presets and policies -> "preset" or the policy's kind."""
     found = {name: kind for kind in BASES for name in registry(kind)}
     return {**found, **dict.fromkeys(presets(), "preset")}
@@ -320,7 +320,7 @@ def fields_of(source: str | Path) -> dict[str, Any]:
             if text in registry(kind):
                 return {kind: text}
         meant = next(filter(None, (registry(kind).meaning_elsewhere(text) for kind in BASES)), None)
-        raise UnknownName("recipe", text, names(), names(), own=True, meant=meant)
+        raise UnknownName("recipe", text, list_recipes(), list_recipes(), own=True, meant=meant)
     fields = outside.read_yaml(content, where)
     example = f"sparse: {next(iter(registry('sparse')))}"
     if fields is None:

@@ -42,7 +42,7 @@ class Report(HtmlReport):
     new_tokens      of a batch, those of its longest answer
     draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), windows
                     (proposed in each), failed (a reason or None), counters (the strategy's own), notes (its own sentences,
-                    `DraftState.notes`), of all sequences of a batch together, counters and notes only of one by itself;
+                    `DraftState.report_notes`), of all sequences of a batch together, counters and notes only of one alone;
                     sequences: the same of each, with new_tokens and its memory's counters (kv), where a draft was at work
     kv              counters of the memory; of a batch that is drafted for, of its last sequence's
     backend_why     why it is this backend, with the measured rates where "auto" measured
@@ -180,7 +180,7 @@ class SequenceMeter(DraftRounds):
     def draft_ended(self, counters: dict[str, float], notes: list[str]) -> None:
         self.counters, self.notes = counters, notes
 
-    def token(self, count: int) -> None:
+    def count_tokens(self, count: int) -> None:
         """Count `count` new tokens of this sequence, and of the whole call if it has the longest answer."""
         self.new_tokens += count
         self.whole.count_tokens(max(0, self.new_tokens - self.whole.new_tokens))

@@ -242,8 +242,8 @@ def _costs(runs: Mapping[str, Fields]) -> str:
         "answer": number("new_tokens", "d", " tokens"),
         "attention kept": number("kept", ".1%", " of the pairs of prefill"),
         "peak memory": number("peak_bytes", ".0f", " MiB", 2**-20),
-        "memory holds": lambda run: memory_text(run.get("kv") or {}),
-        "draft": lambda run: drafted_text({**(run.get("draft") or {}), "notes": ()}),  # they stand below
+        "memory holds": lambda run: describe_memory(run.get("kv") or {}),
+        "draft": lambda run: describe_draft({**(run.get("draft") or {}), "notes": ()}),  # they stand below
         "backend": lambda run: str(run.get("backend") or ""),
         "why": lambda run: str(run.get("backend_why") or ""),
     }
@@ -251,7 +251,7 @@ def _costs(runs: Mapping[str, Fields]) -> str:
     return _table(table, list(runs) if len(runs) > 1 else ())
 
 
-def memory_text(kv: Fields) -> str:
+def describe_memory(kv: Fields) -> str:
     """Return in words what a KV memory holds, from its counters `kv`; "" if it holds nothing."""
     parts = [size(kv["bytes"])] if kv.get("bytes") else []
     if held := kv.get("held"):
@@ -264,7 +264,7 @@ def memory_text(kv: Fields) -> str:
     return ", ".join(parts)
 
 
-def drafted_text(draft: Fields) -> str:
+def describe_draft(draft: Fields) -> str:
     """Return in words how many tokens were drafted and accepted, from `Report.draft`; "" if none."""
     failed, notes, rounds = draft.get("failed"), "; ".join(draft.get("notes", ())), draft.get("rounds")
     if not rounds:

@@ -140,11 +140,10 @@ def smart_resize(height: int, width: int, factor: int, least: int, most: int) ->
     return rows, columns
 
 
-def size_of(pixels: Pixels, frames: int, height: int, width: int, video: bool = True) -> tuple[int, int]:
-    """(height, width) to which `frames` frames of this size are resized, before they are split into patches.
-
-    `video`: also apply the pixel budget of a whole video.
-    """
+def resized_size(pixels: Pixels, frames: int, height: int, width: int, video: bool = True) -> tuple[int, int]:
+    """Return the (height, width) to which `frames` frames of `height` x `width` pixels are resized before they are split
+    into patches, by the settings `pixels`. `video`: also apply the pixel budget of a whole video. Raises `VideoError` for
+    settings without a size."""
     size = pixels.size
     if not pixels.do_resize:
         return height, width
@@ -186,7 +185,7 @@ def to_patches(
     device = torch.device(device) if device is not None else frames.device
     dtype = dtype if pixels.do_normalize or pixels.do_rescale else frames.dtype
     count, _, height, width = frames.shape
-    size = size_of(pixels, count, height, width, video)
+    size = resized_size(pixels, count, height, width, video)
     rows, columns = size[0] // patch, size[1] // patch
     if size[0] % (patch * merge) or size[1] % (patch * merge):
         raise VideoError(
@@ -217,7 +216,7 @@ def to_frames(
     """Resize and normalise frames `[T, 3, H, W]` to `[T, 3, h, w]` on `device` (None: that of the frames)."""
     device = torch.device(device) if device is not None else frames.device
     dtype = dtype if pixels.do_normalize or pixels.do_rescale else frames.dtype
-    size = size_of(replace(pixels, merge_size=None), len(frames), *frames.shape[-2:])
+    size = resized_size(replace(pixels, merge_size=None), len(frames), *frames.shape[-2:])
     result = torch.empty((len(frames), 3, *size), dtype=dtype, device=device)
     for first in range(0, len(frames), chunk):
         part = frames[first : first + chunk].to(device)

@@ -121,7 +121,7 @@ def read(
                 step *= 2
             if done % step == 0:
                 if drawn is not frame:
-                    drawn, drawing = frame, picture.draw(frame)
+                    drawn, drawing = frame, picture.convert(frame)
                 kept.append((tick, time, drawing))
             end = source.frame_end(time, frame)
             done += 1
@@ -347,15 +347,15 @@ def _check_memory(source: Source, picture: FrameConverter, total: int | None) ->
         )
 
 
-def facts(path: str | os.PathLike[str]) -> tuple[int, float, int, int]:
-    """Number of frames (0: unknown), mean rate (0.0: unknown), height and width of a video, without decoding."""
+def video_metadata(path: str | os.PathLike[str]) -> tuple[int, float, int, int]:
+    """Return (number of frames, mean frames a second, height, width) of a video, without decoding; 0 for what is unknown."""
     with Source(path) as source:
         count = source.count or len((source.local and source.index()) or ())
         return count, source.rate, source.height, source.width
 
 
-def comment(path: str | os.PathLike[str]) -> str:
-    """The comment in a local file's metadata; "" if there is none."""
+def read_comment(path: str | os.PathLike[str]) -> str:
+    """Return the comment in the metadata of a local video file; "" if there is none, or no such file."""
     if not os.path.isfile(path):
         return ""
     with Source(path) as source:

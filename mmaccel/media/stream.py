@@ -237,7 +237,7 @@ class _Reading:
                     if frame is None:
                         continue
                     taken += 1
-                    drawn = self.picture.draw(frame) if tick >= self.start - TIE else None
+                    drawn = self.picture.convert(frame) if tick >= self.start - TIE else None
                     events, ends = source.log.pop_until(tick), taken % self.length == 0
                     if not queue.put(_Taken(drawn, time, tick, events, ends)):
                         return

@@ -124,7 +124,8 @@ class FrameConverter:
         scale = self.max_side / max(height, width)
         return max(1, round(height * scale)), max(1, round(width * scale))
 
-    def draw(self, frame: av.VideoFrame) -> Tensor:
+    def convert(self, frame: av.VideoFrame) -> Tensor:
+        """Convert one frame to RGB, uint8 [3, H, W]; without `size` the first frame decides the size of all."""
         swapped, flip_x, flip_y = orientation(frame)
         height, width = (frame.width, frame.height) if swapped else (frame.height, frame.width)
         size = self.shape(height, width)

@@ -300,7 +300,7 @@ class KVCache(Cache):
     """A `KVState` as a transformers `Cache`, for the accelerated model that opened it only."""
 
     def __init__(self, state: KVState, layers: int, states: Mapping[int, Any] | None = None) -> None:
-        """`layers` of attention; and the `states` of other layers (`recurrent.Recurrent`), by the numbers of these."""
+        """`layers` of attention; and `states`, the `recurrent.RecurrentCacheLayer` of each other layer by its number."""
         self.state, self.states = state, states or {}
         self.door = _Door()
         self.sequence: Columns | None = None
@@ -340,7 +340,7 @@ class KVCache(Cache):
         for one in self.states.values():
             one.reorder_cache(beam_idx)
         if (known := self.sequence) is not None:
-            self.sequence = Columns(known.layout.pick(beam_idx), known.delta[beam_idx])
+            self.sequence = Columns(known.layout.select_sequences(beam_idx), known.delta[beam_idx])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if (known := self.sequence) is not None:
@@ -362,11 +362,11 @@ def cache_of(model: nn.Module, family: Any, state: KVState | None = None) -> Any
     states, layers = family.recurrent_layers(model), family.geometry(model).layers
     if not states:
         return DynamicCache() if state is None else KVCache(state, layers)
-    from mmaccel.models.recurrent import Recurrent, rollback_cache
+    from mmaccel.models.recurrent import RecurrentCacheLayer, rollback_cache
 
     if state is None:
         return rollback_cache(model, states)
-    return KVCache(state, layers, {number: Recurrent(module) for number, module in states.items()})
+    return KVCache(state, layers, {number: RecurrentCacheLayer(module) for number, module in states.items()})
 
 
 def without_cache(out: Any) -> Any:

@@ -29,13 +29,13 @@ from mmaccel.models.layer_step import (
     StateStep,
     StepStates,
     Weights,
+    as_plain_norm,
     layer_steps,
-    norm_of,
     project,
     weights,
 )
 from mmaccel.models.modules import is_plain_linear
-from mmaccel.models.recurrent import Recurrent, StateSlots, restored_on_error
+from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restored_on_error
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
@@ -98,7 +98,7 @@ class DeviceStep:
 
     number   index of this part in the model
     replays  the CUDA graphs of all parts on its device
-    line     [1, WINDOW] long, arange on its device
+    row_indices  [1, WINDOW] long, 0 to WINDOW - 1: the numbers of a step's rows
     layers   the steps of its layers, in order; a model on one device has a single part
     buffers  keys and values [B, G, capacity, D] of each attention layer, written in place; or `Caches` of each
     held     how each of these layers keeps the sequence
@@ -109,7 +109,7 @@ class DeviceStep:
 
     number: int
     replays: Replays
-    line: Tensor
+    row_indices: Tensor
     layers: list[LayerStep | StateStep]
     buffers: Sequence[tuple[Tensor | Caches, Tensor]]
     held: list[CachedTokens]
@@ -179,7 +179,7 @@ class DeviceStep:
             sees.copy_(_words(branches, width))
 
         def work() -> tuple[Tensor, ...]:
-            columns = start + self.line[:, :width]
+            columns = start + self.row_indices[:, :width]
             return (self(place, columns, start + depth if tree else columns, sees, carries),)
 
         lies = None if carried is None else len(carried[0].owners)
@@ -200,7 +200,7 @@ class SequenceSteps:
         self.parts: list[DeviceStep] = []
         self._buffers: Buffers = []
         self._laid: Any = None
-        self._seats: StateSlots | None = None
+        self._state_slots: StateSlots | None = None
 
     def width(self, count: int, branches: Branches | None) -> int | None:
         """The number of rows that a step of `count` rows is padded to; None if no graph is that wide, or if the draft tree
@@ -216,7 +216,7 @@ class SequenceSteps:
         ids: Tensor,
         width: int,
         branches: Branches | None = None,
-        carried: Sequence[Recurrent] = (),
+        carried: Sequence[RecurrentCacheLayer] = (),
     ) -> Tensor:
         """Logits [1, n, V] of `ids` [1, n] after the columns of `state`, which are `delta` behind their positions, and of
         the running states `carried`."""
@@ -224,8 +224,8 @@ class SequenceSteps:
         out, parts, own = ids, self.build_steps(state, delta, width), None
         with restored_on_error(carried):
             if carried:
-                self._seats = self._seats or StateSlots([one.module for one in carried])
-                own = self._seats, self._seats.join(carried, count)
+                self._state_slots = self._state_slots or StateSlots([one.module for one in carried])
+                own = self._state_slots, self._state_slots.begin_step(carried, count)
             for part in parts:
                 out = part.run(out, held, count, width, branches, own)
                 if part.looks is not None:
@@ -315,7 +315,7 @@ def part_steps(
 def norm_and_head(model: nn.Module, family: Any) -> tuple[Any, Weights]:
     """The model's final norm and the weights of its LM head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
-    return norm_of(family.text(model).norm, family), weights(head)
+    return as_plain_norm(family.text(model).norm, family), weights(head)
 
 
 def _words(branches: Branches, width: int) -> Tensor:

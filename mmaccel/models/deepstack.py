@@ -59,7 +59,8 @@ def concatenate_prompts(one: Mapping[str, Any], other: Mapping[str, Any]) -> dic
 
 
 def join_levels(out: Any) -> Any:
-    """Visual features of each image or video of a tower's output, with DeepStack levels beside: [n, E * (1 + levels)]."""
+    """Return the visual features of each image or video from a vision tower's output `out`, concatenated with its DeepStack
+    levels: [n, E * (1 + levels)] each, or [n, E] without levels."""
     levels: Any = out.get("deepstack_features")
     if not levels:
         return out.pooler_output

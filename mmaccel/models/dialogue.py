@@ -81,4 +81,4 @@ def with_images(adapter: Any, question: Question, images: Sequence[Any]) -> Ques
     positions = family.positions(model, inputs)
     after = positions[:, 0] - positions[:, 0, :1] if positions.ndim == 3 else None
     seen = int(visual[-1]) + 1 if len(visual) else 0
-    return Question(ids, (first, end), embeds, seen, layout, after, question.behind)
+    return Question(ids, (first, end), embeds, seen, layout, after, question.suffix_length)

@@ -226,7 +226,7 @@ class _Sequence:
             generator=self._generator,
             max_new_tokens=most,
             past=past,
-            left=turn.take_state(),
+            previous_state=turn.take_state(),
             lasts=self._lasts,
             deadline=getattr(attachment.running, "deadline", None),
         )
@@ -240,7 +240,7 @@ class _Sequence:
         meter, streamer = self.meter, self._streamer
 
         def emit(tokens: Tensor) -> None:
-            meter.token(tokens.numel())
+            meter.count_tokens(tokens.numel())
             if streamer is not None:
                 for token in tokens.cpu().reshape(-1):
                     streamer.put(token[None])
@@ -299,10 +299,10 @@ class _Sequence:
             raise
 
     def _leave(self) -> None:
-        """Keep with the cache what the draft left."""
+        """Keep with the cache the state of the draft, for the next turn."""
         if self._lasts:
             heard = None if self._listener is None else self._listener.states
-            self._turn.store_state(self.cache, self._careful.left, heard)
+            self._turn.store_state(self.cache, self._careful.next_state, heard)
 
     def end(self) -> None:
         """Close this sequence's cache and figures, however decoding ended; a second call does nothing."""

@@ -35,7 +35,7 @@ from mmaccel.models.prompt_layout import (
     has_sliding_window,
     is_given,
     question_mask,
-    rope_of,
+    rope_parameters_of,
     token_fields,
 )
 
@@ -64,7 +64,7 @@ class Family(ModelFamily):
     replaced_methods        methods of the multimodal model -> what runs instead, `ours(original, *args, **kwargs)`
     tiny                    model type -> configuration of a tiny test model (`tiny.py`)
     mixes_modalities        whether one prompt may hold both images and videos
-    stamped                 whether prompts write text, such as a time, before and after each frame, which `beside` gives
+    stamped                 whether prompts write text, such as a time, before and after each frame, by `text_around_frame`
     pixels_alone            whether the vision tower computes videos from pixels alone, without the host: then it is captured
     """
 
@@ -122,7 +122,7 @@ class Family(ModelFamily):
         from mmaccel.models.loading import load_text_model
 
         found = load_text_model(model, like) if isinstance(model, str) else model
-        return (found, Causal()) if found is not None and causal.is_causal_lm(found) else None
+        return (found, CausalLM()) if found is not None and causal.is_causal_lm(found) else None
 
     def pace(self, model: nn.Module) -> int:
         """Number of frames that the vision tower merges into one temporal patch."""
@@ -149,9 +149,9 @@ class Family(ModelFamily):
 
     def global_geometry(self, model: nn.Module) -> Geometry:
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-        return self.sizes(config, config.num_hidden_layers)
+        return self.config_geometry(config, config.num_hidden_layers)
 
-    def sizes(self, config: Any, layers: int) -> Geometry:
+    def config_geometry(self, config: Any, layers: int) -> Geometry:
         """`Geometry` (heads, head size, width, vocabulary) of a text model's `config` with `layers` attention layers."""
         heads = config.num_attention_heads
         return Geometry(
@@ -165,7 +165,7 @@ class Family(ModelFamily):
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-        rope = rope_of(config)
+        rope = rope_parameters_of(config)
         # Only what turns keys: releases differ in what else they write beside it.
         return {**super().fingerprint(model), "rope": {x: rope[x] for x in _ROPE if rope.get(x) is not None}}
 
@@ -196,7 +196,7 @@ class Family(ModelFamily):
         """Layer index -> module, for layers with a recurrent state in place of keys and values (such as Gated DeltaNet)."""
         return {}
 
-    def numbered(self, model: nn.Module) -> dict[str, dict[int, int]]:
+    def attention_indices(self, model: nn.Module) -> dict[str, dict[int, int]]:
         """Return what attention layers read in their config: layer index -> index among attention layers, for a model that
         also has recurrent layers; else {}."""
         modules: list[Any] = self.attentions(model) if self.recurrent_layers(model) else []
@@ -377,7 +377,7 @@ class Family(ModelFamily):
         plain = type(rotary).__name__ in self.plain_rotary and getattr(rotary, "rope_type", None) == "default"
         if plain and positions.ndim == 1:
             pace = rotary.inv_freq.to(positions.device, torch.float32)
-            cos, sin = layer_ops.angles(positions, pace, rotary.attention_scaling, dtype)
+            cos, sin = layer_ops.rope_angles(positions, pace, rotary.attention_scaling, dtype)
             return cos[None, None], sin[None, None]
         like = torch.empty(0, dtype=dtype, device=positions.device)
         # Past the module's hooks, for a hook of a stream gives no rotation.
@@ -396,5 +396,5 @@ class Family(ModelFamily):
             x.copy_(self.apply_rope(x, angles))
 
 
-class Causal(causal.WithoutVision, Family):
+class CausalLM(causal.WithoutVision, Family):
     """Any ``AutoModelForCausalLM`` whose KV cache can be truncated (text only)."""

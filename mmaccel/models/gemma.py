@@ -83,11 +83,11 @@ class Gemma3(Generic):
             )
         super().check(model, recipe)
 
-    def sizes(self, config: Any, layers: int) -> Geometry:
+    def config_geometry(self, config: Any, layers: int) -> Geometry:
         # Of a layer of full attention, whose heads may be larger.
         at = list(config.layer_types).index(KINDS[0]) if KINDS[0] in config.layer_types else 0
         own = getattr(config, "per_layer_config", None)
-        return super().sizes(config if own is None else own[at], layers)
+        return super().config_geometry(config if own is None else own[at], layers)
 
     def geometry(self, model: nn.Module) -> Geometry:
         return self.global_geometry(model)
@@ -102,14 +102,14 @@ class Gemma3(Generic):
 
         return sliding.MARGIN if self.sliding_layers(model) else None
 
-    def owners(self, model: nn.Module) -> list[int]:
+    def kv_owners(self, model: nn.Module) -> list[int]:
         """For each layer: the index of the layer whose keys and values it reads (its own unless they are shared)."""
         return list(range(self.geometry(model).layers))
 
     def memory(self, view: ModelView, state: Callable[[int], Any]) -> Any:
         from mmaccel.models.sliding import SlidingState
 
-        return SlidingState(view, self.owners(view.model), self.sliding_layers(view.model), state)
+        return SlidingState(view, self.kv_owners(view.model), self.sliding_layers(view.model), state)
 
     def bidirectional_image_layers(self, model: nn.Module) -> frozenset[int]:
         return frozenset(range(self.geometry(model).layers))
@@ -211,7 +211,7 @@ class Gemma4(Gemma3):
             "num_frames_per_video": torch.tensor([units]),
         }
 
-    def owners(self, model: nn.Module) -> list[int]:
+    def kv_owners(self, model: nn.Module) -> list[int]:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         kinds = list(config.layer_types)
         first = len(kinds) - int(config.num_kv_shared_layers or 0)

@@ -346,13 +346,13 @@ class TokenCounter:
     """A streamer for `generate` that reports how many tokens have reached the host, by `count_tokens`, and forwards the
     tokens to `inner`."""
 
-    def __init__(self, token: Callable[[int], None], inner: Any) -> None:
-        self.token, self.inner, self.prompt = token, inner, True
+    def __init__(self, count_tokens: Callable[[int], None], inner: Any) -> None:
+        self.count_tokens, self.inner, self.prompt = count_tokens, inner, True
 
     def put(self, value: Tensor) -> None:
         if not self.prompt:
             # [B] tokens of a step, or [1, n] that were guessed and verified.
-            self.token(value.shape[1] if value.ndim == 2 else 1)
+            self.count_tokens(value.shape[1] if value.ndim == 2 else 1)
         self.prompt = False
         if self.inner is not None:
             self.inner.put(value)

@@ -39,11 +39,11 @@ _TOLD_OF = {
 """What else tells of the images and of the videos of a prompt, one by one."""
 
 
-def _nothing(frame: int, time: float) -> tuple[Words, Words]:
+def _no_text(frame: int, time: float) -> tuple[Words, Words]:
     return (), ()
 
 
-_BESIDE: dict[str, Callable[[int, float], tuple[Words, Words]]] = {
+_AROUND_FRAME: dict[str, Callable[[int, float], tuple[Words, Words]]] = {
     "internvl": lambda frame, time: (
         ["\n"] * (frame > 0) + [f"Frame{frame % 10**WIDE + 1:0{WIDE}d}: <img>"],
         ["</img>"],
@@ -151,8 +151,8 @@ class Generic(Family):
             return [token] * (16 + 36), {name: pixels[None], "image_sizes": torch.tensor([[28, 56]])}
         return [token] * (4 * units), {name: pixels[None]}
 
-    def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
-        return _BESIDE.get(config.model_type, _nothing)(frame, seconds[0])
+    def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
+        return _AROUND_FRAME.get(config.model_type, _no_text)(frame, seconds[0])
 
     def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
         multimodal: Any = self.multimodal(model)

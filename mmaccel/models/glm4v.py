@@ -72,7 +72,7 @@ class Glm4V(Qwen25VL):
             return [BEGIN, *chain.from_iterable(frames), END]
         return [194, *tokens, 195]
 
-    def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
+    def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
         # GLM-4.6V has seconds as `timestamp` writes them from 100 s on, the others whole ones, with fewer figures.
         whole = config.model_type != "glm46v"
         time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{timestamp(seconds[0])} seconds"

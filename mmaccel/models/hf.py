@@ -40,7 +40,7 @@ from mmaccel.models.attention import (
 )
 from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.modules import batch_tower, chunk_tokens, rotate_by
-from mmaccel.models.prompt_layout import bind_args, new_inputs, positions_of, slice_inputs
+from mmaccel.models.prompt_layout import bind_args, max_positions, new_inputs, slice_inputs
 from mmaccel.models.pruning import Pruning
 from mmaccel.models.recurrent import record_input
 from mmaccel.models.signals import hook_hidden_states
@@ -82,7 +82,7 @@ class Attachment(Attaching):
         self.gate.drain("accelerate", (model, self.multimodal, self.text))
         hooks.callback(self._rope_back, self.multimodal.__dict__.get("rope_deltas"))
         self.shared: Any = self.text.config
-        hooks.attention(self.text.modules(), self.shared, ATTENTION, **family.numbered(model))
+        hooks.set_attention(self.text.modules(), self.shared, ATTENTION, **family.attention_indices(model))
         self.states = family.recurrent_layers(model)
         for one in self.states.values():
             hooks.add_pre_hook(one, record_input)
@@ -128,7 +128,7 @@ class Attachment(Attaching):
             layout = self._promised(ids, past)
             if layout is None:
                 layout = self.family.layout(self.model, kwargs)
-            known = self.known(cache)
+            known = self.columns_of(cache)
             if kwargs.get("position_ids") is None and past == 0:
                 kwargs["position_ids"] = self.family.positions(self.model, kwargs)
             elif kwargs.get("position_ids") is None and known is not None:
@@ -141,7 +141,7 @@ class Attachment(Attaching):
         asked = kwargs.get("use_cache")
         return (asked if asked is not None else getattr(self.text.config, "use_cache", None)) is not False
 
-    def known(self, cache: Cache | None) -> Columns | None:
+    def columns_of(self, cache: Cache | None) -> Columns | None:
         if isinstance(cache, KVCache):
             return cache.sequence
         return self.sequences.get(cache) if cache is not None else None
@@ -174,7 +174,7 @@ class Attachment(Attaching):
 
     def _continued(self, known: Columns, past: int, layout: TokenLayout, kwargs: Mapping[str, Any]) -> Tensor:
         """The positions of new columns of `layout`, after `past` known ones."""
-        held = known.layout.take(slice(0, past))
+        held = known.layout.select_tokens(slice(0, past))
         start = held.position.amax(1, keepdim=True) + held.valid.any(1, keepdim=True).long() + known.delta
         if bool((layout.modality != 0).any()):
             fresh = {k: v for k, v in kwargs.items() if k != "attention_mask"}
@@ -185,9 +185,9 @@ class Attachment(Attaching):
     def limit_length(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Add to the arguments of `generate` a stopping criterion at the model's last position, if it can be reached. Raises
         `ModelError` for a prompt that leaves no position."""
-        ids, most = kwargs.get("input_ids"), positions_of(self.text.config)
+        ids, most = kwargs.get("input_ids"), max_positions(self.text.config)
         cache = kwargs.get("past_key_values")
-        past, known = 0 if cache is None else cache.get_seq_length(), self.known(cache)
+        past, known = 0 if cache is None else cache.get_seq_length(), self.columns_of(cache)
         if not isinstance(ids, Tensor) or most is None:
             return kwargs
         if not past:
@@ -265,7 +265,7 @@ class Attachment(Attaching):
         packed = packed_sequence_ids(kwargs, mask, self.family.mrope) if lent else None
         if not recipe.kv.exact or self.pruning is not None or self.owner.context is not None:
             cache = self._own(cache, kwargs, new, packed)
-        known = self.known(cache) if start else None
+        known = self.columns_of(cache) if start else None
         if start and known is None:
             if isinstance(cache, KVCache):
                 raise ModelError(
@@ -273,7 +273,7 @@ class Attachment(Attaching):
                 )
             valid = None if mask is None or mask.shape[1] < start + count else mask[:, :start]
             known = Columns(text(start, valid), torch.zeros(batch, 1, dtype=torch.long, device=device))
-        layout = new if known is None else known.layout.take(slice(0, start)).append(new)
+        layout = new if known is None else known.layout.select_tokens(slice(0, start)).append(new)
         if cache is not None:
             positions = kwargs.get("position_ids")
             # After a video text goes on elsewhere than before.

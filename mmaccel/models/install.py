@@ -76,9 +76,9 @@ class Hooks(ExitStack):
         self.put(module, name, wrapper)
         return wrapper
 
-    def attention(self, modules: Iterable[nn.Module], shared: Any, name: str, **facts: Any) -> None:
-        """Give the `modules` that hold the config `shared` one copy of it, with the attention implementation `name` and
-        further `facts`."""
+    def set_attention(self, modules: Iterable[nn.Module], shared: Any, name: str, **facts: Any) -> None:
+        """Set the attention implementation `name` of `modules`: those that hold the config `shared` get one copy of it, with
+        that name and the further fields `facts`."""
         own = copy.copy(shared)
         own._attn_implementation = name
         for fact, value in facts.items():
@@ -334,8 +334,8 @@ class Attaching:
         self.over = False
         self.hooks = Hooks()
 
-    def attach(self, lay: Callable[[], None]) -> None:
-        """Call `lay`, which changes the model through `hooks`; if it raises, all its changes are undone."""
+    def attach(self, change: Callable[[], None]) -> None:
+        """Call `change`, which changes the model through `hooks`; if it raises, all its changes are undone."""
         with self.gate.hold_exclusively("accelerate"):
             if (other := self.gate.attached) is not None:
                 raise ModelError(
@@ -345,7 +345,7 @@ class Attaching:
                 )
             self.gate.last = ref(self)
             try:
-                lay()
+                change()
             except BaseException:
                 self.over = True
                 self.hooks.close()

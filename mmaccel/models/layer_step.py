@@ -53,7 +53,7 @@ class _Step:
 
     def __init__(self, layer: Any, family: Any, follows: Any) -> None:
         norms = layer.input_layernorm, layer.post_attention_layernorm, follows
-        self.before, self.between, self.follows = (norm_of(norm, family) for norm in norms)
+        self.before, self.between, self.follows = (as_plain_norm(norm, family) for norm in norms)
         self.ends = [
             getattr(layer, name, None) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
         ]
@@ -107,12 +107,12 @@ class LayerStep(_Step):
         own = layer.self_attn
         self.turn = None if family.rotate_function else family.apply_rope
         found = [getattr(own, name, None) for name in ("q_norm", "k_norm")]
-        self.norms = [norm_of(norm, family) for norm in found if norm is not None]
+        self.norms = [as_plain_norm(norm, family) for norm in found if norm is not None]
         self.size, heads = own.head_dim, own.o_proj.in_features
         # Of each head of queries its gate stands behind it.
         self.gated = own.q_proj.out_features == 2 * heads
         self.sizes = [heads, own.k_proj.out_features, own.v_proj.out_features]
-        self.line = torch.arange(layer_ops.WINDOW, device=layer.input_layernorm.weight.device)[None]
+        self.row_indices = torch.arange(layer_ops.WINDOW, device=layer.input_layernorm.weight.device)[None]
 
     def __call__(self, x: HiddenRows, *given: Any) -> tuple[HiddenRows, Tensor]:
         """What leaves the layer for its input x, and the queries [B, H, n, D], with RoPE; `given` as of `attend`."""
@@ -148,22 +148,23 @@ class LayerStep(_Step):
             eps = self.before.variance_epsilon
             entered = rows, *self.enters, gain, squares, eps, rope, columns
             if isinstance(key, Caches):
-                query = layer_ops.qkv_rope_each(*entered, key)
+                query = layer_ops.qkv_rope_rows_each(*entered, key)
             else:
                 query = layer_ops.qkv_rope_rows(*entered, key, value)
         else:
-            rows, line = qkv.view(*columns.shape, -1), self.line[:, : columns.shape[1]].expand_as(columns)
+            rows = qkv.view(*columns.shape, -1)
+            indices = self.row_indices[:, : columns.shape[1]].expand_as(columns)
             rows = rows[..., : sum(self.sizes)]
             if self.turn is not None:
                 rows, rope = self._turned(rows, rope)
-            turned = rows, rope[0], rope[1], line, columns
+            turned = rows, rope[0], rope[1], indices, columns
             if isinstance(key, Caches):
-                query = layer_ops.rope_each(*turned, key)
+                query = layer_ops.rope_rows_each(*turned, key)
             else:
                 query = layer_ops.rope_rows(*turned, key, value)
         scale = query.shape[-1] ** -0.5
         if isinstance(key, Caches):
-            out = layer_ops.attend_each(query, key, columns, scale)
+            out = layer_ops.decode_attend_each(query, key, columns, scale)
         else:
             out = layer_ops.decode_attend(query, key, value, columns, scale, sees, bias)
         return self.apply_gates(out.transpose(1, 2).reshape(columns.numel(), -1), qkv), query
@@ -229,7 +230,7 @@ class _Centred:
         return self._one + self.norm.weight  # type: ignore[no-any-return]
 
 
-def norm_of(norm: Any, family: Any) -> Any:
+def as_plain_norm(norm: Any, family: Any) -> Any:
     """A norm module of the family with `weight` and `variance_epsilon`; norms that scale by ``1 + weight`` are wrapped."""
     return _Centred(norm) if type(norm).__name__ in family.centred_norms else norm
 

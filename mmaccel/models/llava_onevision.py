@@ -84,7 +84,7 @@ def _tokens_per_tile(extra: Mapping[str, Any]) -> int:
     return int(number)
 
 
-def pooled(plain: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
+def pool_frames(plain: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
     """Pool frames [N, side * side, E] to [N, pooled * pooled, E], as the model's `apply_pooling`, `plain`, does.
 
     On CUDA the channels stay last. Interpolation then runs one thread for each element, not one for each position of a
@@ -158,7 +158,7 @@ class LlavaOnevision(Family):
     model_types = ("llava_onevision",)
     extra_inputs = frozenset({"image_sizes", "image_sizes_videos", "batch_num_images"})
     required_extras: ClassVar[Mapping[str, str]] = {"pixel_values": "image_sizes"}
-    replaced_methods: ClassVar[Mapping[str, Callable[..., Any]]] = {"apply_pooling": pooled}
+    replaced_methods: ClassVar[Mapping[str, Callable[..., Any]]] = {"apply_pooling": pool_frames}
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {
         "llava_onevision": ProcessorStyle(
             budget=Budget(fps=None, most=32),  # as in LLaVA-OneVision (arXiv 2408.03326), section 3.2

@@ -167,17 +167,17 @@ def _wants_gradients(*tensors: Tensor) -> bool:
 
 
 @contextmanager
-def in_parts(family: Any, model: nn.Module, fewer: bool = True) -> Iterator[None]:
-    """Context in which the model's vision tower runs as `batch_tower` sets it up, also when others leave theirs before."""
+def tower_batched(family: Any, model: nn.Module, fuse: bool = True) -> Iterator[None]:
+    """Context in which a model's vision tower runs as `batch_tower` sets it up. Contexts of several threads may overlap."""
     inner, given = family.multimodal(model), {"family": family, "model": model}
-    fused = shared_hooks(inner, "fused", functools.partial(fuse_tower, **given)) if fewer else nullcontext()
-    with shared_hooks(inner, "in_parts", functools.partial(batch_tower, fewer=False, **given)), fused:
+    fused = shared_hooks(inner, "fused", functools.partial(fuse_tower, **given)) if fuse else nullcontext()
+    with shared_hooks(inner, "tower_batched", functools.partial(batch_tower, fuse=False, **given)), fused:
         yield
 
 
-def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True, context: Any = None) -> None:
+def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fuse: bool = True, context: Any = None) -> None:
     """Let the model's vision tower encode at most `PATCHES` patches a call, batch attention windows of equal length and, if
-    `fewer`, use fused kernels. A tower already set up so is left unchanged. `context`: the `Context` whose processes share
+    `fuse`, use fused kernels. A tower already set up so is left unchanged. `context`: the `Context` whose processes share
     the calls."""
     multimodal = family.multimodal(model)
     # Here, not where it is written: what compiles is imported by that, when a model is there.
@@ -191,7 +191,7 @@ def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fewer: bool = True,
         if name not in vars(multimodal):
             hooks.wrap(multimodal, name, method)
     _batch_windows(hooks, family, model)
-    if fewer:
+    if fuse:
         fuse_tower(hooks, family, model)
 
 
@@ -243,7 +243,7 @@ def _batch_windows(hooks: Hooks, family: Any, model: nn.Module) -> None:
 
     AttentionInterface.register(WINDOW_ATTENTION, window_attention)
     # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
-    hooks.attention(tower.modules(), tower.config, WINDOW_ATTENTION)
+    hooks.set_attention(tower.modules(), tower.config, WINDOW_ATTENTION)
 
 
 def batches_of(ends: list[int], device: torch.device) -> tuple[Any, Tensor | None, Tensor | None]:

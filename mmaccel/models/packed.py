@@ -32,7 +32,7 @@ class PackedPass:
             begin = 0
             for size in torch.unique_consecutive(row, return_counts=True)[1].tolist():
                 columns = slice(begin, begin + size)
-                layout = _alone(run.layout.pick(slice(b, b + 1)).take(columns))
+                layout = _alone(run.layout.select_sequences(slice(b, b + 1)).select_tokens(columns))
                 images = None if run.images is None else run.images.select_sequence(b, begin, begin + size)
                 runs.append((b, columns, replace(run, layout=layout, listed={}, images=images)))
                 begin += size
@@ -92,7 +92,7 @@ class JoinedStreams:
         return out
 
     def length(self) -> int:
-        """No columns of its own, as a cache of transformers counts them."""
+        """Return 0: it has no columns of its own, as transformers counts those of a cache."""
         return 0
 
     held_columns = length

@@ -162,18 +162,18 @@ def prompt_length(kwargs: Mapping[str, Any]) -> int:
     return ids.shape[1] if isinstance(ids, Tensor) else 0
 
 
-def rope_of(config: Any) -> Mapping[str, Any]:
+def rope_parameters_of(config: Any) -> Mapping[str, Any]:
     """Return the RoPE parameters of a text model's config; of full attention, if layer types have their own."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("full_attention", rope)  # type: ignore[no-any-return]
 
 
-def positions_of(config: Any) -> int | None:
+def max_positions(config: Any) -> int | None:
     """The number of positions a text model supports, RoPE scaling included; None if `config` does not say."""
     most = getattr(config, "max_position_embeddings", None)
     if not isinstance(most, int):
         return None
-    rope = rope_of(config)
+    rope = rope_parameters_of(config)
     before = rope.get("original_max_position_embeddings") or most
     return max(most, int(before * (rope.get("factor") or 1)))
 
@@ -185,7 +185,7 @@ def stream_positions(
     of the units, and the text's first one. `alone`: no text stands around a unit. Raises `ModelError` where they are not
     even."""
     (inputs, head, unit, text), (*_, second), (_, _, three, third) = prompts
-    slope, limit = second - text, positions_of(family.text(model).config) or 1 << 15
+    slope, limit = second - text, max_positions(family.text(model).config) or 1 << 15
 
     def steps(units: int) -> Tensor:
         return family.step_positions(model, inputs, units)  # type: ignore[no-any-return]

@@ -30,7 +30,7 @@ from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models import deepstack, units
 from mmaccel.models.attention import MaxLength
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import PIXELS, Inputs, last_words, markup_ids, positions_of, unpadded
+from mmaccel.models.prompt_layout import PIXELS, Inputs, last_words, markup_ids, max_positions, unpadded
 from mmaccel.models.runner import HFRunner, open_runner
 from mmaccel.models.signals import SignalProbe
 from mmaccel.models.step import StreamSteps
@@ -88,7 +88,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         text = (layout.modality[0, self._tail :] == TEXT).tolist()
         words = last_words(tail.tolist(), text, *markup_ids(self.model), int(ids[0, 0]))
         seen = int(visual[-1]) + 1 if self._visual else 0
-        own = layout.take(slice(self._tail, None)).to(self.device)
+        own = layout.select_tokens(slice(self._tail, None)).to(self.device)
         own = replace(own, position=torch.arange(own.length, device=own.device)[None])
         self._question = Question(tail, words, self._rest[self._head :], seen, own)
 
@@ -191,7 +191,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         positions = self.family.positions(self.model, {**self.inputs, "attention_mask": None})
         rows = positions[:, 0] if positions.ndim == 3 else positions
         begin, end, count = self._head, self._inside, self._count
-        limit = positions_of(self.text.config) or 1 << 15
+        limit = max_positions(self.text.config) or 1 << 15
         after = rows[:, end:] - rows[0, end] if self._visual and rows.shape[0] > 1 else None
         head, text = rows[:, :begin], int(rows[0, end])
         if self._video is None:
@@ -340,7 +340,7 @@ def runner_of(attachment: Attachment, model: nn.Module, cache: Any, room: int) -
     """The runner of one prompt of a call on `cache`; if None, on a KV policy for streams with `room` tokens to follow."""
     if cache is None:
         return PromptRunner(attachment, room)
-    runner, columns = open_runner(model, attachment.family, cache), attachment.known(cache)
+    runner, columns = open_runner(model, attachment.family, cache), attachment.columns_of(cache)
     if columns is not None and cache.get_seq_length():
         runner.delta = int(columns.delta)
     return runner

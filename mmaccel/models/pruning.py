@@ -28,7 +28,7 @@ from mmaccel.core.prefill.prune import (
     TokenPruner,
     checked_columns,
     kept_layout,
-    observers,
+    observation_columns,
 )
 from mmaccel.core.prefill.recalled import warn_idle_pruner
 from mmaccel.models.install import Hooks, PromptHook
@@ -112,7 +112,7 @@ class Pruning:
             total = self.pruner.candidates(run.layout).numel()
             if not total:
                 warn_idle_pruner(self.pruner, run.config.meter)
-        elif run.prefill and self.pruner.candidates(run.layout.take(slice(run.start, None))).numel():
+        elif run.prefill and self.pruner.candidates(run.layout.select_tokens(slice(run.start, None))).numel():
             run.config.meter.add_note(sentence := LATER.format(name=self.pruner.name))
             warn(f"{sentence}.")
         work = _Work(run, state, run.layout, total)
@@ -161,7 +161,7 @@ class Pruning:
 
         def catch(reader: Stage | None) -> None:
             if reader is not None and any(index in group for group in reader.attention):
-                angles, rows = kwargs["position_embeddings"], observers(work.layout)
+                angles, rows = kwargs["position_embeddings"], observation_columns(work.layout)
                 work.attention[index] = self._peek(index, module, hidden, angles, rows)
 
         if work.total:

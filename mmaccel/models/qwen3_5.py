@@ -64,7 +64,7 @@ class Qwen35(Qwen3VL):
     def global_geometry(self, model: nn.Module) -> Geometry:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         kinds = list(config.layer_types)
-        return self.sizes(config, kinds.count("full_attention"))
+        return self.config_geometry(config, kinds.count("full_attention"))
 
     def geometry(self, model: nn.Module) -> Geometry:
         return self.global_geometry(model)  # the rows of q_proj are queries and their gates

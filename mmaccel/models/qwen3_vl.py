@@ -45,7 +45,7 @@ class Qwen3VL(Qwen25VL):
         frames = ([7, 8 + n % 2, BEGIN, *tokens, END] for n in range(units))
         return list(chain.from_iterable(frames))
 
-    def beside(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
+    def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
         time = timestamp((seconds[0] + seconds[-1]) / 2)
         return [f"<{time} seconds>", config.vision_start_token_id], [config.vision_end_token_id]
 

@@ -23,7 +23,7 @@ from mmaccel.core.memory.kv import Stream, StreamPass
 from mmaccel.core.recipe import MAIN_PRESETS, Recipe, stream_policy
 from mmaccel.core.registry import policy
 from mmaccel.models import loading, shapes, stock
-from mmaccel.models.prompt_layout import positions_of
+from mmaccel.models.prompt_layout import max_positions
 from mmaccel.models.stream import StreamPasses
 
 LOSSLESS = ("exact", "captions")
@@ -108,7 +108,7 @@ def sizes_of(
         tokens=tokens,
         pixels=pixels,
         pace=pace,
-        limit=positions_of(text.config) or 1 << 15,
+        limit=max_positions(text.config) or 1 << 15,
         dtype=kind,
     )
 
@@ -176,7 +176,7 @@ def _few_rows(model: nn.Module) -> Callable[[], Any]:
     family: Any = adapter_for(model)
     passes, line = StreamPasses(model, family), torch.arange(2, device=home_of(model))[None]
     positions = PositionIds.evenly_spaced(line[:, :1], line[:, 1:], 2, 1, 1 << 15)
-    told = Stream(unit=1, head=1, pace=1, positions=positions, dtype=passes.dtype)
+    told = Stream(tokens_per_unit=1, head=1, pace=1, positions=positions, dtype=passes.dtype)
     state = stream_policy(Recipe()).open_stream(told, family.geometry(model), passes.view, passes.device)
     word = passes.token_embeds(line[0, :1])
 

@@ -3,9 +3,9 @@
 A recurrent state cannot be truncated. So a layer keeps a checkpoint of its state and the inputs since; to roll back it
 restores the checkpoint and runs the remaining inputs again. It keeps two checkpoints, at least `REACH` tokens apart.
 
-In captured decode steps (`layer_step.StateStep`) a sequence has a slot ("seat"): a ring buffer ("journal") of its last rows,
+In captured decode steps (`layer_step.StateStep`) a sequence has a slot: a ring buffer ("journal") of its last rows,
 and a state that lags behind them (`ops.delta.delta_rows`). A short rollback only changes a number; a longer one restores a
-copy of the state. Any other use of the layer, such as the model's forward, first applies the journal and frees the seat.
+copy of the state. Any other use of the layer, such as the model's forward, first applies the journal and frees the slot.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMES = "running conv", "running state"
 """Of the two parts of a state, where it is saved."""
 
 LAG = 16
-"""Rows that a state in a seat lags behind at most, once its sequence goes back by more than the last step."""
+"""Rows that a state in a slot lags behind at most, once its sequence goes back by more than the last step."""
 
 REACH = 128
 """Rows that a sequence can be rolled back at least, once its prompt has been read."""
@@ -48,8 +48,8 @@ class _Mark:
     rows: list[Tensor] = field(default_factory=list)
 
 
-class Recurrent(LinearAttentionLayer):
-    """The recurrent state of one layer as a transformers cache layer, which can be rolled back; `module` is its Gated
+class RecurrentCacheLayer(LinearAttentionLayer):
+    """A transformers cache layer that holds one layer's recurrent state and can roll it back; `module` is the layer's Gated
     DeltaNet."""
 
     is_sliding, is_croppable = False, True
@@ -61,15 +61,15 @@ class Recurrent(LinearAttentionLayer):
         self.cache: Callable[[], Any] = lambda: None
         self._marks: list[_Mark] = []
         self._again = False
-        self.seats: StateSlots | None = None
-        self._seat, self._sat, self._base, self._lag = (0, 0), 0, 0, 0
-        self._copies: list[tuple[int, Tensor]] = []  # of the state in the seat, after so many columns
+        self.slots: StateSlots | None = None
+        self._slot, self._entered, self._base, self._lag = (0, 0), 0, 0, 0
+        self._copies: list[tuple[int, Tensor]] = []  # of the state in the slot, after so many columns
 
-    def move_to_slot(self, seats: StateSlots, layer: int, number: int) -> None:
-        """Move this layer's recurrent state into slot `number` of `seats`, where it is layer `layer`."""
-        self.leave()
-        self.seats, self._seat, self._base = seats, (layer, number), self.length
-        self._sat = self.length
+    def move_to_slot(self, slots: StateSlots, layer: int, number: int) -> None:
+        """Move this layer's recurrent state into slot `number` of `slots`, where it is layer `layer`."""
+        self.leave_slot()
+        self.slots, self._slot, self._base = slots, (layer, number), self.length
+        self._entered = self.length
         journal, state = self._room()
         journal.zero_()
         state.zero_()
@@ -79,24 +79,24 @@ class Recurrent(LinearAttentionLayer):
             state.copy_(self.recurrent_states[0][0])  # type: ignore[index]
         self._copies = [(self._base, state.clone())]
 
-    def enter(self, count: int) -> tuple[int, int, int, int]:
-        """Announce a decode step of `count` rows; return (start, base, upto, slot), a row of `bounds` of `delta_rows`."""
+    def begin_step(self, count: int) -> tuple[int, int, int, int]:
+        """Begin a decode step of `count` rows; return (start, base, upto, slot), a row of `bounds` of `delta_rows`."""
         start, base, self._base = self.length, self._base, max(self._base, self.length - self._lag)
         if self._base - self._copies[-1][0] > REACH:
             self._copies = [self._copies[-1], (base, self._room()[1].clone())]
         self.length += count
-        return start, base, self._base, self._seat[1]
+        return start, base, self._base, self._slot[1]
 
     def undo_failed_step(self, length: int) -> None:
         """Restore the last copy of the recurrent state, after a decode step that began at `length` tokens has failed."""
         self.length = length
-        if self.seats is not None:
+        if self.slots is not None:
             self._base, kept = self._copies[-1]  # made before the step ran
             self._room()[1].copy_(kept)
 
-    def leave(self) -> None:
-        """Give up the slot, if there is one: apply the rows that the journal still holds, and take the state back."""
-        if self.seats is None:
+    def leave_slot(self) -> None:
+        """Free the slot, if there is one: apply the rows that the journal still holds, and take the state back."""
+        if self.slots is None:
             return
         journal, state = self._room()
         none, gate = journal[:0], journal.new_empty(0, state.shape[0] * state.shape[2])
@@ -104,25 +104,25 @@ class Recurrent(LinearAttentionLayer):
         delta_rows(none, gate, *delta_weights(self.module), told, journal[None], state[None])
         taps = self.module.conv_kernel_size
         conv = journal[self._last(journal, taps), : self.module.conv_dim].T[None]
-        self.seats, self._marks = None, []
+        self.slots, self._marks = None, []
         self.restore((self.length, (conv, state[None]) if self.length else None))
 
     def _room(self) -> tuple[Tensor, Tensor]:
-        """The journal [R, W] and the state [H, K, V] in its seat."""
-        assert self.seats is not None
-        layer, number = self._seat
-        return self.seats.journals[layer][number], self.seats.states[layer][number]
+        """The journal [R, W] and the state [H, K, V] in its slot."""
+        assert self.slots is not None
+        layer, number = self._slot
+        return self.slots.journals[layer][number], self.slots.states[layer][number]
 
     def _last(self, journal: Tensor, count: int) -> Tensor:
         """The rows of `journal` of the last `count` columns."""
         return torch.arange(self.length - count, self.length, device=journal.device) % len(journal)
 
-    def note(self, rows: Tensor) -> None:
-        """Record the input `rows` [B, n, E] of the recurrent layer, for later rollbacks."""
+    def record_rows(self, rows: Tensor) -> None:
+        """Record input `rows` [B, n, E] of the layer, from which a rollback runs it again."""
         count = rows.shape[1]
         if self._again:
             return
-        self.leave()
+        self.leave_slot()
         if count > REACH:
             # A prompt: there is no way back into it.
             self._marks = []
@@ -133,7 +133,7 @@ class Recurrent(LinearAttentionLayer):
         self.length += count
 
     def _copied(self) -> tuple[Tensor, Tensor] | None:
-        self.leave()
+        self.leave_slot()
         if not self.has_previous_state[0]:
             return None
         return self.conv_states[0].clone(), self.recurrent_states[0].clone()  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ class Recurrent(LinearAttentionLayer):
         if length == 0:
             self.reset()
             return
-        if self.seats is not None and length >= self._copies[0][0]:
+        if self.slots is not None and length >= self._copies[0][0]:
             if length < self._base:
                 self._lag = min(max(self._lag, self._base - length), LAG)
                 while self._copies[-1][0] > length:
@@ -156,11 +156,11 @@ class Recurrent(LinearAttentionLayer):
             self.length = length
             return
         marks = [one for one in self._marks if one.length <= length]
-        if not marks or (self.seats is not None and length > self._sat):  # rows since then are in no mark
+        if not marks or (self.slots is not None and length > self._entered):  # rows since then are in no mark
             raise ModelError(
                 f"a recurrent state goes back at most {REACH} tokens, and not into a prompt; start from a new cache."
             )
-        self.seats, self._marks, mark = None, marks, marks[-1]
+        self.slots, self._marks, mark = None, marks, marks[-1]
         rows = torch.cat(mark.rows, 1)[:, : length - mark.length]
         mark.rows, self.length = [rows], length
         if mark.state is None:
@@ -193,10 +193,10 @@ class Recurrent(LinearAttentionLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.length, self._marks, self.seats = 0, [], None
+        self.length, self._marks, self.slots = 0, [], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.leave()
+        self.leave_slot()
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         for mark in self._marks:
             mark.rows = [rows[beam_idx.to(rows.device)] for rows in mark.rows]
@@ -215,20 +215,20 @@ class StateSlots:
     def __init__(self, modules: Sequence[Any]) -> None:
         self._modules = modules
         self.journals, self.states = list[Tensor](), list[Tensor]()
-        self.owners = list[Callable[[], Any]]()  # of each seat the sequence's first layer, or None
+        self.owners = list[Callable[[], Any]]()  # of each slot the sequence's first layer, or None
 
-    def join(self, layers: Sequence[Recurrent], count: int) -> tuple[int, int, int, int]:
-        """Announce a decode step of `count` rows of one sequence, which gets a slot if it has none; return its row `bounds`
-        for `delta_rows`."""
+    def begin_step(self, layers: Sequence[RecurrentCacheLayer], count: int) -> tuple[int, int, int, int]:
+        """Begin a decode step of `count` rows of the sequence with cache layers `layers`, which gets a slot if it has none;
+        return its row of `bounds` of `delta_rows`."""
         held = [one() for one in self.owners]
         number = held.index(layers[0]) if layers[0] in held else None
-        if number is None or any(one.seats is not self for one in layers):
-            number = next((n for n, one in enumerate(held) if one is None or one.seats is not self), None)
+        if number is None or any(one.slots is not self for one in layers):
+            number = next((n for n, one in enumerate(held) if one is None or one.slots is not self), None)
             number = self._grown() if number is None else number
             self.owners[number] = ref(layers[0])
             for layer, one in enumerate(layers):
                 one.move_to_slot(self, layer, number)
-        (told,) = {one.enter(count) for one in layers}
+        (told,) = {one.begin_step(count) for one in layers}
         return told
 
     def all_slots(self) -> list[tuple[Tensor, Tensor]]:
@@ -237,7 +237,7 @@ class StateSlots:
 
     @torch.inference_mode(False)
     def _grown(self) -> int:
-        """The first of as many free seats as there are taken ones."""
+        """The first of as many free slots as there are taken ones."""
         taken = len(self.owners)
         more, rows = max(1, taken), 2 * REACH + LAG + 3 * WINDOW
         made = []
@@ -253,7 +253,7 @@ class StateSlots:
 
 
 @contextmanager
-def restored_on_error(layers: Iterable[Recurrent]) -> Iterator[None]:
+def restored_on_error(layers: Iterable[RecurrentCacheLayer]) -> Iterator[None]:
     """Context of a decode step that restores the recurrent states of `layers` if the step raises."""
     before = [(one, one.length) for one in layers]
     try:
@@ -273,13 +273,13 @@ def delta_weights(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
 def record_input(
     module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Forward pre-hook of a Gated DeltaNet module: records its input in its `Recurrent` state. Without `kwargs` torch calls
-    a hook that was removed while the module's hooks ran."""
+    """Forward pre-hook of a Gated DeltaNet module: records its input in its `RecurrentCacheLayer`. Without `kwargs` torch
+    calls a hook that was removed while the module's hooks ran."""
     cache = kwargs.get("cache_params")
     layer = None if cache is None else cache.layers[module.layer_idx]
-    if isinstance(layer, Recurrent):
+    if isinstance(layer, RecurrentCacheLayer):
         layer.cache = ref(cache)  # type: ignore[arg-type]
-        layer.note(args[0] if args else kwargs["hidden_states"])
+        layer.record_rows(args[0] if args else kwargs["hidden_states"])
 
 
 def hook_inputs(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
@@ -291,7 +291,7 @@ def hook_inputs(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
 def rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
     """A transformers `DynamicCache` for the plain `model` whose recurrent layers `states` can be rolled back."""
     cache: Any = DynamicCache(config=model.config)  # type: ignore[arg-type]
-    cache.states = {number: Recurrent(module) for number, module in states.items()}
+    cache.states = {number: RecurrentCacheLayer(module) for number, module in states.items()}
     for number, state in cache.states.items():
         cache.layers[number] = state
     heard = ExitStack()
@@ -316,7 +316,7 @@ class StreamStates(RunningStates):
     """The recurrent states of one stream, by layer index, on the model of `passes`."""
 
     def __init__(self, passes: Any, modules: Mapping[int, nn.Module]) -> None:
-        self.states = {number: Recurrent(module) for number, module in modules.items()}
+        self.states = {number: RecurrentCacheLayer(module) for number, module in modules.items()}
         self._passes = passes
         self.cache: Any = None  # of the last pass: rows that are run once more go through it
 

@@ -22,7 +22,7 @@ from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.registry import DEFAULTS, registry
 from mmaccel.models import decode, deepstack
 from mmaccel.models.install import Hooks
-from mmaccel.models.modules import in_parts
+from mmaccel.models.modules import tower_batched
 from mmaccel.models.prompt_layout import Inputs, slice_inputs, unpadded
 
 
@@ -82,7 +82,8 @@ class HFRunner(Runner):
             return self._prefill_kept(inputs, positions, keep.to(positions.device), compact)
         if probes:
             inputs[NOTE] = Note(probes=tuple(probes))
-        with in_parts(self.family, self.model) if self.family.given_modalities(inputs) else nullcontext():
+        shown = self.family.given_modalities(inputs)
+        with tower_batched(self.family, self.model) if shown else nullcontext():
             return self._read(positions, **inputs)
 
     def _prompt(self, inputs: Inputs, start: int) -> tuple[dict[str, Any], Tensor]:
@@ -114,7 +115,7 @@ class HFRunner(Runner):
             raise ModelError(
                 "prune: an accelerated model cannot be its own pruned draft; load the draft apart."
             )
-        with in_parts(self.family, self.model):
+        with tower_batched(self.family, self.model):
             entering = self.family.forward_inputs(self.model, inputs)
         if self._whole is not None:
             entering = deepstack.concatenate_prompts(self._whole[0], entering)

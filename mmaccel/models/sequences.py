@@ -38,9 +38,12 @@ class ConversationDraft:
     draft serves all."""
 
     def __init__(
-        self, choice: DraftStrategy | None = None, left: Any = None, heard: Mapping[int, Tensor] | None = None
+        self,
+        choice: DraftStrategy | None = None,
+        state: Any = None,
+        heard: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.choice, self.left, self.heard = choice, left, heard
+        self.choice, self.state, self.heard = choice, state, heard
 
     def __deepcopy__(self, memo: Any) -> ConversationDraft:
         return self
@@ -60,12 +63,12 @@ class ConversationDraft:
 
     def take_state(self) -> Any:
         """Take the draft's stored state out for one call; a call that runs beside it finds none."""
-        left, self.left = self.left, None
-        return left
+        state, self.state = self.state, None
+        return state
 
-    def store_state(self, cache: Any, left: Any, heard: Mapping[int, Tensor] | None) -> None:
-        """Store the draft's state `left` with `cache`, at the end of a turn, for the next one."""
-        self.left, self.heard = left, heard or self.heard
+    def store_state(self, cache: Any, state: Any, heard: Mapping[int, Tensor] | None) -> None:
+        """Store the draft's `state` with `cache`, at the end of a turn, for the next one."""
+        self.state, self.heard = state, heard or self.heard
         setattr(cache, TURN, self)
 
 
@@ -76,10 +79,10 @@ def cache_length(cache: Any) -> int:
 
 def cached_columns(attachment: Attachment, cache: Any) -> Columns | None:
     """Layout of the tokens in `cache`, if it holds one sequence without padding that is known; else None."""
-    found, past = attachment.known(cache), cache_length(cache)
+    found, past = attachment.columns_of(cache), cache_length(cache)
     if found is None or found.layout.batch != 1 or found.layout.length < past:
         return None
-    layout = found.layout.take(slice(0, past))
+    layout = found.layout.select_tokens(slice(0, past))
     return None if layout.has_padding else Columns(layout, found.delta)
 
 

@@ -26,7 +26,7 @@ from mmaccel.core.prefill.prune import (
     TokenPruner,
     checked_columns,
     kept_layout,
-    observers,
+    observation_columns,
 )
 from mmaccel.core.prefill.recalled import warn_idle_pruner
 from mmaccel.models.install import Hooks, PromptHook
@@ -106,7 +106,7 @@ class SignalProbe(Probe):
         self.total = pruner.candidates(layout).numel()
         if not self.total:
             warn_idle_pruner(pruner, owner.attention.meter)
-        self.asked = observers(layout, new)
+        self.asked = observation_columns(layout, new)
         self.hidden: dict[int, list[Tensor]] = {index: [] for index in self.stage.hidden}
         self.states: dict[int, Tensor] = dict(heard or {})
         """What entered each layer that is read, [n, E] of the columns that it holds."""
@@ -173,7 +173,7 @@ class SignalProbe(Probe):
         self.held[layer] = None if held is None else held.to(self.layout.device)
 
     def _add(self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
-        """Add the attention of those new rows of a layer that are observers."""
+        """Add the attention of those new rows of a layer that are among the `observation_columns`."""
         start = run.start
         end, held, column = start + query.shape[2], self.held[layer], None
         if key.shape[2] < end and run.state is not None:

@@ -21,7 +21,7 @@ from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse
 from mmaccel.models.layer_step import HiddenRows, LayerStep, StateStep, StepStates, layer_steps
 from mmaccel.models.modules import fused_norm
-from mmaccel.models.recurrent import Recurrent, StateSlots, restored_on_error
+from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restored_on_error
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
@@ -42,9 +42,9 @@ def _noted(errors: dict[int, Exception], seat: int) -> Iterator[None]:
         errors[seat] = error
 
 
-def steps_of(stream: Any) -> StreamSteps:
-    """The `StreamSteps` that several streams of a model share, so that their answers can be decoded in one step and its CUDA
-    graphs outlive a stream."""
+def shared_steps(stream: Any) -> StreamSteps:
+    """Return the `StreamSteps` that a model's streams share, made at the first call: so their answers can be decoded in one
+    step, and its CUDA graphs outlive a stream."""
     turns = stream.turns
     stream.each = found = turns.steps() or StreamSteps(stream.model, stream.family)
     turns.steps = ref(found)
@@ -113,7 +113,7 @@ class StreamSteps:
         self._choices: Any = None
         self._steps, self._layers = list[LayerStep | StateStep](), list[LayerStep]()
         self._leads: list[list[StateStep]] = [[]]  # before each layer of attention, and behind the last
-        self._seats: StateSlots | None = None
+        self._state_slots: StateSlots | None = None
         self._replays, self.tower = Replays(home_of(model)), TowerSteps(model, family)
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
@@ -146,7 +146,7 @@ class StreamSteps:
             else:
                 self._leads[-1].append(one)
         states = [one.own for some in self._leads for one in some]
-        self._seats = StateSlots(states) if states else None
+        self._state_slots = StateSlots(states) if states else None
 
     def recheck_layers(self) -> None:
         """Mark the layers as unchecked, since the next pass is no answer; the next `can_run` checks them again."""
@@ -163,7 +163,7 @@ class StreamSteps:
         """Final hidden states [n, E] of `embeds` [n, E], as in `StreamModel.run`; `slots`: all layers' slots, if known."""
         # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
         self._replays.bind_data(self._watched)
-        states: list[Recurrent] = [] if running is None else [*running.states.values()]
+        states: list[RecurrentCacheLayer] = [] if running is None else [*running.states.values()]
         with restored_on_error(states):
             carried = self._carried(states, len(embeds)) if states else None
             if slots is not None:
@@ -173,11 +173,15 @@ class StreamSteps:
                 raise error
         return out
 
-    def _carried(self, layers: list[Recurrent], count: int) -> StepStates:
-        assert self._seats is not None
-        told = torch.tensor([self._seats.join(layers, count)])
+    def _carried(self, layers: list[RecurrentCacheLayer], count: int) -> StepStates:
+        assert self._state_slots is not None
+        told = torch.tensor([self._state_slots.begin_step(layers, count)])
         place = self._replays.get_buffer("told", (1, 4), torch.long).copy_(told)
-        return StepStates(place, self._seats.all_slots())
+        return StepStates(place, self._state_slots.all_slots())
+
+    def _slot_count(self) -> int | None:
+        """Slots of recurrent states, which lie elsewhere when there are more of them: graphs are named by it."""
+        return None if self._state_slots is None else len(self._state_slots.owners)
 
     def run_answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
         """Final hidden states [n, E] of answers on several streams, in one step; and the errors of failed ones, by index."""
@@ -201,7 +205,7 @@ class StreamSteps:
         width, first = len(x), self._layers[0]
         wide = width, (heads + 2 * groups + first.gated * heads) * size
         qkv = [room(("qkv", number), wide, dtype) for number in range(len(self._layers))]
-        lies = None if self._seats is None else len(self._seats.owners)
+        lies = self._slot_count()
         self._replays(
             ("enter", width), partial(self._leave, -1, HiddenRows(x), x, qkv, carried), lies, lasting=False
         )
@@ -261,7 +265,7 @@ class StreamSteps:
             torch._foreach_copy_(list(biases.values()), [one for _, one in biased])
 
         def work() -> tuple[Tensor, ...]:
-            rows, columns = HiddenRows(x), [start + layers[0].line[:, :count] for start in starts]
+            rows, columns = HiddenRows(x), [start + layers[0].row_indices[:, :count] for start in starts]
             for n, (layer, slot) in enumerate(zip(layers, slots, strict=True)):
                 rows = self._led(n, rows, carried)
                 where = ropes[turned[n]], columns[wrote[n]], slot.key, slot.value
@@ -284,8 +288,7 @@ class StreamSteps:
         sides = [side for slot in slots for side in (slot.key, slot.value)]
         if len(self._sides) != len(sides) or any(map(is_not, self._sides, sides)):
             self._sides, self._lie = sides, tuple((x.data_ptr(), x.shape, x.stride()) for x in sides)
-        seats = None if self._seats is None else len(self._seats.owners)
-        at = self._lie, tuple(turned), tuple(wrote), shapes, seats
+        at = self._lie, tuple(turned), tuple(wrote), shapes, self._slot_count()
         return list(angles.values()), begins, turned, wrote, at
 
     def is_captured(self, slots: list[CacheSlot] | None) -> bool:
@@ -293,8 +296,7 @@ class StreamSteps:
         self._replays.bind_data(self._watched)
         if slots is not None:
             return self._replays.is_captured(("answer", 1), self._named(slots)[-1])
-        lies = None if self._seats is None else len(self._seats.owners)
-        ready = self._replays.is_captured
+        lies, ready = self._slot_count(), self._replays.is_captured
         # A layer with a slot, below those that a pruner cuts, is captured by another name, for each place of it.
         layers = range(len(self._layers))
         return ready(("enter", 1), lies) and all(
@@ -321,7 +323,7 @@ class StreamSteps:
         key, value = slot.key, slot.value
 
         def work() -> tuple[Tensor, ...]:
-            columns = start + layer.line[:, :count]
+            columns = start + layer.row_indices[:, :count]
             left, _ = layer(HiddenRows(x), rope, columns, key, value, None, bias, qkv[number])
             return self._leave(number, left, x, qkv, carried)
 
@@ -336,7 +338,7 @@ class StreamSteps:
         key, value = slot.key, slot.value
 
         def work() -> tuple[Tensor, ...]:
-            columns = start + layer.line[:, :count]
+            columns = start + layer.row_indices[:, :count]
             attended[rows] = layer.attend(None, rope, columns, key, value, None, bias, qkv[rows])[0]
             return ()
 
@@ -362,7 +364,7 @@ class StreamSteps:
         key, value, bias = slot.key, slot.value, slot.bias
         lies = key.data_ptr(), value.data_ptr(), key.shape, key.stride(), value.stride()
         bias = None if bias is None else self._bias(seat, bias).copy_(bias)
-        own = None if self._seats is None else len(self._seats.owners)
+        own = self._slot_count()
         return rope, start, bias, (lies, None if bias is None else bias.shape, own)
 
     def _bias(self, number: int, like: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ def _as(value: Tensor, dtype: torch.dtype, device: torch.device | str | None) ->
     return value.to(device, dtype if value.is_floating_point() and value.ndim > 1 else value.dtype)
 
 
-def wrap(processor: Any, model_type: str | None = None, *, special_tokens: bool = True) -> Processor:
+def as_processor(processor: Any, model_type: str | None = None, *, special_tokens: bool = True) -> Processor:
     """Return `processor` as a `Processor`: one of ours unchanged, one of transformers as a `StockProcessor` of the model
     type `model_type` (None: inferred from its class). Raises `ModelError` for anything else."""
     if isinstance(processor, Processor):
@@ -202,7 +202,7 @@ def load(source: str | Path, revision: str | None = None, *, special_tokens: boo
     if stock is None:
         found = Processor.from_pretrained(place, special_tokens=special_tokens)
     else:
-        found = wrap(stock, str(read_config(place).get("model_type")), special_tokens=special_tokens)
+        found = as_processor(stock, str(read_config(place).get("model_type")), special_tokens=special_tokens)
         whole = read_json(place / "processor_config.json") or {}
         apart = (place / "video_preprocessor_config.json").is_file()
         found.own_video_settings = apart or bool(whole.get("video_processor"))

@@ -23,7 +23,7 @@ from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.attention import PASS, AttentionConfig, ForwardPass
 from mmaccel.core.prefill.prune import TokenPruner
-from mmaccel.core.prefill.sparse import kernel_for
+from mmaccel.core.prefill.sparse import sliding_window_kernel
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.parts import Question, TokenChoice, fair_lock_of
@@ -32,16 +32,16 @@ from mmaccel.media.preprocess import resize
 from mmaccel.models import deepstack, dialogue, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.chat import clips_of, common_prefix, ids_around_video, plain_ids
-from mmaccel.models.choosing import choosing
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.loading import drop_unread_rows
-from mmaccel.models.modules import chunk_tokens, in_parts, rotate_by
+from mmaccel.models.modules import chunk_tokens, rotate_by, tower_batched
 from mmaccel.models.packed import JoinedStreams
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import stream_positions, token_ids
 from mmaccel.models.pruning import kept_tokens, prune_frames
 from mmaccel.models.signals import VisionProbe
-from mmaccel.models.stock import wrap
+from mmaccel.models.stock import as_processor
+from mmaccel.models.token_choice import build_token_choice
 
 
 class StreamPasses:
@@ -50,7 +50,7 @@ class StreamPasses:
     attachment  the recipe attached to the model, if this stream belongs to it; a pass under another recipe raises
     """
 
-    left_out: int | None = None
+    pruned_per_unit: int | None = None
     text_around_unit: tuple[int, int] = (0, 0)
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
@@ -60,7 +60,7 @@ class StreamPasses:
         self.device, self.dtype = home_of(model), family.token_embedding(model).weight.dtype
         self.layer_devices = [home_of(layer) for layer in self._layers()]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
-        plain = AttentionConfig(recipe, "auto", kernel_for(self.device, self.dtype))
+        plain = AttentionConfig(recipe, "auto", sliding_window_kernel(self.device, self.dtype))
         self.attention = plain if recipe.sparse.dense else attachment.owner.attention
         self.text: Any = family.text(model)
         self._gate, self.turns = gate_of(self.text), fair_lock_of(self.text)
@@ -76,11 +76,11 @@ class StreamPasses:
     def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
         """Encode a video's `inputs`, `units` time steps of `unit` tokens: features [n, P, E] of the stream's units (time
         steps, or what the recipe's pruner keeps of each group of them), and [m, E] of separator tokens at the end."""
-        with self.busy(), in_parts(self.family, self.model, fewer=False), Hooks() as hooks:
+        with self.busy(), tower_batched(self.family, self.model, fuse=False), Hooks() as hooks:
             listens = self.frame_pruner and self.frame_pruner.needs & {"vision_attention", "vision_key"}
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
             captures = not listens and self.device.type in step.DEVICES
-            rows = step.steps_of(self).tower.features(inputs) if captures else None
+            rows = step.shared_steps(self).tower.features(inputs) if captures else None
             if rows is None:
                 for block in self._tower:
                     hooks.add_pre_hook(block, self._between)
@@ -121,7 +121,7 @@ class StreamPasses:
             return made
         tokens = made.tokens - (words := sum(self.text_around_unit))
         left = kept_tokens(self.frame_pruner, tokens)
-        self.left_out = tokens * self.frame_pruner.group - left
+        self.pruned_per_unit = tokens * self.frame_pruner.group - left
         return made.renumbered_positions(left + words)
 
     def token_embeds(self, ids: Tensor) -> Tensor:
@@ -193,14 +193,14 @@ class StreamPasses:
 
     @property
     def shares(self) -> bool:  # type: ignore[override]
-        return step.steps_of(self).can_run(torch.empty(1, 0, device=self.device))
+        return step.shared_steps(self).can_run(torch.empty(1, 0, device=self.device))
 
     def run_each(self, passes: Any, embeds: Tensor, units: bool = False) -> Any:
         if units:
             joined = JoinedStreams(passes, self._between)
             return self._forward(joined, joined, embeds, passes[0][2], {}), joined.errors
         with self.busy():
-            return step.steps_of(self).run_answers(passes, embeds)
+            return step.shared_steps(self).run_answers(passes, embeds)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -244,9 +244,8 @@ class StreamPasses:
                 # Where a module's own code can be told so, it does not even multiply by one.
                 rotate_by(hooks, inside, self.family.rotate_function, left)
                 chunk_tokens(hooks, self.family.pointwise(self.model), self.family)
-                hooks.attention(
-                    inside, shared, ATTENTION, **{PLAIN: shared}, **self.family.numbered(self.model)
-                )
+                facts = {PLAIN: shared, **self.family.attention_indices(self.model)}
+                hooks.set_attention(inside, shared, ATTENTION, **facts)
                 for module in self.family.recurrent_layers(self.model).values():
                     hooks.add_pre_hook(module, recurrent.record_input)
             for number, layer in enumerate(layers if hidden else ()):
@@ -268,7 +267,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         if why := family.unable.get("streams"):
             raise ModelError(f"models of the family {family.name!r} {why}; ask by generate.")
         if not isinstance(processor, Processor):
-            processor = wrap(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
+            processor = as_processor(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
         if processor.model_type not in family.model_types:
             raise ModelError(
                 f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."
@@ -327,12 +326,12 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
 
     def question(self, text: Any) -> Question:
         ids, words = self.tail_ids(text)
-        asking = Question(ids, words, self.token_embeds(ids), behind=self._template[2])
+        asking = Question(ids, words, self.token_embeds(ids), suffix_length=self._template[2])
         images = [] if isinstance(text, str) else dialogue.question_messages(text)[2]
         return dialogue.with_images(self, asking, images) if images else asking
 
-    def choose_tokens(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
-        return choosing(self, ids, most, settings, drafts)
+    def token_choice(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
+        return build_token_choice(self, ids, most, settings, drafts)
 
     def tail_ids(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
         if isinstance(question, list | tuple):

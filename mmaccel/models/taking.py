@@ -17,7 +17,7 @@ from mmaccel.core.attach import adapter_for, attached
 from mmaccel.core.errors import VideoError, warn
 from mmaccel.core.memory.buffers import host_available
 from mmaccel.core.recipe import Recipe
-from mmaccel.models.prompt_layout import Budget, positions_of
+from mmaccel.models.prompt_layout import Budget, max_positions
 from mmaccel.models.shipped import WORLD
 
 if TYPE_CHECKING:
@@ -48,14 +48,15 @@ def budget_of(processor: Any) -> Budget:
     return known
 
 
-def size_of(processor: Any, frames: int, height: int, width: int) -> tuple[int, int] | None:
-    """(height, width) to which `frames` frames of a file are scaled; None if the processor's own settings decide."""
+def budgeted_size(processor: Any, frames: int, height: int, width: int) -> tuple[int, int] | None:
+    """Return the (height, width) to which `frames` frames of a file are scaled by the model's `Budget`; None if the
+    processor's own settings decide."""
     from mmaccel.media import preprocess
 
     wanted = budget_of(processor).size(frames, height, width)
     if wanted is None or not processor.own_video_settings:
         return wanted
-    own = preprocess.size_of(processor.video, frames, height, width)
+    own = preprocess.resized_size(processor.video, frames, height, width)
     return wanted if own[0] * own[1] > wanted[0] * wanted[1] else None
 
 
@@ -63,11 +64,11 @@ def warn_foreign(processor: Any, path: Any, device: bool = False) -> None:
     """Warn, once per processor of a tiny model, that it understands only videos of `mmaccel-lab world`. Not if there is no
     file `path`, which the reader refuses, unless it names a `device`."""
     from mmaccel.media.address import is_url
-    from mmaccel.media.reader import comment
+    from mmaccel.media.reader import read_comment
 
     if not (device or is_url(os.fspath(path)) or os.path.lexists(path)):
         return
-    if processor.tiny is not None and comment(path) != WORLD:
+    if processor.tiny is not None and read_comment(path) != WORLD:
         name, processor.tiny = processor.tiny, None
         warn(f"{name} knows only the world of `mmaccel-lab world`; what it says of {path} means nothing.")
 
@@ -87,9 +88,9 @@ def sample(
     from mmaccel.media import preprocess
 
     def fit(count: int, height: int, width: int) -> tuple[int, int]:
-        found = size_of(processor, count, height, width)
+        found = budgeted_size(processor, count, height, width)
         if found is None and processor.video is not None:
-            found = preprocess.size_of(processor.video, count, height, width)
+            found = preprocess.resized_size(processor.video, count, height, width)
         return found or (height, width)
 
     warn_foreign(processor, path)
@@ -101,7 +102,7 @@ def sample(
     else:
         how.update(frames=frames, fps=fps, max_frames=max_frames)
     video = media.read(path, fit=fit, **how)
-    size = size_of(processor, len(video), *video.frames.shape[-2:])
+    size = budgeted_size(processor, len(video), *video.frames.shape[-2:])
     if size is None or size == tuple(video.frames.shape[-2:]):
         return video
     # Through floats, as qwen_vl_utils resizes; few at a time.
@@ -117,17 +118,17 @@ def most_frames(
 
     Frames have the size that they have by default. Raises `VideoError` for a source of unknown length.
     """
-    from mmaccel.media.reader import facts
+    from mmaccel.media.reader import video_metadata
 
     if recipe is None:
         recipe = Recipe() if (fast := attached(model)) is None else fast.recipe
-    model, total, rate, height, width = unwrapped(model), *facts(path)
+    model, total, rate, height, width = unwrapped(model), *video_metadata(path)
     if not total:
         raise VideoError(f"frames='auto': {path} does not tell its number of frames; give the number.")
     family: Any = adapter_for(model)
     text = family.text(model)
     usual = budget_of(processor).count(total, rate)
-    size = size_of(processor, usual, height, width) or (height, width)
+    size = budgeted_size(processor, usual, height, width) or (height, width)
     pace = family.pace(model)
     # The second unit as late as the last: where its time is written, that is the longest.
     late = rate / total
@@ -149,7 +150,7 @@ def most_frames(
     host = host_available()
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
     rooms: dict[str, float] = {"there are no more": total}
-    if (limit := positions_of(text.config)) is not None:
+    if (limit := max_positions(text.config)) is not None:
         first, second = (int(family.positions(model, made).max()) for made in (few, more))
         # Words may stand between the frames of a family without a style: each unit goes on behind those before it.
         apart = second - first if processor.style is None else 0

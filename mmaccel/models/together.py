@@ -25,7 +25,7 @@ from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import decode, loading
 from mmaccel.models.decode import Buffers, CachedTokens, DeviceStep
 from mmaccel.models.layer_step import StepStates
-from mmaccel.models.recurrent import Recurrent, StateSlots, restored_on_error
+from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restored_on_error
 from mmaccel.models.runner import HFRunner
 
 PLACES = 4096
@@ -43,7 +43,7 @@ def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
         return "its layers are not of a kind that a shared step computes"
     home, dtype = home_of(model), next(model.parameters()).dtype
     even = family.geometry(model).head_dim % Caches.aligned == 0
-    if home.type == "cuda" and (dtype == torch.float64 or not even or operator.usable(home)):
+    if home.type == "cuda" and (dtype == torch.float64 or not even or operator.triton_unusable(home)):
         return "the kernels of a shared step do not run on this device, or in this type"
     return None
 
@@ -89,8 +89,8 @@ class StepsTogether:
         self._replays: dict[torch.device, Replays] = {}
         self._places, self._shown = 0, list[ref[KVAddress]]()
         states = [*runner.family.recurrent_layers(runner.model).values()]
-        self._seats = StateSlots(states) if states else None
-        self._nobody = [Recurrent(one) for one in states]
+        self._state_slots = StateSlots(states) if states else None
+        self._nobody = [RecurrentCacheLayer(one) for one in states]
         self.warm = True
         """Whether the last step was of a shape that steps are captured for, and was captured by then."""
 
@@ -123,7 +123,7 @@ class StepsTogether:
             count, width = _padded(count), _padded(width)
         self._show(laid, count)
         out = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in ids])
-        self.warm, states = True, self._seats and [one for runner in runners for one in _states(runner)]
+        self.warm, states = True, self._state_slots and [one for runner in runners for one in _states(runner)]
         with restored_on_error(states or ()):
             told = self._told(runners, ids, count)
             for part in self._parts:
@@ -198,15 +198,16 @@ class StepsTogether:
 
     def _told(self, runners: Sequence[HFRunner], ids: Sequence[Tensor], count: int) -> StepStates | None:
         """Where running states are, of `count` sequences with those that are not there; None: there are none."""
-        if self._seats is None:
+        if self._state_slots is None:
             return None
         some = [
-            self._seats.join(_states(runner), own.shape[1]) for runner, own in zip(runners, ids, strict=True)
+            self._state_slots.begin_step(_states(runner), own.shape[1])
+            for runner, own in zip(runners, ids, strict=True)
         ]
         if count > len(some):
-            some += [self._seats.join(self._nobody, 0)] * (count - len(some))
+            some += [self._state_slots.begin_step(self._nobody, 0)] * (count - len(some))
         room = self._parts[0].replays.get_buffer("told", (MOST, 4), torch.long)[:count]
-        return StepStates(room.copy_(torch.tensor(some)), self._seats.all_slots())
+        return StepStates(room.copy_(torch.tensor(some)), self._state_slots.all_slots())
 
     def _run(
         self,
@@ -228,14 +229,14 @@ class StepsTogether:
         at.copy_(torch.tensor(starts + [(0, 0)] * (count - len(starts))))
 
         def work() -> tuple[Tensor, ...]:
-            columns = at[:, :1] + part.line[:, :width]
+            columns = at[:, :1] + part.row_indices[:, :width]
             return (part(place, columns, columns + at[:, 1:], carried=told),)
 
-        seats = 0 if self._seats is None else len(self._seats.owners)
-        return part.replays((part.number, count, width, seats), work, lasting=False)[0]
+        slots = 0 if self._state_slots is None else len(self._state_slots.owners)
+        return part.replays((part.number, count, width, slots), work, lasting=False)[0]
 
 
-def _states(runner: HFRunner) -> list[Recurrent]:
+def _states(runner: HFRunner) -> list[RecurrentCacheLayer]:
     return [*runner.cache.states.values()]
 
 

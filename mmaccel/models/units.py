@@ -44,7 +44,7 @@ class FrameText:
         self.length = len(later), len(after)
 
     def _plain(self, moment: Moment) -> Around:
-        before, after = self._family.beside(self._config, *moment)
+        before, after = self._family.text_around_frame(self._config, *moment)
         return self._ids(before), self._ids(after)
 
     def _ids(self, pieces: Sequence[str | int]) -> list[int]:

@@ -215,10 +215,12 @@ def budget_rows(scale: BudgetScale) -> list[BudgetRow]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pattern levelled to its row's cost, the rows that it came from, and its measured cost in every slot of its type.
+    """A pattern whose budget was changed until it costs what the search aims at, so that all candidates cost the same.
 
-    cost over the target's; share of causal pairs listed, mean over heads;
-    state: "level" (within tolerance of its aim), "under" (cheaper, at its largest budget), "dear" (too costly, left out)
+    rows   names of the rows of the search space that it came from
+    cost   its measured cost over the target's, in every slot of its type
+    share  share of causal pairs in listed blocks, mean over heads
+    state  "level" (within tolerance of the aim), "under" (cheaper, at its largest budget), "dear" (too costly, left out)
     """
 
     rows: tuple[str, ...]

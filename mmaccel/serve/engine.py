@@ -29,7 +29,7 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.live import await_or_cancel, run_in_thread
 from mmaccel.media.video import Video
 from mmaccel.models import load_processor
-from mmaccel.models.choosing import by_schema, end_tokens
+from mmaccel.models.token_choice import end_tokens, schema_processor
 from mmaccel.serve import sources
 from mmaccel.serve.copies import CHECK_S, ModelCopies
 from mmaccel.serve.kept import StreamEntry, VideoCache, without_age_limit
@@ -304,7 +304,8 @@ class Engine:
         ends = end_tokens(self.model, self.processor.tokenizer)
         how = {"max_new_tokens": asked.most, "max_time": deadline.seconds_left(), **request.options()}
         for schema in request.answer_schema.values():
-            how["logits_processor"] = [by_schema(self.model, self.processor.tokenizer, schema, ends, rows)]
+            tokenizer = self.processor.tokenizer
+            how["logits_processor"] = [schema_processor(self.model, tokenizer, schema, ends, rows)]
         with ExitStack() as drawing, self._copy_of(asked.recipe, deadline) as fast, torch.no_grad():
 
             def joined() -> None:

@@ -261,7 +261,7 @@ class TextLine(StrictModel):
 
 class FramesRequest(StrictModel):
     """Frames for a stream, each a data URL or base64, with their times in seconds or their rate; or a video, watched at
-    `fps` frames per second, or with `stored` ingested as a whole. `text` stands beside them, or comes alone."""
+    `fps` frames per second, or with `stored` ingested as a whole. `text` may come with them or alone."""
 
     text: Annotated[list[TextLine], Field(max_length=256)] = []
     frames: list[str] = []

@@ -240,8 +240,8 @@ async def _tell(registry: Any) -> None:
 def deploy(
     make: Make, settings: Settings, replicas: str = "1", gpus: float = 1, blocking: bool = True
 ) -> None:
-    """Serve on Ray until stopped. Each replica calls `make` and has `gpus` GPUs; `replicas` is their number, or a range for
-    autoscaling ("1-8"). Raises `RecipeError`."""
+    """Serve on Ray until stopped. Each replica loads its model by `make` and has `gpus` GPUs; `replicas` is their number, or
+    a range for autoscaling ("1-8"). Raises `RecipeError`."""
     if settings.saves is None:
         raise RecipeError("--ray: streams move by a folder that all machines see; give it by --saves.")
     if not (told := re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", replicas)):

@@ -222,7 +222,7 @@ class Streams:
     async def watch(
         self, stream: Stream, pieces: Sequence[str | bytes], times: list[float] | None, fps: float | None
     ) -> int:
-        """Take encoded frames (bytes or base64) into a stream, in a call that is held; returns their number."""
+        """Decode the encoded frames `pieces` (bytes or base64) and feed them to `stream`; return how many it has taken."""
         deadline = Deadline(self.limits.seconds)
 
         def read() -> Tensor:

@@ -11,11 +11,11 @@ from mmaccel.serve.settings import Refused
 
 
 class FairQueue:
-    """Fair queue of requests, served caller by caller. At most `first` calls hold a turn; up to `beside` more continue after
-    passing theirs on (`most` in all); at most `waiting` wait."""
+    """Fair queue of requests, served caller by caller. At most `first` hold a turn and at most `waiting` wait for one. Those
+    that have passed theirs on go on without one, at most `more` at a time (`most` run in all)."""
 
-    def __init__(self, first: int, waiting: int, beside: int = 0) -> None:
-        self._free, self._room, self._beside, self.most = first, waiting, beside, first + beside
+    def __init__(self, first: int, waiting: int, more: int = 0) -> None:
+        self._free, self._room, self._more, self.most = first, waiting, more, first + more
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -24,8 +24,8 @@ class FairQueue:
 
     @asynccontextmanager
     async def hold_turn(self, caller: str) -> AsyncIterator[Callable[[], None]]:
-        """Context that waits for and holds a turn of `caller`. It yields a function that passes the turn on early, if there
-        is room beside. Raises `Refused` if too many wait."""
+        """Context that waits for and holds a turn of `caller`. It yields a function that passes the turn on early, unless
+        `more` others have done so already. Raises `Refused` if too many wait."""
         if self._free:
             self._free -= 1
         elif len(self) >= self._room:
@@ -36,8 +36,8 @@ class FairQueue:
 
         def leave() -> None:
             nonlocal held
-            if held and self._beside:
-                held, self._beside = False, self._beside - 1
+            if held and self._more:
+                held, self._more = False, self._more - 1
                 self._next()
 
         try:
@@ -46,7 +46,7 @@ class FairQueue:
             if held:
                 self._next()
             else:
-                self._beside += 1
+                self._more += 1
 
     async def _wait(self, caller: str) -> None:
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import clusters as plain
-from mmaccel.backends.ops.clusters import Lists, MemberKeys, NewestEntries, Words, preceding
+from mmaccel.backends.ops.clusters import ClusterEntries, MemberKeys, NewestEntries, Words, preceding
 from mmaccel.backends.triton import stream
 
 from .triton_cases import DEVICE, DTYPES, INTERPRETED, some
@@ -30,19 +30,19 @@ def few(shape: tuple[int, ...], seed: int, kinds: int = 5) -> Tensor:
     return torch.randint(kinds, shape, generator=torch.Generator().manual_seed(seed)).float() - 2
 
 
-def lists_of(owner: Tensor, count: int) -> Lists:
+def lists_of(owner: Tensor, count: int) -> ClusterEntries:
     """Of `owner` [R, N], `count` or more for none."""
     size = torch.zeros(len(owner), owner.max() + count + 1, dtype=torch.long)
     size = size.scatter_add_(1, owner, torch.ones_like(owner))[:, :count]
     first, flat = size.cumsum(1) - size, owner.argsort(dim=1, stable=True)
     line = torch.empty_like(flat).scatter_(1, flat, torch.arange(owner.shape[1]).expand_as(flat))
     within = line - first.gather(1, owner.clamp(max=count - 1))
-    return Lists(owner, within, flat, first, size, 1 << (int(size.max()) - 1).bit_length())
+    return ClusterEntries(owner, within, flat, first, size, 1 << (int(size.max()) - 1).bit_length())
 
 
-def on_device(lists: Lists) -> Lists:
+def on_device(lists: ClusterEntries) -> ClusterEntries:
     owner, within, flat, first, size = (there(one) for one in lists[:5])
-    return Lists(owner, within, flat, first, size, lists.largest)
+    return ClusterEntries(owner, within, flat, first, size, lists.largest)
 
 
 @pytest.mark.parametrize(("dtype", "cosine"), some(DTYPES, [False, True]), ids=str)
@@ -50,10 +50,12 @@ def test_scores(dtype: torch.dtype, cosine: bool) -> None:
     """Of a slice of layers; a score is the same whatever is scored beside it."""
     torch.manual_seed(0)
     key, query = torch.randn(LAYERS, 21, WIDTH).to(dtype), torch.randn(2, WIDTH)
-    found = stream.score(there(key)[1:3], there(query), cosine)
-    torch.testing.assert_close(found.cpu(), plain.score.plain(key[1:3], query, cosine), atol=1e-5, rtol=1e-5)
-    assert torch.equal(stream.score(there(key)[1:2], there(query)[:1], cosine), found[:1])
-    assert stream.score(there(key)[1:3, :0], there(query), cosine).shape == (2, 0)
+    found = stream.score_keys(there(key)[1:3], there(query), cosine)
+    torch.testing.assert_close(
+        found.cpu(), plain.score_keys.plain(key[1:3], query, cosine), atol=1e-5, rtol=1e-5
+    )
+    assert torch.equal(stream.score_keys(there(key)[1:2], there(query)[:1], cosine), found[:1])
+    assert stream.score_keys(there(key)[1:3, :0], there(query), cosine).shape == (2, 0)
 
 
 @pytest.mark.parametrize(("count", "cosine"), some([1, 5, 8], [False, True]))
@@ -116,10 +118,10 @@ def test_entries_up_to_a_budget(
     query, units = few((WIDTH,), 7), torch.tensor([entries])
     for late in (None, NewestEntries(units, 2, 6)):
         own = MemberKeys(keys, 2, lambda at: keys[at, 2], query, cosine)
-        wanted = plain.select.plain(before, lists, budget, ahead, own, late)
+        wanted = plain.select_entries.plain(before, lists, budget, ahead, own, late)
         told = None if late is None else NewestEntries(there(units), 2, 6)
         device = MemberKeys(held, 2, lambda at: keys[at, 2], there(query), cosine)
-        found = stream.select(there(before), on_device(lists), budget, ahead, device, told)
+        found = stream.select_entries(there(before), on_device(lists), budget, ahead, device, told)
         assert torch.equal(found[0].cpu(), wanted[0])
         assert (wanted[0][1:budget] > wanted[0][: budget - 1]).all()
         if rows == 1:

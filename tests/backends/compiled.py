@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.block_lists import FIELDS
-from mmaccel.backends.ops.clusters import Lists, MemberKeys, NewestEntries, Words, alignment_of
+from mmaccel.backends.ops.clusters import ClusterEntries, MemberKeys, NewestEntries, Words, alignment_of
 from mmaccel.backends.ops.layer_ops import Caches
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
 from mmaccel.backends.triton import decode, delta, experts, pointwise, stream
@@ -69,7 +69,7 @@ def as_on(row: Architecture, memory: int = MEMORY) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(hopper_launch, "_there", lambda device: "hopper" not in row.lacks)
         )
-        stack.enter_context(mock.patch.object(operators, "usable", lambda device: None))
+        stack.enter_context(mock.patch.object(operators, "triton_unusable", lambda device: None))
         yield
 
 
@@ -184,12 +184,12 @@ def each(n: int, dtype: torch.dtype = BF16) -> None:
     """The same of eight sequences with a cache each; they are entered in bfloat16, turned alone elsewhere."""
     query, home, columns = blank(8, n, 28, 128, dtype=dtype), blank(1, 4, 1, 128, dtype=dtype), zeros(8, n)
     caches = Caches((), home, zeros(8, 4))
-    decode.attend_each(query.transpose(1, 2), caches, columns, 0.1)
+    decode.decode_attend_each(query.transpose(1, 2), caches, columns, 0.1)
     weight, turn = [blank(w, E) for w in WEIGHTS["qkv"]], blank(2, 8, n, 128, dtype=dtype)
     if dtype == BF16:
         some = blank(8 * n, E), weight, [], None, squares(8 * n), 1e-6
-        decode.qkv_rope_each(*some, turn, columns, caches)
-    decode.rope_each(blank(8, n, 36 * 128, dtype=dtype), *turn, columns, columns, caches)
+        decode.qkv_rope_rows_each(*some, turn, columns, caches)
+    decode.rope_rows_each(blank(8, n, 36 * 128, dtype=dtype), *turn, columns, columns, caches)
 
 
 WEIGHTS = {"qkv": [E, 512, 512], "o": [E], "up": [WIDE] * 2, "down": [E]}
@@ -277,11 +277,12 @@ def clustered() -> None:
     long = zeros(layers, entries)
     size, score, one = long[:, :count], blank(layers, count, dtype=torch.float32), long[0, :1]
     own = MemberKeys(key.transpose(0, 1), 1, lambda at: query, query[0], False)
-    stream.score(key, query, False)
+    stream.score_keys(key, query, False)
     stream.score_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
     stream.beyond_budget(score, size[0], 256, 2)
     stream.scores_and_preceding(score, size, size, score > 0)
-    stream.select(size, Lists(long, long, long, size, size, 32), 64, 80, own, NewestEntries(one, 1, 8))
+    lists = ClusterEntries(long, long, long, size, size, 32)
+    stream.select_entries(size, lists, 64, 80, own, NewestEntries(one, 1, 8))
     out = blank(2, 4, 512, 128)
     stream.summary_tokens(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
     stream.mean_query(blank(28, 16, 128), one, 4)
@@ -302,7 +303,7 @@ def rows_alone() -> None:
     x, heads = blank(S, E), blank(1, S, 28, 128).transpose(1, 2)
     pointwise.rms_norm(x, x[0], 1e-6)
     pointwise.silu_times_(x, blank(S, E))
-    cos, sin = pointwise.angles(zeros(S), blank(64, dtype=torch.float32), 1.0, BF16)
+    cos, sin = pointwise.rope_angles(zeros(S), blank(64, dtype=torch.float32), 1.0, BF16)
     pointwise.rotate_(heads, cos[None], sin[None])
     pointwise.merge_parts(blank(2, S, 28, 128), blank(2, S, 28, dtype=torch.float32))
 

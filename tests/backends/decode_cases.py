@@ -7,13 +7,13 @@ from torch import Tensor
 from mmaccel.backends.ops.layer_ops import (
     WINDOW,
     Caches,
-    attend_each,
     decode_attend,
+    decode_attend_each,
     project_rows,
-    qkv_rope_each,
     qkv_rope_rows,
-    rope_each,
+    qkv_rope_rows_each,
     rope_rows,
+    rope_rows_each,
 )
 from mmaccel.backends.triton import decode
 
@@ -123,9 +123,9 @@ def test_each_sequence_over_a_cache_of_its_own(size: int, dtype: torch.dtype) ->
         own = query[b : b + 1], *pair, columns[b : b + 1], size**-0.5
         assert torch.equal(out[b : b + 1], decode.decode_attend(*own, splits=4))
     exact, allowed = budget_of_each(query, caches, columns, size)
-    for found in (decode.attend_each(query, caches, columns, size**-0.5), out):
+    for found in (decode.decode_attend_each(query, caches, columns, size**-0.5), out):
         assert float((found.double() - exact).abs().max()) <= allowed
-    said = attend_each.plain(query, caches, columns, size**-0.5)
+    said = decode_attend_each.plain(query, caches, columns, size**-0.5)
     assert float((said.double() - exact).abs().max()) <= allowed
 
 
@@ -151,8 +151,8 @@ def test_each_writes_to_a_cache_of_its_own(size: int) -> None:
     weight = [drawn(h * size, K, seed=i) / 10 for i, h in enumerate((heads[0], heads[1], heads[1]))]
     rows, positions = project_rows.plain(x, weight, []).view(3, 2, -1), torch.arange(2).expand(3, -1)
     want, ours = (apart(lengths, heads[1], size, torch.float32) for _ in range(2))
-    said = rope_each.plain(rows, *turn, positions.to(DEVICE), columns, want)
-    found = decode.rope_each(rows, *turn, positions.to(DEVICE), columns, ours)
+    said = rope_rows_each.plain(rows, *turn, positions.to(DEVICE), columns, want)
+    found = decode.rope_rows_each(rows, *turn, positions.to(DEVICE), columns, ours)
     for b, pair in enumerate(want.pairs):
         alone = [torch.full_like(one, torch.nan) for one in pair]
         own = rows[b : b + 1], turn[0, b : b + 1], turn[1, b : b + 1], positions[b : b + 1].to(DEVICE)
@@ -161,14 +161,14 @@ def test_each_writes_to_a_cache_of_its_own(size: int) -> None:
         )
     torch.testing.assert_close(found, said)
     made = apart(lengths, heads[1], size, torch.float32)
-    entered = decode.qkv_rope_each(x, weight, [], None, None, 0.0, turn, columns, made)
+    entered = decode.qkv_rope_rows_each(x, weight, [], None, None, 0.0, turn, columns, made)
     torch.testing.assert_close(entered, said, rtol=1e-4, atol=1e-4)
     for caches in (ours, made):
         for own, right in zip(caches.pairs, want.pairs, strict=True):
             for a, b in zip(own, right, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
     plain = apart(lengths, heads[1], size, torch.float32)
-    again = qkv_rope_each.plain(x, weight, [], None, None, 0.0, turn, columns, plain)
+    again = qkv_rope_rows_each.plain(x, weight, [], None, None, 0.0, turn, columns, plain)
     torch.testing.assert_close(again, said, rtol=1e-4, atol=1e-4)
 
 

@@ -20,7 +20,7 @@ from mmaccel.policies.sparse import Grid
 from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout, Score
 from mmaccel.policies.sparse.orders import LayerInputs
 from mmaccel.policies.sparse.per_head import LayerHeads
-from mmaccel.policies.sparse.stride import Classes, Frames, StrideSearch, _heaviest, frame_phases
+from mmaccel.policies.sparse.stride import FrameClasses, ResidueClasses, StrideSearch, _heaviest, frame_phases
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import small
 
@@ -82,7 +82,7 @@ def launched() -> Iterator[None]:
     """Everything that the Triton backend has a kernel for goes through it, also where Triton interprets."""
     with (
         mock.patch.object(LastQueries, "has_kernel", property(lambda _: True)),
-        mock.patch.object(operator, "usable", lambda _: None),
+        mock.patch.object(operator, "triton_unusable", lambda _: None),
     ):
         yield
 
@@ -178,11 +178,11 @@ def test_classes_of_more_keys_than_a_tile(
     scene = Scene((long, other), heads=4, groups=2, size=16, seed=5)
     search = StrideSearch(low=2, most=12, slack=0.1, score=score, rows=True, keys=scene.length)
 
-    def found(device: str) -> Classes:
+    def found(device: str) -> ResidueClasses:
         query, key, _ = (t.to(device) for t in scene.tensors(torch.float32))
         layout = scene.layout().to(device)
         region = LayerInputs(query, key, layout, layout, 16).region()
-        last, frames = region.last(24, padded), Frames.of(region, 2, 12)
+        last, frames = region.last_queries(24, padded), FrameClasses.of(region, 2, 12)
         # Each class has a whole tile before the first of these queries.
         sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
         assert int(last.ranks.min()) > 150 and int(sizes.min()) >= estimate.KEYS

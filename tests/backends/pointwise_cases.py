@@ -119,11 +119,11 @@ def test_angles(dtype: torch.dtype, size: int) -> None:
     pace = 1.0 / 1e6 ** (torch.arange(0, size, 2) / size)
     positions = torch.cat([torch.arange(40), torch.tensor([99_999, 352_800, 8_467_200])])
     wanted = (positions[:, None].float() * pace).repeat(1, 2)
-    found = pointwise.angles(positions.to(DEVICE), pace.to(DEVICE), 1.5, dtype)
+    found = pointwise.rope_angles(positions.to(DEVICE), pace.to(DEVICE), 1.5, dtype)
     for one, turned in zip(found, (wanted.cos(), wanted.sin()), strict=True):
         assert one.shape == (43, size) and one.dtype == dtype
         close(one, (turned * 1.5).to(dtype), units=1)
-    assert pointwise.angles(positions[:0].to(DEVICE), pace.to(DEVICE), 1.0, dtype)[0].shape == (0, size)
+    assert pointwise.rope_angles(positions[:0].to(DEVICE), pace.to(DEVICE), 1.0, dtype)[0].shape == (0, size)
 
 
 def drawn(*size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -147,7 +147,7 @@ def test_rows_through_a_running_state(size: tuple[int, ...], dtype: torch.dtype,
     """Rows of the journal beside a sequence's own, and states of others, stay as they are."""
     count, n, groups, heads, K, V, taps, ring = size
     channels = 2 * groups * K + heads * V
-    width, seats = channels + 2 * heads, count + 1
+    width, slots = channels + 2 * heads, count + 1
     rows, gate = (
         drawn(count * n, width, seed=0, dtype=dtype),
         drawn(count * n, heads * V, seed=1, dtype=dtype),
@@ -160,7 +160,7 @@ def test_rows_through_a_running_state(size: tuple[int, ...], dtype: torch.dtype,
     base = start - torch.tensor([7, 0, 11][:count])
     told = torch.stack([start, base, torch.maximum(base, start - lag), torch.arange(count, 0, -1)], 1)
     told = told.to(DEVICE)
-    before = drawn(seats, ring, width, seed=6, dtype=dtype), drawn(seats, heads, K, V, seed=7) * 0.3
+    before = drawn(slots, ring, width, seed=6, dtype=dtype), drawn(slots, heads, K, V, seed=7) * 0.3
     wide = [x.double() for x in (rows, gate, *weights)]
     # In float64 but for the state, which is float32 in all of them.
     truth = before[0].double(), before[1].clone()
@@ -171,7 +171,7 @@ def test_rows_through_a_running_state(size: tuple[int, ...], dtype: torch.dtype,
         found.append((run(rows, gate, *weights, 1e-6, told, *held), *held))
     (plain, journal, state), (made, same, moved) = found
     assert torch.equal(journal, same) and torch.equal(moved[0], before[1][0])
-    assert (same == before[0]).all(-1).sum() == seats * ring - count * n
+    assert (same == before[0]).all(-1).sum() == slots * ring - count * n
     assert n == 0 or near(made, plain, exact)
     far = (state.double() - truth[1].double()).abs().max() + 1e-5
     assert (moved.double() - truth[1].double()).abs().max() <= 2 * far

@@ -143,7 +143,7 @@ def test_what_does_not_run_is_said_in_a_sentence(
     device.gcnArchName = name
     monkeypatch.setattr(torch.version, "hip", None if name.startswith("sm_") else "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(int(name[3:]), 10))
-    assert select.unusable(CUDA)["triton"] == why
+    assert select.why_unusable(CUDA)["triton"] == why
     assert select.choose(CUDA) == ("triton" if why is None else "flex")
     if why is not None:
         with pytest.raises(
@@ -168,4 +168,12 @@ def test_resources_are_the_device_s_own(device: SimpleNamespace, monkeypatch: py
 def test_stages_fit_shared_memory() -> None:
     """One stage is in registers; there is always one."""
     here = operators.Resources(shared=100, resident=0, columns=8, processors=1, memory=1)
-    assert [here.stages(4, each, 10) for each in (22, 30, 31, 45, 90, 91, 1000)] == [4, 4, 3, 3, 2, 1, 1]
+    assert [here.pipeline_stages(4, each, 10) for each in (22, 30, 31, 45, 90, 91, 1000)] == [
+        4,
+        4,
+        3,
+        3,
+        2,
+        1,
+        1,
+    ]

@@ -26,7 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # flash-attn 4 has tiles and types of its own: `test_flash` and `test_flash_gpu` hold it to the same.
-BACKENDS = [name for name, reason in select.unusable(DEVICE).items() if reason is None and name != "flash"]
+BACKENDS = [
+    name for name, reason in select.why_unusable(DEVICE).items() if reason is None and name != "flash"
+]
 
 
 def move(plan: AttentionPlan, tensors: Sequence[Tensor], dtype: torch.dtype):

@@ -142,7 +142,7 @@ def test_keys_in_their_order_are_told_as_runs(
     calls.clear()
     # Of a layout of its own it is not known that the queries are the last keys.
     layout = scene.layout()
-    apart = replace(layout, position=layout.position.clone()).take(slice(start, None))
+    apart = replace(layout, position=layout.position.clone()).select_tokens(slice(start, None))
     plan = pattern.plan(*tensors[:2], apart, layout)
     assert plan is not None
     check(plan, tensors)

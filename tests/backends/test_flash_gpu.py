@@ -62,7 +62,7 @@ def test_last_queries_of_sequences_of_one_length(
     tensors = [t.to("cuda", torch.bfloat16) for t in made]
     layout = TokenLayout.text(batch, 600, "cuda")
     pattern = AShape(sink=sink, window=window, block=block)
-    plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
+    plan = pattern.plan(*tensors[:2], layout.select_tokens(slice(start, None)), layout)
     assert plan is not None
     check(plan, tensors, 128**-0.5, block_attend)
     assert len(told) == 1 and None not in told

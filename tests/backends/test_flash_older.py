@@ -129,13 +129,13 @@ def test_which_serves_a_device(
         monkeypatch.setitem(sys.modules, module, None)
     for module in there:
         stand_in(module, monkeypatch)
-    dense.older_installed.cache_clear()
+    dense.older_flash_attn.cache_clear()
     try:
         found = dense.older_flash(torch.device("cuda"))
         assert (found and found.release) == release and (found and found.square) == square
         assert dense.older_flash(torch.device("cpu")) is None
     finally:
-        dense.older_installed.cache_clear()
+        dense.older_flash_attn.cache_clear()
 
 
 @pytest.mark.parametrize("square", [True, False])
@@ -156,7 +156,7 @@ def test_a_square_goes_to_what_is_faster(square: bool, monkeypatch: pytest.Monke
 def test_the_real_one(
     release: int, size: int, start: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = dense.older_installed(release) if torch.cuda.is_available() else None
+    call = dense.older_flash_attn(release) if torch.cuda.is_available() else None
     if call is None or operators.why_not(f"flash_{release}", torch.device("cuda")) is not None:
         pytest.skip(f"flash-attn {release} is not installed, or does not run on this device")
     monkeypatch.setattr(dense, "older_flash", lambda device: dense.FlashAttn(release, call, square=True))

@@ -224,7 +224,7 @@ def test_first_keys_need_no_test(seed: int, block: int, n: int, start: int, sink
     tensors = [t.half() for t in drawn(1, (2, 1), n, n_key, 16, seed)]
     layout = TokenLayout.text(1, n_key)
     pattern = AShape(sink=sink, window=window, block=block)
-    plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
+    plan = pattern.plan(*tensors[:2], layout.select_tokens(slice(start, None)), layout)
     assert plan is not None
     with recorded(16) as (told, patch):
         check(plan, tensors)

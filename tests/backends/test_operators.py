@@ -192,7 +192,7 @@ def test_very_many_clusters_are_sorted() -> None:
     """Comparing each with all is for some thousands."""
     launched = mock.Mock()
     with (
-        mock.patch.object(operator, "usable", lambda device: None),
+        mock.patch.object(operator, "triton_unusable", lambda device: None),
         mock.patch("mmaccel.backends.triton.stream.beyond_budget", launched),
     ):
         for count in (clusters.MOST, clusters.MOST + 1):
@@ -211,7 +211,7 @@ def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.append(given.dtype)
         return given.clone()
 
-    monkeypatch.setattr(operator, "usable", lambda device: None)
+    monkeypatch.setattr(operator, "triton_unusable", lambda device: None)
     monkeypatch.setattr(decode, "decode_attend", launch)
     monkeypatch.setattr(decode, "rope_rows", launch)
     for dtype in (torch.float64, torch.float32):
@@ -242,7 +242,7 @@ def test_rows_of_types_without_products_of_ours_are_turned_by_one_kernel(
     mine, theirs = ([torch.zeros(1, 2, 5, 8, dtype=dtype) for _ in range(2)] for _ in range(2))
     given = x, weight, [], torch.ones(16, dtype=dtype), None, 1e-6, turn, columns
     want = qkv_rope_rows.plain(*given, *theirs)
-    monkeypatch.setattr(operator, "usable", lambda device: None)
+    monkeypatch.setattr(operator, "triton_unusable", lambda device: None)
     monkeypatch.setattr(kernels, "rope_rows", launch)
     assert torch.equal(qkv_rope_rows(*given, *mine), want)
     assert launched == [dtype]

@@ -16,8 +16,8 @@ from tests.backends.oracle import drawn
 
 def test_reference_runs_everywhere() -> None:
     for device in ("cpu", "cuda", "meta"):
-        assert select.unusable(device)["reference"] is None
-    assert set(select.unusable("cpu")) == set(select.BACKENDS)
+        assert select.why_unusable(device)["reference"] is None
+    assert set(select.why_unusable("cpu")) == set(select.BACKENDS)
 
 
 def test_a_named_backend_is_that_backend() -> None:
@@ -27,7 +27,7 @@ def test_a_named_backend_is_that_backend() -> None:
 
 def test_auto_is_one_that_runs() -> None:
     name = select.choose("cpu")
-    assert select.unusable("cpu")[name] is None
+    assert select.why_unusable("cpu")[name] is None
     assert select.get("auto", "cpu") is select.get(name, "cpu")
     assert select.choose("meta") == "reference"
 
@@ -43,7 +43,7 @@ def test_what_cannot_run_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPa
     ):
         select.get("flex", torch.device("meta"))
     monkeypatch.setitem(select.BACKENDS, "absent", "mmaccel.backends.no_such_kernel")
-    assert select.unusable("cpu")["absent"] == "it needs mmaccel.backends.no_such_kernel"
+    assert select.why_unusable("cpu")["absent"] == "it needs mmaccel.backends.no_such_kernel"
     with pytest.raises(RecipeError, match="backend 'absent' cannot run on cpu: it needs"):
         select.get("absent", "cpu")
 

@@ -24,7 +24,7 @@ def test_tells_why_it_cannot_run() -> None:
     """On the CPU it never can: the interpreter is for tests."""
     reason = triton.unusable(torch.device("cpu"))
     assert reason is not None and "cuda" in reason
-    assert select.unusable("cpu")["triton"] == reason
+    assert select.why_unusable("cpu")["triton"] == reason
 
 
 QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")

@@ -19,7 +19,7 @@ from mmaccel.cli import catalog as pairs
 from mmaccel.cli.catalog import DESCRIBED, recipe_schema
 from mmaccel.cli.program import import_plugin
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.recipe import VERSION, Recipe, check_sequences, names, presets, stream_policy
+from mmaccel.core.recipe import VERSION, Recipe, check_sequences, list_recipes, presets, stream_policy
 from mmaccel.core.registry import registry
 from tests.cli import Call
 
@@ -111,7 +111,7 @@ def test_presets_and_policies_are_admitted(admits: Callable[[Any], bool]) -> Non
         text = resources.files("mmaccel").joinpath("recipes", f"{name}.yaml").read_text()
         assert admits(yaml.safe_load(text)), name
     whole = 0
-    for name in names():
+    for name in list_recipes():
         try:
             fields = Recipe.load(name).to_dict()
         except RecipeError:  # a pruner of drafts is no recipe by itself

@@ -71,7 +71,7 @@ def test_with_a_gpu(
     assert device.items() <= found["device"].items()
     used = {name for name, one in found["backends"].items() if one["auto"]}
     assert used == {
-        name for name, why in select.unusable("cuda").items() if why is None and name != "reference"
+        name for name, why in select.why_unusable("cuda").items() if why is None and name != "reference"
     }
     assert {"triton", "flex"} <= used and "triton comes before it" in found["backends"]["reference"]["why"]
     row = operators.architecture_named("sm_89")

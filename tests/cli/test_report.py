@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 from mmaccel import media
-from mmaccel.core.report_page import memory_text, render_page
+from mmaccel.core.report_page import describe_memory, render_page
 from mmaccel.media.thumbnail import SIDE, jpeg
 from tests.cli import Call
 from tests.models.streams import QUESTION, film, open_session
@@ -201,5 +201,5 @@ def test_a_long_recipe_and_text_that_is_no_utf_8_are_shown() -> None:
 
 def test_more_places_than_tokens_are_told_as_copies() -> None:
     """A memory of streams that answered holds what the question sees a second time."""
-    assert memory_text({"held": 20.0, "seen": 21.0}) == "20 of 21 tokens held"
-    assert memory_text({"held": 30.0, "seen": 21.0}) == "30 places for 21 tokens: a question holds copies"
+    assert describe_memory({"held": 20.0, "seen": 21.0}) == "20 of 21 tokens held"
+    assert describe_memory({"held": 30.0, "seen": 21.0}) == "30 places for 21 tokens: a question holds copies"

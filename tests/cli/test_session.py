@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mmaccel.cli import choices
 from mmaccel.cli import watch as command
-from mmaccel.cli.questions import TypedQuestions, evidence_table, lines_below, parse_question
+from mmaccel.cli.questions import TypedQuestions, evidence_footer, evidence_table, parse_question
 from mmaccel.core.decoding.generate import Answer, Evidence
 from mmaccel.core.errors import MmaccelError, ModelError, VideoError
 from mmaccel.media import Video
@@ -128,7 +128,7 @@ def test_what_a_memory_does_not_tell_is_left_blank() -> None:
     console.print(evidence_table(answer, 2))
     rows = console.export_text().splitlines()[1:]
     assert [row.split() for row in rows] == [["frame", str(n), str(n), "s", "100%", "0%"] for n in range(2)]
-    told = lines_below(answer, 2)
+    told = evidence_footer(answer, 2)
     assert told[0] == "and on 2 more" and "does not tell" in told[1]
 
 

@@ -26,7 +26,7 @@ from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.core.streams import sources
 from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.media import reader
-from mmaccel.media.preprocess import Pixels, size_of
+from mmaccel.media.preprocess import Pixels, resized_size
 from mmaccel_lab.world import World, write_mp4
 from mmaccel_lab.world.words import QUESTIONS
 from tests.cli import Call
@@ -62,7 +62,7 @@ def test_a_source_without_an_index_needs_no_option(tmp_path: Path) -> None:
     [(SQUARE, (14, 14)), (PATCHES, (28, 56)), (Pixels(size={}, do_resize=False), (64, 128))],
 )
 def test_fit_is_what_the_processor_does(pixels: Pixels, size: tuple[int, int]) -> None:
-    assert size_of(pixels, 30, 64, 128) == size
+    assert resized_size(pixels, 30, 64, 128) == size
 
 
 def test_a_long_film_is_shrunk_to_what_the_model_needs(

@@ -18,7 +18,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill import attention
 from mmaccel.core.prefill.attention import MIN_ROWS, AttentionConfig, ForwardPass
-from mmaccel.core.prefill.sparse import kernel_for, window_plan
+from mmaccel.core.prefill.sparse import sliding_window_kernel, window_plan
 from mmaccel.core.recipe import Recipe
 from tests.backends.oracle import drawn, masked
 
@@ -334,7 +334,7 @@ def test_on_a_device_it_is_as_exact_as_masks() -> None:
         for heads, n in ((14, rows), (2, keys), (2, keys))
     )
     state = shown(KVView(key, value, sinks=sinks, window=window))
-    kernel = kernel_for(query.device, query.dtype)
+    kernel = sliding_window_kernel(query.device, query.dtype)
     assert kernel is not None
     found, masks = (stream_pass(state, how).attend(0, query, key, value, 128**-0.5) for how in (kernel, None))
     one = KVView(key[:, :1].double(), value[:, :1].double(), sinks=sinks, window=window)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from mmaccel.core.decoding.draft import DraftState
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.memory.kv import StreamPolicy, StreamState
 from mmaccel.core.prefill.prune import TokenPruner
@@ -52,6 +53,7 @@ def test_a_memory_must_roll_back_as_far_as_a_draft_asks(margin: int, fits: bool)
         (StreamState, "enter", "begin_pass"),
         (StreamState, "turn", "question_scope"),
         (StreamPolicy, "asks", "query_time_fields"),
+        (DraftState, "notes", "report_notes"),
     ],
 )
 def test_a_member_that_was_renamed_is_refused_and_not_ignored(base: type, former: str, name: str) -> None:

@@ -45,7 +45,9 @@ def plan_of(name: str, start: int, scene: Scene = SCENE) -> AttentionPlan:
         return window_plan(query.shape[2] - start, key.shape[2], 0, key.shape[2], scene.heads, query.device)
     layout = scene.layout()
     pattern = policy("sparse", {"name": name, "block": 16, **PATTERNS[name]}, "").for_layer(0)
-    plan = pattern.plan_layer(query[:, :, start:], key, value, layout.take(slice(start, None)), layout)
+    plan = pattern.plan_layer(
+        query[:, :, start:], key, value, layout.select_tokens(slice(start, None)), layout
+    )
     assert plan is not None
     return plan
 
@@ -93,7 +95,7 @@ def test_at_length_the_listed_blocks_of_all_processes_are_within_a_twentieth(nam
 def test_every_kernel_computes_a_share_and_no_more(name: str, backend: str) -> None:
     """Cut lists are none of the runs that kernels take neighbouring blocks of queries together by."""
     device = torch.device("cuda")
-    if (why := select.unusable(device)[backend]) is not None:
+    if (why := select.why_unusable(device)[backend]) is not None:
         pytest.skip(why)
     scene = replace(SCENE, size=64)
     query, key, value = (x.to(device, torch.bfloat16) for x in scene.tensors())

@@ -39,14 +39,14 @@ def test_marks_between_rows_do_not_restart_a_frame() -> None:
 def test_taking_and_sequences_keep_what_tokens_are(scene: Scene) -> None:
     layout = scene.layout()
     rows = slice(scene.start, None)
-    late = layout.take(rows)
+    late = layout.select_tokens(rows)
     assert (late.batch, late.length) == (scene.batch, scene.length - scene.start)
     for name in ("modality", "segment", "frame", "row", "column", "position", "valid"):
         assert torch.equal(getattr(late, name), getattr(layout, name)[:, rows])
     picked = torch.arange(0, scene.length, 2)
-    assert torch.equal(layout.take(picked).position, layout.position[:, ::2])
+    assert torch.equal(layout.select_tokens(picked).position, layout.position[:, ::2])
     for b in range(scene.batch):
-        assert torch.equal(layout.pick(slice(b, b + 1)).modality, layout.modality[b : b + 1])
+        assert torch.equal(layout.select_sequences(slice(b, b + 1)).modality, layout.modality[b : b + 1])
     assert torch.equal(layout.to("cpu").modality, layout.modality)
 
 
@@ -61,9 +61,9 @@ def test_what_is_read_of_a_layout_is_known_of_its_copies_and_of_equal_ones() -> 
     )
     other.share_facts(one)
     assert other.host_fact("n", lambda: 4) == 1
-    assert one.has_padding and not one.take(slice(1, None)).has_padding
-    assert other.take(slice(1, None)).host_fact("has_padding", lambda: 5) is False
-    assert one.take(torch.tensor([1])).host_fact("n", lambda: 6) == 6
+    assert one.has_padding and not one.select_tokens(slice(1, None)).has_padding
+    assert other.select_tokens(slice(1, None)).host_fact("has_padding", lambda: 5) is False
+    assert one.select_tokens(torch.tensor([1])).host_fact("n", lambda: 6) == 6
 
 
 def test_a_later_video_has_frames_of_its_own() -> None:

@@ -74,7 +74,7 @@ def test_a_planned_layer(dense: tuple[int, ...]) -> None:
     pattern = policy(
         "sparse", {"name": "per_head", "block": 16, "table": {0: heads}} if dense else own
     ).for_layer(0)
-    plan = pattern.plan(query, key, told.take(slice(START, None)), told)
+    plan = pattern.plan(query, key, told.select_tokens(slice(START, None)), told)
     assert bool(plan.dense) == bool(dense)
     images = BidirectionalImages(SPANS, frozenset({0})).of(0, START, told)
     tails, view = [(slice(None), 180, 230)], KVView(key, value)
@@ -100,7 +100,7 @@ def test_on_a_device(size: int) -> None:
     spans = tuple((0, begin, begin + 256) for begin in range(start, keys - 256, 264))
     images = BidirectionalImages(spans, frozenset({0})).of(0, start, told)
     pattern = policy("sparse", {"name": "a_shape", "sink": 64, "window": 256})
-    plan = pattern.plan(query, key, told.take(slice(start, None)), told)
+    plan = pattern.plan(query, key, told.select_tokens(slice(start, None)), told)
     out = images.attend(plan, (), KVView(key, value), None, query, key, value, size**-0.5, triton.op)
     rows, columns = torch.arange(start, keys, device=device)[:, None], torch.arange(keys, device=device)
     mask = (rows >= columns) & ((rows - columns < 256) | (columns < 64))

@@ -77,7 +77,7 @@ def shares_of(heads: int, seed: int) -> list[tuple[int, ...]]:
 def own_masks(shares, heads: int, scene: Scene) -> Tensor:
     """[B, H, n_query, n_key]: what each head would compute by itself."""
     layout = scene.layout()
-    queries = layout.take(slice(scene.start, None))
+    queries = layout.select_tokens(slice(scene.start, None))
     out = torch.zeros(scene.batch, heads, scene.length - scene.start, scene.length, dtype=torch.bool)
     causal = layout.position[:, None] <= queries.position[:, :, None]
     for some, plan in shares:
@@ -92,7 +92,7 @@ def own_masks(shares, heads: int, scene: Scene) -> Tensor:
 @given(scene=scenes(), seed=st.integers(0, 2**16), lone=st.booleans())
 def test_each_head_keeps_its_own_pairs(scene: Scene, seed: int, lone: bool) -> None:
     heads, layout = scene.heads, scene.layout()
-    queries = layout.take(slice(scene.start, None))
+    queries = layout.select_tokens(slice(scene.start, None))
     dealt = shares_of(heads, seed)
     plans = [random_plan(scene, 1 if lone else len(some), seed + n) for n, some in enumerate(dealt)]
     shares = list(zip(dealt, plans, strict=True))
@@ -162,7 +162,7 @@ def test_lists_are_no_longer_than_they_were(scene: Scene, seed: int) -> None:
     dealt = shares_of(scene.heads, seed)
     plans = [random_plan(scene, len(some), seed + n) for n, some in enumerate(dealt)]
     layout = scene.layout()
-    shares, queries = list(zip(dealt, plans, strict=True)), layout.take(slice(scene.start, None))
+    shares, queries = list(zip(dealt, plans, strict=True)), layout.select_tokens(slice(scene.start, None))
     mixed = merge_plans(shares, scene.heads, scene.heads // scene.groups, queries, layout)
     assert mixed is not None
 
@@ -265,12 +265,14 @@ def test_all_rows_are_known_to_be_there(start: int) -> None:
     def planned(scene: Scene, pattern: Grid | AShape, some: slice) -> AttentionPlan:
         layout = scene.layout()
         query, key, _ = scene.tensors()
-        found = pattern.plan(query[:, some, start:], key[:, :1], layout.take(slice(start, None)), layout)
+        found = pattern.plan(
+            query[:, some, start:], key[:, :1], layout.select_tokens(slice(start, None)), layout
+        )
         assert found is not None
         return found
 
     layout = scene.layout()
-    n, queries = scene.length - start, layout.take(slice(start, None))
+    n, queries = scene.length - start, layout.select_tokens(slice(start, None))
     alone = planned(scene, grid, slice(4))
     beside = [((0, 1), planned(scene, grid, slice(2))), ((2, 3), planned(scene, near, slice(2)))]
     mixed = merge_plans(beside, 4, 2, queries, layout)
@@ -297,7 +299,7 @@ def test_a_caller_s_own_queries_are_not_taken_to_be_all_there() -> None:
     kept = slice(20, None)
     cases = (
         (replace(whole, valid=some), whole, key, value),
-        (whole, whole.take(kept), key[:, :, kept], value[:, :, kept]),
+        (whole, whole.select_tokens(kept), key[:, :, kept], value[:, :, kept]),
     )
     for queries, keys, *held in cases:
         plan = grid.plan(query, held[0], queries, keys)
@@ -308,5 +310,5 @@ def test_a_caller_s_own_queries_are_not_taken_to_be_all_there() -> None:
         want = masked(query, *held, plan.to_mask(), scene.size**-0.5)
         torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
     for start in (0, 100):
-        plan = grid.plan(query[:, :, start:], key, whole.take(slice(start, None)), whole)
+        plan = grid.plan(query[:, :, start:], key, whole.select_tokens(slice(start, None)), whole)
         assert plan is not None and [p.all_rows for p in parts_to_launch(plan)] == [n - start]

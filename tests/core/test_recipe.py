@@ -14,7 +14,7 @@ from mmaccel.core.errors import OWN, RecipeError, UnknownName
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prefill.prune import Stage, TokenPruner
 from mmaccel.core.prefill.sparse import BLOCK, MOST, SparsePattern
-from mmaccel.core.recipe import VERSION, Recipe, fields_of, names, presets
+from mmaccel.core.recipe import VERSION, Recipe, fields_of, list_recipes, presets
 from mmaccel.core.registry import Registry, registry
 from mmaccel.policies.kv import Window
 from mmaccel.policies.sparse import AShape
@@ -177,7 +177,7 @@ def sentence(source: object = None, **choices: object) -> str:
 
 def test_unknown_names_give_the_nearest_and_the_list() -> None:
     for wrong, near in (("a_shap", "a_shape"), ("rekw", "rekv"), ("sequentiel", "sequential")):
-        told, kinds = sentence(wrong), names()
+        told, kinds = sentence(wrong), list_recipes()
         same = [name for name, kind in kinds.items() if kind == kinds[near]]
         want = f"did you mean {near!r}? Of kind {kinds[near]} there are {', '.join(sorted(same))}; "
         want += f"`mmaccel list` has the others; {OWN}."
@@ -325,7 +325,7 @@ def test_a_policy_of_ones_own_is_a_name_like_any(forgotten: None) -> None:
 
     assert Recipe.load("of_my_own").sparse == OfMyOwn()
     assert Recipe.load(sparse={"name": "of_my_own", "strength": 3}).sparse == OfMyOwn(strength=3)
-    assert "of_my_own" in names()
+    assert "of_my_own" in list_recipes()
 
 
 def test_what_core_cannot_honour_is_refused() -> None:

@@ -25,7 +25,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import register, registry
 from mmaccel.policies.sparse import block_topk
 from mmaccel.policies.sparse.block_topk import BlockTopK
-from mmaccel.policies.sparse.orders import at_or_before, natural
+from mmaccel.policies.sparse.orders import at_or_before, sequence_order
 from tests.spies import beside, finish
 
 
@@ -298,7 +298,7 @@ class Heavier(SparsePattern):
     """The half of the key blocks that the mean of a query block weighs heaviest, and its own: as a third party writes it."""
 
     def plan(self, query: Any, key: Any, q_layout: Any, k_layout: Any) -> AttentionPlan:
-        queries, keys = (natural(one, block=self.block) for one in (q_layout, k_layout))
+        queries, keys = (sequence_order(one, block=self.block) for one in (q_layout, k_layout))
         q_row, q_pos = queries.row[:, None], at_or_before(keys, queries)[:, None]
         own = q_pos.unflatten(-1, (-1, self.block)).amax(-1, keepdim=True) // self.block
         means = [

@@ -54,7 +54,7 @@ def test_a_sentence_names_arguments_or_the_options_of_a_command() -> None:
     )
     assert str(error) == "frames=9 is more than the 6 of frames=.mp4: give fps= or size=."
     assert repr(error.args[0]) == "frames=9" and "frames=9" in repr(error)
-    assert error.said(options) == "--frames 9 is more than the 6 of frames=.mp4: give --fps."
+    assert error.to_text(options) == "--frames 9 is more than the 6 of frames=.mp4: give --fps."
     told = VideoWarning("shrunk", ArgumentNames("max_side", "size", within="; {} sets another"), ".")
-    assert str(told) == "shrunk; max_side= or size= sets another." and told.said(options) == "shrunk."
-    assert ArgumentNames("fps", "frames", "size").said() == "fps=, frames= or size="
+    assert str(told) == "shrunk; max_side= or size= sets another." and told.to_text(options) == "shrunk."
+    assert ArgumentNames("fps", "frames", "size").to_text() == "fps=, frames= or size="

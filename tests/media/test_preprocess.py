@@ -19,7 +19,7 @@ from mmaccel.media.preprocess import (
     best_resolution,
     normalise,
     resize,
-    size_of,
+    resized_size,
     smart_resize,
     through_floats,
     to_frames,
@@ -137,11 +137,11 @@ def test_the_budget_of_a_whole_video() -> None:
         }
     )
     height, width = 720, 1280
-    sizes = {count: size_of(capped, count, height, width) for count in (1, 2, 20, 200, 2000)}
+    sizes = {count: resized_size(capped, count, height, width) for count in (1, 2, 20, 200, 2000)}
     for count, (rows, columns) in sizes.items():
         share = max(min(768 * 784, 900 * 784 * 2 // count), int(4 * 784 * 1.05))
         assert rows * columns <= share
-    assert sizes[1] == size_of(capped, 2000, height, width, False)
+    assert sizes[1] == resized_size(capped, 2000, height, width, False)
     assert sizes[1] > sizes[20] > sizes[2000]
 
 

@@ -15,7 +15,7 @@ from mmaccel.core.decoding import replay
 from mmaccel.core.errors import ModelError
 from mmaccel.models import decode, recurrent, step
 from mmaccel.models.attention import cache_of
-from mmaccel.models.recurrent import Recurrent, StateSlots
+from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.together import StepsTogether
 from mmaccel.policies.draft import Sequential
@@ -140,31 +140,35 @@ def test_the_trained_hybrid_says_what_it_said(draft: str, monkeypatch: pytest.Mo
 
 
 @torch.no_grad()
-def test_a_seat_is_given_to_the_next_sequence() -> None:
+def test_a_slot_is_given_to_the_next_sequence() -> None:
     modules = [*adapter_for(model_of("qwen3_5")).recurrent_layers(model_of("qwen3_5")).values()]  # type: ignore[attr-defined]
-    seats = StateSlots(modules)
-    one, other = ([Recurrent(module) for module in modules] for _ in range(2))
-    assert [seats.join(some, 2) for some in (one, other, one)] == [(0, 0, 0, 0), (0, 0, 0, 1), (2, 0, 2, 0)]
-    assert len(seats.owners) == 2
+    slots = StateSlots(modules)
+    one, other = ([RecurrentCacheLayer(module) for module in modules] for _ in range(2))
+    assert [slots.begin_step(some, 2) for some in (one, other, one)] == [
+        (0, 0, 0, 0),
+        (0, 0, 0, 1),
+        (2, 0, 2, 0),
+    ]
+    assert len(slots.owners) == 2
     for layer in one:
-        layer.leave()  # a pass of the model comes
-    third = [Recurrent(module) for module in modules]
-    assert seats.join(third, 1)[3] == 0
+        layer.leave_slot()  # a pass of the model comes
+    third = [RecurrentCacheLayer(module) for module in modules]
+    assert slots.begin_step(third, 1)[3] == 0
     del other, layer
     gc.collect()
-    assert seats.join(one, 1) == (4, 4, 4, 1) and len(seats.owners) == 2
+    assert slots.begin_step(one, 1) == (4, 4, 4, 1) and len(slots.owners) == 2
 
 
-def test_the_seats_of_a_cache_go_with_it(uncollected: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who keeps what `generate` gave keeps its seats; who lets go of it need not wait for the collector of garbage."""
+def test_the_state_slots_of_a_cache_go_with_it(uncollected: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who keeps what `generate` gave keeps its slots; who lets go of it need not wait for the collector of garbage."""
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     with mmaccel.accelerate(model_of("qwen3_5")) as fast:
         told: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
         out = fast.generate(**prompt("qwen3_5", PIECES), **told)
-        seats = {ref(one.seats) for one in out.past_key_values.states.values()}
-        assert len(seats) == 1 and all(one() is not None for one in seats)
+        slots = {ref(one.slots) for one in out.past_key_values.states.values()}
+        assert len(slots) == 1 and all(one() is not None for one in slots)
         del out
-        assert all(one() is None for one in seats)
+        assert all(one() is None for one in slots)
 
 
 @crossed(kind=["qwen3_vl", "internvl", "perception_lm", "glm46v", *KINDS], kv=["rekv", "streammem", "full"])

@@ -15,7 +15,7 @@ import mmaccel
 from mmaccel.cli import answer
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import VIDEO
-from mmaccel.core.prefill.prune import observers
+from mmaccel.core.prefill.prune import observation_columns
 from mmaccel.core.streams import stream_runner
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, parallel
@@ -93,7 +93,7 @@ def test_sparse_to_dense_keeps_the_video_that_the_question_attends_to(family, mo
         layout = fast.adapter.layout(model, inputs)
     with torch.no_grad():
         attention = by_hand.eager(model)(**inputs, output_attentions=True).attentions
-    asked, video = observers(layout), (layout.modality[0] == VIDEO).nonzero()[:, 0]
+    asked, video = observation_columns(layout), (layout.modality[0] == VIDEO).nonzero()[:, 0]
     taken = [one for some in kept for one in some]
     assert len(taken) == len(attention) == 3
     for columns, weights in zip(taken, attention, strict=True):
@@ -203,7 +203,7 @@ def test_watching_ends_at_its_timeout_with_a_slow_draft(monkeypatch: pytest.Monk
         assert time.monotonic() - began < 3.0  # of five seconds that the draft would take
         assert 0 < taken == len(session) < 25
         live = session._live
-        assert live.beside.stream._live.info.times == live.info.times
+        assert live.draft_stream.stream._live.info.times == live.info.times
 
 
 def test_a_draft_reads_no_longer_than_its_call(monkeypatch: pytest.MonkeyPatch) -> None:

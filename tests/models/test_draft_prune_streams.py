@@ -36,8 +36,8 @@ PRUNERS = ("attention", "uniform", "random", "uv")
 def asked(kv: Any, draft: Any, frames: int = 18, name: str = "random-qwen", **choices: Any) -> Any:
     with open_session(name, kv, frames, draft=draft, **choices) as session:
         answer = session.ask(QUESTION, TOKENS)
-        stream = session._live.beside.stream
-        assert answer.counters.get("failed") is None and not session._live.beside.failed
+        stream = session._live.draft_stream.stream
+        assert answer.counters.get("failed") is None and not session._live.draft_stream.failed
         return answer, dict(stream.counts) if isinstance(stream, LocalDraftStream) else {}
 
 
@@ -93,7 +93,7 @@ def test_what_is_heard_is_what_the_plain_model_attends_to() -> None:
     video = (inputs["input_ids"][0] == model.config.video_token_id).nonzero()[:, 0]
     inside, after = video[: len(heard.tokens)], int(video[-1]) + 1
     want = torch.stack([one[0, :, after:].mean((0, 1)) for one in rows]).mean(0)[inside]
-    assert heard.tokens.tolist() == list(range(18 * heard.unit))
+    assert heard.tokens.tolist() == list(range(18 * heard.tokens_per_unit))
     assert want.std() > 0 and (heard.paid[0] - want).abs().max() <= 1e-6
 
 
@@ -121,7 +121,7 @@ def test_scores_by_states_are_those_of_the_plain_model(kv: str) -> None:
     video = (inputs["input_ids"][0] == model.config.video_token_id).nonzero()[: len(heard.tokens), 0]
     hidden = torch.stack([one.view(layout.length, -1) for one in states])
     want = policy("prune", UV).score(Signals(hidden=hidden), layout, video)
-    assert heard.tokens.tolist() == list(range(18 * heard.unit)) and want.std() > 0
+    assert heard.tokens.tolist() == list(range(18 * heard.tokens_per_unit)) and want.std() > 0
     assert (heard.paid[0] - (want - want.amin() + 1)).abs().max() <= 1e-4
 
 
@@ -160,7 +160,7 @@ def test_frames_that_were_not_heard_are_told_of(tmp_path: Path) -> None:
 def test_what_is_heard_is_of_units_that_were_seen(kv: str) -> None:
     heard = heard_of(TIGHT[kv])
     assert (heard.tokens[1:] > heard.tokens[:-1]).all() and heard.tokens.numel()
-    assert int(heard.tokens[-1]) < 18 * heard.unit and (heard.paid > 0).all()
+    assert int(heard.tokens[-1]) < 18 * heard.tokens_per_unit and (heard.paid > 0).all()
     assert 0 < float(heard.paid.sum()) < 1
 
 
@@ -216,7 +216,7 @@ def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
     with open_session(name, TIGHT[kv], 18, draft=cheap(name, frames=4)) as session:
         answer = session.ask(QUESTION, TOKENS)
         session.save(tmp_path / "saved")
-        counters = session._live.beside.stream._live.counters()
+        counters = session._live.draft_stream.stream._live.counters()
         assert counters["kept"] == counters["units"] == 18 / pace and counters["resident"] == 0
     assert answer.ids == want.ids and answer.counters["drafted"] > 0
     ((paid, numbers),) = (one for one in every if one[0])

@@ -70,7 +70,7 @@ def test_of_a_prompt_sliding_layers_hold_their_window(built: Any, monkeypatch: p
             assert both.shape[0] == 2 and both.isfinite().all()
             with pytest.raises(ModelError, match="goes back at most 16 tokens, and not into a prompt"):
                 cache.crop(-60)
-    assert len(held) == len(set(family.owners(model)) & family.sliding_layers(model).keys())
+    assert len(held) == len(set(family.kv_owners(model)) & family.sliding_layers(model).keys())
 
 
 def test_drafts_go_back_within_the_margin(built: Any) -> None:
@@ -130,7 +130,7 @@ def test_what_a_layer_gives_and_what_is_saved_of_a_model(built: Any) -> None:
     with mmaccel.accelerate(model):
         cache = model(**prompt(kind, [("text", 207)])).past_key_values
         # The last sliding layer, and one whose keys are read again, let go later.
-        owners, narrow = family.owners(model), sorted(family.sliding_layers(model))
+        owners, narrow = family.kv_owners(model), sorted(family.sliding_layers(model))
         narrow = [n for n in narrow[:-1] if owners.count(n) == 1]
         assert narrow and cache.layers[1].keys.shape[2] == 207
         assert all(cache.layers[n].keys is None and cache.layers[n].values is None for n in narrow)

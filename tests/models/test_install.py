@@ -24,7 +24,7 @@ from mmaccel.core.errors import MmaccelWarning
 from mmaccel.models import install
 from mmaccel.models.attention import KVCache
 from mmaccel.models.install import Hooks, shared_hooks
-from mmaccel.models.modules import in_parts
+from mmaccel.models.modules import tower_batched
 from mmaccel.models.recurrent import close_in_finalizer, hook_inputs
 from tests import python
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
@@ -166,8 +166,8 @@ def test_a_tower_runs_in_parts_until_the_last_has_left(first: bool) -> None:
     model = BUILD["qwen"]()
     family: Any = adapter_for(model)
     one, other = (ExitStack() for _ in range(2))
-    one.enter_context(in_parts(family, model, fewer=first))
-    other.enter_context(in_parts(family, model, fewer=not first))
+    one.enter_context(tower_batched(family, model, fuse=first))
+    other.enter_context(tower_batched(family, model, fuse=not first))
     one.close()
     assert getattr(family.multimodal(model).get_video_features, "by_parts", False)
     other.close()

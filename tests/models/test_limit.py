@@ -12,7 +12,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding import generate
 from mmaccel.core.errors import MmaccelWarning, ModelError
-from mmaccel.models.prompt_layout import positions_of
+from mmaccel.models.prompt_layout import max_positions
 from mmaccel.policies.draft import PromptLookup
 from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, batch, next_turn, prompt
 from tests.products import crossed
@@ -132,14 +132,14 @@ def test_a_second_turn_counts_the_first(
 
 def test_rotary_scaling_adds_positions(family: tuple[str, Any, Any]) -> None:
     config = family[1].model.language_model.config
-    assert positions_of(config) == 8192
+    assert max_positions(config) == 8192
 
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     given = SimpleNamespace(max_position_embeddings=32768, rope_parameters=rope)
-    assert positions_of(given) == 131072
+    assert max_positions(given) == 131072
     given.max_position_embeddings = 131072  # some configurations write what the scaling gives
-    assert positions_of(given) == 131072
-    assert positions_of(SimpleNamespace()) is None
+    assert max_positions(given) == 131072
+    assert max_positions(SimpleNamespace()) is None
 
 
 class Clock:

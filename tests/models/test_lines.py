@@ -54,7 +54,7 @@ def test_a_prompt_with_lines_is_the_plain_models(name: str, pictures: bool) -> N
         session.tell("red  star\n", 0.5)
         text = "\n\nText with its times in the video:\n[0:00:00] red star\n[0:00:01] the cup is green"
         more = [*content, {"type": "text", "text": text}] if pictures else f"{QUESTION}{text}"
-        found = logits(session, [{"role": "user", "content": content}], beside=True)
+        found = logits(session, [{"role": "user", "content": content}], concurrent=True)
         want = plainly(name, [{"role": "user", "content": more}])
         assert torch.allclose(found, want, atol=2e-4)
         assert not torch.allclose(found, plainly(name, [{"role": "user", "content": content}]), atol=1e-2)
@@ -73,7 +73,7 @@ def test_a_question_reads_the_lines_of_what_it_recalls_and_no_others(name: str, 
         }
         assert words(answer) == [f"{COLOURS[n % 4]} {n}" for n in sorted(seen)]
         assert words(session.ask(QUESTION, 6, evidence=False)) == words(answer)
-        with asked_of(session._live, QUESTION, 4, beside=True) as turn:
+        with asked_of(session._live, QUESTION, 4, concurrent=True) as turn:
             prompt = session._processor.decode(turn.ids)
         assert [n for n in range(24) if f"{COLOURS[n % 4]} {n}".split() in by_twos(prompt)] == sorted(seen)
         first = 0 if kv == "no_cache" else 19  # which picks frames by itself
@@ -130,7 +130,7 @@ def test_lines_go_with_the_frames_where_they_begin(kv: str) -> None:
             session.watch(film(rest), fps=FPS)
         now, live = session.seconds, session._live
         assert live is not None
-        left = [one.begin for one in live.info.lines]
+        left = [one.begin for one in live.info.timed_texts]
         assert left == [s for s in (n / FPS for n in range(COUNT)) if 1.0 <= s <= 2.0 or s >= now - KEEP]
         assert words(session.ask(QUESTION, 2, between=(0.0, 2.5)))[0] == "blue 2"
 
@@ -176,7 +176,7 @@ def test_no_special_token_in_a_line_acts(name: str) -> None:
     def marks(line: str) -> dict[int, int]:
         with open_session(name, TIGHT["full"], 4) as session:
             session.tell(line, 1.0)
-            with asked_of(session._live, QUESTION, 4, beside=True) as turn:
+            with asked_of(session._live, QUESTION, 4, concurrent=True) as turn:
                 ids = turn.ids.tolist()
                 assert turn.lines
                 return {n: ids.count(n) for n in special.values()}
@@ -296,7 +296,7 @@ def test_subtitles_come_with_their_frames(call: str) -> None:
         take(film(6), fps=FPS, subtitles=given)
         session.tell("now")
         assert session._live is not None
-        found = [(one.begin, one.text) for one in session._live.info.lines]
+        found = [(one.begin, one.text) for one in session._live.info.timed_texts]
         want = [(1.0, "red star"), (2.9, "behind the last frame"), (4.0, "red star"), (5.5, "now")]
         assert found == [*want, (5.9, "behind the last frame")]
 
@@ -311,7 +311,7 @@ def test_what_a_failed_watch_read_takes_its_lines_along() -> None:
         with pytest.raises(OSError, match="broken"):
             session.watch(film(24), fps=FPS, progress=broken, subtitles=[(1.0, 2.0, "cup")])
         assert session._live is not None
-        assert [one.text for one in session._live.info.lines] == ["red star"] and len(session) == 4
+        assert [one.text for one in session._live.info.timed_texts] == ["red star"] and len(session) == 4
 
 
 def test_no_line_is_lost_between_two_calls() -> None:
@@ -342,7 +342,7 @@ def test_no_line_is_lost_between_two_calls() -> None:
 
 def texts(session: mmaccel.VideoSession) -> list[str]:
     assert session._live is not None
-    return [one.text for one in session._live.info.lines]
+    return [one.text for one in session._live.info.timed_texts]
 
 
 def test_a_line_when_the_last_frame_is_over_is_not_read() -> None:
@@ -366,7 +366,7 @@ def test_the_first_lines_that_fit() -> None:
     head, each = len(timed_text.LEAD), len("\n[0:00:00] red star")
     for room, count in ((head + 3 * each, 3), (head + 2 * each + 1, 2), (head, 0), (head + 5 * each + 2, 5)):
         read.clear()
-        found, text, made = timed_text.fitting(best, room, ids)
+        found, text, made = timed_text.texts_that_fit(best, room, ids)
         assert len(found) == count and text.encode() == bytes(made.tolist()) and len(made) <= room
         assert found == tuple(sorted([best[n] for n in (0, 1, 3, 5, 6)][:count]))
         assert sum(map(len, read)) <= 20 * room
@@ -378,7 +378,7 @@ def test_many_lines_stop_no_pass() -> None:
     assert timed_text.merge_lines(have, []) is have
     times = [float(n) for n in range(8000)]
     spans = [(n, 1) for n in range(8000)]
-    info = StreamInfo((1, 1), 1.0, 1, torch.zeros(0, 1), spans=spans, times=times, lines=have)
+    info = StreamInfo((1, 1), 1.0, 1, torch.zeros(0, 1), spans=spans, times=times, timed_texts=have)
     looked = list[int]()
 
     class Share(dict[int, float]):

@@ -22,7 +22,7 @@ from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter
 from mmaccel.models import loading, step
 from mmaccel.models.causal import is_causal_lm
-from mmaccel.models.family import Causal
+from mmaccel.models.family import CausalLM
 from mmaccel.models.generate import DraftTimes
 from mmaccel.policies.draft import PromptLookup, Sequential, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
@@ -165,7 +165,7 @@ def test_greedy_tokens_are_the_plain_ones(
     for model, devices in ((words_of(target), ()), (str(tmp_path), ()), (words_of(target), ("cpu",))):
         monkeypatch.setattr(step, "DEVICES", devices)
         if devices:
-            assert is_causal_lm(model) and Causal().runner(model).steps is not None
+            assert is_causal_lm(model) and CausalLM().runner(model).steps is not None
         draft = TextOnly(model=model, window=3)
         with mmaccel.accelerate(target, draft=draft) as fast:
             assert torch.equal(target.generate(**inputs, max_new_tokens=12, do_sample=False), plain)

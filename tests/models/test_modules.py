@@ -219,7 +219,7 @@ def test_as_the_module_makes_them(name: str, dtype: torch.dtype) -> None:
     family: Any = adapter_for(model)
     places = torch.tensor([0, 1, 7, 900, 352_800])
     positions = places.expand(3, -1) if family.mrope else places
-    with mock.patch.object(layer_ops, "angles", wraps=layer_ops.angles) as made:
+    with mock.patch.object(layer_ops, "rope_angles", wraps=layer_ops.rope_angles) as made:
         found = family.angles(model, positions, dtype)
     assert made.called != family.mrope
     cos, sin = family.rotary(model)(torch.empty(0, dtype=dtype), positions[..., None, :])
@@ -241,7 +241,7 @@ def test_frames_are_pooled_with_the_channels_last(monkeypatch: pytest.MonkeyPatc
     # So they are in a session without a recipe, and once in one of a model that has one.
     for recipe in (False, True):
         fast = mmaccel.accelerate(model, "dense") if recipe else contextlib.nullcontext()
-        with fast, modules.in_parts(adapter_for(model), model, fewer=False):
+        with fast, modules.tower_batched(adapter_for(model), model, fuse=False):
             assert model.model.apply_pooling.args[0] == plain
     assert "apply_pooling" not in vars(model.model)
 
@@ -254,7 +254,7 @@ def test_pooled_frames_have_the_bits_of_the_model_s_own(dtype: torch.dtype) -> N
     model = BUILD["llava"]()
     model.config.vision_config.image_size = 27 * model.config.vision_config.patch_size
     features = torch.randn(3, 729, 64, device="cuda", dtype=dtype)
-    assert torch.equal(llava_onevision.pooled(None, features), model.model.apply_pooling(features))
+    assert torch.equal(llava_onevision.pool_frames(None, features), model.model.apply_pooling(features))
 
 
 def test_stretched_angles_are_the_module_s_own() -> None:
@@ -263,7 +263,7 @@ def test_stretched_angles_are_the_module_s_own() -> None:
     rotary = family.rotary(model)
     with (
         mock.patch.object(rotary, "rope_type", "dynamic"),
-        mock.patch.object(layer_ops, "angles", side_effect=AssertionError),
+        mock.patch.object(layer_ops, "rope_angles", side_effect=AssertionError),
         mock.patch.object(rotary, "forward", side_effect=lambda x, at: (at.float(), -at.float())) as own,
     ):
         family.angles(model, torch.arange(4), torch.float32)

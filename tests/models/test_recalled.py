@@ -14,7 +14,12 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
 from mmaccel.core.memory.kv import KVView
-from mmaccel.core.prefill.prune import TokenPruner, candidate_columns, observers, question_text_columns
+from mmaccel.core.prefill.prune import (
+    TokenPruner,
+    candidate_columns,
+    observation_columns,
+    question_text_columns,
+)
 from mmaccel.core.prefill.recalled import RecallPruning
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.asking import run_question as asked_of
@@ -179,7 +184,7 @@ def test_each_layer_shows_the_best_of_what_it_recalled(
     watched(monkeypatch, see)
     with session(name, {"kv": TIGHT[kv], "prune": FastV(layer=2, retention=0.3)}) as one:
         one.ask(QUESTION, 1)
-        unit = one._live.stream.unit  # type: ignore[union-attr]
+        unit = one._live.stream.tokens_per_unit  # type: ignore[union-attr]
     head, rows = facts[0]._stream.head, views[0][0].query.shape[2]  # type: ignore[union-attr]
     assert 0 not in views or torch.equal(views[0][0].key, views[0][1].key)
     unlike = kv in ("rekv", "mosaic", "livevlm", "streammem")
@@ -290,14 +295,16 @@ def test_the_layout_is_a_prompt_s() -> None:
             (layout,) = pruning._layouts.values()
             (head, base, _), rows = next(iter(pruning._layouts)), pruning._tail
         marks = live.info.marks.shape[0]
-    unit = live.stream.unit
+    unit = live.stream.tokens_per_unit
     assert (base - head, layout.length) == (FRAMES * unit, base + rows) and marks > 0
     kinds = layout.modality[0].tolist()
     assert kinds == [TEXT] * head + [VIDEO] * (base - head + marks) + [TEXT] * (rows - marks)
     assert torch.equal(candidate_columns(layout), torch.arange(head, base))
     assert layout.frame[0, head:base].tolist() == [n // unit for n in range(FRAMES * unit)]
     words = torch.arange(base + marks, base + rows)
-    assert torch.equal(observers(layout), words) and torch.equal(question_text_columns(layout), words)
+    assert torch.equal(observation_columns(layout), words) and torch.equal(
+        question_text_columns(layout), words
+    )
 
 
 class ByStates(FastV):

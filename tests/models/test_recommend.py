@@ -62,7 +62,7 @@ def test_sizes_are_the_loaded_model_s(name: str) -> None:
     assert sizes.layers == 2 and sizes.pace == (2 if name == "random-qwen" else 1)
     with mmaccel.VideoSession(model, processor, "full") as session:
         session.watch(film(4), fps=1.0)
-        assert sizes.tokens == session._live.info.unit  # type: ignore[union-attr]
+        assert sizes.tokens == session._live.info.tokens_per_unit  # type: ignore[union-attr]
         held = session.counters()
         columns = held["held"] + 256  # a buffer's room
         assert (
@@ -211,7 +211,7 @@ def test_rows_of_a_pass_hold_their_share_of_a_line() -> None:
     place = torch.arange(frames * tokens)[None]
     keys = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // tokens)
     n = place.shape[1] // 8
-    queries = keys.take(place[0, -n:])
+    queries = keys.select_tokens(place[0, -n:])
     x = torch.randn(2, 1, 1, place.shape[1], 16, generator=torch.Generator().manual_seed(0))
     plan = grid.plan(x[0, :, :, -n:], x[1], queries, keys)
     assert plan is not None
@@ -225,7 +225,7 @@ def test_slashes_of_few_rows_list_no_block_of_keys_twice() -> None:
     place = torch.arange(frames * tokens)[None]
     keys = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // tokens)
     for n in (64, 128, 256):
-        expected = grid.expected_blocks(n, len(place[0]), (keys.take(place[0, -n:]), keys))
+        expected = grid.expected_blocks(n, len(place[0]), (keys.select_tokens(place[0, -n:]), keys))
         assert expected <= n // 64 * -(-len(place[0]) // 64)
 
 

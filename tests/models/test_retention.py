@@ -40,7 +40,7 @@ def watched(kv: str, count: int = COUNT, **fields: Any) -> mmaccel.VideoSession:
 
 
 def first(session: mmaccel.VideoSession, between: tuple[float, float] | None = None) -> torch.Tensor:
-    return logits(session, beside=True, between=between)
+    return logits(session, concurrent=True, between=between)
 
 
 def held(session: mmaccel.VideoSession) -> list[float]:
@@ -260,7 +260,7 @@ def test_the_memory_of_a_draft_lets_go_too() -> None:
     with mmaccel.VideoSession(model, processor, None, kv=kv, draft=fields) as session:
         for begin in range(0, COUNT, 10):
             session.watch(film(COUNT)[begin : begin + 10], fps=FPS)
-        own: Any = session._live.beside.stream  # type: ignore[union-attr]
+        own: Any = session._live.draft_stream.stream  # type: ignore[union-attr]
         assert own._live.state.store.units(0) == session._live.state.store.units(0)  # type: ignore[union-attr]
         assert session.ask(QUESTION, 4).ids and session.report().draft["failed"] is None
 

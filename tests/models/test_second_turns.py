@@ -14,7 +14,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import TEXT
-from mmaccel.core.prefill.prune import observers, question_text_columns
+from mmaccel.core.prefill.prune import observation_columns, question_text_columns
 from mmaccel.models.prompt_layout import question_columns
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Sequential
@@ -99,8 +99,8 @@ def test_of_a_chat(name: str, random_folder: Callable[[str], Path]) -> None:
         ids = inputs["input_ids"][0]
         told = [processor.decode([int(ids[c])]) for c in question_text_columns(layout)]
         last = int((layout.modality[0] != TEXT).nonzero()[-1])
-        assert observers(layout).tolist() == list(range(last + 1, layout.length))
-        return told, [processor.decode([int(ids[c])]) for c in observers(layout)]
+        assert observation_columns(layout).tolist() == list(range(last + 1, layout.length))
+        return told, [processor.decode([int(ids[c])]) for c in observation_columns(layout)]
 
     told, after = asked(words, video)
     assert "".join(told).replace(" ", "") == "whatcolouristhecircle?"

@@ -357,10 +357,10 @@ def test_it_is_the_model_that_sees_no_other_frames() -> None:
         for begin, end in ((4, 9), (0, 3), (20, 25)):
             want = masked("random-ov", begin, end)
             between = begin / FPS, (end - 1) / FPS
-            assert torch.allclose(logits(session, beside=True, between=between), want, atol=2e-4)
-        whole = logits(session, beside=True)
+            assert torch.allclose(logits(session, concurrent=True, between=between), want, atol=2e-4)
+        whole = logits(session, concurrent=True)
         assert not torch.allclose(whole, want, atol=1e-3)
-        assert torch.allclose(logits(session, beside=True, between=(0.0, 1e9)), whole, atol=2e-4)
+        assert torch.allclose(logits(session, concurrent=True, between=(0.0, 1e9)), whole, atol=2e-4)
 
 
 @crossed(kv=KEEPERS, name=["random-ov", "random-qwen"])

@@ -115,7 +115,7 @@ def test_a_draft_reads_a_stored_film_in_one_pass_under_its_window(monkeypatch: p
     with open_session("random-ov", TIGHT["mosaic"], draft=draft, chunk=None) as session:
         session.ingest(film(24), fps=FPS)
         (_, whole), (pattern, count) = passes
-        unit = session._live.info.unit
+        unit = session._live.info.tokens_per_unit
         assert whole == count == 24 and isinstance(pattern, AShape) and pattern.window == 8 * unit
         ids = session.ask(QUESTION, TOKENS)
         session.watch(film(20), fps=FPS)
@@ -156,7 +156,7 @@ def test_the_draft_is_rolled_back_with_the_target(kv: str, monkeypatch: pytest.M
 
 def seconds(session: mmaccel.VideoSession) -> list[float]:
     """When the frames were shown that the draft has watched."""
-    stream = session._live.beside.stream
+    stream = session._live.draft_stream.stream
     assert len(stream._live.info.times) >= stream._live.state.units() > 0
     return list(stream._live.info.times)
 

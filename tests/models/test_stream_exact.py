@@ -240,7 +240,7 @@ def test_a_view_s_layout_names_head_summaries_units_and_the_question(monkeypatch
             state: Any = asked.state
             few = [state.count_summary_columns(layer) for layer in range(2)]
             shown = [len(state.seen_tokens(layer)) for layer in range(2)]
-    head, unit = live.stream.head, live.stream.unit
+    head, unit = live.stream.head, live.stream.tokens_per_unit
     words, marks = len(asked.ids), live.info.marks.shape[0]
     assert len(seen) == 2 and max(few) > 0
     for layout, summaries, tokens in zip(seen, few, shown, strict=True):

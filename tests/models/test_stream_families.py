@@ -263,9 +263,9 @@ def test_a_pruner_between_layers_leaves_the_times(monkeypatch: pytest.MonkeyPatc
         one.ask(QUESTION, 2)
         stream: Any = one._live.stream  # type: ignore[union-attr]
     ahead, behind = stream.words
-    place = (left[0][left[0] >= stream.head] - stream.head) % stream.unit
-    words = (place < ahead) | (place >= stream.unit - behind)
-    tokens = stream.unit - ahead - behind
+    place = (left[0][left[0] >= stream.head] - stream.head) % stream.tokens_per_unit
+    words = (place < ahead) | (place >= stream.tokens_per_unit - behind)
+    tokens = stream.tokens_per_unit - ahead - behind
     assert ahead > 10 and behind == 1
     assert int(words.sum()) == 12 * (ahead + behind) and int((~words).sum()) == 12 * tokens // 4
 
@@ -292,13 +292,13 @@ def test_a_call_holds_the_frames_between_which_words_are_of_one_length(kind: str
 
 
 def test_times_that_a_tokenizer_writes_in_unlike_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Qwen3VL.beside
+    own = Qwen3VL.text_around_frame
 
-    def beside(self: Any, config: Any, frame: int, seconds: Any) -> Any:
+    def text_around_frame(self: Any, config: Any, frame: int, seconds: Any) -> Any:
         before, after = own(self, config, frame, seconds)
         return [*before, "!"] if frame > 8 else before, after
 
-    monkeypatch.setattr(Qwen3VL, "beside", beside)
+    monkeypatch.setattr(Qwen3VL, "text_around_frame", text_around_frame)
     with session("qwen3_vl", "full") as one, pytest.raises(ModelError, match="units of one length"):
         one.watch(film(8, "qwen3_vl"), fps=FPS)
 

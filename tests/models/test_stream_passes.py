@@ -121,7 +121,7 @@ def switched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tens
         attended = heard(patch, attention, "dense_attend", lambda query, *_, **__: query.shape[2])
         patch.setitem(gate.__dict__, "forward", lambda x: (fed.append(x.shape[1]), plain(x))[1])
         session.watch(film(25), fps=FPS)
-        unit = session._live.info.unit  # type: ignore[union-attr]
+        unit = session._live.info.tokens_per_unit  # type: ignore[union-attr]
         told = {"vision": max(vision), "attention": max(attended) // unit, "feed": max(fed) // unit}
     with open_session("random-ov", {**MOSAIC, **fields}, 25, chunk=chunk) as session:
         return logits(session), told

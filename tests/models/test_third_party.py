@@ -34,7 +34,7 @@ class _Named(_Finder):
     def counters(self) -> dict[str, float]:
         return {"pauses": 3.0, "alone": 2.0, "window": 4.0}
 
-    def notes(self) -> list[str]:
+    def report_notes(self) -> list[str]:
         return ["it looked 3 times"]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.models import modules
-from mmaccel.models.modules import WINDOW_ATTENTION, batches_of, in_parts
+from mmaccel.models.modules import WINDOW_ATTENTION, batches_of, tower_batched
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def batched(model: Any) -> AbstractContextManager[None]:
-    return in_parts(adapter_for(model), model)
+    return tower_batched(adapter_for(model), model)
 
 
 def pixels_of(grids: list[list[int]], seed: int = 3) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.draft.prompt_lookup import PromptLookup
 from mmaccel.policies.kv import StreamMemory, WindowedPolicy
 from mmaccel.policies.kv.full import Full, FullStream
-from mmaccel.policies.sparse.orders import at_or_before, natural
+from mmaccel.policies.sparse.orders import at_or_before, sequence_order
 from mmaccel.policies.sparse.vertical_slash import VerticalSlash
 
 
@@ -31,7 +31,7 @@ class Sound(SparsePattern):
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        queries, keys = (natural(one, block=self.block) for one in (q_layout, k_layout))
+        queries, keys = (sequence_order(one, block=self.block) for one in (q_layout, k_layout))
         q_row, q_pos = queries.row[:, None], at_or_before(keys, queries)[:, None]
         rows, blocks = q_row.shape[-1] // self.block, keys.row.shape[-1] // self.block
         table = torch.ones(len(q_row), 1, rows, blocks, dtype=torch.bool)
@@ -74,7 +74,7 @@ def of_padding(self: Sound, query: Tensor, key: Tensor, *layouts: TokenLayout) -
 def of_few(self: Sound, query: Tensor, key: Tensor, *layouts: TokenLayout) -> Any:
     """The first 64 tokens."""
     few = slice(0, 64)
-    return Sound.plan(self, query[:, :, few], key[:, :, few], *(one.take(few) for one in layouts))
+    return Sound.plan(self, query[:, :, few], key[:, :, few], *(one.select_tokens(few) for one in layouts))
 
 
 def of_few_rows(self: Sound, query: Tensor, key: Tensor, *layouts: TokenLayout) -> Any:

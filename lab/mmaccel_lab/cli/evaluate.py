@@ -58,7 +58,7 @@ def needle(
     check_segments(lengths, segments if documents else 1)
     chosen = choices.load_recipe(recipe, draft)
     choices.check(chosen, model, device)
-    processor = choices.processor(model)
+    processor = choices.load_supported_processor(model)
     loaded = choices.load(model, device, dtype)
     tally = Tally(recipe)
     for length in lengths:
@@ -137,7 +137,7 @@ def caption(
     checked_seed(seed)
     chosen = choices.load_recipe(recipe)
     choices.check(chosen, model, device)
-    processor = choices.processor(model)
+    processor = choices.load_supported_processor(model)
     loaded = choices.load(model, device, dtype)
     second = choices.load(draft, device, dtype) if draft is not None else None
     rows: list[dict[str, int]] = []
@@ -304,7 +304,7 @@ def _begun(output: Path | None, settings: dict[str, Any]) -> list[Line]:
 def _load(model: str, draft: str | None, device: str, dtype: str) -> tuple[Any, Any, Any]:
     """Model, processor and draft; also what each process of --jobs begins with."""
     second = choices.load(draft, device, dtype) if draft is not None else None
-    return choices.load(model, device, dtype), choices.processor(model), second
+    return choices.load(model, device, dtype), choices.load_supported_processor(model), second
 
 
 def _rows(tally: Tally, kinds: tuple[str, ...]) -> Any:

@@ -164,7 +164,7 @@ class _Run:
         from mmaccel.core.report import environment
         from mmaccel_lab.eval.haystack_log import Log
 
-        self.processor = choices.processor(self.model)
+        self.processor = choices.load_supported_processor(self.model)
         self.loaded = choices.load(self.model, self.place, self.dtype)
         kept = str(next(self.loaded.parameters()).dtype).removeprefix("torch.")
         self.log = Log(output, self.settings, environment(self.place, dtype=kept))

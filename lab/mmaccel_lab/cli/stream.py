@@ -78,7 +78,7 @@ def stream(
     names = list(memory or MEMORIES)
     chosen = [memory_of(name) for name in names]
     entries(chosen, sizes, window, tokens=1)  # what is wrong with a memory is told before anything is loaded
-    processor = choices.processor(model)
+    processor = choices.load_supported_processor(model)
     compared = memories_for(processor, chosen, sizes, window)
     loaded = choices.load(model, device, dtype)
     films = worlds_of(frames, worlds, seed)

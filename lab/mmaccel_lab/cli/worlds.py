@@ -93,7 +93,7 @@ def demo(
     for one in chosen.values():
         choices.check(one, model, device)
     todo = _todo(seed0, worlds, frames, asked)
-    processor = choices.processor(model)
+    processor = choices.load_supported_processor(model)
     loaded = choices.load(model, device, dtype)
     seen: list[Judged] = []
     tallies = {name: Tally(name) for name in chosen}

@@ -107,7 +107,7 @@ class Viewing(VideoSession):
     @property
     def host_bytes(self) -> float:
         """What stores of the stream and of a draft's have reserved on the host."""
-        streams = self._live, getattr(getattr(self._live, "beside", None), "stream", None)
+        streams = self._live, getattr(getattr(self._live, "draft_stream", None), "stream", None)
         live = [getattr(one, "_live", one) for one in streams]
         return sum(one.counters().get("host_bytes", 0.0) for one in live if one is not None)
 

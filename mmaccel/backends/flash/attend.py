@@ -24,7 +24,7 @@ from mmaccel.backends.flash.tiles import (
     compact_tiles,
     key_bounds,
     key_runs,
-    padded,
+    pad_to_tiles,
     position_runs,
     side_by_side,
     split_blocks,
@@ -156,9 +156,11 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
 
     setup = Setup.of(part, n, block_q, block_k, rows)
     tiles, group = setup.tiles, H // key.shape[1]
-    q = query.transpose(1, 2) if setup.in_place else gathered(query, padded(q_row, tiles.queries, -1), H)
+    q = query.transpose(1, 2)
+    if not setup.in_place:
+        q = gathered(query, pad_to_tiles(q_row, tiles.queries, -1), H)
     if setup.own is None:
-        k_rows = side_by_side([padded(span.k_row, tiles.keys, -1) for span in part.spans])
+        k_rows = side_by_side([pad_to_tiles(span.k_row, tiles.keys, -1) for span in part.spans])
         k, v = (gathered(t, k_rows, H) for t in (key, value))
         group = H // k.shape[2]
     else:

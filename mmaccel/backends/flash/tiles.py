@@ -53,7 +53,7 @@ class Span(NamedTuple):
         return self.of.ordered if self.of.ranks else None
 
 
-def padded(t: Tensor, tile: int, value: int) -> Tensor:
+def pad_to_tiles(t: Tensor, tile: int, value: int) -> Tensor:
     """Pad t [..., n] with `value` to whole tiles."""
     short = -t.shape[-1] % tile
     return pad(t, (0, short), value=value) if short else t
@@ -125,7 +125,7 @@ def position_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) 
     places, found = [], []
     for span in spans:
         place = torch.where(span.of.k_row >= 0, span.of.k_pos.to(dtype), never)
-        places.append(padded(place, tiles.keys, never))
+        places.append(pad_to_tiles(place, tiles.keys, never))
         listed = _listed(span.of, blocks)
         if listed is None:
             none = torch.zeros_like(span.of.q_pos[:1, :1], dtype=torch.long)
@@ -159,7 +159,7 @@ def _runs(ends: tuple[Tensor, Tensor], tiles: Tiles, dtype: torch.dtype) -> Tens
     """[b, h, 2, P] of `dtype`: where each run begins, and its length, 0 where it ends before; whole tiles of queries."""
     first, past = ends
     both = torch.stack([first, (past - first).clamp(min=0)], 2).to(dtype)
-    return padded(both, tiles.queries, 0)
+    return pad_to_tiles(both, tiles.queries, 0)
 
 
 def tiled(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:

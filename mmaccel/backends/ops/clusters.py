@@ -23,7 +23,7 @@ MOST = 8192
 APART = 1e30  # above any score
 
 
-class Lists(NamedTuple):
+class ClusterEntries(NamedTuple):
     """Which entries each cluster holds, as index tensors (long). owner [R, N]: the cluster of each entry (>= C: none);
     within [R, N]: the entry's index in its cluster; flat [R, N]: entries grouped by cluster, ascending; first [R, C]: where
     each cluster begins in `flat`; size [R, C]: entries of each cluster; `largest`: an upper bound of the sizes."""
@@ -74,7 +74,7 @@ def _few(first: Tensor, *rest: object) -> bool:
 
 
 @operator("stream", serves=_few)
-def score(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
+def score_keys(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     """Dot product, or cosine similarity if `cosine`, of keys [R, C, d] and queries [R, d]: [R, C] float32."""
     key = key.float()
     score = torch.bmm(key, query[:, :, None])[:, :, 0]
@@ -130,14 +130,19 @@ def scores_and_preceding(
 
 
 @operator("stream", serves=_few)
-def select(
-    before: Tensor, lists: Lists, budget: int, ahead: int, own: MemberKeys, late: NewestEntries | None
+def select_entries(
+    before: Tensor,
+    lists: ClusterEntries,
+    budget: int,
+    ahead: int,
+    own: MemberKeys,
+    late: NewestEntries | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The entries that the first of R = 1 or 2 layers retrieves; and `ahead` entries to prefetch for the second, or None.
 
-    Retrieves `budget` entries of clusters that hold as many: whole clusters, best first, then the best entries of the one
-    that does not fit. They ascend; those of `late` follow. Prefetched are entries in cluster order, padded with -1. `before`
-    [R, C]: see `scores_and_preceding`.
+    Retrieves `budget` entries: whole clusters, best first, then the best entries of the one that does not fit. They ascend;
+    those of `late` follow. Prefetched are entries in cluster order, padded with -1. `before` [R, C]: see
+    `scores_and_preceding`.
     """
     width = budget + lists.largest - 1
     found = _entries_in_order(before, lists, max(width, ahead))
@@ -147,7 +152,7 @@ def select(
     begin, end = before[0][cluster], (before[0] + lists.size[0])[cluster]
     apart = (end <= budget).long() - (begin >= budget).long()
     apart = apart.masked_fill(found[0, :width] < 0, -1)
-    scores = score(own.read(entries)[None], own.query[None], own.cosine)[0]
+    scores = score_keys(own.read(entries)[None], own.query[None], own.cosine)[0]
     best = scores.add(apart, alpha=APART).sort(descending=True, stable=True).indices[:budget]
     chosen = entries[best].sort().values
     if late is not None:
@@ -202,7 +207,7 @@ def preceding(score: Tensor, size: Tensor) -> Tensor:
     return torch.empty_like(held).scatter_(1, order, held.cumsum(1) - held)
 
 
-def _entries_in_order(before: Tensor, lists: Lists, width: int) -> Tensor:
+def _entries_in_order(before: Tensor, lists: ClusterEntries, width: int) -> Tensor:
     """Entries in cluster order, [R, width], padded with -1; `before` [R, C] entries precede each cluster. Plain PyTorch."""
     line = before.gather(1, lists.owner.clamp(max=before.shape[1] - 1)) + lists.within
     line = line.masked_fill(lists.owner >= before.shape[1], width).clamp(max=width)

@@ -36,7 +36,7 @@ def delta_rows(
     Returns [B * n, H * V].
 
     bounds   [B, 4] long. `start`: first new column; `base`: number of columns the state contains; `upto`: number it
-             contains afterwards, at most `start`; `seat`: slot of the sequence in journal and state
+             contains afterwards, at most `start`; `slot`: that of the sequence in journal and state
     rows     [B * n, W], columns ``start .. start + n - 1`` of each: queries and keys of G heads of size K, values of H heads
              of size V, then for each of the H heads the write strength and the decay. Written to the journal
     gate     [B * n, H * V]; conv [W - 2 H, taps]; decay, shift [H] (`A_log`, `dt_bias`); gain [V] and `eps` of the norm
@@ -45,9 +45,9 @@ def delta_rows(
     """
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     n = len(rows) // len(bounds)
-    for at, (*when, seat) in enumerate(bounds.tolist()):  # off a device: nothing waits
+    for at, (*when, slot) in enumerate(bounds.tolist()):  # off a device: nothing waits
         some = slice(at * n, (at + 1) * n)
-        said = _ruled(rows[some], conv, decay, shift, when, journal[seat], state[seat])
+        said = _ruled(rows[some], conv, decay, shift, when, journal[slot], state[slot])
         normed = rms_norm.plain(said.to(gate.dtype), gain, eps)
         out[some] = (normed * functional.silu(gate[some].float()).view_as(normed)).flatten(1)
     return out

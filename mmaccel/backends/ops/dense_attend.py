@@ -316,7 +316,7 @@ def older_flash(device: torch.device) -> FlashAttn | None:
     if runs_flash_4(device):
         return None
     for release in (3, 2):
-        call = older_installed(release) if operators.why_not(f"flash_{release}", device) is None else None
+        call = older_flash_attn(release) if operators.why_not(f"flash_{release}", device) is None else None
         if call is not None:
             return FlashAttn(
                 release, call, square=release == 3 or not operators.architecture_of(device).cudnn
@@ -325,7 +325,7 @@ def older_flash(device: torch.device) -> FlashAttn | None:
 
 
 @cache
-def older_installed(release: int) -> Callable[..., Any] | None:
+def older_flash_attn(release: int) -> Callable[..., Any] | None:
     """The function `flash_attn_func` of flash-attn 3 or 2, or None if it cannot be imported."""
     module = {3: "flash_attn_interface", 2: "flash_attn"}[release]
     try:

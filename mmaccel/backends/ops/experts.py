@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmaccel.backends.ops.layer_ops import reads_weights
+from mmaccel.backends.ops.layer_ops import has_linear_kernels
 from mmaccel.backends.ops.operator import operator
 
 
-@operator("experts", serves=reads_weights, fake=lambda x: torch.empty_like(x))
+@operator("experts", serves=has_linear_kernels, fake=lambda x: torch.empty_like(x))
 def expert_rows(x: Tensor, chosen: Tensor, share: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Mixture-of-experts MLP on rows x [R, E], result [R, E]; no host synchronization for the choice of experts.
 

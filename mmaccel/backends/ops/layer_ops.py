@@ -72,11 +72,13 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
-@operator("pointwise", serves=lambda x, pace, scale, dtype: dtype in HALVES and runs_triton(x))
-def angles(positions: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """RoPE cosines and sines [n, D], times `scale`, of `positions` [n] long and inverse frequencies `pace` [D / 2]
+@operator("pointwise", serves=lambda x, inv_freq, scale, dtype: dtype in HALVES and runs_triton(x))
+def rope_angles(
+    positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """RoPE cosines and sines [n, D], times `scale`, of `positions` [n] long and inverse frequencies `inv_freq` [D / 2]
     float32, as transformers' rotary embeddings compute them; one kernel."""
-    angle = (positions[:, None].float() * pace).repeat(1, 2)
+    angle = (positions[:, None].float() * inv_freq).repeat(1, 2)
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
 
@@ -166,7 +168,7 @@ def rope_rows(
     return query.contiguous().transpose(1, 2)
 
 
-def reads_weights(x: Tensor, *rest: object) -> bool:
+def has_linear_kernels(x: Tensor, *rest: object) -> bool:
     """Whether fused kernels exist for linear layers on rows `x` [R, K]: few bfloat16 rows on a Triton device."""
     return x.dtype == torch.bfloat16 and x.shape[0] <= MOST and runs_triton(x)
 
@@ -175,7 +177,7 @@ def _project_shape(x: Tensor, weight: Sequence[Tensor], gated: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight[0].shape[0] if gated else sum(w.shape[0] for w in weight))
 
 
-@operator("decode", serves=reads_weights, fake=_project_shape)
+@operator("decode", serves=has_linear_kernels, fake=_project_shape)
 def project_rows(
     x: Tensor,
     weight: Sequence[Tensor],
@@ -209,7 +211,7 @@ def _pass_shapes(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     return x.new_empty(residual.shape), x.new_empty(residual.shape), squares
 
 
-@operator("decode", serves=reads_weights, fake=_pass_shapes)
+@operator("decode", serves=has_linear_kernels, fake=_pass_shapes)
 def residual_rows(
     x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,7 +232,7 @@ def _enter_shape(x: Tensor, weight: Sequence[Tensor], columns: Tensor, key: Tens
     return x.new_empty(B, n, weight[0].shape[0] // D, D).transpose(1, 2)
 
 
-@operator("decode", serves=reads_weights, mutates=("key", "value"), fake=_enter_shape)
+@operator("decode", serves=has_linear_kernels, mutates=("key", "value"), fake=_enter_shape)
 def qkv_rope_rows(
     x: Tensor,
     weight: Sequence[Tensor],
@@ -271,7 +273,7 @@ class Caches:
 
 
 @operator("decode", serves=runs_triton_in_float32)
-def attend_each(query: Tensor, caches: Caches, columns: Tensor, scale: float) -> Tensor:
+def decode_attend_each(query: Tensor, caches: Caches, columns: Tensor, scale: float) -> Tensor:
     """`decode_attend` (without tree or bias) where each sequence has its own cache, which already contains the new rows:
     query [B, H, n, D], row i of sequence b sees slots 0 .. columns[b, i]. Returns [B, H, n, D]."""
     found = []
@@ -283,7 +285,7 @@ def attend_each(query: Tensor, caches: Caches, columns: Tensor, scale: float) ->
 
 
 @operator("decode", serves=runs_triton_in_float32)
-def rope_each(
+def rope_rows_each(
     rows: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, columns: Tensor, caches: Caches
 ) -> Tensor:
     """`rope_rows` where each sequence has its own cache: apply RoPE to rows [B, n, (H + 2 G) * D], write keys and values to
@@ -295,8 +297,8 @@ def rope_each(
     return torch.cat(found)
 
 
-@operator("decode", serves=reads_weights)
-def qkv_rope_each(
+@operator("decode", serves=has_linear_kernels)
+def qkv_rope_rows_each(
     x: Tensor,
     weight: Sequence[Tensor],
     bias: Sequence[Tensor],
@@ -311,4 +313,4 @@ def qkv_rope_each(
     [2, B, n, D], write k and v to slots `columns` [B, n]; returns queries [B, H, n, D]."""
     rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
     positions = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
-    return rope_each.direct(rows, turn[0], turn[1], positions, columns, caches)
+    return rope_rows_each.direct(rows, turn[0], turn[1], positions, columns, caches)

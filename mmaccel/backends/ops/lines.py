@@ -32,7 +32,7 @@ MOST_QUERIES = 128
 def has_kernel(device: torch.device, dtype: torch.dtype, queries: int, size: int) -> bool:
     """Whether `row_totals`, `line_sums` and `class_phases` have a kernel for `queries` queries of head size `size`."""
     known = dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return known and 0 < queries <= MOST_QUERIES and size <= 256 and operators.usable(device) is None
+    return known and 0 < queries <= MOST_QUERIES and size <= 256 and operators.triton_unusable(device) is None
 
 
 def _kernel(fake: Callable[P, R]) -> operators.Operator[P, R]:

@@ -85,10 +85,10 @@ class Resources:
     processors: int
     memory: int
 
-    def stages(self, most: int, each: int, beside: int = 0) -> int:
+    def pipeline_stages(self, most: int, each: int, rest: int = 0) -> int:
         """Number of pipeline stages, at most `most`, that fit into shared memory: each but one takes `each` bytes, and the
-        rest of the program takes `beside` bytes."""
-        return max(1, min(most, 1 + (self.shared - beside) // each))
+        rest of the program takes `rest` bytes."""
+        return max(1, min(most, 1 + (self.shared - rest) // each))
 
 
 INTERPRETED = Resources(shared=256 << 10, resident=228 << 10, columns=8, processors=4, memory=1 << 40)
@@ -188,14 +188,14 @@ def _cached_constant(make: Callable[P, R]) -> Callable[P, R]:
 
 
 @_cached_constant
-def usable(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on `device`, or None if they can; does not import Triton."""
+def triton_unusable(device: torch.device) -> str | None:
+    """Return why Triton kernels cannot run on `device`, or None if they can; does not import Triton."""
     return why_not("triton", device) or (None if find_spec("triton") else "it needs triton")
 
 
 def runs_triton(first: Tensor | Sequence[Tensor], *rest: Any) -> bool:
     """Whether Triton kernels can run on the device of the first argument."""
-    return usable((first if isinstance(first, Tensor) else first[0]).device) is None
+    return triton_unusable((first if isinstance(first, Tensor) else first[0]).device) is None
 
 
 def runs_triton_in_float32(first: Tensor, *rest: Any) -> bool:

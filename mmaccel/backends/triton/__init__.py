@@ -4,9 +4,9 @@ softmax, and long lists are split over programs."""
 from __future__ import annotations
 
 from mmaccel.backends.ops.block_attend import define
-from mmaccel.backends.ops.operator import import_on_first_call, usable
+from mmaccel.backends.ops.operator import import_on_first_call, triton_unusable
 
-unusable = usable
+unusable = triton_unusable
 op = define(
     "block_attend_triton", import_on_first_call("mmaccel.backends.triton.prefill.attend", "block_attend")
 )

@@ -161,7 +161,7 @@ def decode_attend(
     query, key, value, columns, scale, sees=None, bias=None, *, splits=None, block_n=None, each=None
 ):
     """Launch `ops.layer_ops.decode_attend`: at most `splits` pieces per sequence and key/value head, in tiles of `block_n`
-    keys. `each`: the `Caches` of `attend_each`."""
+    keys. `each`: the `Caches` of `decode_attend_each`."""
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
@@ -171,7 +171,7 @@ def decode_attend(
     block_n = block_n or (64 if item == 2 else 16)
     while (2 * block_n * block_d + block_m * (block_d + block_n)) * item > here.shared and block_m > 16:
         block_m, block_n = (block_m, block_n // 2) if block_n > 16 else (block_m // 2, block_n)
-    stages = here.stages(3, 2 * block_n * block_d * item, block_m * (block_d + block_n) * item)
+    stages = here.pipeline_stages(3, 2 * block_n * block_d * item, block_m * (block_d + block_n) * item)
     tiles = triton.cdiv(n * group, block_m)
     splits = splits or max(1, RESIDENT * here.processors // (B * G * tiles))
     out = torch.empty(B, n, H, D, dtype=query.dtype, device=query.device).transpose(1, 2)
@@ -196,9 +196,9 @@ def decode_attend(
     return out
 
 
-def attend_each(query, caches, columns, scale):
-    """Launch `ops.layer_ops.attend_each`: attention of query [B, H, n, D], each sequence over its own cache, which kernels
-    find by `caches.table`; columns [B, n] as in `decode_attend`."""
+def decode_attend_each(query, caches, columns, scale):
+    """Launch `ops.layer_ops.decode_attend_each`: attention of query [B, H, n, D], each sequence over its own cache, which
+    kernels find by `caches.table`; columns [B, n] as in `decode_attend`."""
     return decode_attend(query, caches.home, caches.home, columns, scale, each=caches)
 
 
@@ -356,7 +356,7 @@ def _tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) 
                 made = Tile(16, inputs, rows, 1, steps)
                 break
     inputs = block_k or min(made.inputs, max(triton.next_power_of_2(K), 16))
-    stages = here.stages(made.stages, inputs * (made.outputs * weights + rows) * x.element_size())
+    stages = here.pipeline_stages(made.stages, inputs * (made.outputs * weights + rows) * x.element_size())
     return made._replace(inputs=inputs, stages=stages)
 
 
@@ -509,7 +509,7 @@ def _rope_kernel(
 
 def qkv_rope_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *, block_k=None, each=None):
     """Launch `ops.layer_ops.qkv_rope_rows` (project, RoPE, write cache); a program reads `block_k` inputs at a time. `each`:
-    the `Caches` of `qkv_rope_each`."""
+    the `Caches` of `qkv_rope_rows_each`."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]
@@ -532,15 +532,15 @@ def qkv_rope_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value
     return query.transpose(1, 2)
 
 
-def qkv_rope_each(x, weight, bias, gain, squares, eps, turn, columns, caches):
-    """Launch `ops.layer_ops.qkv_rope_each`: `qkv_rope_rows` with a cache for each sequence, found by `caches.table`."""
+def qkv_rope_rows_each(x, weight, bias, gain, squares, eps, turn, columns, caches):
+    """Launch `ops.layer_ops.qkv_rope_rows_each`: `qkv_rope_rows` with a cache for each sequence, found by `caches.table`."""
     home = caches.home
     return qkv_rope_rows(x, weight, bias, gain, squares, eps, turn, columns, home, home, each=caches)
 
 
 def rope_rows(rows, cos, sin, positions, columns, key, value, *, each=None):
     """Launch `ops.layer_ops.rope_rows` (RoPE, write cache): one kernel, a program for each head of each row. `each`: the
-    `Caches` of `rope_each`."""
+    `Caches` of `rope_rows_each`."""
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G
@@ -554,7 +554,7 @@ def rope_rows(rows, cos, sin, positions, columns, key, value, *, each=None):
     return query.transpose(1, 2)
 
 
-def rope_each(rows, cos, sin, positions, columns, caches):
-    """Launch `ops.layer_ops.rope_each`: `rope_rows` with a cache for each sequence, found by `caches.table`."""
+def rope_rows_each(rows, cos, sin, positions, columns, caches):
+    """Launch `ops.layer_ops.rope_rows_each`: `rope_rows` with a cache for each sequence, found by `caches.table`."""
     home = caches.home
     return rope_rows(rows, cos, sin, positions, columns, home, home, each=caches)

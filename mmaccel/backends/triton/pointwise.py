@@ -149,13 +149,13 @@ def rotate_(x, cos, sin):
         )  # fmt: skip
 
 
-def angles(positions, pace, scale, dtype):
-    """Launch `ops.layer_ops.angles`: RoPE cosines and sines [n, D] of positions [n], `ROWS` of them a program."""
-    n, half = len(positions), len(pace)
+def rope_angles(positions, inv_freq, scale, dtype):
+    """Launch `ops.layer_ops.rope_angles`: RoPE cosines and sines [n, D] of positions [n], `ROWS` of them a program."""
+    n, half = len(positions), len(inv_freq)
     out = torch.empty(2, n, 2 * half, dtype=dtype, device=positions.device)
     if n:
         _angles_kernel[(triton.cdiv(n, ROWS),)](
-            positions.contiguous(), pace, out[0], out[1], n, scale,
+            positions.contiguous(), inv_freq, out[0], out[1], n, scale,
             HALF=half, ROWS=ROWS, BLOCK=triton.next_power_of_2(half), num_warps=4,
         )  # fmt: skip
     return out[0], out[1]

@@ -164,7 +164,7 @@ def _select_entries_kernel(
     D: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `select`, a program a layer: the first writes OUT, the second AHEAD. SCORE, KEEP: scratch memory."""
+    """Kernel of `select_entries`, a program a layer: the first writes OUT, the second AHEAD. SCORE, KEEP: scratch memory."""
     row = tl.program_id(0)
     if row == 0:
         last = _last(BEFORE, SIZE, C, budget, OTHERS)
@@ -380,8 +380,8 @@ def _gather_kernel(
         tl.store(out + target + at, words, mask=inside)
 
 
-def score(key, query, cosine):
-    """Launch `ops.clusters.score`: dot product (or cosine) of keys [R, C, d] and queries [R, d], [R, C] float32."""
+def score_keys(key, query, cosine):
+    """Launch `ops.clusters.score_keys`: dot product (or cosine) of keys [R, C, d] and queries [R, d], [R, C] float32."""
     R, C, D = key.shape
     out = torch.empty(R, C, device=key.device)
     if C:
@@ -434,8 +434,8 @@ def scores_and_preceding(score, size, parent, without):
     return out, before
 
 
-def select(before, lists, budget, ahead, own, late):
-    """Launch `ops.clusters.select`: the retrieved entries, ascending, and those to prefetch for the next layer."""
+def select_entries(before, lists, budget, ahead, own, late):
+    """Launch `ops.clusters.select_entries`: the retrieved entries, ascending, and those to prefetch for the next layer."""
     R, C = before.shape
     device, D, more = before.device, own.keys.shape[2], 0 if late is None else late.entries
     out = torch.empty(budget + more, dtype=torch.long, device=device)

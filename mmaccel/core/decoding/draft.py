@@ -27,7 +27,7 @@ from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError
 from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.prefill.prune import Probe, TokenPruner
-from mmaccel.core.registry import Policy
+from mmaccel.core.registry import Policy, refuse_former_names
 
 Warp = Callable[[Tensor, Tensor], Tensor]
 """(ids [S] before a token, its raw logits [V]) -> the probabilities [V] it is drawn from; one-hot if processors decide."""
@@ -103,8 +103,8 @@ class Prompt:
     `warp` turns the raw logits of one token into the distribution it is drawn from (temperature, top-k, penalties, given the
     ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream` is what `watch`
     gave, asked the question: `inputs` have its ids alone. In a later turn of a conversation `past` are the columns that the
-    target holds, `inputs` are of what comes after them, and `left` is what `state_for_next_turn` gave (None: nothing);
-    `lasts` says that it will be called. `deadline` is the call's (`generate.Deadline`), for long reads to check.
+    target holds, `inputs` are of what comes after them, and `previous_state` is what the last turn's `state_for_next_turn`
+    returned; `lasts` says that a later turn may follow. `deadline` is the call's (`generate.Deadline`).
     """
 
     inputs: Mapping[str, Any]
@@ -114,7 +114,7 @@ class Prompt:
     max_new_tokens: int = 0
     stream: DraftStream | None = None
     past: Columns | None = None
-    left: Any = None
+    previous_state: Any = None
     lasts: bool = False
     deadline: Any = None
 
@@ -151,6 +151,10 @@ class DraftState(ABC):
     """The draft of one sequence, for one turn. `chooses`: `draft_steps` heeds `most`; `unread`: it has yet to prefill."""
 
     chooses, unread = False, False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_former_names(cls)
 
     @abstractmethod
     def begin(self, prompt: Prompt) -> None:
@@ -189,7 +193,7 @@ class DraftState(ABC):
         """Learn the `committed` [m] new tokens of the sequence; the first `kept` of them were in the last proposal."""
 
     def state_for_next_turn(self) -> Any:
-        """Return state from which the next turn's draft can continue (`Prompt.left`), or None. Called before `close`."""
+        """Return what the next turn's draft gets as `Prompt.previous_state`, to continue from; called before `close`."""
         return None
 
     def close(self) -> None:
@@ -199,7 +203,7 @@ class DraftState(ABC):
         """Return the draft's figures for the report, under names that the drafting strategy chooses."""
         return {}
 
-    def notes(self) -> list[str]:
+    def report_notes(self) -> list[str]:
         """Return sentences for the report, without a full stop, on what its figures mean: why nothing was drafted, say."""
         return []
 
@@ -285,8 +289,7 @@ def accept(
     if proposal.parents is not None:
         raise DraftError("accept verifies chains; call accept_tree for a proposal with parents.")
     drafted = proposal.ids.to(logits.device)
-    n = drafted.numel()
-    rows = logits.shape[0]
+    n, rows = drafted.numel(), logits.shape[0]
     if rows != n + 1 and (rows != n or not n):
         raise DraftError(f"{n} proposed tokens need {n + 1} rows of logits; {rows} were given.")
     if warp is None:
@@ -303,9 +306,8 @@ def accept(
     q = proposal.q
     faults = torch.zeros(3, dtype=torch.long, device=p.device)
     if q is not None:
-        q = q.to(p)
-        faults = _faults(q, drafted, p.shape[-1])
-        q = resize_vocab(q, p.shape[-1], 0.0)
+        faults = _faults(q.to(p), drafted, p.shape[-1])
+        q = resize_vocab(q.to(p), p.shape[-1], 0.0)
     device = p.device if generator is None else generator.device
     u = torch.rand(n, dtype=p.dtype, device=device, generator=generator).to(p.device)
     sizes = p.shape, p.dtype, p.device, None if q is None else q.stride()
@@ -352,17 +354,15 @@ def judge_chain(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Te
     q_x = torch.ones_like(p_x) if q is None else q.gather(-1, at)[..., 0]
     # u < p / q without the division: right for q = 0, and p = 0 is refused even when u = 0.
     kept = ((u * q_x < p_x) & inside).long().cumprod(-1).sum(-1)
-    here = kept[..., None, None]
-    p_row = p.gather(-2, here.expand(*kept.shape, 1, vocab))[..., 0, :]
+    here = kept[..., None, None].expand(*kept.shape, 1, vocab)
+    p_row = p.gather(-2, here)[..., 0, :]
     # Past the last proposed token nothing was proposed: q is zero there and the residual is p itself.
     if q is None:
         none = torch.full_like(ids[..., :1], vocab)
         x = torch.cat([torch.where(inside, ids, vocab), none], -1).gather(-1, kept[..., None])
         q_row = (torch.arange(vocab, device=p.device) == x).to(p)
     else:
-        q_row = torch.cat([q, torch.zeros_like(q[..., :1, :])], -2).gather(
-            -2, here.expand(*kept.shape, 1, vocab)
-        )[..., 0, :]
+        q_row = torch.cat([q, torch.zeros_like(q[..., :1, :])], -2).gather(-2, here)[..., 0, :]
     rest = (p_row - q_row).clamp(min=0)
     # Where p and q agree to the last bit a refusal is a rounding accident and the residual empty; p is then the limit.
     return kept, torch.where(rest.sum(-1, keepdim=True) > 0, rest, p_row)

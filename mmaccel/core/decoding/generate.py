@@ -65,12 +65,12 @@ class GuardedDraft:
     """Wraps a draft so that its failure ends only drafting, not decoding; `state` is None before it is opened and after it
     ends.
 
-    lasts  whether a later turn may follow; then `left` is what the draft keeps for it (`DraftState.state_for_next_turn`)
+    lasts  whether a later turn may follow; then `next_state` is what the draft's `state_for_next_turn` returned
     """
 
     def __init__(self, meter: DraftRounds, state: DraftState | None = None, lasts: bool = False) -> None:
         self.state, self._meter, self._lasts = state, meter, lasts
-        self.left: Any = None
+        self.next_state: Any = None
 
     @contextmanager
     def drop_on_error(self) -> Iterator[DraftState | None]:
@@ -103,18 +103,18 @@ class GuardedDraft:
         if draft is not None:
             try:
                 try:
-                    self.left = draft.state_for_next_turn() if self._lasts else None
+                    self.next_state = draft.state_for_next_turn() if self._lasts else None
                 finally:
                     draft.close()
             except Exception as error:
-                self.left = None
+                self.next_state = None
                 self._failed(error)
             self._tell(draft)
 
     def _tell(self, draft: DraftState) -> None:
         """Put what the draft, which is closed, has to tell into the report."""
         try:
-            self._meter.draft_ended(draft.counters(), list(draft.notes()))
+            self._meter.draft_ended(draft.counters(), list(draft.report_notes()))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             message = f"the report lacks its counters; the answer is complete ({why})"

@@ -30,7 +30,7 @@ class DraftStreamSettings:
 class QuestionAttention:
     """The target question's attention to the visual tokens, by which a draft's pruner with this `stage` scores them.
 
-    unit    P, tokens of a unit (step of time) of the target
+    tokens_per_unit  P, of a unit (step of time) of the target
     tokens  [n] long, ascending: the tokens a layer saw, as unit number * P + index in the unit; all models with the same
             frames per unit number units alike
     paid    [k, n] float32: the attention that the question paid to each, a mean over its rows, heads and the layers of the
@@ -39,14 +39,15 @@ class QuestionAttention:
     """
 
     stage: Stage
-    unit: int
+    tokens_per_unit: int
     tokens: Tensor
     paid: Tensor
 
-    def look_up(self, numbers: Tensor, places: Tensor, unit: int) -> Tensor:
+    def look_up(self, numbers: Tensor, places: Tensor, tokens_per_unit: int) -> Tensor:
         """Look up the attention [k, m] paid to single tokens: those at indices `places` [m] of units (frames) `numbers` [m],
-        for a model with `unit` tokens per unit."""
-        wanted, tokens = numbers * self.unit + places * self.unit // unit, self.tokens.to(numbers.device)
+        for a model with `tokens_per_unit` tokens per unit."""
+        places = places * self.tokens_per_unit // tokens_per_unit
+        wanted, tokens = numbers * self.tokens_per_unit + places, self.tokens.to(numbers.device)
         paid = self.paid.to(numbers.device)
         if not tokens.numel():
             return paid.new_zeros(len(paid), len(wanted))

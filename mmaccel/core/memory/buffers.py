@@ -79,7 +79,7 @@ class UnitRows:
         self.old, self.gap = self.units_of(rows)[kept.numpy()], self.gap + rows - len(kept)
 
     def forget_from(self, end: int) -> None:
-        """Forget the units (frames) from `end` on: others come under these numbers."""
+        """Forget the units (frames) from number `end` on; the next units get these numbers."""
         if end < self.gap + len(self.old):
             self.old = self.old[: self.count_rows_below(end)]
             self.gap = end - len(self.old)

@@ -161,7 +161,7 @@ class Stream:
     A stream is: the prompt before the video (head) | units, numbered from 0 | the tokens of a question. A *unit* is what the
     model takes as one step of time: a frame, or a temporal patch of `pace` frames.
 
-    unit    P, tokens of a unit
+    tokens_per_unit  P
     words   numbers of tokens at the begin and at the end of each unit that are text, such as a time stamp
     head    tokens before the video
     pace    frames of a unit
@@ -169,7 +169,7 @@ class Stream:
     dtype   of keys and values
     """
 
-    unit: int
+    tokens_per_unit: int
     head: int
     pace: int
     positions: PositionIds
@@ -248,12 +248,12 @@ MARGIN = 64  # columns ahead of need for rows of a question or an answer; a few 
 class StreamState(KVState):
     """The KV memory of one video stream (batch 1). Keys and queries arrive before RoPE; the memory applies it.
 
-    A forward pass is: ``begin_pass(stream_pass)``; for each layer in order ``append`` and ``view`` (before them ``ahead``,
-    for policies that need "hidden"); ``end_pass()``. Columns of a "head" or "units" pass belong to the stream once it has
-    ended; if a pass fails, the session calls ``restore`` with what ``checkpoint`` gave before the clip. "question" and
-    "answer" passes run inside ``question_scope()``, which drops all they appended; "proxy" is dropped at ``end_pass()``.
-    `length()` counts the stream's columns, and the question's and answer's; `truncate` reaches back to the question's begin.
-    `counters` has "units" taken in, and "resident" on the device.
+    A forward pass is: ``begin_pass(stream_pass)``; for each layer in order ``append`` and ``view`` (before them
+    ``take_hidden``, for policies that need "hidden"); ``end_pass()``. Columns of a "head" or "units" pass belong to the
+    stream once it has ended; if a pass fails, the session calls ``restore`` with what ``checkpoint`` gave before the clip.
+    "question" and "answer" passes run inside ``question_scope()``, which drops all they appended; "proxy" is dropped at
+    ``end_pass()``. `length()` counts the stream's columns, and the question's and answer's; `truncate` reaches back to the
+    question's begin. `counters` has "units" taken in, and "resident" on the device.
     """
 
     recalls_alike: bool = False  # whether all layers show a question the same tokens of the same units

@@ -80,9 +80,9 @@ class AttentionConfig:
         made: AttentionPlan | None = compiled(sizes, gain, query, key, value, queries, keys)
         return made
 
-    def check_search(self, tokens: int | None) -> None:
-        """Note what the pattern found otherwise than asked. Warn, once per attached recipe, if the length of a prompt (None:
-        unknown) is far from that on which the patterns were searched."""
+    def warn_of_other_length(self, tokens: int | None) -> None:
+        """Warn, once per attached recipe, if a prompt of `tokens` (None: unknown) is far longer or shorter than that on
+        which the patterns were searched. The pattern's own `note`, if any, goes into the report."""
         context = self.recipe.sparse.context
         if self.recipe.sparse.note:
             self.meter.add_note(self.recipe.sparse.note)
@@ -195,9 +195,9 @@ class ForwardPass(PrefillPass):
             return self.query_layout, self.layout
 
         def ranked() -> tuple[TokenLayout, TokenLayout]:
-            keys = self.layout.take(column.to(self.layout.device))
+            keys = self.layout.select_tokens(column.to(self.layout.device))
             keys = replace(keys, position=(keys.valid.long().cumsum(1) - 1).clamp(min=0))
-            return keys.take(slice(keys.length - self.layout.length + self.start, None)), keys
+            return keys.select_tokens(slice(keys.length - self.layout.length + self.start, None)), keys
 
         return self._once("shown", column, ranked)
 
@@ -226,11 +226,11 @@ class ForwardPass(PrefillPass):
     @cached_property
     def query_layout(self) -> TokenLayout:
         """Layout of the new columns. All layers share it, so that values derived from it are computed once."""
-        return self.layout.take(slice(self.start, None))
+        return self.layout.select_tokens(slice(self.start, None))
 
     def slice_columns(self, begin: int, end: int) -> ForwardPass:
         """Return the forward pass over only the new columns ``begin .. end`` of this one."""
-        layout, start = self.layout.take(slice(0, self.start + end)), self.start + begin
+        layout, start = self.layout.select_tokens(slice(0, self.start + end)), self.start + begin
         rest = self.layout.length - layout.length + self.rest
         return replace(self, layout=layout, start=start, rest=rest, ends=self._ends)
 
@@ -353,7 +353,7 @@ class ForwardPass(PrefillPass):
             meter.note_unplanned(recipe.sparse.for_layer(layer), query.shape[1])
             return None
         # Of a stream a pass is a part, and nobody knows how long the whole will be.
-        self.config.check_search(None if self.stream else self.layout.length + self.rest)
+        self.config.warn_of_other_length(None if self.stream else self.layout.length + self.rest)
         check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.has_padding)
         plan = plan if view.window is None else plan.limit_to_window(view.sinks, view.window)
         if all(begin == end for _, begin, end in self._tails):

@@ -74,7 +74,7 @@ def merge_plans(
     return replace(first, parts=tuple(make() for make in makers), heads=heads, dense=rest)
 
 
-def joined(parts: Sequence[Part], heads: int, blocks: tuple[int, int]) -> Part:
+def combine_parts(parts: Sequence[Part], heads: int, blocks: tuple[int, int]) -> Part:
     """Merge all `parts` of a group into one part for all `heads` heads, so that one launch computes them.
 
     `blocks` are the block sizes of queries and of keys, in tokens.
@@ -85,7 +85,7 @@ def joined(parts: Sequence[Part], heads: int, blocks: tuple[int, int]) -> Part:
     return make()
 
 
-def adjacent(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[int, int]]:
+def adjacent_runs(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[int, int]]:
     """Yield the runs (begin, end) of adjacent heads among `heads`, each of at most `most` heads."""
     begin = 0
     for at in range(1, len(heads) + 1):
@@ -140,7 +140,7 @@ class TensorPacker:
         t = t if dense else t.contiguous()
         from_b, from_h = (t.stride(i) if t.shape[i] > 1 else 0 for i in (0, 1))
         at = 0
-        for slot, past in adjacent(slots):
+        for slot, past in adjacent_runs(slots):
             count = past - slot
             if not at or from_h:
                 self._sources.append(t[:, at : at + count] if at else t)

@@ -45,10 +45,10 @@ class HeadRun(NamedTuple):
 
     def of(self, query: Tensor) -> Tensor:
         """Return the queries [B, h, n, D] of these heads; a view if the heads are adjacent."""
-        return of_heads(self.heads, query)
+        return select_heads(self.heads, query)
 
 
-def of_heads(heads: tuple[int, ...], x: Tensor) -> Tensor:
+def select_heads(heads: tuple[int, ...], x: Tensor) -> Tensor:
     """Return the ascending `heads` of x [B, H, ...]; a view if they are adjacent."""
     first, last = heads[0], heads[-1]
     if last - first + 1 == len(heads):
@@ -99,7 +99,7 @@ class DenseHeads:
 
     def count_pairs(self) -> Tensor:
         """Return [B] float64: how many query-key pairs each dense head computes."""
-        q = self.queries.take(slice(0, self.rows))
+        q = self.queries.select_tokens(slice(0, self.rows))
         most = self.keys.length if self.window is None else self.sinks + self.window
         return ((q.position + 1).clamp(max=most) * q.valid).sum(1).double()
 

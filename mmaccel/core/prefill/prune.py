@@ -23,8 +23,8 @@ SIGNALS = ("hidden", "attention", "vision_attention", "vision_key")
 """What a pruner may need; all float, without a batch axis.
 
 hidden            [k, S, E]: what enters the decoder after `Stage.hidden[k]` layers (0: the input embeddings)
-attention         [k, n, S]: the attention that the rows which see all visual tokens (`observers`) pay to every column, a
-                  mean over heads and over the layers of the group `Stage.attention[k]`
+attention         [k, n, S]: the attention that the `observation_columns`, which see all visual tokens, pay to every column,
+                  a mean over heads and over the layers of the group `Stage.attention[k]`
 vision_attention  [S]: the attention a visual token receives within its frame or tile in the vision tower; 0 elsewhere
 vision_key        [S, D]: its key there, a mean over heads; 0 elsewhere
 """
@@ -344,7 +344,7 @@ def question_text_columns(layout: TokenLayout) -> Tensor:
     return rows if rows.numel() else rows.new_tensor([layout.length - 1])
 
 
-def observers(layout: TokenLayout, last: int | None = None) -> Tensor:
+def observation_columns(layout: TokenLayout, last: int | None = None) -> Tensor:
     """Return the columns [n] whose attention to the visual tokens is read: the text after the last visual token, or, if none
     follows, the last column, as no earlier row sees them all. Without visual tokens, all text. `last`: only of the last
     columns, those of a turn."""
@@ -375,5 +375,5 @@ def evenly_spaced(count: int, among: int, device: torch.device | str = "cpu") ->
 
 def kept_layout(layout: TokenLayout, columns: Tensor) -> TokenLayout:
     """Return the layout of only the given columns: frames, cells and segments unchanged, positions renumbered."""
-    left = layout.take(columns)
+    left = layout.select_tokens(columns)
     return replace(left, position=(left.valid.long().cumsum(1) - 1).clamp(min=0))

@@ -117,7 +117,7 @@ class TimeRangeMemory(WrappedMemory):
         return None if tokens is None else tokens[self._inside(tokens)]
 
     def _inside(self, tokens: Tensor) -> Tensor:
-        units = tokens // self._stream.unit
+        units = tokens // self._stream.tokens_per_unit
         return (units >= self._first) & (units < self._end)
 
     def view(self, layer: int, query: Tensor) -> KVView:
@@ -174,7 +174,7 @@ class RecallPruning(WrappedMemory):
         assert stream_pass is not None
         base = view.key.shape[2] - self._tail
         first = self._stream.head + self.state.count_summary_columns(layer)
-        alike = self.state.recalls_alike or base - first == self.state.units() * self._stream.unit
+        alike = self.state.recalls_alike or base - first == self.state.units() * self._stream.tokens_per_unit
         query = query if view.query is None else view.query
         if stream_pass.kind == "question":
             if base > first and VIDEO in self.pruner.prunes:
@@ -276,7 +276,7 @@ class RecallPruning(WrappedMemory):
         if (first, base, device) not in self._layouts:
             place = torch.arange(base + self._tail, device=device)[None]
             inside = (place >= first) & (place < base)
-            unit, (ahead, behind) = self._stream.unit, self._stream.words
+            unit, (ahead, behind) = self._stream.tokens_per_unit, self._stream.words
             if (base - first) % unit == 0:  # else what is shown are single tokens, of which it is not known
                 at = (place - first) % unit
                 inside &= (at >= ahead) & (at < unit - behind)

@@ -19,7 +19,7 @@ from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVView
-from mmaccel.core.prefill.merge_heads import Share, adjacent, joined
+from mmaccel.core.prefill.merge_heads import Share, adjacent_runs, combine_parts
 from mmaccel.core.prefill.plan import (
     FAR,
     AttentionPlan,
@@ -180,11 +180,11 @@ def attend_plan(
             if out is None:
                 out, lse = empty_output(query, value, n, n)
             assert lse is not None
-            for begin, end in adjacent([head for head in heads if head not in written]):
+            for begin, end in adjacent_runs([head for head in heads if head not in written]):
                 here = slice(begin - own.start, end - own.start)
                 out[:, begin:end], lse[:, begin:end] = other[:, here], other_lse[:, here]
             again = [head for head in heads if head in written]
-            for begin, end in adjacent(again, max(1, MERGED // other[:, 0].numel())):
+            for begin, end in adjacent_runs(again, max(1, MERGED // other[:, 0].numel())):
                 here = slice(begin - own.start, end - own.start)
                 both, total = merge(out[:, begin:end], lse[:, begin:end], other[:, here], other_lse[:, here])
                 out[:, begin:end], lse[:, begin:end] = both.to(out.dtype), total
@@ -215,7 +215,7 @@ def parts_to_launch(plan: AttentionPlan) -> list[Part]:
                 groups.setdefault(part.merge_group, []).append(part)
         blocks = plan.block_q, plan.block_k
         whole = [
-            parts[0] if len(parts) == 1 else joined(parts, plan.heads, blocks)
+            parts[0] if len(parts) == 1 else combine_parts(parts, plan.heads, blocks)
             for parts in (groups[number] for number in sorted(groups))
         ]
         alone = whole + [part for part in plan.parts if part.head_range is not None]
@@ -246,8 +246,11 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
     return out * mine + other_out * theirs, total
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return the kernel for sliding windows of many rows without an explicit mask, or None where a mask serves as well."""
+def sliding_window_kernel(
+    device: torch.device, dtype: torch.dtype
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return the attention operator (schema of `ops.block_attend`) that computes many rows of a sliding window without a
+    mask in memory; None if `device` or `dtype` has none, and masked attention serves."""
     if dtype not in (torch.float16, torch.bfloat16):
         return None
     try:

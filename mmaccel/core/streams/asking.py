@@ -32,12 +32,12 @@ from mmaccel.core.streams.parts import (
     RunningStates,
     StreamInfo,
     TokenChoice,
-    joined,
+    concat_padded,
     states_restored,
 )
 from mmaccel.core.streams.picking import open_picked_frames
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, pad_to_units
-from mmaccel.core.streams.timed_text import TOKENS, TimedText, fitting, recalled_lines, seen_shares
+from mmaccel.core.streams.timed_text import TOKENS, TimedText, layer_shares, recalled_lines, texts_that_fit
 
 GONE = "between: kv {!r} holds nothing of that time any more; ask for a later one, or choose a kv that keeps all frames."
 
@@ -49,7 +49,7 @@ def run_question(
     room: int,
     weigh: bool = True,
     deadline: Deadline | None = None,
-    beside: bool = False,
+    concurrent: bool = False,
     settings: Mapping[str, Any] | None = None,
     between: tuple[float, float] | None = None,
 ) -> Iterator[QuestionRunner]:
@@ -57,10 +57,10 @@ def run_question(
     before.
 
     room    tokens that the answer may have
-    weigh   whether its evidence will be asked for
-    beside  it sees the stream as it is now, and yields to frames between its layers and its tokens if the memory supports
-            that (`StreamState.snapshot`); the caller holds the `turns` of the model
-    settings  by which tokens are chosen (`StreamAdapter.choose_tokens`)
+    weigh   whether `evidence` of the answer will be asked for
+    concurrent  whether it yields to frames between its layers and its tokens, and sees the stream as it is now all the same
+            (if the memory supports `StreamState.snapshot`); the caller holds the `turns` of the model
+    settings  by which tokens are chosen (`StreamAdapter.token_choice`)
     between   (begin, end) in seconds of the stream: it sees only units that were shown then
 
     Raises `ModelError`, before anything is run, if the model has no position left for an answer, and `Ended` if the deadline
@@ -71,7 +71,7 @@ def run_question(
     info, state, adapter, stream = live.info, live.state, live.adapter, live.stream
     running = live.running
     deadline = Deadline() if deadline is None else deadline
-    meter = Meter(started=deadline.began if beside else time.perf_counter())
+    meter = Meter(started=deadline.began if concurrent else time.perf_counter())
     gives_way: list[bool] = []
 
     def pause(reading: bool) -> None:
@@ -84,21 +84,21 @@ def run_question(
     if between is not None and info.times[-1] > between[1]:
         waiting, info = None, replace(info, pending=None)
 
-    def choosing(ids: Tensor) -> TokenChoice:
+    def token_choice(ids: Tensor) -> TokenChoice:
         if not settings:
             return TokenChoice()
         assert isinstance(adapter, StreamAdapter)
         before, drafts = torch.cat([adapter.head_ids(), ids])[None], adapter.attention.recipe.draft.active
-        return adapter.choose_tokens(before, room, settings, drafts)
+        return adapter.token_choice(before, room, settings, drafts)
 
-    choice = choosing(asking.ids)
+    choice = token_choice(asking.ids)
     if info.timed and not isinstance(state, FrameMemory):
         # Those of the units that the memory has not taken in yet.
         times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
         times += [] if info.pending is None else [info.times[-info.pending.shape[0]]]
         positions.record_times(state.units(), times)
     own_stream = replace(stream, positions=copy.copy(positions))
-    taken = state.snapshot(own_stream, lambda: pause(False)) if beside else None
+    taken = state.snapshot(own_stream, lambda: pause(False)) if concurrent else None
     if taken is not None:
         gives_way.append(taken.parts)
         state, stream, positions = taken, own_stream, own_stream.positions
@@ -110,14 +110,14 @@ def run_question(
         pause(True)
         deadline.check()
 
-    pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
+    pending = info.tokens_per_unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
     before = pending + info.marks.shape[0]
     rows, words = before + len(asking.ids), (before + asking.words[0], before + asking.words[1])
     stream_pass = StreamPass(kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh)
     if asking.after is not None and taken is not None:
         marks = torch.arange(info.marks.shape[0], device=asking.after.device).expand(positions.axes, -1)
         positions.follows = torch.cat([marks, asking.after + marks.shape[1]], 1)
-    elif asking.after is not None and beside:
+    elif asking.after is not None and concurrent:
         raise ModelError(
             f"question: kv {live.kv.name!r} has no snapshot, which images need here; ask in words."
         )
@@ -131,7 +131,7 @@ def run_question(
         )
     left = positions.limit - 1 - last
     room = min(room, left)  # none for what no position is left for
-    rest, reads = asking.ids[:0], min(TOKENS, left // 2) if info.lines else 0
+    rest, reads = asking.ids[:0], min(TOKENS, left // 2) if info.timed_texts else 0
     if reads:
         # Lines come behind the words, once it is known what these recall, with what the template has there.
         spoken, behind = asking.split()
@@ -139,7 +139,7 @@ def run_question(
             asking, rest, rows = spoken, behind, rows - len(behind)
         else:
             reads = 0  # units would stand where they leave no room for them
-    if info.lines and not reads:
+    if info.timed_texts and not reads:
         meter.add_note("text: no line found room behind the question")
     planned = planned_rows(adapter.attention.recipe, asking, rows - pending, adapter.device)
     stream_pass = replace(stream_pass, rows=rows, room=room + reads + len(rest), layout=planned)
@@ -177,17 +177,17 @@ def run_question(
     shown = (lambda: _shown(info, evidence())) if weigh else tuple
     given = adapter, live, state, running, deadline, asking.ids, left, meter, shown, question
     runner = QuestionRunner(
-        *given, live.beside, live.around, check, pause, lambda: live.counters(seen_as), choice
+        *given, live.draft_stream, live.around, check, pause, lambda: live.counters(seen_as), choice
     )
     runner.shares = taken is not None and running is None and type(live.around) is MemoryWrapper
     with state.question_scope(), states_restored(running):
-        runner.prefill({"stream_pass": stream_pass, "embeds": joined(parts), "goes_on": reads})
+        runner.prefill({"stream_pass": stream_pass, "embeds": concat_padded(parts), "goes_on": reads})
         if timed is not None and not timed.count:
             raise ModelError(GONE.format(live.kv.name))
         if reads:
-            share = {} if between else seen_shares(state, depth, stream.unit, shows)
+            share = {} if between else layer_shares(state, depth, stream.tokens_per_unit, shows)
             runner.run_lines(recalled_lines(info, share, between), reads, rest)
-            runner.choosing = choosing(runner.ids)
+            runner.token_choice = token_choice(runner.ids)
         meter.prompt_tokens = runner.length()
         if pruned is not None:
             live.pruned = pruned.counts
@@ -202,7 +202,7 @@ def run_question(
 
 def _units_between(info: StreamInfo, begin: float, end: float) -> tuple[int, int]:
     """The first unit that was shown from `begin` to `end`, and the one behind the last; raises `ModelError` for none."""
-    shown = info.shown(0)
+    shown = info.unit_times(0)
     first, last = bisect.bisect_left(shown, begin), bisect.bisect_right(shown, end)
     if first >= last:
         to = info.times[-1]
@@ -244,11 +244,11 @@ class QuestionRunner(Runner):
     tokens_left  the tokens of an answer for which the model has positions
     meter     counts what is decoded
     evidence  returns the frames that the answer is based on, after the question has run
-    question  its text; `beside`: the stream of a draft, which is asked it too
+    question  its text; `draft_stream`: of the draft model, which is asked it too
     check     called between two layers of the question; may raise `Ended`
     pause     called with False between two passes of the answer: lets other threads use the model
     counted   returns the figures of the memory
-    choosing  how the tokens of the answer are chosen
+    token_choice  how the tokens of the answer are chosen
     shares    whether steps of the answer may be batched with other answers on the model
     lines     of the stream's text, that the prompt holds
     around    wraps the memory meanwhile; `AttentionRecording` records its attention for a draft's pruner
@@ -265,12 +265,12 @@ class QuestionRunner(Runner):
     meter: Meter
     evidence: Callable[[], tuple[Evidence, ...]]
     question: Any
-    beside: GuardedDraftStream
+    draft_stream: GuardedDraftStream
     around: MemoryWrapper
     check: Callable[[], None]
     pause: Callable[[bool], None]
     counted: Callable[[], dict[str, float]]
-    choosing: TokenChoice
+    token_choice: TokenChoice
     shares: bool = field(default=False, init=False)
     lines: tuple[TimedText, ...] = field(default=(), init=False)
     logits: Tensor = field(init=False)
@@ -289,7 +289,7 @@ class QuestionRunner(Runner):
     def run_lines(self, lines: Sequence[TimedText], room: int, rest: Tensor) -> None:
         """Run the first of `lines` that have `room`, and the `rest` [n] of the prompt, behind the question's words."""
         assert isinstance(self.adapter, StreamAdapter)
-        self.lines, text, ids = fitting(lines, room, self.adapter.text_ids)
+        self.lines, text, ids = texts_that_fit(lines, room, self.adapter.text_ids)
         if len(self.lines) < len(lines):
             self.meter.add_note(f"text: {len(lines) - len(self.lines)} of {len(lines)} lines found no room")
         self.tokens_left -= len(ids)
@@ -329,7 +329,7 @@ class QuestionRunner(Runner):
         ends, tokens, shown = adapter.end_token_ids(), list[int](), ""
         ids = torch.cat([adapter.head_ids(), self.ids])[None]
         start = ids.shape[1]
-        choosing, beside = self.choosing, self.beside
+        token_choice, draft_stream = self.token_choice, self.draft_stream
         reason: FinishReason = "stop"
 
         def stop(ids: Tensor) -> bool:
@@ -344,7 +344,7 @@ class QuestionRunner(Runner):
                 reason = "positions"
             elif over is not None:
                 reason = over
-            return reason != "stop" or choosing.stop(ids)
+            return reason != "stop" or token_choice.stop(ids)
 
         def text(whole: bool) -> str:
             """The text so far; `put` gets what is new of it, a character of several tokens with its last one."""
@@ -358,7 +358,7 @@ class QuestionRunner(Runner):
 
         def emit(new: Tensor) -> None:
             """Take in the tokens `new` [n]; those that end an answer are not part of its text."""
-            meter.token(new.numel())
+            meter.count_tokens(new.numel())
             tokens.extend(token for token in new.tolist() if token not in ends)
             if put is not None:
                 text(whole=False)
@@ -366,18 +366,18 @@ class QuestionRunner(Runner):
         meter, around = self.meter.new_sequence(), self.around
         draft = GuardedDraft(meter)
         try:
-            with beside.drop_on_error() as stream:
+            with draft_stream.drop_on_error() as stream:
                 if stream is not None:
                     heard = around.recorded_attention() if isinstance(around, AttentionRecording) else None
                     stream.prepare_question(self.question, most, *([] if heard is None else [heard]))
             more: dict[str, Any] = {
                 "max_new_tokens": most,
-                "stream": beside.stream,
+                "stream": draft_stream.stream,
                 "deadline": self.deadline,
             }
-            prompt = Prompt({"input_ids": ids}, ids, choosing.warp, choosing.generator, **more)
-            if beside.failed:
-                meter.draft_failed(beside.failed)
+            prompt = Prompt({"input_ids": ids}, ids, token_choice.warp, token_choice.generator, **more)
+            if draft_stream.failed:
+                meter.draft_failed(draft_stream.failed)
             elif strategy.active:
                 with draft.drop_on_error():
                     draft.state = strategy.open(adapter.view)
@@ -386,7 +386,7 @@ class QuestionRunner(Runner):
             adapter.turns.decode(one, self.shares and not strategy.active)
         finally:
             draft.close()
-            with beside.drop_on_error() as stream:
+            with draft_stream.drop_on_error() as stream:
                 if stream is not None:
                     stream.end_question()
         if reason == "positions":

@@ -62,7 +62,7 @@ class LocalDraftStream(DraftStream):
             self._live = StreamRunner.begin(*parts, quiet=True)
         live = self._live
         ingest = ingest and self._kv.ingests
-        with self._attention_of_ingestion(live.info.unit) if ingest else nullcontext():
+        with self._attention_of_ingestion(live.info.tokens_per_unit) if ingest else nullcontext():
             live.take_frames(frames, list(times), lambda done: None, Deadline(), ingest)
         live.state.forget_old_units(live.shown_seconds, live.is_pinned)
 

@@ -279,7 +279,7 @@ class FrameIntake:
         if self._live is not None:
             with self._turn():
                 self._live.state.finish_intake()
-                self._live.beside.finish_intake()
+                self._live.draft_stream.finish_intake()
 
     def _let_go_between_answers(self) -> None:
         """Let a memory forget that could not while answers overlapped; nothing is forgotten in the middle of a clip."""
@@ -293,8 +293,8 @@ class FrameIntake:
             return
         with self._turn():
             gone = live.state.forget_old_units(live.shown_seconds, live.is_pinned)
-            if gone and live.info.lines:
-                live.info.lines = without_units(live.info, gone)
+            if gone and live.info.timed_texts:
+                live.info.timed_texts = without_units(live.info, gone)
             if not gone:
                 return
             spans, times = live.info.spans, live.info.times
@@ -349,13 +349,13 @@ class FrameIntake:
         shown, timed = sources.shown_at(how, clip, given, done, None if live is None else live.info)
         if live is not None and live.info.times and live.info.raw is not None:
             sizes, rates = (live.info.raw, frame_size(clip.frames)), (live.info.rate, clip.fps)
-            changes = sources.changes_between(live.info.times[-1], shown, sizes, rates)
+            changes = sources.clip_events(live.info.times[-1], shown, sizes, rates)
         self._changed = True
         if live is None:
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
             with self._turn():
                 live = self._live = StreamRunner.begin(*parts, timed)
-                live.beside = self._beside()
+                live.draft_stream = self._open_draft_stream()
 
         since = ends_at(live.info) if live.info.times else -math.inf
         if not done:  # those of a short gap before the call belong to it
@@ -366,13 +366,14 @@ class FrameIntake:
         def tell(through: int) -> None:
             nonlocal watched, since
             some, watched = slice(watched, through), through
-            if lines or live.beside.stream is not None:
+            if lines or live.draft_stream.stream is not None:
                 with self._turn():
                     if lines:
                         info, before, since = live.info, since, ends_at(live.info)
-                        info.lines = merge_lines(info.lines, begun_between(lines, before, since, shift))
+                        new = begun_between(lines, before, since, shift)
+                        info.timed_texts = merge_lines(info.timed_texts, new)
                     told = clip.frames[some], shown[some], clip.fps, live.info.timed
-                    live.beside.take_frames(*told, how == "ingest")
+                    live.draft_stream.take_frames(*told, how == "ingest")
             for one in self._standing:
                 one.notify_frames()
             if progress is not None:
@@ -387,7 +388,7 @@ class FrameIntake:
             self._live = None
         return taken
 
-    def _beside(self) -> GuardedDraftStream:
+    def _open_draft_stream(self) -> GuardedDraftStream:
         """The stream of the draft, where it asks for one."""
         draft, told = self.recipe.draft, DraftStreamSettings(self._processor, self._kv, self.recipe.chunk)
         watches = draft.active and "video" in draft.needs

@@ -131,7 +131,7 @@ class RecordingMemory(WrappedMemory):
 
     def recorded_attention(self, score: Callable[..., Tensor] | None = None) -> QuestionAttention:
         """Return the recorded attention of the question to frames; `score` computes other scores for the tokens seen."""
-        groups, unit = self._stage.attention, self._stream.unit
+        groups, unit = self._stage.attention, self._stream.tokens_per_unit
         if not self._heard:
             none, rows = torch.zeros(0, dtype=torch.long), 1 if score else len(groups)
             return QuestionAttention(self._stage, unit, none, torch.zeros(rows, 0))
@@ -160,7 +160,7 @@ class GuidedRetrievalWrapper(MemoryWrapper):
     def __init__(self, pruner: TokenPruner, heard: QuestionAttention) -> None:
         self._pruner, self._heard = pruner, heard
         self.counts: dict[str, float] = {}
-        units, paid = (heard.tokens // heard.unit).tolist(), heard.paid.sum(0).tolist()
+        units, paid = (heard.tokens // heard.tokens_per_unit).tolist(), heard.paid.sum(0).tolist()
         self.paid = dict.fromkeys(units, 0.0)
         for number, weight in zip(units, paid, strict=True):
             self.paid[number] += weight
@@ -200,7 +200,7 @@ class GuidedRetrieval(RecallPruning):
         return Signals(score=attention[0][0]) if self._heard.stage.hidden else super()._signals(attention)
 
     def _drop(self, layer: int, view: KVView, query: Tensor, layout: TokenLayout, alike: bool) -> None:
-        tokens, unit = self.state.seen_tokens(layer), self._stream.unit
+        tokens, unit = self.state.seen_tokens(layer), self._stream.tokens_per_unit
         first, base = self._stream.head + self.state.count_summary_columns(layer), layout.length - self._tail
         looks = torch.zeros(len(self._heard.paid), 1, layout.length, device=layout.device)
         if tokens is not None and len(tokens) == base - first:

@@ -28,10 +28,15 @@ Moment = tuple[int, Sequence[float]]
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A question on a stream, tokenized: ids [n] of what follows the video and its end marks, with input embeddings [n, E].
-    ``words[0] .. words[1]`` are the user's own, the last `behind` the template's; from `visual` on no token stands for an
-    image or a video; `layout` [1, n] tells their modality (None: all are text); `after` [A, n] are positions as in
-    `PositionIds`."""
+    """A question on a stream, tokenized: all that follows the video and the tokens that end it.
+
+    ids      [n], with `embeds`, their input embeddings [n, E]
+    words    (begin, end) of the user's own words in `ids`
+    suffix_length  number of tokens at the end that the chat template puts behind the user's message
+    visual   from this index on no token stands for an image or a video
+    layout   [1, n], the modality of each token; None: all are text
+    after    [A, n] positions less that of the first token, as in `PositionIds`; None: 0, 1, 2, ...
+    """
 
     ids: Tensor
     words: tuple[int, int]
@@ -39,12 +44,12 @@ class Question:
     visual: int = 0
     layout: TokenLayout | None = None
     after: Tensor | None = None
-    behind: int = 0
+    suffix_length: int = 0
 
     def split(self) -> tuple[Question, Tensor]:
-        """Return the question up to what the template has behind it, and the ids [n] of that."""
-        end = len(self.ids) - self.behind
-        layout = None if self.layout is None else self.layout.take(slice(end))
+        """Return the question without the chat template's suffix, and the ids [n] of the suffix."""
+        end = len(self.ids) - self.suffix_length
+        layout = None if self.layout is None else self.layout.select_tokens(slice(end))
         return replace(self, ids=self.ids[:end], embeds=self.embeds[:end], layout=layout), self.ids[end:]
 
 
@@ -86,7 +91,7 @@ class RunningStates(ABC):
         or raises."""
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def concat_padded(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate parts [., E] of the layers' input to [n, E]. Some parts are wider, as they carry features for later layers
     (`StreamModel.unit_embeds`); the others are padded with zeros."""
     wide = max(part.shape[1] for part in parts)
@@ -108,19 +113,19 @@ def states_restored(running: RunningStates | None) -> Iterator[None]:
 class StreamInfo:
     """Facts of a stream other than its memory.
 
-    size     (height, width) of the frames of the first clip; `unit`: tokens of a unit of them
-    fps      the rate of the first clip, from which positions are made
+    size     (height, width) of the frames of the first clip; `tokens_per_unit`: of a unit of them
+    fps      the rate of the first clip, from which positions are made; `rate`: that of the last clip
     marks    [m, E] features of the tokens that end any video
     timed    whether the frames' times are known, not made up: positions in seconds then follow them
     spans    (first frame, frames) of each unit; `times`: the seconds at which each frame was shown
     pending  frames of an incomplete unit; `raw`: their (height, width)
     pins     (begin, end) in seconds, whose frames the memory must not forget
-    lines    text beside the frames, in order of time; replaced, never changed in place; `rate`: that of the last clip
+    timed_texts  `TimedText`s (subtitles and the like) in order of time; the tuple is replaced, not changed
     """
 
     size: tuple[int, int]
     fps: float | None
-    unit: int
+    tokens_per_unit: int
     marks: Tensor
     timed: bool = False
     raw: tuple[int, int] | None = None
@@ -128,10 +133,10 @@ class StreamInfo:
     times: list[float] = field(default_factory=list)
     pending: Tensor | None = None
     pins: list[tuple[float, float]] = field(default_factory=list)
-    lines: tuple[Any, ...] = ()
+    timed_texts: tuple[Any, ...] = ()
     rate: float | None = None
 
-    def shown(self, first: int, count: int | None = None) -> list[float]:
+    def unit_times(self, first: int, count: int | None = None) -> list[float]:
         """Return the times in seconds of `count` units (frames) from unit `first` on; all later ones if None."""
         end = None if count is None else first + count
         return [self.times[frame] for frame, _ in self.spans[first:end]]

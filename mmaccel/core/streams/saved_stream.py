@@ -76,7 +76,7 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
         {n: around.unit_states(n) for n in around.states} if isinstance(around, AttentionRecording) else {}
     )
     # A memory of frames has no states between questions.
-    heard = {n: kept for n, kept in states.items() if len(kept) == len(info.spans) * info.unit > 0}
+    heard = {n: kept for n, kept in states.items() if len(kept) == len(info.spans) * info.tokens_per_unit > 0}
     tensors |= {f"heard {layer}": kept for layer, kept in heard.items()}
     if live.running is not None:
         tensors |= live.running.tensors()
@@ -86,7 +86,7 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
         "dtype": _name(adapter.dtype),
         "size": info.size,
         "fps": None if info.fps is None else float(info.fps),
-        "unit": info.unit,
+        "unit": info.tokens_per_unit,
         "timed": info.timed,
         "raw": info.raw,
         "frames": len(info.times),
@@ -95,7 +95,7 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
         "pending": 0 if info.pending is None else info.pending.shape[0],
         "heard": sorted(heard),
         "pins": info.pins,
-        "lines": info.lines,
+        "lines": info.timed_texts,
     }
 
 
@@ -131,7 +131,7 @@ def read_stream(
                 "that it was saved with."
             )
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
-            live.stream.positions.record_times(0, live.info.shown(0))
+            live.stream.positions.record_times(0, live.info.unit_times(0))
         load_stream(live.state, data / MEMORY)
         if live.running is not None and not isinstance(live.state, FrameMemory):
             live.running.load(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))

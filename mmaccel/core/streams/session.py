@@ -142,7 +142,7 @@ class VideoSession(FrameIntake):
         lines = [checked_line(now, until, text)] if isinstance(text, str) else read_lines(text)
         with self._working(self._stream), self._turn():
             info = self._opened("tell").info
-            info.lines = merge_lines(info.lines, lines)
+            info.timed_texts = merge_lines(info.timed_texts, lines)
 
     @overload
     def ask(
@@ -243,7 +243,7 @@ class VideoSession(FrameIntake):
     ) -> Answer:
         if (schema := settings.get("schema")) is not None:
             # Compiled, and kept, before frames have to wait for it.
-            self._stream_adapter.choose_tokens(
+            self._stream_adapter.token_choice(
                 torch.zeros(1, 1, dtype=torch.long), most, {"schema": schema}, False
             )
         try:
@@ -342,7 +342,7 @@ class VideoSession(FrameIntake):
     @property
     def shown(self) -> list[float]:
         """The seconds at which each step of time (a frame, or a temporal patch of frames) began."""
-        return [] if self._live is None else self._live.info.shown(0)
+        return [] if self._live is None else self._live.info.unit_times(0)
 
     def pin(self, begin: float, end: float) -> None:
         """Keep frames shown from `begin` to `end`, in seconds of the stream, past or future, even if the memory forgets
@@ -373,7 +373,7 @@ class VideoSession(FrameIntake):
     def load(self, path: str | Path) -> None:
         """Continue from what `save` wrote, with the same model and kv; on an error the session stays as it was."""
         with self._working(self._stream, self._asking):
-            given = self._stream_adapter, self.recipe, self._kv, self._beside
+            given = self._stream_adapter, self.recipe, self._kv, self._open_draft_stream
             before, self._live = self._live, session_io.load(Path(path), *given)
             if before is not None:
                 before.close()

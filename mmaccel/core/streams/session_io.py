@@ -67,17 +67,17 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
     def write(part: Path) -> dict[str, Any]:
         # Checksums, and waiting for the disk, leave the model to others.
         with live.adapter.turns.holding():
-            if (draft := live.beside.stream) is not None:
+            if (draft := live.draft_stream.stream) is not None:
                 (part / DRAFT).mkdir()
                 try:
                     draft.save(part / DRAFT)
                 except OSError:
                     raise  # nor could the target's stream be written there
                 except Exception:
-                    with live.beside.drop_on_error():
+                    with live.draft_stream.drop_on_error():
                         raise
             written = write_stream(part, live)
-        if live.beside.failed:
+        if live.draft_stream.failed:
             rmtree(part / DRAFT, ignore_errors=True)
         facts = {
             "format": FORMAT,
@@ -111,9 +111,9 @@ def load(
     adapter: StreamAdapter,
     recipe: Recipe,
     kv: StreamPolicy,
-    beside: Callable[[], GuardedDraftStream],
+    open_draft_stream: Callable[[], GuardedDraftStream],
 ) -> StreamRunner:
-    """Load a saved session: its stream, with the memory `kv`, and its draft's stream, which `beside` opens.
+    """Load a saved session: its stream, with the memory `kv`, and its draft's stream, which `open_draft_stream` opens.
 
     Raises an `MmaccelError` if the stream does not fit the model, and warns if the draft's does not. Retries if another
     process saves to the folder meanwhile and removes files.
@@ -124,15 +124,15 @@ def load(
         try:
             live, data = _load(where, adapter, recipe, kv)
             with adapter.turns.holding():
-                live.beside = beside()
+                live.draft_stream = open_draft_stream()
                 try:
-                    if live.beside.stream is not None:
-                        live.beside.stream.load(data / DRAFT)
+                    if live.draft_stream.stream is not None:
+                        live.draft_stream.stream.load(data / DRAFT)
                 except Exception:
                     if left and _version_of(where) != before:
                         live.close()
                         continue
-                    with live.beside.drop_on_error():
+                    with live.draft_stream.drop_on_error():
                         raise
             return live
         except (MmaccelError, OSError) as error:

@@ -51,7 +51,7 @@ class StreamEvent:
     lasted: float | None = None
 
 
-def changes_between(
+def clip_events(
     last: float, shown: Sequence[float], sizes: Sequence[tuple[int, int]], rates: Sequence[float | None]
 ) -> list[StreamEvent]:
     """Return the events of a clip whose frames are `shown` after one at `last` seconds: gaps of more than `GAP` times what

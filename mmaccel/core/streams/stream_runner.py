@@ -114,22 +114,25 @@ class GuardedDraftStream:
 
 
 class StreamRunner:
-    """Runs one video stream on a model: holds its facts `info`, its KV memory `state`, and a draft's stream `beside`."""
+    """Runs one video stream on a model: has its facts `info`, its KV memory `state`, and the draft's `draft_stream`."""
 
     def __init__(self, adapter: StreamModel, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
-        self.adapter, self.kv, self.info, self.beside = adapter, kv, info, GuardedDraftStream()
+        self.adapter, self.kv, self.info, self.draft_stream = adapter, kv, info, GuardedDraftStream()
         self.hidden = "hidden" in kv.needs
-        self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
+        tokens = info.tokens_per_unit
+        self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // tokens))
         rows = ROWS.get(adapter.device.type, 1 << 15) if chunk is None else chunk
-        self.bulk = max(1, rows // info.unit)
+        self.bulk = max(1, rows // tokens)
         pruner, depth = adapter.attention.recipe.draft.pruner, adapter.view.geometry.layers
         self.around = MemoryWrapper() if pruner is None else AttentionRecording(pruner, depth)
         self._warned, self._full, self.ingests, self.pruned = False, False, False, dict[str, float]()
         fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
         ids, head = adapter.position_ids(info.size, fps), adapter.head_ids().numel()
         words, pace, dtype = adapter.text_around_unit, adapter.pace, adapter.dtype
-        self.stream = Stream(unit=info.unit, words=words, head=head, pace=pace, positions=ids, dtype=dtype)
+        self.stream = Stream(
+            tokens_per_unit=tokens, words=words, head=head, pace=pace, positions=ids, dtype=dtype
+        )
         one = len(set(adapter.layer_devices)) == 1
         opened = kv.open_stream if one else partial(split_stream, kv, adapter.layer_devices)
         self.waits: deque[float] = deque(maxlen=1024)
@@ -289,12 +292,13 @@ class StreamRunner:
         """Return the next pass of these units (see `run_units`), as many as fit, and its rows [n, E]."""
         info, adapter, first = self.info, self.adapter, state.units()
         if info.timed and state is self.state:
-            self.stream.positions.record_times(first, info.shown(first))
+            self.stream.positions.record_times(first, info.unit_times(first))
         count = state.units_that_fit(first, len(features))
         part, frames = features[:count], numbers[:count]
         shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
         look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
-        part, rows = adapter.unit_embeds(part, info.moments(adapter.pace, frames)), count * info.unit
+        part = adapter.unit_embeds(part, info.moments(adapter.pace, frames))
+        rows = count * info.tokens_per_unit
         told: dict[str, Any] = {"times": shown, "look": look, "pause": adapter.turns.yield_to_answers}
         return StreamPass(kind="units", rows=rows, first=first, count=count, **told), part.flatten(0, 1)
 
@@ -311,7 +315,7 @@ class StreamRunner:
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
         """Run `stream_pass` over `embeds` [n, E] with memory `state`; return final states [n, E] (`StreamModel.run`)."""
-        how |= {} if self.beside.failed else self.around.run_options(stream_pass.kind)
+        how |= {} if self.draft_stream.failed else self.around.run_options(stream_pass.kind)
         running = how.setdefault("running", self.running)
         with states_restored(running if stream_pass.kind == "proxy" else None):
             stream_pass.pause()
@@ -335,28 +339,28 @@ class StreamRunner:
         """Return the present state of the stream (memory, times, recurrent states, draft's stream), for `restore`."""
         info = self.info
         lengths, states = (len(info.spans), len(info.times)), self.running and self.running.checkpoint()
-        return self.state.checkpoint(), replace(info), *lengths, self.beside.checkpoint(), states
+        return self.state.checkpoint(), replace(info), *lengths, self.draft_stream.checkpoint(), states
 
     def restore(self, mark: Any) -> None:
         """Restore the stream to its state at `checkpoint`."""
-        memory, info, spans, times, beside, states = mark
+        memory, info, spans, times, draft, states = mark
         del info.spans[spans:], info.times[times:]
         self.info = info
         self.state.restore(memory)
         if self.running is not None:
             self.running.restore(states)
-        self.beside.restore(beside)
-        self.around.forget_after(self.state.units() * info.unit)
+        self.draft_stream.restore(draft)
+        self.around.forget_after(self.state.units() * info.tokens_per_unit)
 
     def counters(self, state: StreamState | None = None) -> dict[str, float]:
         """Return figures of the memory (or of its snapshot `state`), and of what a pruner kept of all units (frames) or of
         the last question's retrieved ones."""
         counted = {**(self.state if state is None else state).counters(), **self.pruned}
-        left_out = self.adapter.left_out
-        if left_out is not None:
-            units, unit = self.state.units(), self.info.unit
+        dropped = self.adapter.pruned_per_unit
+        if dropped is not None:
+            units, unit = self.state.units(), self.info.tokens_per_unit
             counted |= {
-                "visual": float(units * (unit + left_out)),
+                "visual": float(units * (unit + dropped)),
                 "visual from layer 0": float(units * unit),
             }
         return counted
@@ -364,7 +368,7 @@ class StreamRunner:
     def close(self) -> None:
         """Release what is held outside the device, also by the draft's stream."""
         self.state.close()
-        self.beside.close()
+        self.draft_stream.close()
 
 
 def frame_size(frames: Tensor) -> tuple[int, int]:

@@ -130,11 +130,11 @@ def shifted(lines: Sequence[TimedText], seconds: float) -> list[TimedText]:
 
 def without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[TimedText, ...]:
     """Return the lines of a stream but for those that began while the units (frames) `gone` were shown."""
-    starts, lost = info.shown(0), set(gone)
-    return tuple(one for one in info.lines if _unit_at(starts, one.begin) not in lost)
+    starts, lost = info.unit_times(0), set(gone)
+    return tuple(one for one in info.timed_texts if _unit_at(starts, one.begin) not in lost)
 
 
-def seen_shares(state: StreamState, layers: int, tokens: int, numbers: Sequence[int]) -> dict[int, float]:
+def layer_shares(state: StreamState, layers: int, tokens: int, numbers: Sequence[int]) -> dict[int, float]:
     """Return, in a question, the share of layers that see each unit (frame) of `tokens` tokens, by its number in the stream:
     `numbers` has those of the memory's units. A layer that does not tell what it sees counts for all."""
     total = torch.zeros(len(numbers))
@@ -153,10 +153,10 @@ def recalled_lines(
     """Return the lines that a question of a stream reads, best first: those `between` two times, or those whose time has a
     unit (frame) that a `share` of the layers sees; none that begin when the last frame is over. Those of units that most
     layers see come first, then the latest."""
-    lines = info.lines[: bisect.bisect_left(info.lines, ends_at(info), key=lambda one: one.begin)]
+    lines = info.timed_texts[: bisect.bisect_left(info.timed_texts, ends_at(info), key=lambda one: one.begin)]
     if between is not None:
         return [one for one in reversed(lines) if one.begin <= between[1] and one.end >= between[0]]
-    starts, read = info.shown(0), sum(info.spans[-1]) if info.spans else 0
+    starts, read = info.unit_times(0), sum(info.spans[-1]) if info.spans else 0
     if read < len(info.times):  # of a unit not yet complete
         share[len(starts)] = 1.0
         starts.append(info.times[read])
@@ -171,7 +171,7 @@ def recalled_lines(
     return sorted((one for one in reversed(lines) if worth[one] > 0), key=lambda one: -worth[one])
 
 
-def fitting(
+def texts_that_fit(
     lines: Sequence[TimedText], room: int, ids: Callable[[str], Tensor]
 ) -> tuple[tuple[TimedText, ...], str, Tensor]:
     """Return the first of `lines` that fit into `room` tokens together, in order of time; their text, and its `ids` [n].

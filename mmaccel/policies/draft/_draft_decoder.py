@@ -188,14 +188,15 @@ class LocalDrafter:
                 self._unread = None
             return self._writer.draft_tokens(*self._asked)
 
-    def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
-        """Return whether the draft can continue from `left` of the previous turn with prompt `ids` [S], after `past`."""
-        if not (isinstance(left, DraftDecoder) and left.talk.is_continued_by(ids, past)):
+    def continues_from(self, previous: Any, ids: Tensor, past: TokenLayout) -> bool:
+        """Return whether the draft can continue with prompt `ids` [S], after `past`, from `previous`, its state of the last
+        turn."""
+        if not (isinstance(previous, DraftDecoder) and previous.talk.is_continued_by(ids, past)):
             return False
-        self._writer = left
+        self._writer = previous
         return True
 
-    def leave(self, ids: Tensor) -> Any:
+    def state_for_next_turn(self, ids: Tensor) -> Any:
         """Return the draft's state, from which the turn after prompt `ids` [S] may continue."""
         if self._unread is not None:
             self._writer.announce_prompt(self._unread["inputs"])

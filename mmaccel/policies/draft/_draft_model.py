@@ -257,14 +257,14 @@ class Conversation:
 
 
 def _continued_conversation(
-    who: str, left: Any, fresh: Conversation, inputs: Mapping[str, Any], ids: Tensor, past: TokenLayout | None
+    who: str, old: Any, fresh: Conversation, inputs: Mapping[str, Any], ids: Tensor, past: TokenLayout | None
 ) -> Conversation:
-    """Return the conversation to which the prompt `ids` [S] was announced: `left` if the prompt continues it; else `fresh`,
+    """Return the conversation to which the prompt `ids` [S] was announced: `old` if the prompt continues it; else `fresh`,
     if all that the target holds (`past`) is text. `inputs` are the columns after `past`. Otherwise raises `DraftError`."""
     talk = fresh
     if past is not None:
-        if isinstance(left, Conversation) and left.is_continued_by(ids, past):
-            talk = left
+        if isinstance(old, Conversation) and old.is_continued_by(ids, past):
+            talk = old
         else:
             check_text(who, past)
     talk.announce_prompt(inputs, ids)
@@ -337,7 +337,8 @@ class DraftModelState(DraftState):
 
     def _tell(self, prompt: Prompt) -> None:
         inputs, ids, past = self._shown(prompt)
-        self._talk = _continued_conversation(self._choice.name, prompt.left, self._talk, inputs, ids, past)
+        who, old = self._choice.name, prompt.previous_state
+        self._talk = _continued_conversation(who, old, self._talk, inputs, ids, past)
 
     def _shown(self, prompt: Prompt) -> tuple[Mapping[str, Any], Tensor, TokenLayout | None]:
         """What the draft is to read of `prompt`: its inputs, all ids [S], and those that the target holds."""
@@ -352,7 +353,7 @@ class DraftModelState(DraftState):
         else:
             self._talk.read(self._columns, pruner.compact)
 
-    def notes(self) -> list[str]:
+    def report_notes(self) -> list[str]:
         return self._unused
 
     def state_for_next_turn(self) -> Any:

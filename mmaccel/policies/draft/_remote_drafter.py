@@ -80,7 +80,7 @@ class RemoteDrafter(ProcessClient):
         super().__init__(worker)
         self._vocab = vocab
         self._asked = self._after = 0
-        self._left = False
+        self._kept_open = False
 
     def begin(
         self,
@@ -112,7 +112,7 @@ class RemoteDrafter(ProcessClient):
         self._open[self.number] = self
         own = (stream.number,) if isinstance(stream, RemoteDraftStream) else ()
         numbers = self.number, int(pruned), int(compact), seed, *own
-        self._worker.post(BEGIN, *numbers, blob=pack_later(dict(inputs), _packed(warp)))
+        self._worker.post(BEGIN, *numbers, blob=make_packer(dict(inputs), _packed(warp)))
 
     def keep(self, columns: Tensor) -> None:
         """Send to the draft's process which columns of the prompt to run."""
@@ -168,24 +168,24 @@ class RemoteDrafter(ProcessClient):
         whole = at == len(blob) and len(odds) in (0, len(ids))
         return tuple(odds) if whole else None
 
-    def continues_from(self, left: Any, ids: Tensor, past: TokenLayout) -> bool:
-        """Return whether the draft can continue with prompt `ids` from `left` of the previous turn; see `LocalDrafter`."""
-        fits = isinstance(left, RemoteTurn) and left.worker is self._worker
-        if not fits or not continues_tokens(left.known, ids, past):
+    def continues_from(self, previous: Any, ids: Tensor, past: TokenLayout) -> bool:
+        """Return whether the draft can continue with prompt `ids` from `previous`, its state of the last turn."""
+        fits = isinstance(previous, RemoteTurn) and previous.worker is self._worker
+        if not fits or not continues_tokens(previous.known, ids, past):
             return False
-        left.over.detach()
-        self._after = left.number
+        previous.over.detach()
+        self._after = previous.number
         return True
 
-    def leave(self, ids: Tensor) -> RemoteTurn:
-        self._left = True
+    def state_for_next_turn(self, ids: Tensor) -> RemoteTurn:
+        self._kept_open = True
         return RemoteTurn(self._worker, self.number, ids)
 
     def close(self) -> None:
         """End the sequence; the process frees it unless a later turn may follow, and stays for others."""
         if self._open.pop(self.number, None) is not None and self._worker.alive:
             try:
-                if not self._left:
+                if not self._kept_open:
                     self._worker.send(END, self.number)
                 # From here on the prompt's owner may write over it.
                 self._worker.wait_until_sent()
@@ -321,9 +321,9 @@ SLAB = 16 << 20
 """Bytes that leave a CUDA device at a time."""
 
 
-def pack_later(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[Blob]]:
-    """Prepare `inputs` for sending: return a function that packs them (see `pack`) in another thread, once the device work
-    that makes them is done."""
+def make_packer(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[Blob]]:
+    """Return a function for another thread that packs `inputs` (see `pack`), after the device work that this thread has
+    launched so far, which makes them."""
     streams = []
     for device in {x.device for x in inputs.values() if isinstance(x, Tensor) and x.is_cuda}:
         streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

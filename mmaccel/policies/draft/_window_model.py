@@ -146,7 +146,7 @@ class PipelineStats:
         if refused:
             self.streaks.append(0)
 
-    def notes(self, pace: PipelineTimes) -> list[str]:
+    def report_notes(self, pace: PipelineTimes) -> list[str]:
         """Return in words how often the target decoded without the draft, and why it paused."""
         notes = []
         if alone := self.figures["alone"]:

@@ -215,7 +215,7 @@ class Pipeline(DraftState):
         self._unsent: Any = None
 
     def begin(self, prompt: Prompt) -> None:
-        self._left, self._unused = prompt.max_new_tokens or sys.maxsize, self._choice.unused(prompt)
+        self._remaining, self._unused = prompt.max_new_tokens or sys.maxsize, self._choice.unused(prompt)
         self._prompt, inputs = prompt.ids[0], prompt.inputs
         before = self._taken_up(prompt) if prompt.past is not None else None
         if prompt.past is not None:
@@ -252,15 +252,15 @@ class Pipeline(DraftState):
     def _taken_up(self, prompt: Prompt) -> _Turn | None:
         """The turn before, from which the engine goes on; None: it reads all anew, which is text."""
         assert prompt.past is not None
-        left, past = prompt.left, prompt.past.layout
-        if isinstance(left, _Turn) and self._engine.continues_from(left.read, prompt.ids[0], past):
-            return left
+        before, past = prompt.previous_state, prompt.past.layout
+        if isinstance(before, _Turn) and self._engine.continues_from(before.read, prompt.ids[0], past):
+            return before
         check_text("parallel", past)
         return None
 
     def state_for_next_turn(self) -> _Turn:
         self._send()
-        return _Turn(self._engine.leave(self._prompt), self._pruner is not None)
+        return _Turn(self._engine.state_for_next_turn(self._prompt), self._pruner is not None)
 
     def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
         return self._pruner
@@ -270,7 +270,7 @@ class Pipeline(DraftState):
         self._ask()
 
     def propose(self) -> Proposal:
-        most = max(self._left - len(self._said) - 1, 0)
+        most = max(self._remaining - len(self._said) - 1, 0)
         ahead = self._line[len(self._said) :][:most] if self._agrees() else []
         self._ahead = len(ahead)
         self._began = time.perf_counter()
@@ -335,7 +335,7 @@ class Pipeline(DraftState):
             both = zip(self._line, self._said, strict=False)
             length = next((n for n, (one, other) in enumerate(both) if one != other), length)
             fix, self._line = self._said[length:], list(self._said)
-        count = min(self._window, self._left - len(self._line))
+        count = min(self._window, self._remaining - len(self._line))
         if count < 1:
             return
         self._engine.request_tokens(length, fix, count)
@@ -372,8 +372,8 @@ class Pipeline(DraftState):
                 f"timeout_s, {self._choice.timeout_s:g} s."
             )
 
-    def notes(self) -> list[str]:
-        return [*self._unused, *filter(None, [self._read]), *self._tally.notes(self._pace)]
+    def report_notes(self) -> list[str]:
+        return [*self._unused, *filter(None, [self._read]), *self._tally.report_notes(self._pace)]
 
     def counters(self) -> dict[str, float]:
         return self._tally.counters(self._pace, self._window)

@@ -50,7 +50,7 @@ class _Finder(DraftState):
         self._found = self._asked = 0
 
     def begin(self, prompt: Prompt) -> None:
-        self._left = prompt.max_new_tokens or sys.maxsize
+        self._remaining = prompt.max_new_tokens or sys.maxsize
         self._take(prompt.ids[0].tolist())
 
     def _take(self, tokens: list[int]) -> None:
@@ -63,7 +63,7 @@ class _Finder(DraftState):
 
     def propose(self) -> Proposal:
         self._asked += 1
-        count = min(self._window, self._left - 1)
+        count = min(self._window, self._remaining - 1)
         for n in range(min(self._ngram, len(self._tokens)), 0, -1):
             end = self._seen.get(tuple(self._tokens[-n:]))
             if end is not None and count > 0:
@@ -73,7 +73,7 @@ class _Finder(DraftState):
 
     def observe(self, committed: Tensor, kept: int) -> None:
         self._take(committed.tolist())
-        self._left -= committed.numel()
+        self._remaining -= committed.numel()
 
     def counters(self) -> dict[str, float]:
         return {"lookups": float(self._asked), "found": float(self._found)}

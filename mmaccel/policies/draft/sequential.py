@@ -56,10 +56,11 @@ class Sequential(DraftModelStrategy):
 
 
 class Drafter(DraftModelState):
-    """Drafts with a `sequential` model. Within a round the runner has run `_fed` drafted tokens after column `_mark`.
+    """The draft of the strategy `sequential`: its model drafts a window, token by token, and then the target verifies it.
 
-    Committed tokens are only recorded, so that a draft that is not used costs nothing: `_tokens` are the prompt and what
-    followed, `_late` what of it the model has not run, in pieces.
+    `observe` only records committed tokens, so that a draft that is not used costs nothing: `_tokens` are the prompt and all
+    that followed, `_late` those of them that the model has not run yet, in pieces. Within a round the model has run `_fed`
+    drafted tokens after column `_mark`.
     """
 
     _choice: Sequential
@@ -71,14 +72,16 @@ class Drafter(DraftModelState):
         super().begin(prompt)
         self._warp, self._generator = prompt.warp, prompt.generator
         self._tokens, self._late, self._prompt = [prompt.ids[0]], [prompt.ids[0, :0]], prompt.ids.shape[1]
-        self._left = prompt.max_new_tokens or sys.maxsize
+        self._remaining = prompt.max_new_tokens or sys.maxsize
 
     def propose(self) -> Proposal:
         return run_draft(self.draft_steps())  # type: ignore[no-any-return]
 
     def draft_steps(self, most: int | None = None) -> Drafting:
         # The target adds a token of its own to whatever it keeps.
-        count = min(self._choice.window if most is None else min(most, self._choice.window), self._left - 1)
+        count = min(
+            self._choice.window if most is None else min(most, self._choice.window), self._remaining - 1
+        )
         if count < 1:
             return Proposal.empty()
         runner, least = self._open(), self._choice.confidence
@@ -119,7 +122,7 @@ class Drafter(DraftModelState):
         self._late.append(committed[run:])
         self._tokens.append(committed)
         self._fed = 0
-        self._left -= committed.numel()
+        self._remaining -= committed.numel()
 
     def state_for_next_turn(self) -> Any:
         if self._fed:

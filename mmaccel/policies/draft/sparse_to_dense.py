@@ -17,7 +17,7 @@ from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.memory.kv import KVState, KVView
 from mmaccel.core.memory.thinned import PrunedKVState
-from mmaccel.core.prefill.prune import PrefillPass, Probe, count_of_share, observers, top_indices
+from mmaccel.core.prefill.prune import PrefillPass, Probe, count_of_share, observation_columns, top_indices
 from mmaccel.core.registry import SHARE, Limit, at_least, limited, register
 from mmaccel.policies.kv.full import FullState
 
@@ -121,10 +121,10 @@ class _Sparse(DraftState, Probe):
 
     def begin(self, prompt: Prompt) -> None:
         self._prompt = prompt
-        self._left = prompt.max_new_tokens or sys.maxsize
+        self._remaining = prompt.max_new_tokens or sys.maxsize
         layout = self._target.adapter.layout(self._target.model, prompt.inputs)
         self._layout = layout if prompt.past is None else prompt.past.with_new_turn(layout)
-        self._asked = observers(self._layout, layout.length)
+        self._asked = observation_columns(self._layout, layout.length)
 
     def probe(self) -> Probe:
         return self
@@ -166,7 +166,7 @@ class _Sparse(DraftState, Probe):
     def observe(self, committed: Tensor, kept: int) -> None:
         if self._runner is None:
             self._open()
-        self._left -= committed.numel()
+        self._remaining -= committed.numel()
         self._last = committed[-1:]
         assert self._dense is not None
         self._memory.follow(self._dense, self._dense.length())
@@ -195,7 +195,7 @@ class _Sparse(DraftState, Probe):
         self._runner.resume(self._prompt.inputs, self._prompt.past)
 
     def propose(self) -> Proposal:
-        count = min(self._choice.window, self._left - 1)
+        count = min(self._choice.window, self._remaining - 1)
         if count < 1 or self._runner is None:
             return Proposal.empty()
         feed = self._last

@@ -58,4 +58,4 @@ class TextDrafter(Drafter):
             return {"input_ids": words}, words[0], None
         before = (past.layout.modality[0] == TEXT).nonzero()[:, 0]
         known = prompt.ids[0, before.to(ids.device)]
-        return {"input_ids": words}, torch.cat([known, words[0]]), past.layout.take(before)
+        return {"input_ids": words}, torch.cat([known, words[0]]), past.layout.select_tokens(before)

@@ -77,7 +77,8 @@ class HostMemory(Policy):
 
     def open(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
         """Return an empty store for a stream's units (frames)."""
-        shape = UnitShape(geometry.layers, geometry.kv_heads, stream.unit, geometry.head_dim, stream.dtype)
+        sizes = geometry.kv_heads, stream.tokens_per_unit, geometry.head_dim
+        shape = UnitShape(geometry.layers, *sizes, stream.dtype)
         own = {"spill": self.spill, "folder": self.folder, "together": self.process_bytes}
         return HostStore(shape, device, cap=self.host_bytes, **own)  # type: ignore[arg-type]
 

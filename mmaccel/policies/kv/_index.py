@@ -85,7 +85,7 @@ class SearchTables:
 
     end: int
     entries: Tensor
-    lists: clusters.Lists
+    lists: clusters.ClusterEntries
     alive: list[int]
     visual: Tensor | None = None
     parent: Tensor | None = None
@@ -117,8 +117,8 @@ class Index(ABC):
         summaries: bool,
     ) -> None:
         self.layers, self.device, self.geometry, self.summaries = geometry.layers, device, geometry, summaries
-        self.cosine, self._tokens, self._window = policy.similarity == "cosine", stream.unit, window
-        self.by_words = policy.ask_by == "words"
+        self.cosine, self._window = policy.similarity == "cosine", window
+        self._tokens, self.by_words = stream.tokens_per_unit, policy.ask_by == "words"
         layers, width, dtype = geometry.layers, geometry.kv_heads * geometry.head_dim, stream.dtype
         self.key = torch.zeros(layers, 0, width, dtype=dtype, device=device)
         self.value = torch.zeros(layers, 0, width * summaries, dtype=dtype, device=device)
@@ -215,7 +215,7 @@ class Index(ABC):
         Words`), if given, score the clusters; `late` (`clusters.NewestEntries`) units are appended to the result."""
         now, rows = self._now, slice(layer, layer + len(queries))
         if len(now.entries) <= budget:
-            entries, scores = now.entries, clusters.score(self.key[rows], queries, self.cosine)
+            entries, scores = now.entries, clusters.score_keys(self.key[rows], queries, self.cosine)
             picked = now.lists.size[layer] > 0
             coming: Tensor | None = entries if len(queries) > 1 else None
             if late is not None:
@@ -224,8 +224,8 @@ class Index(ABC):
             scores, before = self._candidates(rows, queries, budget, words)
             own = clusters.MemberKeys(*self._own_keys(layer), queries[0], self.cosine)
             owner, within, flat, first, size = (one[rows] for one in now.lists[:5])
-            lists = clusters.Lists(owner, within, flat, first, size, now.lists.largest)
-            entries, coming = clusters.select(before, lists, budget, ahead, own, late)
+            lists = clusters.ClusterEntries(owner, within, flat, first, size, now.lists.largest)
+            entries, coming = clusters.select_entries(before, lists, budget, ahead, own, late)
             if now.number is not None:
                 entries = torch.cat([now.number[entries[:budget]], entries[budget:]])
                 if coming is not None:
@@ -245,7 +245,7 @@ class Index(ABC):
     def _scored(self, key: Tensor, queries: Tensor, size: Tensor, words: clusters.Words | None) -> Tensor:
         """[R, C] scores of clusters of `size` [R, C] with keys [R, C, d]."""
         if words is None:
-            return clusters.score(key, queries, self.cosine)
+            return clusters.score_keys(key, queries, self.cosine)
         return clusters.score_by_words(key, words, size, self.cosine)
 
     @abstractmethod

@@ -119,7 +119,7 @@ def units_that_fit(stream: Stream, geometry: Geometry, device: torch.device) -> 
     else:
         free = host_available()
     column = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * stream.dtype.itemsize
-    return max(1, int(free * SHARE) // (column * stream.unit))
+    return max(1, int(free * SHARE) // (column * stream.tokens_per_unit))
 
 
 def layer_ranges(layers: int, units: int) -> list[range]:
@@ -204,7 +204,7 @@ class IngestState(PassState):
             )
         fit = units_that_fit(self.stream, self.geometry, self.device)
         most = fit if self.ingest is None else min(fit, self.ingest)
-        self._ingested = Ingested(sides, self.stream.head, self.stream.unit, most)
+        self._ingested = Ingested(sides, self.stream.head, self.stream.tokens_per_unit, most)
         self.last_listed = {}
 
     def units_that_fit(self, first: int, count: int) -> int:
@@ -249,7 +249,7 @@ class IngestState(PassState):
         assert held is not None
         between = self._retrieved(layer, query)
         key, value = held.append(layer, key, value)
-        made, count = self.stream.positions, (key.shape[2] - head) // self.stream.unit
+        made, count = self.stream.positions, (key.shape[2] - head) // self.stream.tokens_per_unit
         cos, sin = self.rope.cached(
             "ingested",
             lambda: torch.cat([made.head_positions(), made.by_time(self._first, count, self._base)], -1),

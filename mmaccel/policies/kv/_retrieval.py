@@ -183,7 +183,7 @@ class ArchivedMemory(StreamMemory):
         self._found[layer] = found
         recalled = len(found.entries)
         (self._main or self)._recalled += recalled
-        unit, ring = self.stream.unit, self._rings[layer]
+        unit, ring = self.stream.tokens_per_unit, self._rings[layer]
         columns = few + len(entries) * unit
         asked, raw = self._space(layer, columns, columns + stream_pass.rows + stream_pass.room)
         out = raw[:, :, few:]
@@ -288,7 +288,7 @@ class ArchivedMemory(StreamMemory):
             if reps:
                 times, added = self.index.summarise(layer, found, out[:, :, :reps], self.stream.head, left)
                 bias.append(added)
-                middle = self.stream.unit // 2
+                middle = self.stream.tokens_per_unit // 2
                 parts.insert(0, summary_positions(positions, times, entries, count, compact, middle))
             torch.stack(self.rope.angles(torch.cat(parts, -1)), out=room)
             return tuple(bias)
@@ -342,7 +342,7 @@ class ArchivedMemory(StreamMemory):
 
     def _units_of(self, layer: int, shares: Tensor) -> Tensor:
         found, begin = self._found[layer], self._begin
-        late, unit = torch.arange(begin, self._count, device=shares.device), self.stream.unit
+        late, unit = torch.arange(begin, self._count, device=shares.device), self.stream.tokens_per_unit
         few = shares.shape[1] - len(entries := torch.cat([found.entries, late])) * unit
         own = shares[:, few:].view(len(shares), -1, unit).sum(2)
         out = shares.new_zeros(len(shares), self._count).index_add_(1, entries, own)

@@ -80,7 +80,8 @@ class TokenMemory(StreamMemory):
     ) -> None:
         super().__init__(stream, geometry, model, device, window=0, local=0, positions=policy.positions)
         self.policy: Any = policy
-        self.budget, self.clip = stream.units(policy.frames) * stream.unit, stream.units(policy.clip or 1)
+        self.budget = stream.units(policy.frames) * stream.tokens_per_unit
+        self.clip = stream.units(policy.clip or 1)
         self._held: list[HeldTokens | None] = [None] * geometry.layers
         self._seen: dict[int, tuple[Tensor, int]] = {}
         # What the tokens of a layer got of the attention that chooses among them, until the pass is over.
@@ -121,7 +122,7 @@ class TokenMemory(StreamMemory):
         )
 
     def _most(self) -> int:
-        return -(-(self.held_columns() - self._headed) // self.stream.unit)
+        return -(-(self.held_columns() - self._headed) // self.stream.tokens_per_unit)
 
     def units_that_fit(self, first: int, count: int) -> int:
         return min(count, self.clip - first % self.clip)
@@ -129,7 +130,7 @@ class TokenMemory(StreamMemory):
     def _encode(
         self, layer: int, query: Tensor, stream_pass: StreamPass, key: Tensor, value: Tensor
     ) -> KVView:
-        P = self.stream.unit
+        P = self.stream.tokens_per_unit
         column = torch.arange(
             stream_pass.first * P, (stream_pass.first + stream_pass.count) * P, device=key.device
         )
@@ -154,7 +155,7 @@ class TokenMemory(StreamMemory):
                 index, begin = self._pick(layer, mean_query(query, stream_pass), held)
                 self._seen[layer] = (held.column if index is None else held.column[index], begin)
             cos, sin = self._angles(layer, held.column)
-            seen = -(-held.column.shape[0] // self.stream.unit)
+            seen = -(-held.column.shape[0] // self.stream.tokens_per_unit)
             if index is not None:
                 held, cos, sin = held.select_tokens(index), cos[:, :, index], sin[:, :, index]
             part = self.rope.apply(held.key, (cos, sin)), held.value
@@ -167,7 +168,7 @@ class TokenMemory(StreamMemory):
         return QuestionView(key, value, base, seen)
 
     def _move(self, stream_pass: StreamPass) -> None:
-        total, P = stream_pass.first + stream_pass.count, self.stream.unit
+        total, P = stream_pass.first + stream_pass.count, self.stream.tokens_per_unit
         for layer in range(self.geometry.layers):
             stream_pass.pause()
             new = self._new.get(layer)
@@ -181,7 +182,7 @@ class TokenMemory(StreamMemory):
     def limit_to_units(self, first: int, end: int) -> None:
         for layer, held in enumerate(self._held):
             if held is not None:
-                units = held.column // self.stream.unit
+                units = held.column // self.stream.tokens_per_unit
                 self._held[layer] = held.select_tokens(((units >= first) & (units < end)).nonzero()[:, 0])
 
     def _keep(self, layer: int, index: Tensor) -> None:
@@ -199,7 +200,7 @@ class TokenMemory(StreamMemory):
         positions, count = self.stream.positions, column.shape[0]
 
         def ranks() -> Tensor:
-            return positions.token_positions(torch.arange(count), count // self.stream.unit)
+            return positions.token_positions(torch.arange(count), count // self.stream.tokens_per_unit)
 
         def own() -> Tensor:
             return positions.token_positions(column, self._count + self.clip, own=True)
@@ -234,7 +235,7 @@ class TokenMemory(StreamMemory):
     def _looked(self) -> dict[int, Look]:
         looks = {}
         for layer, (column, begin) in self._seen.items():
-            numbers = torch.unique(column // self.stream.unit)
+            numbers = torch.unique(column // self.stream.tokens_per_unit)
             looks[layer] = numbers[numbers < begin], begin
         return looks
 
@@ -244,14 +245,14 @@ class TokenMemory(StreamMemory):
             # Of the first unit not all frames have come.
             return out
         column, _ = self._seen[layer]
-        return out.index_add_(1, column // self.stream.unit, shares)
+        return out.index_add_(1, column // self.stream.tokens_per_unit, shares)
 
     def nbytes(self) -> int:
         return super().nbytes() + sum(t.nbytes for one in self._held if one is not None for t in one)
 
     def counters(self) -> dict[str, float]:
         # In units' worth of tokens: few units are still whole.
-        resident = (self.held_columns() - self._headed) / self.stream.unit
+        resident = (self.held_columns() - self._headed) / self.stream.tokens_per_unit
         return {**super().counters(), "resident": resident, "pruned": self._facts["pruned"]}
 
     def _save(self, folder: Path) -> None:
@@ -283,7 +284,8 @@ class TokenMemory(StreamMemory):
             held = HeldTokens(*(found[f"{name}.{layer}"] for name in HeldTokens._fields))
             rows = held.column.shape[0]
             outside = rows and (
-                int(held.column.min()) < 0 or int(held.column.max()) >= self._count * self.stream.unit
+                int(held.column.min()) < 0
+                or int(held.column.max()) >= self._count * self.stream.tokens_per_unit
             )
             if held.key.shape[2] != rows or held.value.shape[2] != rows or outside:
                 raise ModelError(

@@ -222,7 +222,7 @@ class PassState(StreamState):
         if (columns, few) not in self._columns:
             rows = columns - (0 if tail is None else tail.length)
             place = torch.arange(rows, device=self.device)[None] - self.stream.head
-            frame = ((place - few) // self.stream.unit).clamp_min(-1)
+            frame = ((place - few) // self.stream.tokens_per_unit).clamp_min(-1)
             layout = TokenLayout.build(torch.where(place < 0, TEXT, VIDEO), frame=frame)
             self._columns[columns, few] = layout if tail is None else layout.append(tail)
         return self._columns[columns, few]
@@ -246,7 +246,7 @@ class PassState(StreamState):
         return self._count
 
     def length(self) -> int:
-        return self._headed + self._count * self.stream.unit + self._extra
+        return self._headed + self._count * self.stream.tokens_per_unit + self._extra
 
     def truncate(self, length: int) -> None:
         if not 0 <= self.length() - length <= self._extra:

@@ -173,7 +173,7 @@ class StreamMemory(IngestState):
         sinks = [self._head(layer), *self._retrieved(layer, query)]
         parts = [*sinks, *([(ring.turned, ring.value)] if ring else []), (turned, value)]
         key, value = (torch.cat(side, 2) for side in zip(*parts, strict=True))
-        count, window = sum(one.shape[2] for one, _ in sinks), self.window * self.stream.unit
+        count, window = sum(one.shape[2] for one, _ in sinks), self.window * self.stream.tokens_per_unit
         return KVView(key, value, sinks=count, window=window, query=self.rope.apply(query, angles))
 
     @torch.no_grad()
@@ -231,7 +231,7 @@ class StreamMemory(IngestState):
             numbers = self._recall(layer, mean_query(query, stream_pass), begin)
             self._looks[layer] = torch.zeros(0, dtype=torch.long) if numbers is None else numbers, begin
         count = self._count - begin + (0 if numbers is None else len(numbers))
-        columns = count * self.stream.unit
+        columns = count * self.stream.tokens_per_unit
         asked, raw = self._space(layer, columns, columns + stream_pass.rows + stream_pass.room)
         if numbers is not None and len(numbers):
             self._bring(layer, numbers, begin, raw)
@@ -266,7 +266,7 @@ class StreamMemory(IngestState):
 
     def _near(self, layer: int, begin: int, out: Tensor) -> None:
         """Keys and values of the units of the window from `begin` on into `out` [2, G, n * P, D]."""
-        ring, skip = self._rings[layer], (begin - self._first) * self.stream.unit
+        ring, skip = self._rings[layer], (begin - self._first) * self.stream.tokens_per_unit
         if ring is not None and out.shape[2]:
             out[:1], out[1:] = ring.key[:, :, skip:], ring.value[:, :, skip:]
 
@@ -283,8 +283,7 @@ class StreamMemory(IngestState):
             return self._took(self._ingested, stream_pass)
         total = stream_pass.first + stream_pass.count
         first = max(self._first, total - self.window)
-        gone = first - self._first
-        cut = gone * self.stream.unit
+        cut = (gone := first - self._first) * self.stream.tokens_per_unit
         if left_out := {*range(len(self._rings))} - {*self._fresh}:
             raise ModelError(f"kv: layer {min(left_out)} was left out of a pass.")
         fresh = [Ring(key, self._fresh[layer], value) for layer, (key, value) in sorted(self._new.items())]
@@ -301,7 +300,7 @@ class StreamMemory(IngestState):
 
     def held_columns(self) -> int:
         asked = max((one.base for one in self._asked.values()), default=0)
-        return self._headed + (self._count - self._first) * self.stream.unit + asked
+        return self._headed + (self._count - self._first) * self.stream.tokens_per_unit + asked
 
     def checkpoint(self) -> Any:
         return self._count, self._first, self._base, list(self._heads), list(self._rings)
@@ -330,8 +329,8 @@ class StreamMemory(IngestState):
     def _tokens_of(self, numbers: Tensor, begin: int) -> Tensor:
         """[m] the tokens of units `numbers`, and of all from `begin` on."""
         local = torch.arange(begin, self._count, device=numbers.device)
-        inside = torch.arange(self.stream.unit, device=numbers.device)
-        return (torch.cat([numbers, local])[:, None] * self.stream.unit + inside).flatten()
+        inside = torch.arange(tokens := self.stream.tokens_per_unit, device=numbers.device)
+        return (torch.cat([numbers, local])[:, None] * tokens + inside).flatten()
 
     def note_shown_columns(self, layer: int, columns: Tensor) -> None:
         self._rows.note_shown_columns(layer, columns)
@@ -347,7 +346,7 @@ class StreamMemory(IngestState):
         """[n, U]: what units get of what columns between the head and the question get, [n, N]."""
         recalled, begin = self._looks[layer]
         local = torch.arange(begin, self._count, device=shares.device)
-        own = shares.view(len(shares), -1, self.stream.unit).sum(2)
+        own = shares.view(len(shares), -1, self.stream.tokens_per_unit).sum(2)
         out = shares.new_zeros(len(shares), self._count)
         return out.index_add_(1, torch.cat([recalled.to(local), local]), own)
 
@@ -380,7 +379,8 @@ class StreamMemory(IngestState):
         count, first = facts["units"], facts["first"]
         if not 0 <= first <= count or count - first > self.window:
             raise ModelError(f"{folder}: the window holds units {first} to {count}; the file is damaged.")
-        columns = {"head": stream.head} | ({"window": (count - first) * stream.unit} if count > first else {})
+        tokens = (count - first) * stream.tokens_per_unit
+        columns = {"head": stream.head} | ({"window": tokens} if tokens else {})
         wanted = {
             f"{name}.{layer}.{side}": ((1, geometry.kv_heads, n, geometry.head_dim), stream.dtype)
             for name, n in columns.items()

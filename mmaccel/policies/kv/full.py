@@ -262,7 +262,7 @@ class WholeStream(PassState):
         self.restore((0, 0))
 
     def seen_tokens(self, layer: int) -> Tensor | None:
-        return torch.arange(self._count * self.stream.unit, device=self.device)
+        return torch.arange(self._count * self.stream.tokens_per_unit, device=self.device)
 
     def evidence(self) -> dict[int, UnitEvidence]:
         """Return all units (frames) as evidence, since every layer sees all of them."""

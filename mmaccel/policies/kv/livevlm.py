@@ -74,10 +74,10 @@ class LiveVLMMemory(TokenMemory):
         self, layer: int, query: Tensor, stream_pass: StreamPass, key: Tensor, value: Tensor
     ) -> KVView:
         view = super()._encode(layer, query, stream_pass, key, value)
-        old = view.key.shape[2] - self.stream.head - self.recent * self.stream.unit
+        old = view.key.shape[2] - self.stream.head - self.recent * self.stream.tokens_per_unit
         # The pass ends a clip, and more tokens are old than the budget allows.
         if (stream_pass.first + stream_pass.count) % self.clip == 0 and old > self.budget:
-            probes = min(self.policy.probes or self.stream.unit, self.stream.unit)
+            probes = min(self.policy.probes or self.stream.tokens_per_unit, self.stream.tokens_per_unit)
             assert view.query is not None
             share = attention_shares(view.query[:, :, -probes:], view.key)
             self._scores[layer] = share[self.stream.head :]
@@ -89,9 +89,9 @@ class LiveVLMMemory(TokenMemory):
             stream_pass.pause()
             held = self._held[layer]
             assert held is not None
-            old = held.column.shape[0] - self.recent * self.stream.unit
+            old = held.column.shape[0] - self.recent * self.stream.tokens_per_unit
             stretch = max(1, self.budget // self.policy.bucket)
-            span = (self._count - self.recent) * self.stream.unit
+            span = (self._count - self.recent) * self.stream.tokens_per_unit
             where = held.column[:old] * stretch // span
             kept = choose_spread(share[:old], where, self.budget, self.policy.scatter, self.policy.bucket)
             rest = torch.arange(old, held.column.shape[0], device=kept.device)
@@ -100,7 +100,7 @@ class LiveVLMMemory(TokenMemory):
     def _pick(self, layer: int, query: Tensor, held: HeldTokens) -> tuple[Tensor | None, int]:
         size = self.policy.page
         begin = max(self._count - self.recent, 0)
-        old = max(held.column.shape[0] - self.recent * self.stream.unit, 0)
+        old = max(held.column.shape[0] - self.recent * self.stream.tokens_per_unit, 0)
         # The last, incomplete page comes with the recent frames, whatever it holds.
         pages = old // size
         most = max(1, int(self.budget * self.policy.recall) // size)

@@ -88,7 +88,7 @@ class OffloadStream(WholeStream):
         if columns <= self.length() - self._extra:
             self._turns = [None] * len(self._turns)
         if self._main is None:
-            self.store.forget_from(max(0, columns - self.stream.head) // self.stream.unit)
+            self.store.forget_from(max(0, columns - self.stream.head) // self.stream.tokens_per_unit)
 
     def _keep_path(self, start: int, path: Tensor) -> None:
         for pair in self._turns:

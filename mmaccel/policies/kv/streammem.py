@@ -133,7 +133,7 @@ class StreamMemMemory(TokenMemory):
 
     def _prototypes(self, held: HeldTokens, score: Tensor) -> HeldTokens:
         """One token of each unit that has lost none yet: the last ones held."""
-        P = self.stream.unit
+        P = self.stream.tokens_per_unit
         count = min(self._count - self._facts["whole"], self.budget)
         weight = score[-count * P :].view(count, P)
         weight = (weight / weight.sum(1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny))[..., None]

@@ -60,7 +60,7 @@ class Window(StreamPolicy):
     def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        units = -(-self.window // stream.unit)
+        units = -(-self.window // stream.tokens_per_unit)
         return StreamMemory(stream, geometry, model, device, window=units, local=units)
 
 

@@ -18,7 +18,7 @@ from mmaccel.core.prefill.prune import (
     candidate_columns,
     complement,
     count_of_share,
-    observers,
+    observation_columns,
     question_text_columns,
     staying_columns,
     top_indices,
@@ -122,7 +122,7 @@ class SparseVLM(TokenPruner):
 
     def _score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         """[m] the attention of the raters."""
-        rows, judged = observers(layout), signals["attention"][0][:, at].float()
+        rows, judged = observation_columns(layout), signals["attention"][0][:, at].float()
         if self.raters == "all" or not bool(torch.isin(rows, question_text_columns(layout)).any()):
             return judged.mean(0)
         embeddings = signals["hidden"][0].float()

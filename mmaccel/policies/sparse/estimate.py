@@ -1,4 +1,4 @@
-"""Attention of the last queries, from which adaptive patterns estimate (MMInference, Algorithm 1, last_q = 64)."""
+"""Attention of the last queries, from which adaptive patterns estimate which keys matter (MMInference, Algorithm 1)."""
 
 from __future__ import annotations
 

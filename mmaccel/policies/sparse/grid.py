@@ -23,12 +23,12 @@ from mmaccel.policies.sparse.orders import (
     whole_blocks,
 )
 from mmaccel.policies.sparse.stride import (
-    Classes,
-    Frames,
+    FrameClasses,
+    ResidueClasses,
     StrideSearch,
     by_class,
     frame_phases,
-    most_keys,
+    max_class_keys,
     strided_classes,
 )
 
@@ -122,7 +122,7 @@ class Grid(IntraPattern):
         return tuple(parts)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        block, most = self.block, most_keys(n_key, self.min_stride)
+        block, most = self.block, max_class_keys(n_key, self.min_stride)
         keys = whole_blocks(n_key, block)
         each, more = near_and_first_blocks(n_key, self.sink, self.window, block, gaps=gaps)
         each += spanned_blocks(most, block) * (self.slash + self.vertical)
@@ -134,9 +134,9 @@ class Grid(IntraPattern):
         return each, more
 
     def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
-        block, line = self.block, most_keys(keys, self.min_stride)
+        block, line = self.block, max_class_keys(keys, self.min_stride)
         if self.stride == "frame" and region is not None:
-            frames = Frames.of(region, self.min_stride, self.max_stride)
+            frames = FrameClasses.of(region, self.min_stride, self.max_stride)
             line = min(line, frames.most_keys) if frames.all_fit else line
         # Of the rows, the last of the keys, a class has its share. A block of queries that begins in one class and ends in
         # others lists the lines of all, of the keys in their order no block twice, and lines begin anywhere.
@@ -148,11 +148,11 @@ class Grid(IntraPattern):
         near = min(near, share * keys / block + 1)
         return blocks * (lines + each * self.vertical) + self.horizontal * dense + blocks * near
 
-    def _classes(self, region: Region) -> Classes:
-        sample = region.last(self.last_q, self.estimate == "group")
+    def _classes(self, region: Region) -> ResidueClasses:
+        sample = region.last_queries(self.last_q, self.estimate == "group")
         rows = self.horizontal_phase == "queries"
         search = StrideSearch(self.min_stride, self.max_stride, self.slack, self.score, rows, region.max_keys)
-        frames = Frames.of(region, search.low, search.most) if self.stride == "frame" else None
+        frames = FrameClasses.of(region, search.low, search.most) if self.stride == "frame" else None
         framed = frame_phases(sample, frames, search) if frames is not None and frames.any_fits else None
         if framed is not None and framed.frames is not None:
             return framed
@@ -167,7 +167,7 @@ class Grid(IntraPattern):
         last = (at - self.window).clamp(min=-1) if self.window else at
         return last, keys.row.masked_fill(keys.rank < self.sink, -1) if self.sink else keys.row
 
-    def _strided_lines(self, region: Region, classes: Classes) -> Part:
+    def _strided_lines(self, region: Region, classes: ResidueClasses) -> Part:
         """The slashes and the vertical line of each head, where heads have classes of their own.
 
         Keys are by (class, position), queries by (class of the keys they pair with, position); without slashes the queries
@@ -216,7 +216,7 @@ class Grid(IntraPattern):
             spans.append(span(rows, end - start - 1, place - start, FAR))
         return Part(q_row, tuple(spans))
 
-    def _framed_lines(self, region: Region, classes: Classes, frames: Frames) -> list[Part]:
+    def _framed_lines(self, region: Region, classes: ResidueClasses, frames: FrameClasses) -> list[Part]:
         """The lines of each head, where all heads share the classes."""
         block, most = self.block, frames.most_keys
         name = "order", region.kinds, self.window, self.sink
@@ -240,7 +240,7 @@ class Grid(IntraPattern):
             parts.append(replace(self._dense_part(region, *more), all_rows=all_rows))
         return parts
 
-    def _dense_rows(self, region: Region, classes: Classes) -> Part:
+    def _dense_rows(self, region: Region, classes: ResidueClasses) -> Part:
         """The queries of the horizontal line, in their order, over every key not after them but those of other spans."""
         chosen = classes.of_queries(region.at) == classes.dense
         size = self._dense_size(region, classes)
@@ -253,7 +253,7 @@ class Grid(IntraPattern):
         last, _ = self._uncovered(region)
         return self._dense_part(region, gathered(region.q_row), gathered(last[:, None]))
 
-    def _dense_size(self, region: Region, classes: Classes) -> int:
+    def _dense_size(self, region: Region, classes: ResidueClasses) -> int:
         """Space for as many queries of one line as there can be, in whole blocks."""
         # Queries of one rank are of one class; others are of no more than keys are.
         size = region.at.shape[1] if region.has_rank_ties else min(classes.most_keys, region.at.shape[1])
@@ -285,7 +285,7 @@ class ClassOrder:
     k_pos: Tensor
 
     @classmethod
-    def of(cls, region: Region, frames: Frames, last: Tensor, k_row: Tensor) -> ClassOrder:
+    def of(cls, region: Region, frames: FrameClasses, last: Tensor, k_row: Tensor) -> ClassOrder:
         """Return the order of the queries and keys of `region`; `last` and `k_row` exclude keys of window and sink."""
         number, at, most = frames.number[:, 0], region.at.long(), frames.most_keys
         edge = torch.arange(frames.widest + 1, device=at.device).expand(len(at), -1).contiguous()

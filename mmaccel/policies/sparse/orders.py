@@ -14,7 +14,7 @@ from torch import Tensor
 from mmaccel.backends.ops.block_attend import KeySpan, Part, memoize
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.merge_heads import Share
-from mmaccel.core.prefill.plan import FAR, AttentionPlan, HeadRun, of_heads, span_by_range
+from mmaccel.core.prefill.plan import FAR, AttentionPlan, HeadRun, select_heads, span_by_range
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout, modality_runs
 
@@ -42,7 +42,7 @@ class TokenOrder:
         return self.row.shape[1]
 
 
-def natural(
+def sequence_order(
     layout: TokenLayout, member: Tensor | None = None, *, block: int, size: int | None = None
 ) -> TokenOrder:
     """Return the valid tokens of `layout` (those of `member`, bool [B, S]) in sequence order, padded to whole blocks.
@@ -159,25 +159,29 @@ class Region:
         """Whether several queries may have the same rank, because the tokens between them are not among the keys."""
         return self.kinds[1] is not None and self.kinds[0] != self.kinds[1]
 
-    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+    def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         """Get the value `name`, which follows from the layouts of this region; `make` computes it once for all layers."""
         return memoize_traced(self.layer.memo, (name, self.kinds), make)
 
-    def last(self, count: int, pooled: bool = False) -> LastQueries:
+    def last_queries(self, count: int, pooled: bool = False) -> LastQueries:
         """Return the last `count` queries of this region, which compute their softmax weights over its keys on demand.
 
         The softmax runs over all keys that a query sees, also those outside the region. `pooled`: every query head gets the
         mean of the weights of the query heads that share its key head.
         """
         layer, (query_kind, key_kind) = self.layer, self.kinds
-        sample = self.once(("sample", count), lambda: self._sample(count))
+        sample = self.cached(("sample", count), lambda: self._sample(count))
         query = sample.select_queries(layer.query)
         total = None
         if key_kind is not None:
             everything = layer.region(query_kind, None)
-            total = memoize_traced(layer.totals, (query_kind, count), lambda: everything.last(count).totals())
+            total = memoize_traced(
+                layer.totals, (query_kind, count), lambda: everything.last_queries(count).totals()
+            )
         # No other row of the queries is copied where heads lie apart.
-        return LastQueries(of_heads(layer.planned_heads, query), layer.key, sample, total, pooled, layer.runs)
+        return LastQueries(
+            select_heads(layer.planned_heads, query), layer.key, sample, total, pooled, layer.runs
+        )
 
     def _sample(self, count: int) -> SampleLayout:
         """Which the last `count` queries are and what they see of the keys; no host read."""
@@ -253,7 +257,7 @@ class LayerInputs:
         return memoize(self.memo, "final", last)
 
     def region(self, query: int | None = None, key: int | None = None) -> Region:
-        """Return the region of the queries of one modality over the keys of another; None stands for all."""
+        """Return the `Region` of the queries of modality `query` over the keys of modality `key`; None: of all."""
         query, key = _apart(self.q_layout, query), _apart(self.k_layout, key)
 
         def of_queries() -> tuple[TokenOrder, Tensor]:
@@ -293,8 +297,9 @@ def _apart(layout: TokenLayout, modality: int | None) -> int | None:
 
 def _order(layout: TokenLayout, modality: int | None, block: int) -> TokenOrder:
     if modality is None:
-        return natural(layout, block=block)
-    return natural(layout, layout.modality == modality, block=block, size=layout.max_tokens_of[modality])
+        return sequence_order(layout, block=block)
+    size = layout.max_tokens_of[modality]
+    return sequence_order(layout, layout.modality == modality, block=block, size=size)
 
 
 @dataclass(frozen=True, kw_only=True)

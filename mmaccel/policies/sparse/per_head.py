@@ -222,7 +222,7 @@ class LayerHeads(SparsePattern):
     rest: SparsePattern = field(default_factory=Dense)
     heads: int | None = None
 
-    def of(self, head: int) -> SparsePattern:
+    def pattern_of(self, head: int) -> SparsePattern:
         """Return the sparse pattern of one head of this layer."""
         return self.named.get(head, self.rest)
 
@@ -230,11 +230,11 @@ class LayerHeads(SparsePattern):
         """Return the different patterns of `heads` heads, each with the heads that use it."""
         kinds: list[tuple[SparsePattern, list[int]]] = []
         for head in range(heads):
-            same = [some for known, some in kinds if known == self.of(head)]
+            same = [some for known, some in kinds if known == self.pattern_of(head)]
             if same:
                 same[0].append(head)
             else:
-                kinds.append((self.of(head), [head]))
+                kinds.append((self.pattern_of(head), [head]))
         return kinds
 
     def plan(
@@ -275,7 +275,7 @@ class LayerHeads(SparsePattern):
         return sum(len(some) * p.expected_blocks(n_query, n_key, layouts) for p, some in kinds) / self.heads
 
     def head_pattern_names(self, heads: int) -> tuple[str, ...]:
-        return tuple(self.of(head).head_pattern_names(1)[0] for head in range(heads))
+        return tuple(self.pattern_of(head).head_pattern_names(1)[0] for head in range(heads))
 
 
 def read_table(path: str | Path) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class SegmentedPattern(IntraPattern):
             stride, count = torch.stack([segments.stride.amax(), last + 1]).tolist()
             return stride, count
 
-        return region.once(("segments", *self.bounds), looked)
+        return region.cached(("segments", *self.bounds), looked)
 
 
 @register("sparse", "sf_fixed")

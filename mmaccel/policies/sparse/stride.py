@@ -26,14 +26,14 @@ REACH = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Classes:
-    """The residue class of each key in each head of a `grid` pattern, and the lines along which the head attends; s, v and p
-    as in `Grid`.
+class ResidueClasses:
+    """The residue class (position modulo the stride) of each key in each head of a `grid` pattern, and the lines along which
+    the head attends; s, v and p as in `Grid`.
 
     number [B, h, N]: class of each key, in key order; padding has the highest. stride [B, h, 1]: s. line [B, H, 1]: v of the
     vertical lines. dense [B, H, 1]: v of the horizontal ones. shift [B, H, 1]: p of the slashes. h is 1 or H. most_keys:
-    most keys of a class that a query can see. count: number of classes, with that of padding. frames: the `Frames` that gave
-    all sequences their classes; None if the stride was estimated from queries and keys.
+    most keys of a class that a query can see. count: number of classes, with that of padding. frames: the `FrameClasses`
+    that gave all sequences their classes; None if the stride was estimated from queries and keys.
     """
 
     number: Tensor
@@ -43,9 +43,9 @@ class Classes:
     shift: Tensor
     most_keys: int
     count: int
-    frames: Frames | None = None
+    frames: FrameClasses | None = None
 
-    def select_sequences(self, chosen: Tensor, other: Classes) -> Classes:
+    def select_sequences(self, chosen: Tensor, other: ResidueClasses) -> ResidueClasses:
         """Return these classes for the sequences `chosen` [B], and those of `other` for the rest."""
         mixed: dict[str, Any] = {
             name: torch.where(chosen[:, None, None], getattr(self, name), getattr(other, name))
@@ -72,14 +72,14 @@ class StrideSearch:
     keys: int
 
 
-def most_keys(keys: int, low: int) -> int:
-    """Return the most of `keys` keys of one class that a query can see if no stride is below `low`."""
+def max_class_keys(keys: int, low: int) -> int:
+    """Return the most keys of one residue class that a query can see, of `keys` keys and at strides of `low` or more."""
     return max(-(-keys // low), min(keys, 3 * low - 1))
 
 
 def strided_classes(
     sample: LastQueries, keys: TokenOrder, search: StrideSearch, *, by_columns: bool, by_diagonals: bool
-) -> Classes:
+) -> ResidueClasses:
     """Classify keys by rank modulo the best stride, with the phases of the lines that get most attention.
 
     The best stride is the smallest whose score is within the slack of the best. The score of a stride is the sum of those of
@@ -114,7 +114,7 @@ def strided_classes(
     own, classes = number[..., :n], search.most + 1
     line, shift = class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
     dense = _most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
-    return Classes(number, stride, line, dense, shift, most_keys(search.keys, low), classes)
+    return ResidueClasses(number, stride, line, dense, shift, max_class_keys(search.keys, low), classes)
 
 
 def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor:
@@ -128,12 +128,12 @@ def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Frames:
-    """Classes of the keys by their index within their frame, modulo a stride; from the layout alone.
+class FrameClasses:
+    """Residue classes of the keys by their index within their frame, modulo a stride; from the layout alone.
 
-    number [B, 1, N], stride [B, 1, 1]; fits [B]: the sequences with these classes, which have at least 3 * low keys and one
-    frame, and at most 1 / low of the keys in any class. all_fit, any_fits: whether all or any sequences fit; most_keys: the
-    most keys of a class; widest: the largest stride. memo: cache of derived values.
+    number [B, 1, N], stride [B, 1, 1]. fits [B]: whether a sequence can have these classes: where `low` is the smallest
+    stride, it has at least 3 * low keys and one frame, and no class has more than 1 / low of the keys. all_fit, any_fits:
+    whether all or any sequences fit. most_keys: the most keys of a class. widest: the largest stride. memo: derived values.
     """
 
     number: Tensor
@@ -146,13 +146,13 @@ class Frames:
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, region: Region, low: int, high: int) -> Frames:
+    def of(cls, region: Region, low: int, high: int) -> FrameClasses:
         """Return the frame classes of the keys of `region`, for strides of `low` to `high`; cached for a prompt."""
         name = "frames", region.kinds[1], low, high
         return memoize_traced(region.layer.memo, name, lambda: cls._made(region, low, high, name))
 
     @classmethod
-    def _made(cls, region: Region, low: int, high: int, name: Hashable) -> Frames:
+    def _made(cls, region: Region, low: int, high: int, name: Hashable) -> FrameClasses:
         """Reads the device once. A token outside frames counts on from the first token of the frame before it."""
         keys, layout = region.keys, region.layer.k_layout
         here, row = keys.row >= 0, keys.row.clamp(min=0).long()
@@ -200,7 +200,7 @@ class Pairing:
     start: Tensor
 
     @classmethod
-    def of(cls, sample: SampleLayout, frames: Frames, high: int) -> Pairing:
+    def of(cls, sample: SampleLayout, frames: FrameClasses, high: int) -> Pairing:
         """Return the class relations of the sampled queries `sample` and the keys of `frames`."""
         number = frames.number[..., : sample.seen.shape[1]]
         B, L = sample.at.shape
@@ -217,7 +217,7 @@ class Pairing:
         return cls(own[:, 0].to(torch.int32), paired, members, order.to(torch.int32), start)
 
 
-def frame_phases(sample: LastQueries, frames: Frames, search: StrideSearch) -> Classes:
+def frame_phases(sample: LastQueries, frames: FrameClasses, search: StrideSearch) -> ResidueClasses:
     """Return the classes of `frames`, with the phases of the lines that get most attention."""
     layout, classes = sample.sample, search.most + 1
     own = frames.number[..., : sample.key_count]
@@ -249,8 +249,10 @@ def frame_phases(sample: LastQueries, frames: Frames, search: StrideSearch) -> C
             shifts.append(score.argmax(-1, keepdim=True))
         line, shift = torch.cat(lines, 1), torch.cat(shifts, 1)
         dense = _most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
-    most, whole = (frames.most_keys, frames) if frames.all_fit else (most_keys(search.keys, search.low), None)
-    return Classes(frames.number, frames.stride, line, dense, shift, most, classes, whole)
+    most, whole = (
+        (frames.most_keys, frames) if frames.all_fit else (max_class_keys(search.keys, search.low), None)
+    )
+    return ResidueClasses(frames.number, frames.stride, line, dense, shift, most, classes, whole)
 
 
 def _most_even_class(spread: Tensor, at: Tensor, number: Tensor, classes: int) -> Tensor:

@@ -50,13 +50,13 @@ class VerticalSlash(IntraPattern):
     estimate: Literal["head", "group"] = "head"
 
     def parts(self, region: Region) -> tuple[Part, ...]:
-        sample = region.last(self.last_q, self.estimate == "group")
+        sample = region.last_queries(self.last_q, self.estimate == "group")
         columns, diagonals = self._strongest(*sample.line_sums(), sample.ranks)
         keys, at, heads = region.keys, region.at[:, None], columns.shape[1]
         left, kind, kept, k_row, k_pos = split_line_keys(
             keys.row, columns, diagonals, region.max_keys, self.block
         )
-        runs = region.once(("query runs", heads), lambda: QueryBlockRuns.of(region, heads))
+        runs = region.cached(("query runs", heads), lambda: QueryBlockRuns.of(region, heads))
         # A query block lists every key block that a kept diagonal touches in its rows: diagonal d pairs a query of rank i
         # with the key of rank i - d. The ranks say nothing of the rows: those of columns are left out.
         lists = BlockLists(*slash_runs(kept, [*runs], self.block), kind)

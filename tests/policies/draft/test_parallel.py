@@ -122,7 +122,7 @@ def test_a_draft_that_falls_silent_is_told_of(
     note = (
         f"{int(counters['alone'])} target steps without it, while it read the prompt, paused or said nothing"
     )
-    assert state.notes() == [note]
+    assert state.report_notes() == [note]
     assert ["had said nothing for" in why for why in meter.failures] == [True] * told
 
 
@@ -372,7 +372,7 @@ def test_a_draft_that_cannot_gain_rests_and_says_so(monkeypatch: pytest.MonkeyPa
     assert 0 < len(waited) < 20 < told["alone"]
     assert ids == decode_greedily(target, [0], limit(60))
     assert told["pauses"] >= 1 and told["expected_gain"] <= 1 and told["drafted"] < 40
-    why = state.notes()[-1]
+    why = state.report_notes()[-1]
     assert why.startswith(f"paused {told['pauses']:.0f} time")
     assert f"is worth {told['expected_gain']:.2f} x" in why
 

@@ -24,7 +24,15 @@ from mmaccel.core.registry import policy
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, TokenDistribution
-from mmaccel.policies.draft._remote_drafter import ALIGN, SLAB, SMALL, RemoteDrafter, pack, pack_later, unpack
+from mmaccel.policies.draft._remote_drafter import (
+    ALIGN,
+    SLAB,
+    SMALL,
+    RemoteDrafter,
+    make_packer,
+    pack,
+    unpack,
+)
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 from tests.core.test_generate import limit
 from tests.core.toy import ToyRunner, bigram, decode_greedily
@@ -170,7 +178,7 @@ def test_pixels_leave_a_device_as_they_were_when_the_prompt_was_told() -> None:
         work = work @ work / work.norm()
     pixels = torch.empty(3, SLAB // 2 + 5, dtype=torch.bfloat16, device="cuda").fill_(7.0)
     whole = {"pixels": pixels, "view": pixels[:, 1::2], "one": torch.tensor(2, device="cuda")}
-    made = pack_later(whole, b"more")
+    made = make_packer(whole, b"more")
     told, blob = torch.cuda.Event(), []
     thread = threading.Thread(target=lambda: blob.extend(made()))
     told.record()
@@ -355,9 +363,9 @@ def test_a_session_drafts_in_the_process(resumed: bool, tmp_path: Path) -> None:
         session.watch(film(20)[9:], fps=FPS)
         assert drafted(session) == want.ids
         live = session._live
-        assert live is not None and isinstance(live.beside.stream, RemoteDraftStream)
-        live.beside.stream._worker.process.kill()
-        live.beside.stream._worker.process.wait()
+        assert live is not None and isinstance(live.draft_stream.stream, RemoteDraftStream)
+        live.draft_stream.stream._worker.process.kill()
+        live.draft_stream.stream._worker.process.wait()
         with pytest.warns(MmaccelWarning, match="goes on without a draft"):
             session.watch(film(20, seed=4), fps=FPS)
         assert len(session) == 40 and session.ask("Describe the video.", 9).ids

@@ -37,7 +37,7 @@ def by_the_paper(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
 
 def index_of(layers: int, similarity: str = "dot") -> FrameIndex:
     geometry = Geometry(layers=layers, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=9, vocab=9)
-    stream: Any = SimpleNamespace(unit=TOKENS, dtype=torch.float32)
+    stream: Any = SimpleNamespace(tokens_per_unit=TOKENS, dtype=torch.float32)
     policy: Any = Frames(similarity=similarity)  # type: ignore[arg-type]
     return FrameIndex(policy, stream, geometry, torch.device("cpu"), 0, False)
 
@@ -294,7 +294,7 @@ def test_what_is_encoded_saw_the_head_and_the_window_and_nothing_else(name: str)
             session.watch(part, fps=FPS)
         live = session._live
         assert live is not None
-        head, unit = live.stream.head, live.info.unit
+        head, unit = live.stream.head, live.info.tokens_per_unit
         columns = unit * live.stream.units(window)
     ours = torch.cat(outs)
     content = [{"type": "video", "video": frames}, {"type": "text", "text": QUESTION}]

@@ -51,7 +51,7 @@ def raw(layer: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def opened(policy: StreamPolicy, axes: int = 1, limit: int = 10**6, pace: int = 1) -> TokenMemory:
     stream = Stream(
-        unit=TOKENS, head=HEAD, pace=pace, positions=position_ids(axes, limit), dtype=torch.float64
+        tokens_per_unit=TOKENS, head=HEAD, pace=pace, positions=position_ids(axes, limit), dtype=torch.float64
     )
     state = policy.open_stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
     assert isinstance(state, TokenMemory)

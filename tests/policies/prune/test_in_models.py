@@ -243,9 +243,10 @@ def test_it_chooses_among_what_the_read_layers_hold(
     )
     (columns,) = told
     assert torch.isin(columns, held).all()
-    count = candidate_columns(layout.take(columns)).numel()
+    count = candidate_columns(layout.select_tokens(columns)).numel()
     assert count == min(
-        count_of_share(0.2, candidate_columns(layout).numel()), candidate_columns(layout.take(held)).numel()
+        count_of_share(0.2, candidate_columns(layout).numel()),
+        candidate_columns(layout.select_tokens(held)).numel(),
     )
     if name == "uv":
         signals = {}

@@ -85,7 +85,7 @@ def hand_cuts(pruner: Any, layout: TokenLayout) -> dict[int, Any]:
     total = len(visual(layout))
 
     def left(told: dict[str, Any]) -> TokenLayout:
-        return layout.take(told["columns"])
+        return layout.select_tokens(told["columns"])
 
     def by_last_word(weights: str, count: int) -> Any:
         def cut(told: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ class Scene:
         """What a pattern plans for these queries."""
         query, key, _ = self.tensors(dtype)
         layout = self.layout()
-        return pattern.plan(query, key, layout.take(slice(self.start, None)), layout)
+        return pattern.plan(query, key, layout.select_tokens(slice(self.start, None)), layout)
 
     def planned(
         self, pattern: SparsePattern, dtype: torch.dtype = torch.float64, device: str = "cpu"
@@ -80,7 +80,7 @@ class Scene:
         """The plan on that device, and the query, key and value that it was made for."""
         query, key, value = (t.to(device) for t in self.tensors(dtype))
         layout = self.layout().to(device)
-        plan = pattern.plan(query, key, layout.take(slice(self.start, None)), layout)
+        plan = pattern.plan(query, key, layout.select_tokens(slice(self.start, None)), layout)
         assert plan is not None
         return plan, (query, key, value)
 

@@ -125,7 +125,7 @@ def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments
     scene = Scene((sequence(segments),), start=37)
     query, key, _ = scene.tensors()
     layout = scene.layout()
-    where = (query, key, layout.take(slice(scene.start, None)), layout)
+    where = (query, key, layout.select_tokens(slice(scene.start, None)), layout)
     alone = QBoundary(video=inner, block=16).video
     assert isinstance(alone, IntraPattern)
     sight_parts = Boundary2D(default=alone, block=16).plan(*where)

@@ -80,7 +80,7 @@ def small(case: str) -> SparsePattern:
 def attend(pattern: SparsePattern, scene: Scene, tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     query, key, value = tensors
     layout, scale = scene.layout(), scene.size**-0.5
-    plan = pattern.plan(query, key, layout.take(slice(scene.start, None)), layout)
+    plan = pattern.plan(query, key, layout.select_tokens(slice(scene.start, None)), layout)
     if plan is None:
         return dense_attend(query, key, value, scale, start=scene.start, valid=layout.valid)
     return attend_plan(plan, query, key, value, scale, reference.op)[0]
@@ -101,7 +101,7 @@ def test_it_names_each_head_and_its_blocks_are_powers_of_two(name: str) -> None:
 def test_plans_keep_the_contract(name: str, scene: Scene) -> None:
     query, key, _ = scene.tensors()
     layout = scene.layout()
-    plan = check_plan(small(name), query, key, layout.take(slice(scene.start, None)), layout)
+    plan = check_plan(small(name), query, key, layout.select_tokens(slice(scene.start, None)), layout)
     if plan is not None:
         listed = listed_by_hand(plan)
         assert torch.equal(plan.count_listed_pairs(), listed)
@@ -190,7 +190,7 @@ def test_expected_is_about_what_is_listed(name: str, start: int) -> None:
     sparse, islands = LISTED[name]
     pattern = Recipe.load(sparse=sparse).sparse
     layout = prompt(N, islands)
-    queries = layout.take(slice(start, None))
+    queries = layout.select_tokens(slice(start, None))
     query, key = tensors(N)
     plan = pattern.plan(query[:, :, start:], key, queries, layout)
     listed = sum(float(s.lists.count.double().sum((0, 2)).mean()) for p in plan.parts for s in p.spans)

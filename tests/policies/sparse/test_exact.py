@@ -143,11 +143,11 @@ def test_the_last_queries_of_a_caller_s_own_are_those_that_are_there(case: str) 
     ask, held, there = CALLERS[case]
     scene = Scene((sequence([(TEXT, [9]), (VIDEO, [7] * 12), (TEXT, [12])]),))
     whole, (query, key, _) = scene.layout(), scene.tensors()
-    queries, query, key = whole.take(ask), query[:, :, ask], key[:, :, held]
+    queries, query, key = whole.select_tokens(ask), query[:, :, ask], key[:, :, held]
     n, count = queries.length if there is None else there, 16
     if there is not None:
         queries = replace(queries, valid=torch.arange(queries.length)[None] < there)
-    last = LayerInputs(query, key, queries, whole.take(held), 16).region().last(count)
+    last = LayerInputs(query, key, queries, whole.select_tokens(held), 16).region().last_queries(count)
     assert last.sample.queries_end_keys == (case == "the last of the keys")
     # Places among the keys, of which some may be gone.
     at = torch.arange(scene.length)[ask][n - count : n] - (held.start or 0)
@@ -165,10 +165,10 @@ def test_the_last_queries_of_a_caller_s_own_are_those_that_are_there(case: str) 
 @pytest.mark.parametrize("start", [0, 37])
 def test_the_last_of_the_keys_are_not_searched_for(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = Scene((sequence([(TEXT, [9]), (VIDEO, [7] * 12)]),)).layout()
-    order = orders.natural(keys, block=16)
-    want = orders.at_or_before(order, orders.natural(keys.take(slice(start, None)), block=16))
+    order = orders.sequence_order(keys, block=16)
+    want = orders.at_or_before(order, orders.sequence_order(keys.select_tokens(slice(start, None)), block=16))
     monkeypatch.setattr(orders, "at_or_before", None)
-    at = LayerInputs.of_layouts(keys.take(slice(start, None)), keys, 16).region().at
+    at = LayerInputs.of_layouts(keys.select_tokens(slice(start, None)), keys, 16).region().at
     assert at.dtype == want.dtype and torch.equal(at, want)
 
 

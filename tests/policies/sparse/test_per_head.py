@@ -40,13 +40,13 @@ def test_each_head_is_planned_as_if_it_were_alone(scene: Scene) -> None:
     pattern = PerHead(block=16, table={5: dict(list(named.items())[: scene.heads])}).for_layer(5)
     query, key, _ = scene.tensors()
     layout = scene.layout()
-    queries = layout.take(slice(scene.start, None))
+    queries = layout.select_tokens(slice(scene.start, None))
     plan = pattern.plan(query, key, queries, layout)
     assert plan is not None
     mask = plan.to_mask()
     group = scene.heads // scene.groups
     for head in range(scene.heads):
-        own = pattern.of(head)
+        own = pattern.pattern_of(head)
         g = head // group
         alone = own.plan(query[:, head : head + 1], key[:, g : g + 1], queries, layout)
         assert alone is not None and torch.equal(mask[:, head], alone.to_mask()[:, 0])
@@ -252,11 +252,11 @@ def test_a_shard_of_a_model_follows_the_patterns_of_its_own_heads() -> None:
     assert adapter.local_heads(model) == range(2, 4)
     view = ModelView(model, adapter, adapter_for)
     bound = PerHead(table={0: sinks, 1: {1: sinks[1], 2: sinks[2]}}, default="dense").bind(view)
-    assert [bound.for_layer(0).of(head) for head in range(2)] == [
+    assert [bound.for_layer(0).pattern_of(head) for head in range(2)] == [
         AShape(sink=head, window=5) for head in (2, 3)
     ]
     # Of the second layer the shard has head 2 alone, its first.
-    assert [bound.for_layer(1).of(head).name for head in range(2)] == ["a_shape", "dense"]
+    assert [bound.for_layer(1).pattern_of(head).name for head in range(2)] == ["a_shape", "dense"]
 
 
 def test_the_shipped_table_lies_in_the_model_s_folder(tmp_path: Path) -> None:

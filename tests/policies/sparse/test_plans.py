@@ -90,7 +90,7 @@ def test_a_plan_reads_nothing(name: str, start: int, monkeypatch: pytest.MonkeyP
     scene = Scene(SCENE.sequences, start)
     query, key, _ = scene.tensors()
     layout = scene.layout()
-    queries = layout.take(slice(start, None))
+    queries = layout.select_tokens(slice(start, None))
     first = pattern.plan(query, key, queries, layout)
     other, _, _ = Scene(SCENE.sequences, start, seed=5).tensors()
     monkeypatch.setattr(torch.Tensor, "tolist", no_lists)
@@ -150,9 +150,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(operator, "find_spec", lambda name: untraceable(name) or name)
     told = property(lambda self: has_kernel(self.query.device, self.query.dtype, *self.query.shape[2:]))
     monkeypatch.setattr(LastQueries, "has_kernel", told)
-    operator.usable.cache_clear()  # type: ignore[attr-defined]
+    operator.triton_unusable.cache_clear()  # type: ignore[attr-defined]
     yield
-    operator.usable.cache_clear()  # type: ignore[attr-defined]
+    operator.triton_unusable.cache_clear()  # type: ignore[attr-defined]
 
 
 def test_a_graph_of_any_length_asks_what_a_device_is(fused: None) -> None:
@@ -185,7 +185,7 @@ def test_what_a_device_is_asked_is_a_constant_of_the_graph(name: str, fused: Non
         plain.setattr(LastQueries, "has_kernel", False)
         plain.setattr(operator, "why_not", lambda *_: "no kernel runs here")
         layer(query, key, value)  # the host knows the layout
-    operator.usable.cache_clear()  # type: ignore[attr-defined]
+    operator.triton_unusable.cache_clear()  # type: ignore[attr-defined]
     torch.compile(layer, backend=seen, fullgraph=True)(query, key, value)
     assert len(graphs) == 1 and "mmaccel" in graphs[0].code
     torch._dynamo.reset()

@@ -119,7 +119,9 @@ def plan_mask(heads: Sequence[Head], n: int, ratio: float, rng: torch.Generator,
     score = torch.stack([head.scores(n, ratio, rng) for head in heads])
     query = ROWS**0.5 * torch.eye(ROWS).expand(1, len(heads), ROWS, ROWS)
     layout = TokenLayout.text(1, n)
-    plan = pattern.plan(query, score.transpose(1, 2)[None], layout.take(slice(n - ROWS, None)), layout)
+    plan = pattern.plan(
+        query, score.transpose(1, 2)[None], layout.select_tokens(slice(n - ROWS, None)), layout
+    )
     assert plan is not None
     return plan.to_mask()[0]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, Call, KeySpan, empty_output, unpacks_call
-from mmaccel.backends.triton.launch_args import encode_ints, lead_strides, row_strides
+from mmaccel.backends.triton.launch_args import encode_ints, leading_strides, row_strides
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.backends.triton.prefill.kernel import (
     LEAST_CHUNK,
@@ -127,8 +127,8 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     # Rows and places are whole blocks, and loaded as such; where lists lie depends on the length in any way.
     strides = tuple(
         (
-            *(stride for t in (s.k_row, s.q_pos, s.k_pos) for stride in lead_strides(t)),
-            *encode_ints(stride for t in (s.lists.row, s.lists.kind) for stride in lead_strides(t)),
+            *(stride for t in (s.k_row, s.q_pos, s.k_pos) for stride in leading_strides(t)),
+            *encode_ints(stride for t in (s.lists.row, s.lists.kind) for stride in leading_strides(t)),
         )
         for s in spans
     )
@@ -144,8 +144,8 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     items = work.items if work is not None else list_rows
     layout = dict(GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=tall, PACK=pack, PLACED=bool(rows))
     sizes = dict(DV=DV, BLOCK_DV=value_size)
-    ends = (*row_strides(out), *lead_strides(lse))
-    given = (out, lse, *outputs, q_row, *lead_strides(q_row))
+    ends = (*row_strides(out), *leading_strides(lse))
+    given = (out, lse, *outputs, q_row, *leading_strides(q_row))
     engine = (
         not part.extra
         and short is None
@@ -175,7 +175,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         )  # fmt: skip
     if work is not None:
         merge_kernel[(list_rows, tiles)](
-            *outputs[:2], work.pieces, work.slot, out, lse, q_row, *lead_strides(q_row), *ends, M,
+            *outputs[:2], work.pieces, work.slot, out, lse, q_row, *leading_strides(q_row), *ends, M,
             **layout, **sizes, num_warps=8 if tall * pack > 64 else 4,
         )  # fmt: skip
     return out, lse
@@ -192,7 +192,7 @@ def _extra(spans: Sequence[KeySpan], key: Tensor, value: Tensor) -> tuple[Any, .
         keys.append(k)
         values.append(v)
         biases.append(bias)
-        strides = *row_strides(k), *row_strides(v), *lead_strides(bias)
+        strides = *row_strides(k), *row_strides(v), *leading_strides(bias)
         steps.append(encode_ints((*strides, 0 if s.bias is None else 1)))
     return tuple(keys), tuple(values), tuple(biases), tuple(steps)
 

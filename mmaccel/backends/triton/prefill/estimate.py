@@ -215,7 +215,7 @@ def row_totals(query, key, row, at, width):
     scale = D**-0.5 * math.log2(math.e)
     row_bytes = shape["BLOCK_D"] * query.element_size()
     here = operators.resources(query.device)
-    stages = here.stages(3, shape["BLOCK_N"] * row_bytes, shape["BLOCK_L"] * row_bytes)
+    stages = here.pipeline_stages(3, shape["BLOCK_N"] * row_bytes, shape["BLOCK_L"] * row_bytes)
     _totals_kernel[(B * H, splits)](
         query, key, at if row is None else row, at, part, _tensor_strides(query), _tensor_strides(key),
         width, piece, H, L, scale, **shape, num_stages=stages,

@@ -55,7 +55,7 @@ FRESH = gl.constexpr(2)
 
 @gluon.jit
 def fact(span, field: gl.constexpr):
-    """Load the fact `field` (one of `FIELDS`) of a span, whose table row starts at the address `span`."""
+    """Load `field` (its index in `FIELDS`) of a span, whose table row starts at the address `span`."""
     return gl.load(span + field)
 
 

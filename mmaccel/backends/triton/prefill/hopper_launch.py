@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import KeySpan
-from mmaccel.backends.triton.launch_args import lead_strides, row_strides
+from mmaccel.backends.triton.launch_args import leading_strides, row_strides
 from mmaccel.backends.triton.prefill.kernel import (
     LEAST_CHUNK,
     Work,
@@ -139,7 +139,7 @@ class KeyLocations:
             for r, t in zip(apart, home, strict=True):
                 grid, shared = (triton.cdiv(t.shape[2], 16), t.shape[1], B), r.shape[1] == 1
                 sides = t.shape[2], t.shape[1], S
-                home_kernel[grid](r, *lead_strides(r), t, *sides, SHARED=shared, BOX=BOX, BLOCKS=16)
+                home_kernel[grid](r, *leading_strides(r), t, *sides, SHARED=shared, BOX=BOX, BLOCKS=16)
             upto, found, homes = (flat == -1).cumsum(0, dtype=torch.int32), iter(home), list[Tensor]()
             for s, there in zip(spans, natural, strict=True):
                 begin = torch.arange(0, s.k_row.shape[2], BOX, dtype=torch.int32, device=device)
@@ -154,7 +154,7 @@ class KeyLocations:
         capacity = len(keys)
         for r, t, u in zip(apart, home, upto.split(sizes) if apart else (), strict=True):
             _copy_kernel[(t.shape[2], t.shape[1], B)](
-                key, value, *row_strides(key), *row_strides(value), r, *lead_strides(r), t, u, keys, values, capacity,
+                key, value, *row_strides(key), *row_strides(value), r, *leading_strides(r), t, u, keys, values, capacity,
                 t.shape[2], t.shape[1],
                 GROUP=heads // G, SHARED=r.shape[1] == 1, BOX=BOX, D=D, num_warps=8,
             )  # fmt: skip
@@ -300,10 +300,10 @@ def table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False)
     found |= dict(lo=span.lo, hi=span.hi, home=home)
     named = dict(list=row, unsure=counts, q_pos=span.q_pos, k_pos=k_pos)
     for name, t in named.items():
-        found |= {name: t, f"{name}_b": lead_strides(t)[0], f"{name}_h": lead_strides(t)[1]}
+        found |= {name: t, f"{name}_b": leading_strides(t)[0], f"{name}_h": leading_strides(t)[1]}
     # The homes of an order that all heads share are those of each group; others are of each head.
     shared = span.k_row.shape[1] == 1
-    b, h = lead_strides(home)
+    b, h = leading_strides(home)
     return found | dict(home_b=b, home_h=0 if shared else h, home_g=h if shared else 0)
 
 
@@ -356,7 +356,7 @@ def joint_attend(
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
         work = Work.of([count], B, H, tiles, 1, longest, resident_programs(query.device), chunk)
     outputs = split_outputs(work, wide, D, out[1])
-    ends, rows_of = (*row_strides(out[0]), *lead_strides(out[1])), (q_row, *lead_strides(q_row))
+    ends, rows_of = (*row_strides(out[0]), *leading_strides(out[1])), (q_row, *leading_strides(q_row))
     layout = dict(GROUP=H // key.shape[1], LISTS=H, PLACED=True)
     short = launch(
         (work.items if work is not None else list_rows, 1), tensors,

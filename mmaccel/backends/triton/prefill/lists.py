@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import block_attend
 from mmaccel.backends.ops.block_attend import lead_sizes
-from mmaccel.backends.triton.launch_args import lead_strides
+from mmaccel.backends.triton.launch_args import leading_strides
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
 
@@ -218,8 +218,8 @@ def reach(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k):
     tile_q, tile_k = (max(1, TOKENS // block) for block in (block_q, block_k))
     leads = math.prod(of_queries)
     _edges_kernel[(max(triton.cdiv(m, tile_q), triton.cdiv(n, tile_k)), leads + math.prod(of_keys))](
-        q_row, q_pos, *lead_strides(q_row), *lead_strides(q_pos), q_least, q_most, m, of_queries[1], k_row, k_pos,
-        *lead_strides(k_row), *lead_strides(k_pos), k_least, k_most, kind, n, of_keys[1], leads,
+        q_row, q_pos, *leading_strides(q_row), *leading_strides(q_pos), q_least, q_most, m, of_queries[1], k_row, k_pos,
+        *leading_strides(k_row), *leading_strides(k_pos), k_least, k_most, kind, n, of_keys[1], leads,
         BLOCK_Q=block_q, TILE_Q=tile_q, BLOCK_K=block_k, TILE_K=tile_k,
     )  # fmt: skip
     _settle_kernel[(math.prod(of_keys),)](k_least, k_most, n, STEP=STEP)
@@ -241,10 +241,10 @@ def listed_area(row, index, q_row, k_row, block_q, block_k):
     nk = k_row.new_empty(key_b, key_h, blocks)
     tile = max(1, TOKENS // block_k)
     _present_kernel[(triton.cdiv(blocks, tile), key_b * key_h)](
-        *(k_row, *lead_strides(k_row), nk, out, key_h, blocks, b * h), BLOCK=block_k, TILE=tile, STEP=STEP
+        *(k_row, *leading_strides(k_row), nk, out, key_h, blocks, b * h), BLOCK=block_k, TILE=tile, STEP=STEP
     )
     _area_kernel[(row.shape[2], b * h)](
-        row, index, q_row, nk, *lead_strides(row), *lead_strides(q_row), *lead_strides(nk), out, h,
+        row, index, q_row, nk, *leading_strides(row), *leading_strides(q_row), *leading_strides(nk), out, h,
         PLAIN=not index.shape[0], BLOCK=block_q, STEP=STEP // 4, num_warps=1,
     )  # fmt: skip
     return out
@@ -299,7 +299,7 @@ def merge_query_block_pairs(row: Tensor) -> Tensor:
     b, h, M, _ = row.shape
     pairs = -(-M // 2)
     out = row.new_empty(b, h, pairs, 5)
-    merge_pairs_kernel[(triton.cdiv(pairs, 256), h, b)](row, *lead_strides(row), out, M, pairs, TILE=256)
+    merge_pairs_kernel[(triton.cdiv(pairs, 256), h, b)](row, *leading_strides(row), out, M, pairs, TILE=256)
     return out
 
 

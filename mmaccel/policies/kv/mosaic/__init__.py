@@ -73,7 +73,8 @@ class ClusterIndex(Index):
     @torch.inference_mode(False)
     @torch.no_grad()
     def cluster_units(self, keep: int = 0) -> None:
-        """Cluster the frames that arrived; the device is updated later, unless it is too far behind, or `keep` is 0."""
+        """Cluster all units (frames) that have reached the host but those of the last `keep` passes. The search tables on
+        the device are updated if they lie far behind, or `keep` is 0."""
         if self.tree.has_unclustered:
             self.tree.insert(self._window)
         while self.tree.means.waiting_passes > keep:
@@ -158,7 +159,7 @@ class ClusterIndex(Index):
         size = now.lists.size[rows]
         scores = self._scored(self.key[rows], queries, size, words)
         if self.by_look:
-            looks = ops.score(self.visual_look[None], self._asked[None], True)
+            looks = ops.score_keys(self.visual_look[None], self._asked[None], True)
             ranked = looks.expand(len(queries), -1).contiguous()
         else:
             held = now.visual.expand(len(queries), -1)
@@ -211,7 +212,8 @@ class ClusterIndex(Index):
         within = torch.empty_like(flat).scatter_(1, flat, number.expand_as(flat)) - begin
         largest = int(size.max()) if size.numel() else 0
         largest = 1 << max(largest - 1, 0).bit_length()
-        lists = ops.Lists(owners, self._fix("within", within), flat, first, self._fix("size", size), largest)
+        fixed = self._fix("within", within), flat, first, self._fix("size", size)
+        lists = ops.ClusterEntries(owners, *fixed, largest)
         told, alive = self._surveyed(whole, room, absent), (size > 0).sum(1).tolist()
         return SearchTables(
             lists=lists, alive=alive, visual=visual, parent=parent, ready=tree.has_clusters, **told

@@ -57,7 +57,7 @@ def merged(
     return c, (a * s2_a + b * s2_b) / n + (a / n) * share * apart.square().sum(-1)
 
 
-def pooled(s2_a: Tensor, n_a: Tensor, s2_b: Tensor, n_b: Tensor) -> Tensor:
+def pooled_variance(s2_a: Tensor, n_a: Tensor, s2_b: Tensor, n_b: Tensor) -> Tensor:
     """Return the pooled variance of the two parts of a split, given the variance and size of each: what remains within the
     parts."""
     a, b = n_a.to(s2_a.dtype), n_b.to(s2_a.dtype)
@@ -138,7 +138,7 @@ class ClusterTable:
         self.centroid[layer, cluster], self.variance[layer, cluster] = centroid, variance
         self.dirty[layer, cluster] = True
 
-    def fill(self, layer: Tensor, cluster: Tensor, members: Tensor, x: Tensor) -> None:
+    def set_members(self, layer: Tensor, cluster: Tensor, members: Tensor, x: Tensor) -> None:
         """Set the members of clusters (layer [b], cluster [b]) to units [b, m] (-1: none) with vectors `x` [b, m, d]."""
         self.write(layer, cluster, members, *point_statistics(x, members >= 0))
 
@@ -151,7 +151,7 @@ class ClusterTable:
         variance: Tensor,
         size: Tensor,
     ) -> None:
-        """Set the members of clusters, as `fill` does, with the given statistics; no cluster may be empty."""
+        """Set the members of clusters, as `set_members` does, with the given statistics; no cluster may be empty."""
         self._note(layer, cluster)
         order = torch.argsort((members < 0).to(torch.int8), dim=1, stable=True)
         packed = members.gather(1, order)[:, : int(size.max())]
@@ -378,7 +378,7 @@ def _cosines(x: Tensor, centroid: Tensor) -> Tensor:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """Context in which PyTorch uses one CPU thread for this thread's operations.
 
     An operation of about ten microseconds gains little from a second thread, and waits for it: for milliseconds, if that

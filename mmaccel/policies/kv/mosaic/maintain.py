@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable, NearestCluster, merged, one_thread, welford
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, NearestCluster, merged, single_threaded, welford
 from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, UnitMeans, kmeans, split_exceeding
 
 FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
@@ -143,7 +143,7 @@ class Hierarchy:
         """Whether there are units (frames) that have means and no cluster."""
         return self.has_clusters and self.units < self.means.units
 
-    @one_thread()
+    @single_threaded()
     def insert(self, window: int, retrieved: Tensor | None = None, most: int | None = None) -> None:
         """Assign the units (frames) that have means and no cluster to clusters, in order.
 
@@ -186,7 +186,7 @@ class Hierarchy:
         label = kmeans(looks[None], count)[0]
         for one in range(count):
             members = (label == one).nonzero().T
-            self.visual.fill(ZERO, self.visual.allocate_ids(ZERO, ZERO - 1), members, looks[members])
+            self.visual.set_members(ZERO, self.visual.allocate_ids(ZERO, ZERO - 1), members, looks[members])
         self._unmix(self.visual, means.look_points)
         visual = rules.calibrate(self.visual, visual=True)
         self.bounds = (visual,)
@@ -200,7 +200,7 @@ class Hierarchy:
             for cluster in range(k):
                 members = inside.masked_fill(labels != cluster, -1)
                 ids = self.semantic.allocate_ids(everything, torch.full_like(everything, one))
-                self.semantic.fill(everything, ids, members, x)
+                self.semantic.set_members(everything, ids, members, x)
         self._unmix(self.semantic, means.key_points)
         self.bounds = visual, rules.calibrate(self.semantic, visual=False)
         self._refine(*(self.semantic.size > 0).nonzero(as_tuple=True))
@@ -261,8 +261,8 @@ class Hierarchy:
             at, ids, members, gone = layer[torn], cluster[torn], members[torn], gone[torn]
             x = self.means.key_points(at, members)
             piece = level.allocate_ids(at, torch.full_like(at, new))
-            level.fill(at, piece, members.masked_fill(~gone, -1), x)
-            level.fill(at, ids, members.masked_fill(gone, -1), x)
+            level.set_members(at, piece, members.masked_fill(~gone, -1), x)
+            level.set_members(at, ids, members.masked_fill(gone, -1), x)
             level.set_row("limit", at, piece, level.limit[at, ids])
             self.counters["cuts"] += at.numel()
             apart = torch.cat([at, at]), torch.cat([ids, piece])
@@ -376,7 +376,7 @@ class Hierarchy:
         if not bool((level.home[layer, self.buffer[layer]] == home).any()):
             level.set_row("lazy", at[0], home, 0)
 
-    @one_thread()
+    @single_threaded()
     def split_deferred(self, layer: int, clusters: Tensor) -> None:
         """Make the deferred splits of the semantic `clusters` [b] of `layer`, which were retrieved to the device."""
         level = self.semantic

@@ -19,7 +19,7 @@ from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable, point_statistics, pooled
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, point_statistics, pooled_variance
 
 LIFT = 2.0
 """The last coordinate of a point, in root mean square lengths of the first points. Mosaic (V-B) has none (0): angles alone.
@@ -146,7 +146,7 @@ def split_exceeding(
         label = bisect(x, present) if depth < DEEPEST else halve(present)
         forced = n > bounds.largest
         (_, s2_a, n_a), (_, s2_b, n_b) = (point_statistics(x, label == side) for side in (0, 1))
-        weak = pooled(s2_a, n_a, s2_b, n_b) > (1 - gain) * s2 if depth < DEEPEST else torch.ones_like(forced)
+        weak = (pooled_variance(s2_a, n_a, s2_b, n_b) > (1 - gain) * s2) | (depth >= DEEPEST)
         label = torch.where((weak & forced)[:, None], halve(present), label)
         refused = weak & ~forced
         level.set_row("limit", layer[refused], cluster[refused], RAISED * s2[refused])
@@ -156,7 +156,7 @@ def split_exceeding(
         new = level.allocate_ids(layer, level.parent[layer, cluster])
         for ids, side in ((cluster, 0), (new, 1)):
             mine = label == side
-            level.fill(layer, ids, members.masked_fill(~mine, -1), x)
+            level.set_members(layer, ids, members.masked_fill(~mine, -1), x)
             level.set_row("limit", layer, ids, 0.0)
         if split is not None:
             split(layer, cluster, new)

@@ -53,7 +53,7 @@ def write_store(store: Any, folder: Path) -> None:
                     piece = SavedFile(units, path, _checksum(kept), path.stat().st_size)
                 written[layer, number] = piece
                 told.append({"file": path.name, "layer": layer, "units": units, "crc": piece.crc})
-        index = {"version": VERSIONS[-1], "shape": store.shape.facts(), "pieces": told}
+        index = {"version": VERSIONS[-1], "shape": store.shape.to_json(), "pieces": told}
         (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     except OSError as error:
         raise StoreError(
@@ -81,10 +81,10 @@ def read_store(store: Any, folder: Path, end: int) -> None:
                 f"host store: {folder} is of version {shown(index['version'])} and this is version {VERSIONS[-1]}; save "
                 "it again."
             )
-        if index["shape"] != store.shape.facts():
+        if index["shape"] != store.shape.to_json():
             raise StoreError(
                 f"host store: {folder} holds units of {shown(index['shape'], 120)} and the store is for "
-                f"{store.shape.facts()}; load it with the model and frame size it was saved with."
+                f"{store.shape.to_json()}; load it with the model and frame size it was saved with."
             )
         for piece in index["pieces"]:
             layer, units, path = piece["layer"], piece["units"], folder / piece["file"]

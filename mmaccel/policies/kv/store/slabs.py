@@ -58,7 +58,7 @@ class UnitShape:
         """Bytes of one unit (frame) in one layer."""
         return 2 * self.groups * self.tokens * self.size * self.dtype.itemsize
 
-    def facts(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the shape's fields as JSON-ready values, for a saved store."""
         return {**vars(self), "dtype": str(self.dtype).removeprefix("torch.")}
 

@@ -48,7 +48,9 @@ class Driven:
         self.scenes, self.dtype = list(runs(90) if scenes is None else scenes), dtype
         own = {name: fields.pop(name) for name in list(fields) if name in Clusters.__dataclass_fields__}
         self.policy = Mosaic(**{**SMALL, "index": Clusters(**{**CLUSTERS, **own}), **fields})
-        stream = Stream(unit=TOKENS, head=HEAD, pace=1, positions=position_ids(axes, limit), dtype=dtype)
+        stream = Stream(
+            tokens_per_unit=TOKENS, head=HEAD, pace=1, positions=position_ids(axes, limit), dtype=dtype
+        )
         state = self.policy.open_stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
         assert isinstance(state, ArchivedMemory)
         self.state = state

@@ -54,7 +54,7 @@ def index_of(tree: Hierarchy, device: str = "cpu", fresh: bool = False, **how: A
     for level in (tree.semantic, tree.visual):
         level.dirty = level.size > 0
     geometry = Geometry(layers=tree.layers, heads=1, kv_heads=1, head_dim=WIDTH, hidden=LOOK, vocab=1)
-    stream: Any = SimpleNamespace(unit=1, units=int, dtype=torch.float32)
+    stream: Any = SimpleNamespace(tokens_per_unit=1, units=int, dtype=torch.float32)
     index = ClusterIndex(Clusters(**how), stream, geometry, torch.device(device), 4, True)
     index.tree = tree
     if not fresh:

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable, merged, one_thread, point_statistics, pooled
+from mmaccel.policies.kv.mosaic.clusters import (
+    ClusterTable,
+    merged,
+    point_statistics,
+    pooled_variance,
+    single_threaded,
+)
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Bounds, Rules, bisect, halve, kmeans, unit_length
 from tests.policies.kv.mosaic.scenes import WIDTH, audit, feed, index_of, partition, plant, runs, tree_of
@@ -135,8 +141,8 @@ def three_threads() -> object:
 
 def test_one_thread_inside_and_as_many_as_before_after(three_threads: object) -> None:
     seen: list[int] = []
-    with pytest.raises(KeyError), one_thread():
-        with one_thread():
+    with pytest.raises(KeyError), single_threaded():
+        with single_threaded():
             seen.append(torch.get_num_threads())
         seen.append(torch.get_num_threads())
         raise KeyError
@@ -155,7 +161,7 @@ def test_another_thread_keeps_its_own(three_threads: object) -> None:
     thread = threading.Thread(target=other)
     thread.start()
     begun.wait()
-    with one_thread():
+    with single_threaded():
         done.set()
         thread.join()
     assert seen == [3, 3]
@@ -338,7 +344,7 @@ def test_merging_equals_all_at_once_and_conserves_scatter(a: int, b: int, seed: 
     whole_c, whole_s2, n = point_statistics(x, torch.ones(a + b, dtype=torch.bool))
     assert torch.allclose(c, whole_c, atol=1e-12) and torch.allclose(s2, whole_s2, atol=1e-12)
     between = a * b / (a + b) * (left[0] - right[0]).square().sum()
-    within = pooled(left[1], left[2], right[1], right[2]) * n
+    within = pooled_variance(left[1], left[2], right[1], right[2]) * n
     assert torch.allclose(within + between, whole_s2 * n, atol=1e-10)
 
 

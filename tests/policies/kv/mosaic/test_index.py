@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mmaccel.backends.ops.clusters import Words, score, score_by_words
+from mmaccel.backends.ops.clusters import Words, score_by_words, score_keys
 from mmaccel.policies.kv._index import Index, SearchResult
 from mmaccel.policies.kv.mosaic import FEWEST, STAGE, ClusterIndex
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable
@@ -232,7 +232,7 @@ def test_a_frame_that_one_word_is_about_is_found() -> None:
     key = key + 0.01 * torch.randn(key.shape, generator=torch.Generator().manual_seed(0))
     words = torch.stack([common] * 5 + [rare])
     size = torch.ones(1, 31, dtype=torch.long)
-    assert int(score(key, words.mean(0)[None], False).argmax()) != 30
+    assert int(score_keys(key, words.mean(0)[None], False).argmax()) != 30
     assert int(score_by_words(key, Words(words[None], torch.tensor([6])), size, False).argmax()) == 30
 
 

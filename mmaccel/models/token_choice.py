@@ -40,7 +40,9 @@ WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 """White space is that of `json.dumps`, for a model that may write as much of it as it likes may write nothing else."""
 
 
-def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
+def build_token_choice(
+    adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool
+) -> TokenChoice:
     """Build the logits processors and stopping criteria for up to `most` new tokens after `ids` [1, S], from the arguments
     of `generate` in `settings`, not from the model's `generation_config`; raises `ModelError`. `drafts`: a draft proposes
     tokens."""
@@ -64,7 +66,7 @@ def choosing(adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], 
     ends = sorted(adapter.end_token_ids())
     if (schema := given.pop("schema", None)) is not None:
         told["logits_processor"].append(
-            by_schema(adapter.model, adapter.processor.tokenizer, schema, ends, ids.shape[1])
+            schema_processor(adapter.model, adapter.processor.tokenizer, schema, ends, ids.shape[1])
         )
 
     def caught(model: Any, input_ids: Tensor, **made: Any) -> Tensor:
@@ -138,7 +140,7 @@ class SchemaProcessor(LogitsProcessor):
         return self._matcher.consume_tokens(new[:count]) and count == len(new)
 
 
-def by_schema(
+def schema_processor(
     model: nn.Module, tokenizer: Any, schema: Mapping[str, Any] | str | type, ends: Iterable[int], start: int
 ) -> LogitsProcessor:
     """Logits processor that makes `model`'s answer, after `start` tokens, JSON by `schema` (a mapping, its JSON text, or a

@@ -169,7 +169,8 @@ MEMORIES: dict[str, tuple[dict[str, Any], int]] = {
 }
 """Each with the launches of a pass at most."""
 KERNELS = [
-    (clusters, name) for name in ("score", "beyond_budget", "scores_and_preceding", "select", "mean_query")
+    (clusters, name)
+    for name in ("score_keys", "beyond_budget", "scores_and_preceding", "select_entries", "mean_query")
 ]
 
 

@@ -265,7 +265,7 @@ class PromptRunner(Runner):
         with self._plainly():
             prompt = PromptModel(attachment, self._home(unpadded(inputs)))
             owner.attention.meter.begin_pass(inputs["input_ids"].shape[1], 0)
-            live = StreamRunner.begin(prompt, owner.recipe.kv, chunk, prompt.frames, None, quiet=True)  # type: ignore[arg-type]
+            live = StreamRunner.begin(prompt, owner.recipe.kv, chunk, prompt.frames, None, True, quiet=True)  # type: ignore[arg-type]
             self._state, self._counted = live.state, live.counters
             state = live.state
             self._positions = live.stream.positions.limit

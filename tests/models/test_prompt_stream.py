@@ -75,6 +75,14 @@ def test_it_is_the_session(kv: str, name: str) -> None:
     assert [token for token in ids[0].tolist() if token != ends] == list(answer.ids)
 
 
+def test_merged_units_have_the_times_that_they_have_in_the_session() -> None:
+    _, logits = said("random-qwen", "streammem", filmed("random-qwen", 24))
+    with open_session("random-qwen", "streammem") as session:
+        session.ingest(film(24), fps=FPS)
+        assert len(session._live.info.spans) < 12  # type: ignore[union-attr]
+        torch.testing.assert_close(session_logits(session), logits[0, 0], **CLOSE)  # type: ignore[arg-type]
+
+
 def test_the_report_has_the_memory_s_counters_and_the_store_is_closed() -> None:
     model, inputs = pair("tiny-ov")[0], filmed("tiny-ov", 24)
     with mmaccel.accelerate(model, kv=TIGHT["rekv"]) as fast:

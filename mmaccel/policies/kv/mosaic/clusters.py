@@ -24,6 +24,12 @@ TOGETHER = 256
 FILL = {"members": -1, "owner": -1, "parent": -1, "home": -1}
 
 
+def unit_length(x: Tensor) -> Tensor:
+    """Scale the last axis to length one; a row of zeros stays zero."""
+    scaled: Tensor = x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    return scaled
+
+
 def point_statistics(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return centroid c [..., d], variance s2 [...] (mean squared distance to c) and size n [...] of those points `x` [...,
     m, d] that are `present` [..., m]; zeros for none."""

@@ -180,7 +180,7 @@ class Hierarchy:
         cut before they are measured, for thresholds taken from mixtures would allow mixtures for ever.
         """
         rules, means = self.rules, self.means
-        means.fix_origin(units)
+        floor = means.fix_origin(units)
         count = max(1, round(units / rules.visual))
         looks = means.look_points(ZERO, torch.arange(units))
         label = kmeans(looks[None], count)[0]
@@ -188,7 +188,7 @@ class Hierarchy:
             members = (label == one).nonzero().T
             self.visual.set_members(ZERO, self.visual.allocate_ids(ZERO, ZERO - 1), members, looks[members])
         self._unmix(self.visual, means.look_points)
-        visual = rules.calibrate(self.visual, visual=True)
+        visual = rules.calibrate(self.visual, True, floor[0])
         self.bounds = (visual,)
         self._refine_visual(self.visual.size[0].nonzero()[:, 0])
         everything = torch.arange(self.layers)
@@ -202,7 +202,7 @@ class Hierarchy:
                 ids = self.semantic.allocate_ids(everything, torch.full_like(everything, one))
                 self.semantic.set_members(everything, ids, members, x)
         self._unmix(self.semantic, means.key_points)
-        self.bounds = visual, rules.calibrate(self.semantic, visual=False)
+        self.bounds = visual, rules.calibrate(self.semantic, False, floor[1])
         self._refine(*(self.semantic.size > 0).nonzero(as_tuple=True))
 
     def _unmix(self, level: ClusterTable, points: Callable[[Tensor, Tensor], Tensor]) -> None:

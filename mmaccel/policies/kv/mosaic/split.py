@@ -19,7 +19,7 @@ from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable, point_statistics, pooled_variance
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, point_statistics, pooled_variance, unit_length
 
 LIFT = 2.0
 """The last coordinate of a point, in root mean square lengths of the first points. Mosaic (V-B) has none (0): angles alone.
@@ -28,8 +28,9 @@ DEEPEST = 3
 """Bisections of one cluster at a time; what is too large after them is cut by time."""
 RAISED = 1.1
 """A cluster that no bisection makes more compact gets this multiple of its variance as its threshold."""
-FLOOR, CAP = 1e-3, 0.95
-"""A calibrated threshold stays within these; points of unit length have a variance of at most 1."""
+FLOOR, CAP, ROUNDED = 1e-3, 0.95, 4
+"""A calibrated threshold is FLOOR to CAP; points of unit length have a variance of at most 1. ROUNDED: the least last
+coordinate of a point, in rounding errors of the stream's type, so that a still camera's frames are one scene."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +61,13 @@ class Rules:
     gain: float = 0.05
     unmix: float = 0.5
 
-    def calibrate(self, level: ClusterTable, visual: bool) -> Bounds:
-        """Return the bounds for a level, the visual or the semantic one, from its present clusters."""
+    def calibrate(self, level: ClusterTable, visual: bool, floor: Tensor) -> Bounds:
+        """Return the bounds for a level from its present clusters; thresholds are at least `floor` [L]."""
         s2, n = level.variance[:, : level.used], level.size[:, : level.used]
-        weight = n.to(s2.dtype)
-        usual = (s2 * weight).sum(1) / weight.sum(1).clamp_min(1)
-        small, large = ((tau * usual).clamp(FLOOR, CAP) for tau in (self.tau_small, self.tau_large))
+        usual = (s2 * n).sum(1) / n.sum(1).clamp_min(1)
+        small, large = (
+            (tau * usual).maximum(floor).clamp(max=CAP) for tau in (self.tau_small, self.tau_large)
+        )
         return self.bounds(small, large, visual)
 
     def bounds(self, small: Tensor, large: Tensor, visual: bool) -> Bounds:
@@ -176,6 +178,7 @@ class UnitMeans:
         self, layers: int, look: int, width: int, dtype: torch.dtype, device: torch.device, lift: float = LIFT
     ) -> None:
         self._device, self.lift, self.units = device, lift, 0
+        self._rounding = torch.finfo(dtype).eps / 2 if lift else 0.0
         self.work = torch.float64 if dtype == torch.float64 else torch.float32
         # With room for more behind `units`; the keys are where a device can read them, which may still read the former ones.
         self._look = torch.zeros(0, look, dtype=self.work)
@@ -264,16 +267,23 @@ class UnitMeans:
         """Mean value of each unit (frame) and layer, [N, L, d]."""
         return self._value[: self.units]
 
-    def fix_origin(self, units: int) -> None:
-        """Take the mean of the first `units` units (frames) as the origin of all points, from now on."""
-        self.centre = self._origin(self.looks[:units]), self._origin(self.keys[:units].to(self.work))
+    def fix_origin(self, units: int) -> tuple[Tensor, Tensor]:
+        """Take the mean of the first `units` units (frames) as the origin of all points, from now on; return the least
+        thresholds of looks [1] and of keys [L], twice the variance that rounding alone makes."""
+        (look, one), (key, each) = map(self._origin, (self.looks[:units], self.keys[:units].to(self.work)))
+        self.centre = look, key
+        return one.view(1), each
 
-    def _origin(self, rows: Tensor) -> Tensor:
+    def _origin(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         mean = rows.mean(0)
         spread = (rows - mean).square().sum(-1).mean(0).sqrt()
+        noise = self._rounding * mean.norm(dim=-1)
         # Points that are all the same are still points of length one.
         least = torch.finfo(self.work).tiny ** 0.5 if self.lift else 0.0
-        return torch.cat([mean, (self.lift * spread).clamp_min(least)[..., None]], -1)
+        last = (self.lift * spread).maximum(ROUNDED * noise).clamp_min(least)
+        return torch.cat([mean, last[..., None]], -1), (2 * (noise / last).nan_to_num().square()).clamp_min(
+            FLOOR
+        )
 
     @staticmethod
     def _points(rows: Tensor, origin: Tensor) -> Tensor:
@@ -320,12 +330,6 @@ class UnitMeans:
         return sum(one.untyped_storage().nbytes() for one in (self._look, self.key_buffer, self._value))
 
 
-def unit_length(x: Tensor) -> Tensor:
-    """Scale the last axis to length one; a row of zeros stays zero."""
-    scaled: Tensor = x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    return scaled
-
-
 def kmeans(
     x: Tensor,
     k: int,
@@ -341,15 +345,12 @@ def kmeans(
     mean. The first centres are points at equal steps in the given order (of time), unless `seeds` [B, k, d] are given. No
     label is left empty: it takes the point that is farthest from its own centre, of a label that keeps another. A set must
     have at least `k` points. Points are expected to be of unit length, or zero.
-
     Mosaic (arXiv 2604.10060), section V-B, names k-means with cosine similarity and no more; equal steps after RetroInfer.
     """
     B, n, _ = x.shape
     here = torch.ones(B, n, dtype=torch.bool, device=x.device) if present is None else present
-    count = here.sum(1)
     if seeds is None:
-        step = torch.arange(k, device=x.device)
-        rank = (2 * step + 1) * count[:, None] // (2 * k)
+        rank = (2 * torch.arange(k, device=x.device) + 1) * here.sum(1, keepdim=True) // (2 * k)
         order = torch.argsort(here.logical_not().to(torch.int8), dim=1, stable=True)
         seeds = x.gather(1, order.gather(1, rank)[:, :, None].expand(-1, -1, x.shape[2]))
     centre, label = unit_length(seeds), torch.zeros(B, n, dtype=torch.long, device=x.device)
@@ -370,8 +371,7 @@ def kmeans(
             near[rows[empty], point[empty], lowest[empty]] = torch.inf
             member, size = _members(label, here, k, x.dtype)
         new = unit_length(member.mT @ x)
-        moved = (new - centre).norm(dim=-1).amax() if B else new.new_zeros(())
-        centre = new
+        moved, centre = (new - centre).norm(dim=-1).amax() if B else new.new_zeros(()), new
         if bool(moved <= tolerance):
             break
     return label.masked_fill(~here, -1)

@@ -145,10 +145,10 @@ def split_exceeding(
         members = level.members_of(layer, cluster)
         present = members >= 0
         x = vectors(layer, members)
-        label = bisect(x, present) if depth < DEEPEST else halve(present)
-        forced = n > bounds.largest
+        label, forced = bisect(x, present) if depth < DEEPEST else halve(present), n > bounds.largest
         (_, s2_a, n_a), (_, s2_b, n_b) = (point_statistics(x, label == side) for side in (0, 1))
-        weak = (pooled_variance(s2_a, n_a, s2_b, n_b) > (1 - gain) * s2) | (depth >= DEEPEST)
+        left = pooled_variance(s2_a, n_a, s2_b, n_b) + torch.finfo(s2.dtype).eps  # rounding is no gain
+        weak = (left > (1 - gain) * s2) | (depth >= DEEPEST)
         label = torch.where((weak & forced)[:, None], halve(present), label)
         refused = weak & ~forced
         level.set_row("limit", layer[refused], cluster[refused], RAISED * s2[refused])

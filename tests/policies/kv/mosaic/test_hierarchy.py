@@ -128,6 +128,12 @@ def test_identical_units_are_clustered_without_end() -> None:
     feed(tree, still, 6)
     audit(tree)
     assert int(tree.semantic.size.max()) <= tree.rules.largest
+    # Equal units are halved where they are too many, not split off one by one.
+    tree = tree_of()
+    feed(tree, tuple(rows[:1].expand(200, *rows.shape[1:]) for rows in plant(SCENES)), 6)
+    audit(tree)
+    most = tree.bounds[0].largest
+    assert int(tree.visual.cluster_counts()) <= tree.rules.init // tree.rules.visual + 2 * 200 // most
 
 
 def test_a_stream_that_begins_with_one_scene_still_tells_scenes_apart() -> None:

@@ -1,7 +1,10 @@
-"""Growing buffers for KV memories, rows of a stream's units (frames), and what the host has left and sends."""
+"""Growing buffers for KV memories, rows of a stream's units (frames), and what the host has left, sends, and computes
+with one thread."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +156,18 @@ def _numbers(path: Path, unit: int = 1) -> dict[str, int]:
         return {}
     rows = [["", *line.removesuffix(" kB").replace(":", "").split()] for line in lines]
     return {row[-2]: int(row[-1]) * unit for row in rows if row[-1].isdigit()}
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Context in which PyTorch uses one CPU thread for this thread's operations.
+
+    An operation of about ten microseconds gains little from a second thread, and waits for it: for milliseconds, if that
+    core is busy pinning memory, reading video or launching kernels.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

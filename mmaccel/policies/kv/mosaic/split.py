@@ -10,27 +10,30 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable, point_statistics, pooled_variance, unit_length
+from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, point_statistics, pooled_variance
 
 LIFT = 2.0
 """The last coordinate of a point, in root mean square lengths of the first points. Mosaic (V-B) has none (0): angles alone.
 A stream that begins with one scene would make directions of that scene's noise; with much of it angles are distances."""
-DEEPEST = 3
-"""Bisections of one cluster at a time; what is too large after them is cut by time."""
-RAISED = 1.1
-"""A cluster that no bisection makes more compact gets this multiple of its variance as its threshold."""
+DEEPEST, RAISED = 3, 1.1
+"""Bisections of one cluster at a time, after which it is cut by time; and what of its variance is the threshold of a cluster
+that no bisection makes more compact."""
 FLOOR, CAP, ROUNDED = 1e-3, 0.95, 4
 """A calibrated threshold is FLOOR to CAP; points of unit length have a variance of at most 1. ROUNDED: the least last
 coordinate of a point, in rounding errors of the stream's type, so that a still camera's frames are one scene."""
+unit_length = partial(normalize, dim=-1, eps=torch.finfo(torch.float32).tiny)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,28 +98,28 @@ class Bounds:
     largest: int
     apart: float = math.inf
 
-    def threshold(self, layer: Tensor, n: Tensor) -> Tensor:
+    def threshold(self, layer: Array | int, n: Array | int) -> Any:
         """Return the variance threshold of clusters of size `n` [...] at layers `layer` [...]."""
-        return self._thresholds[layer, n.clamp(max=self._thresholds.shape[1] - 1)]
+        return self._thresholds[layer, np.minimum(n, self._thresholds.shape[1] - 1)]
 
     @cached_property
-    def _thresholds(self) -> Tensor:
+    def _thresholds(self) -> Array:
         """[L, n] of sizes 0 to that from which on they are `large` to the last bit."""
         n = torch.arange(2 + math.ceil(40 * self.alpha), dtype=self.small.dtype)
         share = 1 - torch.exp((1 - n) / self.alpha)
-        return self.small[:, None] + (self.large - self.small)[:, None] * share
+        return (self.small[:, None] + (self.large - self.small)[:, None] * share).numpy()
 
     def exceeded_in_first_layer(self, level: ClusterTable, cluster: int) -> bool:
         """Return whether one cluster at layer 0 must be split: `exceeded`, faster, without tensors."""
         n, s2, limit = (float(row[0, cluster]) for row in (level.size, level.variance, level.limit))
-        most = max(float(self._thresholds[0, min(int(n), self._thresholds.shape[1] - 1)]), limit)
+        most = max(float(self.threshold(0, int(n))), limit)
         return s2 > (1.0 if n >= self.smallest else self.apart) * most or n > self.largest
 
-    def exceeded(self, layer: Tensor, n: Tensor, s2: Tensor, limit: Tensor) -> Tensor:
+    def exceeded(self, layer: Array, n: Array, s2: Array, limit: Array) -> Array:
         """Return [b]: whether clusters of size `n`, variance `s2` and own threshold `limit` [b] must be split."""
-        most = torch.maximum(self.threshold(layer, n), limit)
-        often = torch.where(n >= self.smallest, 1.0, self.apart)
-        return (s2 > often * most) | (n > self.largest)
+        most = np.maximum(self.threshold(layer, n), limit)
+        often = np.where(n >= self.smallest, 1.0, self.apart)
+        return np.asarray((s2 > often * most) | (n > self.largest))
 
 
 def split_exceeding(
@@ -138,7 +141,8 @@ def split_exceeding(
     splits = 0
     for depth in range(64):
         n, s2 = level.size[layer, cluster], level.variance[layer, cluster]
-        too = bounds.exceeded(layer, n, s2, level.limit[layer, cluster])
+        limit = level.limit[layer, cluster]
+        too = torch.from_numpy(bounds.exceeded(*(row.numpy() for row in (layer, n, s2, limit))))
         layer, cluster, n, s2 = layer[too], cluster[too], n[too], s2[too]
         if not layer.numel():
             break
@@ -178,7 +182,6 @@ class UnitMeans:
         self, layers: int, look: int, width: int, dtype: torch.dtype, device: torch.device, lift: float = LIFT
     ) -> None:
         self._device, self.lift, self.units = device, lift, 0
-        self._rounding = torch.finfo(dtype).eps / 2 if lift else 0.0
         self.work = torch.float64 if dtype == torch.float64 else torch.float32
         # With room for more behind `units`; the keys are where a device can read them, which may still read the former ones.
         self._look = torch.zeros(0, look, dtype=self.work)
@@ -203,8 +206,7 @@ class UnitMeans:
         if key.is_cuda:
             sent = [t.to("cpu", non_blocking=True) for t in sent]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            # The current device of the thread may be another.
-            event.record(torch.cuda.current_stream(key.device))
+            event.record(torch.cuda.current_stream(key.device))  # the thread's current device may be another
         self._inbox.append((sent, event))
 
     @property
@@ -277,7 +279,7 @@ class UnitMeans:
     def _origin(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         mean = rows.mean(0)
         spread = (rows - mean).square().sum(-1).mean(0).sqrt()
-        noise = self._rounding * mean.norm(dim=-1)
+        noise = (torch.finfo(self.key_buffer.dtype).eps / 2 if self.lift else 0.0) * mean.norm(dim=-1)
         # Points that are all the same are still points of length one.
         least = torch.finfo(self.work).tiny ** 0.5 if self.lift else 0.0
         last = (self.lift * spread).maximum(ROUNDED * noise).clamp_min(least)
@@ -380,8 +382,7 @@ def kmeans(
 def bisect(x: Tensor, present: Tensor) -> Tensor:
     """Return k-means labels [B, n] for k = 2 (-1: absent), seeded by the two points with the smallest cosine."""
     n = x.shape[1]
-    pair = present[:, :, None] & present[:, None, :]
-    pair = pair & torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
+    pair = (present[:, :, None] & present[:, None, :]).triu(1)
     far = (x @ x.mT).masked_fill(~pair, torch.inf).flatten(1).argmin(1)
     ends = torch.stack([far // n, far % n], 1)
     seeds = x.gather(1, ends[:, :, None].expand(-1, -1, x.shape[2]))
@@ -390,8 +391,7 @@ def bisect(x: Tensor, present: Tensor) -> Tensor:
 
 def halve(present: Tensor) -> Tensor:
     """Return labels [B, n]: 0 for the first half of each set's points, 1 for the rest, -1 for points not `present`."""
-    rank = present.cumsum(1) - 1
-    return (rank >= (present.sum(1, keepdim=True) + 1) // 2).long().masked_fill(~present, -1)
+    return (present.cumsum(1) > (present.sum(1, keepdim=True) + 1) // 2).long().masked_fill(~present, -1)
 
 
 def _members(label: Tensor, here: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -110,7 +110,8 @@ def audit(tree: Hierarchy, tolerance: float = 1e-9) -> None:
         torch.testing.assert_close(level.centroid[layer, one], c, atol=tolerance, rtol=0)
         torch.testing.assert_close(level.variance[layer, one], s2, atol=tolerance, rtol=0)
         torch.testing.assert_close(s2, 1 - c.square().sum(1), atol=tolerance, rtol=0)
-        too = bounds.exceeded(layer, n, s2 - tolerance, level.limit[layer, one])
+        facts = (row.numpy() for row in (layer, n, s2 - tolerance, level.limit[layer, one]))
+        too = torch.from_numpy(bounds.exceeded(*facts))
         assert not bool((too & (level.home[layer, one] < 0)).any()), "a cluster should have been split"
         x = points(torch.arange(level.layers), torch.arange(count).expand(level.layers, -1))
         mean = x.mean(1)

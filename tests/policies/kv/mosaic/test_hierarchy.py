@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
+from mmaccel.core.memory.buffers import single_threaded
 from mmaccel.policies.kv.mosaic.clusters import (
     ClusterTable,
     merged,
     point_statistics,
     pooled_variance,
-    single_threaded,
-    unit_length,
 )
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
-from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Bounds, Rules, UnitMeans
+from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Bounds, Rules, UnitMeans, unit_length
 from tests.policies.kv.mosaic.scenes import (
     SMALL,
     WIDTH,
@@ -305,7 +304,7 @@ def test_the_threshold_moves_from_one_bound_to_the_other() -> None:
     small, large = torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.6])
     layer, n = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 9])
     grown = 1 - math.exp(-8 / 8)
-    found = Bounds(small, large, 8.0, 4, 32).threshold(layer, n)
+    found = Bounds(small, large, 8.0, 4, 32).threshold(layer.numpy(), n.numpy())
     assert found.tolist() == pytest.approx([0.1, 0.2, 0.2 + 0.4 * grown])
 
 
@@ -319,7 +318,7 @@ def test_few_units_are_split_where_they_are_strangers() -> None:
     rules = Rules(visual=1, semantic=1, init=2, buffer=0)
     for visual, found in ((True, [False, True, False, True]), (False, [False, False, False, True])):
         bounds = rules.bounds(small, small, visual)
-        assert bounds.exceeded(layer, n, s2, torch.zeros(4)).tolist() == found
+        assert bounds.exceeded(*(x.numpy() for x in (layer, n, s2, torch.zeros(4)))).tolist() == found
 
 
 def test_the_threshold_is_calibrated_layer_by_layer() -> None:

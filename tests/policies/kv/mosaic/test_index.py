@@ -4,12 +4,10 @@ import random
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from mmaccel.backends.ops.clusters import Words, score_by_words, score_keys
 from mmaccel.policies.kv._index import Index, SearchResult
 from mmaccel.policies.kv.mosaic import FEWEST, STAGE, ClusterIndex
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from tests.policies.kv.mosaic.scenes import LOOK, WIDTH, feed, index_of, plant, runs, tree_of
 from tests.spies import heard
@@ -313,28 +311,3 @@ def test_of_entries_a_survey_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     told.clear()
     index.prepare(396)
     assert tree.has_clusters and 0 < max(told) <= tree.semantic.size.shape[1] < 396
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_cluster_assignment_is_one_graph(backend: str) -> None:
-    """The nearest of some clusters in each layer, and its statistics with the unit in it; -1 is no cluster."""
-    torch._dynamo.reset()
-    tree, level = Hierarchy.__new__(Hierarchy), ClusterTable(3, 7, torch.float32)
-    tree.semantic, layer, ids = level, torch.arange(3), torch.tensor([[4, 0, -1], [1, 2, 3], [2, -1, -1]])
-    level.centroid, level.variance = torch.empty(3, 5, 7), torch.empty(3, 5)
-    level.size = torch.randint(1, 9, (3, 5))
-
-    def assign(u: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tree._nearest(layer, ids, tree._cosines(layer, ids, u), u)
-
-    counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(assign, fullgraph=True, dynamic=False, backend=counter)
-    for _ in range(3):
-        level.centroid.normal_()
-        level.variance.uniform_()
-        u = torch.randn(3, 7)
-        got, want = compiled(u), assign(u)
-        assert torch.equal(got[0], want[0]) and int(got[0][2]) == 2
-        torch.testing.assert_close(got[1:], want[1:], rtol=1e-5, atol=1e-5)
-    assert counter.frame_count == 1
-    torch._dynamo.reset()

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv.mosaic.clusters import unit_length
-from mmaccel.policies.kv.mosaic.split import bisect, halve, kmeans
+from mmaccel.policies.kv.mosaic.split import bisect, halve, kmeans, unit_length
 
 
 def cohesion(x: Tensor, label: Tensor, k: int) -> float:

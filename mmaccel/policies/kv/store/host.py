@@ -23,8 +23,9 @@ Spill = Literal["refuse", "disk", "drop_oldest"]
 """When the host may hold no more: refuse, write to files, or forget the oldest units."""
 MOST = 1 << 31
 """Units are numbers below this."""
-PENDING = 512
-"""Timed transfers that may await being read; then the oldest are waited for, so that events do not pile up."""
+PENDING, BEHIND = 512, 512 << 20
+"""Timed transfers that may await being read, and their bytes to the host; then the older half is waited for, so that neither
+events nor copies of what leaves pile up on the device."""
 COUNTED = ("puts", "copies_out", "bytes_out", "fetches", "copies_in", "bytes_in", "gathers", "disk_in")
 
 
@@ -86,7 +87,7 @@ class HostStore:
         # read on the wire's lane alone, the bytes from the first slab to each.
         self._laid: tuple[Sequence[Tensor], list[Tensor], int, list[Tensor]] | None = None
         self._counts = dict.fromkeys((*COUNTED, "seconds_in", "seconds_out"), 0.0)
-        self._timed: list[tuple[str, LaneMark, LaneMark]] = []
+        self._timed: list[tuple[str, LaneMark, LaneMark, float]] = []
 
     # Units in and out.
 
@@ -383,9 +384,9 @@ class HostStore:
     def _end(self, kind: str, began: LaneMark, **counts: float) -> LaneMark:
         """What the wire was given since `began` is timed, and added to the counts; the mark after it."""
         ended = self.lanes.wire.mark(timed=True)
-        self._timed.append((kind, began, ended))
-        if len(self._timed) > PENDING:
-            self._settle_times(PENDING // 2)
+        self._timed.append((kind, began, ended, counts.get("bytes_out", 0.0)))
+        if len(self._timed) > PENDING or sum(one[3] for one in self._timed) > BEHIND:
+            self._settle_times(len(self._timed) // 2)
         for name, by in counts.items():
             self._counts[name] += by
         return ended
@@ -393,7 +394,7 @@ class HostStore:
     def _settle_times(self, keep: int) -> None:
         """Read all but the last `keep` timed transfers."""
         cut = max(0, len(self._timed) - keep)
-        for kind, began, ended in self._timed[:cut]:
+        for kind, began, ended, _ in self._timed[:cut]:
             ended.sync()
             self._counts[kind] += began.seconds(ended)
         del self._timed[:cut]

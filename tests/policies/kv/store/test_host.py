@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, StoreError
+from mmaccel.policies.kv.store import host
 from mmaccel.policies.kv.store.slabs import Lanes
 from tests.spies import broken
 
@@ -22,6 +23,7 @@ from .units import (
     TOKENS,
     UNIT_BYTES,
     SimLanes,
+    SimMark,
     check,
     check_all,
     contents,
@@ -328,3 +330,18 @@ def test_the_table_is_as_wide_as_what_is_held(tmp_path: Path) -> None:
     fill(store, [0, 1])
     check(store, 1, [1, 0])
     assert store.units() == [0, 1] and store.table.at.gap == 0
+
+
+def test_copies_of_what_leaves_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wire that sends nothing until it is waited for: the bytes on their way stay below the limit and one transfer."""
+    monkeypatch.setattr(host, "BEHIND", 8 * UNIT_BYTES)
+    lanes, most = SimLanes(0, eager=0.0), 0
+    store = open_store(64, lanes=lanes)
+    for unit in range(60):
+        store.put(0, [unit], *contents(0, [unit]))
+        behind = sum(not mark.passed for _, _, mark, _ in store._timed if isinstance(mark, SimMark))
+        most = max(most, behind)
+    assert 1 < most <= 9
+    found = store.fetch(0, list(range(60)))
+    lanes.drain()
+    assert all(torch.equal(*pair) for pair in zip(found, contents(0, list(range(60))), strict=True))

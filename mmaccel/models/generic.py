@@ -185,9 +185,9 @@ class Generic(Family):
 
         def made(frames: Tensor) -> dict[str, Any]:
             whole = grid.new_tensor([[len(frames), *grid[0, 1:].tolist()]])
-            return {name: frames.reshape(-1, pixels.shape[1]), GRIDS[VIDEO]: whole, **kept}
+            return {name: frames.flatten(0, 2), GRIDS[VIDEO]: whole, **kept}
 
-        return pixels.reshape(steps, 1, 1, -1), made
+        return pixels.reshape(steps, 1, -1, pixels.shape[1]), made
 
     def rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         names = [PIXELS[kind], GRIDS[kind], *_TOLD_OF[kind]]

@@ -181,12 +181,13 @@ class Qwen25VL(Family):
         return {name: size for name, size in sizes.items() if inputs.get(name) is not None}
 
     def pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
-        pixels, (steps, height, width) = inputs[PIXELS[VIDEO]], inputs[_GRIDS[VIDEO]][0].tolist()
-        seconds, pace = inputs.get("second_per_grid_ts"), self.pace(model)
+        pixels, grids = inputs[PIXELS[VIDEO]], inputs[_GRIDS[VIDEO]]
+        steps, height, width = grids[0].tolist()
+        seconds, pace, each = inputs.get("second_per_grid_ts"), self.pace(model), pixels.shape[1]
 
-        def made(frames: Tensor) -> dict[str, Any]:
-            grid = torch.tensor([[len(frames) // pace, height, width]], device=inputs[_GRIDS[VIDEO]].device)
-            told = {_GRIDS[VIDEO]: grid, PIXELS[VIDEO]: frames.reshape(-1, pixels.shape[1])}
+        def made(frames: Tensor) -> dict[str, Any]:  # it holds no pixels
+            grid = torch.tensor([[len(frames) // pace, height, width]], device=grids.device)
+            told = {_GRIDS[VIDEO]: grid, PIXELS[VIDEO]: frames.reshape(-1, each)}
             return told if seconds is None else {**told, "second_per_grid_ts": seconds}
 
         # The patches of a unit hold pixels of all its frames: each row has an equal part of them, and none is a frame.

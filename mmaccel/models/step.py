@@ -116,7 +116,7 @@ class StreamSteps:
         self._state_slots: StateSlots | None = None
         self._replays, self.tower = Replays(home_of(model)), TowerSteps(model, family)
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
-        self._sides, self._lie = list[Tensor](), tuple[Any, ...]()
+        self._sides, self._lie = list[ref[Tensor]](), tuple[Any, ...]()
 
     def can_run(self, rows: Tensor, again: bool = False) -> bool:
         """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.can_fuse` accepts, on their device,
@@ -286,8 +286,9 @@ class StreamSteps:
         wrote = [begins.index(slot.column) for slot in slots]
         shapes = tuple((n, slot.bias.shape) for n, slot in enumerate(slots) if slot.bias is not None)
         sides = [side for slot in slots for side in (slot.key, slot.value)]
-        if len(self._sides) != len(sides) or any(map(is_not, self._sides, sides)):
-            self._sides, self._lie = sides, tuple((x.data_ptr(), x.shape, x.stride()) for x in sides)
+        if len(self._sides) != len(sides) or any(map(is_not, (one() for one in self._sides), sides)):
+            self._sides = [*map(ref, sides)]  # a stream that is gone is not to stay here
+            self._lie = tuple((x.data_ptr(), x.shape, x.stride()) for x in sides)
         at = self._lie, tuple(turned), tuple(wrote), shapes, self._slot_count()
         return list(angles.values()), begins, turned, wrote, at
 

@@ -52,6 +52,7 @@ class StreamPasses:
 
     pruned_per_unit: int | None = None
     text_around_unit: tuple[int, int] = (0, 0)
+    ready: Any = step.warm_up
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
         self.model, self.family, self._attachment = model, family, attachment
@@ -65,8 +66,6 @@ class StreamPasses:
         self.text: Any = family.text(model)
         self._gate, self.turns = gate_of(self.text), fair_lock_of(self.text)
         self._between = partial(self.turns.yield_between_layers, self.device)
-        if self.device.type in step.DEVICES:
-            self.ready: Any = partial(step.warm_up, self)
 
     @cached_property
     def _few(self) -> step.StreamSteps:

@@ -20,6 +20,7 @@ from mmaccel.models.sequences import (
     STATEFUL,
     ConversationDraft,
     Sampling,
+    StreamCache,
     allowed_tokens_of,
     cache_length,
     cached_columns,
@@ -85,9 +86,6 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor
     from transformers.generation import GenerateDecoderOnlyOutput
 
     cache = begun[0].cache if keeps is not False else None
-    if not attachment.owner.recipe.kv.sequences:
-        meter = attachment.owner.attention.meter
-        meter.add_note("kv: past_key_values is None: the memory ends with its call")
     if len(rows) > 1 and cache is not None:
         cache = None
         message = "past_key_values is None: each sequence of this batch has a cache of its own"
@@ -110,7 +108,7 @@ def _sequences(
     attachment: Attachment, kwargs: dict[str, Any]
 ) -> list[tuple[dict[str, Any], torch.Generator | None]]:
     """The arguments of `generate` for each sequence of a batch by itself, and where its random numbers come from."""
-    ids, name, times = kwargs["input_ids"], attachment.owner.recipe.draft.name, 1
+    ids, times = kwargs["input_ids"], 1
     if attachment.generate_option("do_sample", kwargs):  # else transformers refuses more than one
         times = attachment.generate_option("num_return_sequences", kwargs) or 1
     if ids.shape[0] * times == 1:
@@ -121,7 +119,7 @@ def _sequences(
     cache = kwargs.pop("past_key_values", None)
     if cache is not None and (cache.get_seq_length() or getattr(cache, "state", None) is None):
         raise DraftError(
-            f"past_key_values: draft {name!r} keeps a cache for each sequence of a batch; leave it out."
+            "past_key_values: each sequence of a batch has a cache of its own; give prompts one by one, or leave it out."
         )
     mask = kwargs.get("attention_mask")
     attachment.owner.attention.meter.prompt_tokens = times * (
@@ -168,8 +166,10 @@ class _Sequence:
         # transformers shows it the prompt, and leaves the rest to the loop
         self._streamer = self._raw.pop("streamer", None)
         if streams:
+            if self._raw.get("past_key_values") is not None:
+                self._raw["past_key_values"].begin_turn(attachment, self._raw)
             # transformers would have the tower see all frames at once; those of a stream are read from the raw inputs.
-            seen = {*PIXELS.values(), *attachment.family.extra_inputs}
+            seen = {*PIXELS.values(), *attachment.family.extra_inputs, "past_key_values"}
             kwargs = {name: value for name, value in kwargs.items() if name not in seen}
         try:
             attachment.generate(**kwargs, custom_generate=self._prefill)
@@ -205,7 +205,7 @@ class _Sequence:
         model_kwargs.pop("labels", None)  # as transformers' own loops do
         self.cache, most = model_kwargs.pop("past_key_values", None), options.max_length - input_ids.shape[1]
         if not owner.recipe.kv.sequences:
-            self.cache = None
+            self.cache = self._raw.get("past_key_values")
         given, past = self._raw, None
         if held := cache_length(self.cache):
             given, past = new_inputs(self._raw, held), cached_columns(attachment, self.cache)
@@ -275,7 +275,8 @@ class _Sequence:
             inputs = (
                 given if past is not None or self.cache is None else {"input_ids": input_ids, **model_kwargs}
             )
-            first = self.runner.prefill(inputs, probes=probes)
+            first = runner.prefill(inputs, probes=probes)
+            self.cache = runner.cache
             if listener is not None:
                 listener.close()
             if isinstance(self.runner, PromptRunner):
@@ -300,7 +301,7 @@ class _Sequence:
 
     def _leave(self) -> None:
         """Keep with the cache the state of the draft, for the next turn."""
-        if self._lasts:
+        if self._lasts and self.cache is not None:
             heard = None if self._listener is None else self._listener.states
             self._turn.store_state(self.cache, self._careful.next_state, heard)
 
@@ -311,6 +312,8 @@ class _Sequence:
         self._over = True
         self.decoding.close()
         self._leave()
+        if isinstance(self.cache, StreamCache) and self._lasts and self.decoding.ended:
+            self.cache.note_turn(self.decoding.ids[:, :-1])
         self.runner.sync_cache()
         if isinstance(self.runner, PromptRunner):
             self.meter.kv = self.runner.counters

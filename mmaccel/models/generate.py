@@ -7,7 +7,7 @@ version.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ DRAFT = {
 STREAM = {
     **DRAFT,
     "guidance_scale": "it runs the model beside {part}, which has one stream; leave it out, or set kv to 'full'.",
-    "past_key_values": "{part} opens a memory for each prompt, and keeps none between calls; give the whole prompt.",
+    "past_key_values": "{part} goes on with what its own `generate` returned; leave it out.",
     "position_ids": "{part} gives a stream positions of its own; leave them out.",
     **dict.fromkeys(
         ("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio"),
@@ -98,7 +98,11 @@ def _check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
         )
     parts: list[tuple[str, dict[str, str], type[MmaccelError]]] = []
     if not recipe.kv.sequences:
+        from mmaccel.models.sequences import StreamCache
+
         parts.append((f"kv {recipe.kv.name!r}", STREAM, ModelError))
+        if isinstance(kwargs.get("past_key_values"), StreamCache):
+            kwargs = {**kwargs, "past_key_values": None}
     if recipe.draft.active:
         parts.append((f"draft {recipe.draft.name!r}", DRAFT, DraftError))
     for part, sentences, error in parts:
@@ -180,7 +184,8 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
             from mmaccel.models import drafting
 
             lasts = caches and (given or bool(attachment.generate_option("return_dict_in_generate", kwargs)))
-            return drafting.generate(attachment, kwargs, lasts and draft and not streams)
+            with cache.at_work() if streams and cache is not None else nullcontext():
+                return drafting.generate(attachment, kwargs, lasts and (draft or streams))
         if not is_set(attachment, "num_beams", kwargs):
             kwargs["streamer"] = TokenCounter(meter.count_tokens, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limit_length(kwargs))

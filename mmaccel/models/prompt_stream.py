@@ -25,13 +25,22 @@ from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.streams.asking import QuestionRunner, run_question
 from mmaccel.core.streams.listening import AttentionRecording
-from mmaccel.core.streams.parts import Moment, Question
+from mmaccel.core.streams.parts import Moment, Question, concat_padded
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models import deepstack, units
 from mmaccel.models.attention import MaxLength
 from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import PIXELS, Inputs, last_words, markup_ids, max_positions, unpadded
+from mmaccel.models.prompt_layout import (
+    PIXELS,
+    Inputs,
+    last_words,
+    markup_ids,
+    max_positions,
+    question_mask,
+    unpadded,
+)
 from mmaccel.models.runner import HFRunner, open_runner
+from mmaccel.models.sequences import StreamCache
 from mmaccel.models.signals import SignalProbe
 from mmaccel.models.step import StreamSteps
 from mmaccel.models.stream import StreamPasses
@@ -51,8 +60,8 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
     def __init__(self, attachment: Attachment, inputs: Inputs) -> None:
         super().__init__(attachment.model, attachment.family, attachment)
         self.inputs = inputs
-        ids: Tensor = inputs["input_ids"]
-        layout = self.family.layout(self.model, inputs)
+        self.ids = ids = inputs["input_ids"]
+        self.layout = layout = self.family.layout(self.model, inputs)
         self._video = self._longest(layout)
         self._head, self._inside, self._tail = self._columns(layout, ids[0].tolist())
         own, others = self._shares(layout)
@@ -72,25 +81,44 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
             seconds = 1.0 if pace is None else pace.unit_s / self.frames_a_step
         self.times = [number * seconds for number in range(len(self.frames))]
         visual = (layout.modality[0, self._tail :] != TEXT).nonzero()[:, 0]
-        self._visual = len(visual) > 0
-        rest = torch.cat([ids[0, : self._head], ids[0, self._tail :]])
+        self._seen = int(visual[-1]) + 1 if len(visual) else 0
+        before, behind = slice(self._head), slice(self._tail, self._tail + self._seen)
+        rest = torch.cat([ids[0, before], ids[0, behind]])
         if others:
             kinds = inputs.get("mm_token_type_ids")
             if kinds is not None:
-                others["mm_token_type_ids"] = torch.cat([kinds[:, : self._head], kinds[:, self._tail :]], 1)
+                others["mm_token_type_ids"] = torch.cat([kinds[:, before], kinds[:, behind]], 1)
             with self.busy():
                 given = self.family.forward_inputs(self.model, {**others, "input_ids": rest[None]})
                 levels = deepstack.WHERE in given
                 self._rest = (deepstack.join_rows(given) if levels else given["inputs_embeds"])[0]
         else:
             self._rest = self.token_embeds(rest)
+        self.ask(ids)
+
+    @property
+    def begun(self) -> Tensor:
+        """The ids [n] up to the last image or video, which no later turn changes."""
+        return self.ids[0, : self._tail + self._seen]
+
+    def ask(self, ids: Tensor) -> None:
+        """Take what follows the video in `ids` [1, S] for the question; they begin with `begun`."""
+        if ids is not self.ids:
+            begun, self.ids = len(self.begun), ids
+            layout = self.layout.select_tokens(slice(0, begun)).extend(ids.shape[1] - begun)
+            asked = question_mask(self.model, ids.to(layout.device), layout.modality, layout.segment)
+            self.layout = replace(layout, asked=asked)
         tail = ids[0, self._tail :]
-        text = (layout.modality[0, self._tail :] == TEXT).tolist()
+        own = self.layout.select_tokens(slice(self._tail, None)).to(self.device)
+        text = (own.modality[0] == TEXT).tolist()
         words = last_words(tail.tolist(), text, *markup_ids(self.model), int(ids[0, 0]))
-        seen = int(visual[-1]) + 1 if self._visual else 0
-        own = layout.select_tokens(slice(self._tail, None)).to(self.device)
         own = replace(own, position=torch.arange(own.length, device=own.device)[None])
-        self._question = Question(tail, words, self._rest[self._head :], seen, own)
+        rows = concat_padded([self._rest[self._head :], self.token_embeds(tail[self._seen :])])
+        self._question = Question(tail, words, rows, self._seen, own)
+
+    def let_go(self) -> None:
+        """Let go of the inputs, which have been read."""
+        self.inputs, self.frames = {}, torch.empty(NO_FRAMES)
 
     @property
     def _few(self) -> StreamSteps:  # type: ignore[override]
@@ -155,7 +183,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
 
     def spread_attention(self, heard: QuestionAttention) -> Tensor:
         """Spread the question's attention `heard` over the prompt's tokens: [k, 1, S], 0 outside frames."""
-        out = heard.paid.new_zeros(len(heard.paid), 1, self.inputs["input_ids"].shape[1])
+        out = heard.paid.new_zeros(len(heard.paid), 1, self.ids.shape[1])
         tokens = torch.arange(self._inside - self._head, device=out.device)
         unit = self._unit
         out[:, 0, self._head : self._inside] = heard.look_up(tokens // unit, tokens % unit, unit)
@@ -164,7 +192,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
     # What a stream asks.
 
     def head_ids(self) -> Tensor:
-        return self.inputs["input_ids"][0, : self._head]  # type: ignore[no-any-return]
+        return self.ids[0, : self._head]
 
     def head_embeds(self) -> Tensor:
         return self._rest[: self._head]
@@ -183,7 +211,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         if not any(self.text_around_unit) or not len(features):
             return features
         begins = [self._head + frame // self.frames_a_step * self._unit for frame, _ in moments]
-        ids = self.inputs["input_ids"][0]
+        ids = self.ids[0]
         around = [(ids[begin : begin + self.text_around_unit[0]].tolist(), list[int]()) for begin in begins]
         return units.unit_embeds(self.token_embeds, features, around)
 
@@ -192,7 +220,7 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         rows = positions[:, 0] if positions.ndim == 3 else positions
         begin, end, count = self._head, self._inside, self._count
         limit = max_positions(self.text.config) or 1 << 15
-        after = rows[:, end:] - rows[0, end] if self._visual and rows.shape[0] > 1 else None
+        after = rows[:, end:] - rows[0, end] if self._seen and rows.shape[0] > 1 else None
         head, text = rows[:, :begin], int(rows[0, end])
         if self._video is None:
             unit = rows[:, begin : begin + 1]
@@ -224,8 +252,8 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
 
     def _alone(self, units: int) -> tuple[dict[str, Any], int]:
         """Inputs of a video of so many units alone, and the position of what follows the units."""
-        ids, inside = self.inputs["input_ids"], units * self._unit
-        made = self._made(self.frames[:1].expand(units * self.frames_a_step, -1, -1, -1))
+        ids, inside = self.ids, units * self._unit
+        made = self._made(self.frames[:1].repeat(units * self.frames_a_step, 1, 1, 1))
         marks = self._tail - self._inside
         video = ids[:, self._head : self._head + 1].expand(-1, inside + marks)
         word = next(n for n in range(ids.numel()) if n not in self.family.placeholders(self.model))
@@ -239,12 +267,13 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
 class PromptRunner(Runner):
     """Runs one prompt of `generate` on a KV policy for streams, from `prefill` to `sync_cache`.
 
-    counters  the KV memory's counters, once it is closed
+    cache     holds the stream: that of the turn before; None: `prefill` begins one
+    counters  the KV memory's counters, once the question has ended
     """
 
-    def __init__(self, attachment: Attachment, room: int) -> None:
+    def __init__(self, attachment: Attachment, cache: StreamCache | None, room: int) -> None:
         """`room` tokens may follow the prompt."""
-        self._attachment, self._room = attachment, room
+        self._attachment, self.cache, self._room = attachment, cache, room
         self._open = ExitStack()
         self._question: QuestionRunner | None = None
         self._state: StreamState | None = None
@@ -261,21 +290,26 @@ class PromptRunner(Runner):
     ) -> Tensor:
         attachment, owner = self._attachment, self._attachment.owner
         deadline = getattr(attachment.running, "deadline", None) or Deadline()
-        chunk = getattr(attachment.running, "chunk", None) or owner.recipe.chunk
         with self._plainly():
-            prompt = PromptModel(attachment, self._home(unpadded(inputs)))
-            owner.attention.meter.begin_pass(inputs["input_ids"].shape[1], 0)
-            live = StreamRunner.begin(prompt, owner.recipe.kv, chunk, prompt.frames, None, True, quiet=True)  # type: ignore[arg-type]
-            self._state, self._counted = live.state, live.counters
-            state = live.state
-            self._positions = live.stream.positions.limit
-            self._open.callback(live.close)
-            self._open.callback(owner.register_state(state, self))
             try:
-                ingest = owner.recipe.kv.ingests  # type: ignore[attr-defined]
-                live.take_frames(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
-                deadline.check()
-                state.finish_intake()
+                before, inputs = self.cache, self._home(unpadded(inputs))
+                ids: Tensor = inputs["input_ids"]
+                if before is not None:
+                    ids = torch.cat([before.ids, ids], 1)
+                owner.attention.meter.begin_pass(ids.shape[1], 0)
+                cache = self.cache = self._begun(inputs) if before is None else before
+                prompt, live = cache.prompt, cache.live
+                self._state, self._counted = live.state, live.counters
+                self._positions = live.stream.positions.limit
+                self._open.callback(owner.register_state(live.state, self))
+                if before is None:
+                    ingest = owner.recipe.kv.ingests  # type: ignore[attr-defined]
+                    live.take_frames(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
+                    deadline.check()
+                    live.state.finish_intake()
+                    prompt.let_go()
+                else:
+                    prompt.ask(ids)
                 turn = run_question(live, "", self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
                 around = live.around if isinstance(live.around, AttentionRecording) else None
@@ -288,6 +322,14 @@ class PromptRunner(Runner):
                 raise
             owner.attention.meter.add_counts_of(self._question.meter)
             return self._question.logits
+
+    def _begun(self, inputs: Inputs) -> StreamCache:
+        """A stream that has read what comes before the video of `inputs`."""
+        attachment, recipe = self._attachment, self._attachment.owner.recipe
+        chunk = getattr(attachment.running, "chunk", None) or recipe.chunk
+        prompt = PromptModel(attachment, inputs)
+        live = StreamRunner.begin(prompt, recipe.kv, chunk, prompt.frames, None, True, quiet=True)  # type: ignore[arg-type]
+        return StreamCache(attachment, prompt, live)
 
     def _home(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """What is given, on the model's device; a video's pixels stay where they are, and go there some frames at a time."""
@@ -326,7 +368,7 @@ class PromptRunner(Runner):
         return self._at_work().length()
 
     def sync_cache(self) -> None:
-        """Close the KV memory; a second call does nothing."""
+        """End the question, and close the stream unless its cache lasts; a second call does nothing."""
         state, self._state = self._state, None
         if state is not None:
             self.counters = self._counted()
@@ -334,12 +376,14 @@ class PromptRunner(Runner):
         self._open.close()
         # The call keeps this runner until its last prompt has an answer, and is to keep one memory at a time.
         self._question, self._counted = None, dict
+        if self.cache is not None and not self.cache.lasts:
+            self.cache.close()
 
 
 def runner_of(attachment: Attachment, model: nn.Module, cache: Any, room: int) -> HFRunner | PromptRunner:
     """The runner of one prompt of a call on `cache`; if None, on a KV policy for streams with `room` tokens to follow."""
-    if cache is None:
-        return PromptRunner(attachment, room)
+    if cache is None or isinstance(cache, StreamCache):
+        return PromptRunner(attachment, cache, room)
     runner, columns = open_runner(model, attachment.family, cache), attachment.columns_of(cache)
     if columns is not None and cache.get_seq_length():
         runner.delta = int(columns.delta)

@@ -7,12 +7,16 @@ images and videos; the draft's state stays with the cache (`ConversationDraft`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from mmaccel.core.adapter import Columns
 from mmaccel.core.decoding.draft import DraftStrategy
@@ -70,6 +74,98 @@ class ConversationDraft:
         """Store the draft's `state` with `cache`, at the end of a turn, for the next one."""
         self.state, self.heard = state, heard or self.heard
         setattr(cache, TURN, self)
+
+
+class StreamCache(Cache):
+    """The `past_key_values` of a call on a memory of streams: what the call read of the images and videos of its prompt, for
+    the accelerated model that returned it.
+
+    A later prompt is the whole conversation, with the pixels left out. It begins with the same tokens up to the last image
+    or video; what follows is its question, by which the memory recalls anew. No call changes the memory, so that several
+    conversations may part from one cache. It is freed by `close`, or when nothing holds the cache any more.
+
+    prompt, live  the `PromptModel` and its `StreamRunner`; None once it is closed
+    ids    [1, n] of the last conversation, prompt and answer, as far as they were run
+    lasts  whether it outlives the call that opened it
+    """
+
+    is_compileable = False
+
+    def __init__(self, attachment: Attachment, prompt: Any, live: Any) -> None:
+        super().__init__(layers=[])
+        self.prompt, self.live, self.ids, self.lasts = prompt, live, prompt.ids, False
+        self._attachment, self._call, self._free = attachment, threading.Lock(), finalize(self, live.close)
+        self._free.atexit = False
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Context of a call; raises `ModelError` within another."""
+        if not self._call.acquire(blocking=False):
+            raise ModelError("past_key_values: another call is at work on it; wait until that has ended.")
+        try:
+            yield
+        finally:
+            self._call.release()
+
+    def close(self) -> None:
+        """Free the memory; a second call does nothing. Raises `ModelError` while a call is at work on it."""
+        with self.at_work():
+            self.prompt = self.live = None
+            self._free()
+
+    def begin_turn(self, attachment: Attachment, inputs: Mapping[str, Any]) -> None:
+        """Go back to what the prompt `inputs` has in common with the last conversation. Raises `ModelError` for one that
+        cannot go on from this cache."""
+        if self._attachment is not attachment:
+            raise ModelError(
+                "past_key_values: another accelerated model returned it; give it to that one, or leave it out."
+            )
+        if self.live is None:
+            raise ModelError("past_key_values: it is closed; leave it out, and give the whole prompt.")
+        for name in PIXELS.values():
+            if is_given(inputs.get(name)):
+                raise ModelError(
+                    f"{name}: past_key_values has read the images and videos of its conversation, and takes no more; leave "
+                    "the pixels out, or leave past_key_values out and give all of them."
+                )
+        ids, begun = inputs["input_ids"].to(self.ids.device), self.prompt.begun.to(self.ids.device)
+        if ids.shape[1] <= len(begun) or not torch.equal(ids[0, : len(begun)], begun):
+            raise ModelError(
+                f"input_ids: they do not begin with the {len(begun)} tokens that past_key_values has read, up to the last "
+                "image or video; give the whole conversation, or leave past_key_values out."
+            )
+        most = min(ids.shape[1] - 1, self.ids.shape[1])
+        same = int((ids[0, :most] == self.ids[0, :most]).long().cumprod(0).sum())
+        shown = attachment.family.placeholders(attachment.model)
+        if bool(torch.isin(ids[0, same:], ids.new_tensor(shown)).any()):
+            raise ModelError(
+                "input_ids: they show an image or a video that past_key_values has not read, and it takes no more; leave "
+                "past_key_values out, and give all pixels."
+            )
+        self.note_turn(ids[:, :same])
+
+    def note_turn(self, ids: Tensor) -> None:
+        """Note that the conversation has come to `ids` [1, n], from where the next call may go on."""
+        layout = self.prompt.layout.select_tokens(slice(0, ids.shape[1]))
+        layout = layout.extend(ids.shape[1] - layout.length)
+        self.ids, self.lasts = ids, True
+        self._attachment.sequences[self] = Columns(layout, torch.zeros_like(ids[:, :1]))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.ids.shape[1]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __deepcopy__(self, memo: Any) -> StreamCache:
+        return self
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ModelError(
+            "past_key_values: a memory of streams serves `generate` of the accelerated model that returned it; leave it out."
+        )
+
+    update = get_mask_sizes = crop = reorder_cache = reset = __reduce__ = _refuse  # type: ignore[assignment]
 
 
 def cache_length(cache: Any) -> int:

@@ -254,15 +254,6 @@ def test_a_place_for_each_token_or_none(models: Any, monkeypatch: pytest.MonkeyP
         assert fast.generate(**call, **CALL).shape[1] == call["input_ids"].shape[1] + 5
 
 
-def test_a_result_says_that_it_has_no_cache(models: Any) -> None:
-    call = {**prompt("llava", PROMPTS["video"]), **CALL}
-    with mmaccel.accelerate(models[0], kv="recent") as fast:
-        assert fast.generate(**call, return_dict_in_generate=True).past_key_values is None
-        assert any("past_key_values is None" in note for note in fast.report().notes)
-        fast.generate(**call)
-        assert not fast.report().notes
-
-
 def test_the_time_may_run_out_while_the_video_is_read(models: Any) -> None:
     call = prompt("llava", PROMPTS["video"])
     with pytest.warns(MmaccelWarning, match="ran out before the prompt was read"):

@@ -53,8 +53,6 @@ def shared_steps(stream: Any) -> StreamSteps:
 
 def warm_up(stream: Any, state: StreamState, running: Any) -> None:
     """Warm up before the first token: run an answer's step on `state` until it is captured as a CUDA graph."""
-    if stream.device.type not in DEVICES:
-        return
     word = stream.token_embeds(torch.zeros(1, dtype=torch.long, device=stream.device))
     steps, length = stream._few, state.length()
     for _ in range(2):

@@ -45,14 +45,11 @@ from mmaccel.models.token_choice import build_token_choice
 
 
 class StreamPasses:
-    """The part of a stream's model that needs no processor; sessions and `generate` prompts share it.
-
-    attachment  the recipe attached to the model, if this stream belongs to it; a pass under another recipe raises
-    """
+    """The part of a stream's model that needs no processor; sessions and `generate` prompts share it. `attachment`: the
+    recipe attached to the model, if this stream belongs to it; a pass under another recipe raises."""
 
     pruned_per_unit: int | None = None
     text_around_unit: tuple[int, int] = (0, 0)
-    ready: Any = step.warm_up
 
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
         self.model, self.family, self._attachment = model, family, attachment
@@ -66,6 +63,10 @@ class StreamPasses:
         self.text: Any = family.text(model)
         self._gate, self.turns = gate_of(self.text), fair_lock_of(self.text)
         self._between = partial(self.turns.yield_between_layers, self.device)
+
+    def ready(self, state: Any, running: Any) -> None:
+        if self.device.type in step.DEVICES:
+            step.warm_up(self, state, running)
 
     @cached_property
     def _few(self) -> step.StreamSteps:

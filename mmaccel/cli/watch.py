@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 RECIPE = "mosaic"
 LIVE, STORED = 16, 64
-"""Frames taken in at a time, of a source that comes and of a stored video."""
+"""Frames read at a time, of a source that comes and of a stored video; the first are taken in at a time too."""
 OF_REPORT = ("backend", "backend_why", "peak_bytes", "patterns", "kept_by_head")
 """What --json tells as the session's `Report` has it."""
 
@@ -66,7 +66,7 @@ def watch(
     load: Annotated[Path | None, Option(help="Go on from a saved session.")] = None,
     save: Annotated[Path | None, Option(help="Save the session to this folder.")] = None,
     clip: Annotated[
-        int | None, Option(min=1, help=f"Frames taken in at a time ({LIVE}; of a stored video {STORED}).")
+        int | None, Option(min=1, help=f"Frames read at a time ({LIVE}; of a stored video {STORED}).")
     ] = None,
     live: Annotated[
         bool, Option("--live", help="Watch a file as what a camera sends: each frame sees the window alone.")

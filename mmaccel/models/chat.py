@@ -17,6 +17,8 @@ from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
+
 from mmaccel.core import errors
 from mmaccel.core.errors import ModelError, check_text
 from mmaccel.core.files import outside
@@ -30,7 +32,7 @@ NUMBER = 1_000_000
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
 READ_FRAMES = 64
-"""Frames of a file that are held at a time."""
+"""Frames of a file that are read at a time."""
 QUIET_S = 0.5
 """Seconds without a frame after which the model reads what a live source has sent."""
 GROWTH, FRAME = 4, 1 << 16
@@ -227,28 +229,34 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
 def clips_of(
     processor: Any, video: Any, fps: float | None, check: Callable[[], None] | None = None
 ) -> Generator[Clip, None, None]:
-    """Yield the clips of a video: of a path or an iterator of `media.Video` as they are read, else the one clip given. `fps`
-    is the rate at which a path is read (default 0.5), and that of frames without times; `check` is called while waiting for
-    frames, and may raise."""
-    from mmaccel.media import Video, clips
-    from mmaccel.media.preprocess import as_frames
+    """Yield the clips of a video: of a path as they are read, of an iterator (of frames, of lists of images, or of
+    `media.Video`) as they come, else the one clip given. `fps` is the rate at which a path is read (default 0.5), and that
+    of frames without times; `check` is called while waiting for frames of a path, and may raise."""
+    from mmaccel.media import clips
 
     if isinstance(video, Iterator):
         for one in video:
-            yield Clip(one.frames, one.clock.tolist(), one.fps if fps is None else fps, part=True)
+            yield _clip(one, fps, part=True)
     elif isinstance(video, str | os.PathLike):
         warn_foreign(processor, video)
         rate = READ_FPS if fps is None else fps
         read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
         with closing(read):
             for one in read:
-                yield Clip(one.frames, one.clock.tolist(), one.fps, part=True)
-    elif isinstance(video, Video):
-        yield Clip(video.frames, video.clock.tolist(), video.fps if fps is None else fps)
-    elif hasattr(video, "__len__") and not len(video):
-        raise ModelError("watch: the clip has no frames; give at least one.")
+                yield _clip(one, None, part=True)
     else:
-        yield Clip(as_frames(video, fps)[0], None, fps)
+        yield _clip(video, fps)
+
+
+def _clip(video: Any, fps: float | None, part: bool = False) -> Clip:
+    from mmaccel.media import Video
+    from mmaccel.media.preprocess import as_frames
+
+    if isinstance(video, Video):
+        return Clip(video.frames, video.clock.tolist(), video.fps if fps is None else fps, part)
+    if hasattr(video, "__len__") and not len(video):
+        return Clip(torch.empty(0, 3, 1, 1, dtype=torch.uint8), None, fps, part)  # refused by who takes it in
+    return Clip(as_frames(video, fps)[0], None, fps, part)
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:

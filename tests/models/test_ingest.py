@@ -1,19 +1,28 @@
 """A stored video taken in by `ingest`: its frames see all frames before them, whatever the memory's window, or what the
 recipe's pattern lists of them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 import mmaccel
+from mmaccel import media
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill import attention
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
+from mmaccel.core.streams import stream_runner
+from mmaccel.core.streams.sources import Clip, join_to_passes
+from mmaccel.core.streams.stream_runner import StreamRunner
+from mmaccel.models import chat
 from mmaccel.policies.kv._ingest import IngestState
+from tests.media.films import write_film
 from tests.models.streams import (
     CLUSTERS,
     FPS,
@@ -66,6 +75,69 @@ def test_with_room_for_all_an_ingested_film_is_the_plain_model_s(
         assert (logits(session) - logits(whole)).abs().max() <= EQUAL
         assert session.ask(QUESTION, 4).text == whole.ask(QUESTION, 4).text == said(name, FRAMES, 4)
         assert (logits(session) - plain(name, FRAMES)).abs().max() <= 1e-4
+
+
+@crossed(kv=ROOMY, name=NAMES)
+def test_the_passes_of_a_film_do_not_hang_on_how_its_frames_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, name: str
+) -> None:
+    """A path, iterators of clips and one tensor have the same passes under a pattern, and leave the same bits."""
+    path = write_film(tmp_path / "film.mp4", 25, fps=2, height=42, width=70)
+    shown = media.read(path, fps=FPS).frames
+    monkeypatch.setattr(chat, "READ_FRAMES", 4)
+    passes = heard(monkeypatch, StreamRunner, "encode", lambda self, frames: len(frames))
+
+    def ingested(video: Any, begun: int = 0) -> tuple[list[int], dict[str, Tensor]]:
+        how: dict[str, Any] = {"sparse": FEW["a_shape"], "chunk": 64, "backend": "reference"}
+        with open_session(name, ROOMY[kv], begun, **how) as session:
+            passes.clear()
+            assert session.ingest(video, fps=FPS) == len(shown) - begun
+            session.save(folder := tmp_path / str(len(list(tmp_path.iterdir()))))
+            files = sorted(folder.glob("data-*/memory/**/*.safetensors"))
+            return list(passes), {f"{one.name} {n}": x for one in files for n, x in load_file(one).items()}
+
+    whole = ingested(shown)
+    assert len(whole[0]) > 2 and whole[1]
+    cuts = (iter([shown]), iter(shown.split(3)), (list(part) for part in shown.split([1, 1, 5, 18])))
+    clips = (
+        replace(one, clock=one.clock - one.clock[0]) for one in media.clips(path, fps=FPS, frames_per_clip=5)
+    )
+    for video in (path, clips, *cuts):
+        found = ingested(video)
+        assert found[0] == whole[0] and found[1].keys() == whole[1].keys()
+        assert all(torch.equal(x, whole[1][n]) for n, x in found[1].items())
+    # A unit that was begun before is a part of the first pass.
+    rest = shown[3:]
+    assert ingested(rest, 3)[0] == ingested(iter(rest.split(5)), 3)[0]
+    # What waits for its pass is bounded: a pass takes fewer units then, of a tensor as well.
+    monkeypatch.setattr(stream_runner, "WAITING", 4 * shown[0].numel())
+    assert max(ingested(shown)[0]) == max(ingested(path)[0]) == 4
+
+
+def test_frames_of_another_size_or_rate_begin_a_pass_of_their_own() -> None:
+    def clip(count: int, fps: float = FPS, wide: int = 8, known: bool = False) -> Clip:
+        times = [n / fps for n in range(count)] if known else None
+        return Clip(torch.zeros(count, 3, 8, wide, dtype=torch.uint8), times, fps, part=True)
+
+    def cut(*clips: Clip) -> list[int]:
+        given = (one for one in clips)
+        return [len(one.frames) for one in join_to_passes(given, lambda one: 4, lambda: None)]
+
+    assert cut(clip(3), clip(3), clip(3)) == [4, 4, 1] and cut(clip(9)) == [4, 4, 1]
+    assert cut(clip(3), clip(3, wide=9), clip(2, wide=9)) == [3, 4, 1]
+    assert cut(clip(3), clip(3, fps=3.0)) == [3, 3] and cut(clip(3), clip(3, known=True)) == [3, 3]
+    joined = [*join_to_passes((clip(2, known=True) for _ in range(2)), lambda one: 4, lambda: None)]
+    assert joined[0].times == [0.0, 0.5, 1.0, 1.5], "times that begin anew go on"
+
+
+@pytest.mark.parametrize("none", [film(9)[:0], [], iter([film(9)[:0]]), iter([film(3), []])])
+def test_no_frames_are_refused_by_the_name_of_the_call(none: Any) -> None:
+    with open_session("random-ov", "rekv") as session:
+        with pytest.raises(ModelError, match="ingest: the clip has no frames"):
+            session.ingest(none)
+        with pytest.raises(ModelError, match="watch: the clip has no frames"):
+            session.watch(film(9)[:0])
+        assert len(session) == 0
 
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic retrieving"])

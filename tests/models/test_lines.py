@@ -301,6 +301,15 @@ def test_subtitles_come_with_their_frames(call: str) -> None:
         assert found == [*want, (5.9, "behind the last frame")]
 
 
+@crossed(call=["watch", "ingest"], fps=[FPS, None])
+def test_seconds_of_subtitles_are_those_of_all_clips_together(call: str, fps: float | None) -> None:
+    """Clips without times of their own: a line has one place in the video, and not one in each clip."""
+    step, given = 1 / (fps or 1.0), [(1.0, 2.0, "red star"), (4.0, 4.5, "cup")]
+    with open_session("tiny-ov", TIGHT["rekv"], chunk=64) as session:
+        getattr(session, call)(iter(film(12).split(4)), fps=fps, subtitles=given)
+        assert session.seconds == 11 * step and texts(session) == ["red star", "cup"]
+
+
 def test_what_a_failed_watch_read_takes_its_lines_along() -> None:
     def broken(done: int, total: int | None) -> None:
         if done > 20:

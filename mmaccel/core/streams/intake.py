@@ -25,7 +25,7 @@ from mmaccel.core.streams import sources
 from mmaccel.core.streams.parts import QUESTION_S, SHORT_S, WAIT_S, FairLock
 from mmaccel.core.streams.sources import Clip, StreamEvent
 from mmaccel.core.streams.standing import StandingQuestion
-from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, frame_size
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
 from mmaccel.core.streams.timed_text import (
     TimedText,
     begun_between,
@@ -210,7 +210,7 @@ class FrameIntake:
                 self._feeding(deadline),
                 self._working(self._source, deadline=deadline),
                 every(),
-                closing(self._clips(video, fps, deadline, reconnect)) as clips,
+                closing(self._clips(how, video, fps, deadline, reconnect)) as clips,
             ):
                 if how == "ingest":
                     self._stream_adapter.attention.meter.clear()
@@ -251,9 +251,11 @@ class FrameIntake:
         return done
 
     def _clips(
-        self, video: Any, fps: float | None, deadline: Deadline, reconnect: bool
+        self, how: How, video: Any, fps: float | None, deadline: Deadline, reconnect: bool
     ) -> Generator[Clip, None, None]:
         opens = partial(self._stream_adapter.clips, video, fps, deadline.check)
+        if how == "ingest":
+            return sources.join_to_passes(opens(), self._room, deadline.check)
         if not reconnect:
             return opens()
         begin = self._live.info.times[-1] if self._live is not None else 0.0
@@ -293,10 +295,9 @@ class FrameIntake:
             return
         with self._turn():
             gone = live.state.forget_old_units(live.shown_seconds, live.is_pinned)
-            if gone and live.info.timed_texts:
-                live.info.timed_texts = without_units(live.info, gone)
             if not gone:
                 return
+            live.info.timed_texts = without_units(live.info, gone)
             spans, times = live.info.spans, live.info.times
             first, last = times[spans[min(gone)][0]], times[sum(spans[max(gone)]) - 1]
             event = self.events[-1] if self.events else None
@@ -345,39 +346,31 @@ class FrameIntake:
         deadline: Deadline,
         lines: Sequence[TimedText],
     ) -> int:
-        count, live, watched, changes = clip.frames.shape[0], self._live, 0, list[StreamEvent]()
-        shown, timed = sources.shown_at(how, clip, given, done, None if live is None else live.info)
-        if live is not None and live.info.times and live.info.raw is not None:
-            sizes, rates = (live.info.raw, frame_size(clip.frames)), (live.info.rate, clip.fps)
-            changes = sources.clip_events(live.info.times[-1], shown, sizes, rates)
-        self._changed = True
-        if live is None:
-            parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
-            with self._turn():
-                live = self._live = StreamRunner.begin(*parts, timed)
-                live.draft_stream = self._open_draft_stream()
-
+        before, watched = None if self._live is None else self._live.info, 0
+        shown, timed = sources.shown_at(how, clip, given, done, before)
+        changes = sources.clip_events(before, clip, shown)
+        live = self._begun(clip, timed)
         since = ends_at(live.info) if live.info.times else -math.inf
         if not done:  # those of a short gap before the call belong to it
             since = max(min(since, shown[0]), shown[0] - sources.GAP_S)
         live.info.rate = clip.fps or live.info.rate
-        shift = shown[0] - (clip.times[0] if clip.times else 0.0) if given is None else 0.0
+        own = clip.times[0] if clip.times else done / (clip.fps or live.info.fps or 1.0)
+        shift = shown[0] - own if given is None else 0.0
 
         def tell(through: int) -> None:
             nonlocal watched, since
             some, watched = slice(watched, through), through
             if lines or live.draft_stream.stream is not None:
                 with self._turn():
-                    if lines:
-                        info, before, since = live.info, since, ends_at(live.info)
-                        new = begun_between(lines, before, since, shift)
-                        info.timed_texts = merge_lines(info.timed_texts, new)
+                    info, begin, since = live.info, since, ends_at(live.info)
+                    new = begun_between(lines, begin, since, shift)
+                    info.timed_texts = merge_lines(info.timed_texts, new)
                     told = clip.frames[some], shown[some], clip.fps, live.info.timed
                     live.draft_stream.take_frames(*told, how == "ingest")
             for one in self._standing:
                 one.notify_frames()
             if progress is not None:
-                progress(done + through, None if clip.part else done + count)
+                progress(done + through, None if clip.part else done + len(clip.frames))
 
         taken = live.take_frames(clip.frames, shown, tell, deadline, ingest=how == "ingest")
         # A break of the source is no gap besides.
@@ -388,9 +381,20 @@ class FrameIntake:
             self._live = None
         return taken
 
+    def _begun(self, clip: Clip, timed: bool) -> StreamRunner:
+        self._changed = True
+        if self._live is None:
+            parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
+            with self._turn():
+                self._live = StreamRunner.begin(*parts, timed)
+                self._live.draft_stream = self._open_draft_stream()
+        return self._live
+
+    def _room(self, clip: Clip) -> int:
+        return self._begun(clip, clip.times is not None or clip.fps is not None).room_in_pass(clip.frames)
+
     def _open_draft_stream(self) -> GuardedDraftStream:
         """The stream of the draft, where it asks for one."""
         draft, told = self.recipe.draft, DraftStreamSettings(self._processor, self._kv, self.recipe.chunk)
-        watches = draft.active and "video" in draft.needs
         opens = partial(draft.open_stream, self._stream_adapter.view, told)
-        return GuardedDraftStream(opens if watches else None)
+        return GuardedDraftStream(opens if draft.active and "video" in draft.needs else None)

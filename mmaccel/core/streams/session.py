@@ -85,7 +85,7 @@ class VideoSession(FrameIntake):
         reconnect: bool = False,
         subtitles: Any = None,
     ) -> int:
-        """Take in frames: [T, 3, H, W] uint8, a list of images, a `media.Video` or a path. Returns their number.
+        """Take in frames: [T, 3, H, W] uint8, images, a `media.Video`, an iterator of these, or a path. Returns how many.
 
         times  seconds of each frame, ascending; else the video's own, shifted to follow what was watched before, or one
                every ``1 / fps``. `fps` is also the rate at which a path is read (0.5). If the model's positions are seconds,
@@ -117,10 +117,10 @@ class VideoSession(FrameIntake):
         timeout: float | None = None,
         subtitles: Any = None,
     ) -> int:
-        """Take in a stored video, or an iterator of its clips, as `watch` does, but in passes of the recipe's `chunk` (32768
-        tokens) with its sparse pattern. A frame sees all earlier frames of the video, not only the window. At the end,
-        frames outside the window go where the memory puts frames that leave it. Returns the number of frames.
-
+        """Take in a stored video as `watch` does, in passes of the recipe's `chunk` (32768 tokens, 65536 on CUDA) with its
+        pattern. A frame sees all earlier frames of the video, not only the window. At the end, frames outside the window go
+        where the memory puts frames that leave it. Returns the number of frames. Clips wait until a pass is full, so that a
+        path, clips and a tensor are stored alike; a pass has at most 2 GiB of decoded frames.
         `ingest_frames` of a memory limits how far back frames see, and `counters` say what share of the frames up to them
         they saw ("ingest_seen"). All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
         """

@@ -1,4 +1,5 @@
-"""Reopens a live source that stalls, fails or ends, and records what happened; and when the frames of a clip are shown."""
+"""Reopens a live source that stalls, fails or ends, and records what happened; joins the clips of a stored video to passes;
+and when the frames of a clip are shown."""
 
 from __future__ import annotations
 
@@ -51,13 +52,13 @@ class StreamEvent:
     lasted: float | None = None
 
 
-def clip_events(
-    last: float, shown: Sequence[float], sizes: Sequence[tuple[int, int]], rates: Sequence[float | None]
-) -> list[StreamEvent]:
-    """Return the events of a clip whose frames are `shown` after one at `last` seconds: gaps of more than `GAP` times what
-    lies between most of its frames, and of `GAP_S`; and a change of frame size (height, width) and of frames a second, each
-    given before and now (a rate is None where it is unknown)."""
-    made, times = list[StreamEvent](), [last, *shown]
+def clip_events(info: StreamInfo | None, clip: Clip, shown: Sequence[float]) -> list[StreamEvent]:
+    """Return the events of a clip whose frames are `shown` after those of the stream `info`: gaps of more than `GAP` times
+    what lies between most of its frames, and of `GAP_S`; and a change of frame size and of frames a second."""
+    if info is None or not info.times or info.raw is None:
+        return []
+    sizes, rates = (info.raw, (clip.frames.shape[2], clip.frames.shape[3])), (info.rate, clip.fps)
+    made, times = list[StreamEvent](), [info.times[-1], *shown]
     steps = [b - a for a, b in itertools.pairwise(times)]
     usual = 1 / rates[1] if rates[1] else statistics.median(steps)
     made += [
@@ -70,11 +71,75 @@ def clip_events(
         made.append(
             StreamEvent("size", shown[0], f"frames of {broad}x{now} follow frames of {wide}x{before}")
         )
-    if rates[0] and rates[1] and not 0.9 < rates[1] / rates[0] < 1.1:
+    if _other_rate(*rates):
         made.append(
             StreamEvent("rate", shown[0], f"{rates[1]:g} frames a second follow {rates[0]:g} frames a second")
         )
     return made
+
+
+def _other_rate(before: float | None, now: float | None) -> bool:
+    return bool(before and now and not 0.9 < now / before < 1.1)
+
+
+def join_to_passes(
+    clips: Generator[Clip, None, None], room: Callable[[Clip], int], check: Callable[[], None]
+) -> Generator[Clip, None, None]:
+    """Yield the frames of the `clips` of one stored video, joined or cut so that each clip is a whole pass, and the last one
+    what is left.
+
+    `room` returns how many frames like those of a clip the next pass takes: so many wait here at most, and the clip that
+    came last. Frames of another size or rate, or without times behind frames with times, begin a pass of their own. A clip
+    that is all of the video is left as it is: its passes are cut alike later. `check` is called for each clip, and may
+    raise; raises `ModelError` for a clip without frames, or whose frames are no bytes.
+    """
+    held: list[Clip] = []
+    with closing(clips):
+        for clip in clips:
+            check()
+            check_frames("ingest", clip.frames)
+            if not clip.part:
+                yield clip
+                continue
+            if held and not _follows(held[-1], clip):
+                yield _joined(held)
+            wanted = room(clip) - sum(len(one.frames) for one in held)
+            while len(clip.frames) >= wanted:
+                held.append(_cut(clip, 0, wanted))
+                yield _joined(held)
+                clip = _cut(clip, wanted, None)
+                wanted = room(clip)
+            held += [clip] if len(clip.frames) else []
+        if held:
+            yield _joined(held)
+
+
+def _follows(before: Clip, clip: Clip) -> bool:
+    one, other = before.frames, clip.frames
+    alike = one.shape[1:] == other.shape[1:] and one.device == other.device
+    return alike and (before.times is None) == (clip.times is None) and not _other_rate(before.fps, clip.fps)
+
+
+def _cut(clip: Clip, begin: int, end: int | None) -> Clip:
+    times = None if clip.times is None else clip.times[begin:end]
+    return replace(clip, frames=clip.frames[begin:end], times=times)
+
+
+def _joined(held: list[Clip]) -> Clip:
+    """The clips `held` as one, with the rate of the first; the list is emptied as their frames are copied."""
+    if len(held) == 1:
+        return held.pop()
+    like, fps = held[0].frames[:0], held[0].fps
+    times = None if held[0].times is None else list[float]()
+    frames, done = like.new_empty(sum(len(one.frames) for one in held), *like.shape[1:]), 0
+    while held:
+        one = held.pop(0)
+        count = len(one.frames)
+        frames[done : done + count] = one.frames
+        done += count
+        if times is not None:
+            times += frame_times(times[-1] if times else None, one.times, count, one.fps, False)
+    return Clip(frames, times, fps, part=True)
 
 
 def shift_clip(clip: Clip, seconds: float) -> Clip:
@@ -125,17 +190,22 @@ def clips_with_reconnect(
         wait = min(2 * wait, MOST_S)
 
 
+def check_frames(how: str, frames: Tensor) -> None:
+    """Raise `ModelError`, which names the call `how`, for no frames, and for other numbers than bytes."""
+    if not len(frames):
+        raise ModelError(f"{how}: the clip has no frames; give at least one.")
+    if frames.dtype != torch.uint8:
+        raise ModelError(f"{how}: frames are {frames.dtype}; give uint8, 0 to 255.")
+
+
 def shown_at(
     how: str, clip: Clip, given: list[float] | None, done: int, info: StreamInfo | None
 ) -> tuple[list[float], bool]:
     """Return the seconds at which the frames of a clip are shown, after those of the stream `info`, and whether they are
     known or made up. `given` are the times of all frames of a call, `done` of which came before. Raises `ModelError`, which
     names the call `how`."""
+    check_frames(how, clip.frames)
     count = clip.frames.shape[0]
-    if not count:
-        raise ModelError(f"{how}: the clip has no frames; give at least one.")
-    if clip.frames.dtype != torch.uint8:
-        raise ModelError(f"{how}: frames are {clip.frames.dtype}; give uint8, 0 to 255.")
     # Too many are told of before anything is taken in, where the end is known.
     times = clip.times if given is None else given[done : done + count if clip.part else None]
     if times is not None and len(times) != count:

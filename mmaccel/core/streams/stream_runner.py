@@ -33,6 +33,8 @@ WATCHED = (
 ROWS = {"cuda": 1 << 16}
 """Tokens of a pass of an ingestion where the recipe has no `chunk`; elsewhere half as many. A plan for twice the rows takes
 little longer."""
+WAITING = 1 << 31
+"""Bytes of decoded frames that a pass of an ingestion takes at most: frames of a file wait in host memory for their pass."""
 
 SLOW, SLOW_S = 2.0, 20.0
 """How many times what all else takes, and how many seconds, a draft's stream may hold up one that is watched."""
@@ -174,6 +176,13 @@ class StreamRunner:
 
     # Frames come in.
 
+    def room_in_pass(self, frames: Tensor) -> int:
+        """Return how many frames like `frames` [T, 3, H, W] uint8 fill the next pass of an ingestion: with those that are
+        pending `bulk` units, or as many as are `WAITING` bytes."""
+        pace, pending = self.adapter.pace, self.info.pending
+        units = min(self.bulk, max(1, WAITING // (pace * frames.shape[1:].numel())))
+        return units * pace - (0 if pending is None else len(pending))
+
     def take_frames(
         self,
         frames: Tensor,
@@ -185,7 +194,6 @@ class StreamRunner:
         """Take in frames [T, 3, H, W] shown at `moments` (seconds); `progress` gets the number read so far. Return the
         number taken in: if the deadline comes first, those of complete passes. `ingest`: they are of a stored video; call
         the state's `finish_intake` after it."""
-        step = self.bulk if ingest else self._step
         if ingest:
             self.state.begin_ingest()
         elif not (isinstance(self.state, FrameMemory) or self.adapter.attention.recipe.sparse.dense):
@@ -197,6 +205,7 @@ class StreamRunner:
             frames = torch.cat([info.pending.to(frames.device), frames])
         pending = frames.shape[0] - len(moments)
         whole = frames.shape[0] // pace
+        step = (self.room_in_pass(frames) + pending) // pace if ingest else self._step
         self.ingests = ingest
         first = 0
         try:

@@ -130,7 +130,7 @@ def shifted(lines: Sequence[TimedText], seconds: float) -> list[TimedText]:
 
 def without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[TimedText, ...]:
     """Return the lines of a stream but for those that began while the units (frames) `gone` were shown."""
-    starts, lost = info.unit_times(0), set(gone)
+    starts, lost = info.unit_times(0) if info.timed_texts else [], set(gone)
     return tuple(one for one in info.timed_texts if _unit_at(starts, one.begin) not in lost)
 
 

@@ -31,8 +31,9 @@ from mmaccel.core.report_page import HtmlReport
 class Report(HtmlReport):
     """Figures of the last generation or forward pass of an accelerated model, or of the last answer on a stream.
 
-    kept            query-key pairs in the listed blocks over causal pairs in prefill, mean over all layers and heads, dense
-                    layers and rows included (a dense layer counts 1; blocks reach past the diagonal, so above 1 is possible)
+    kept            query-key pairs in the listed blocks over causal pairs in prefill, of the tokens that a layer runs: behind
+                    a pruner's cut those left. Mean over all layers and heads, dense ones (1) and rows included. Blocks count
+                    whole, past the diagonal too: above 1, usual where a prompt has few blocks, a pattern saves no pairs
     kept_by_head    the same for each layer and head
     patterns        for each layer, the name of the pattern each head ran ("boundary_2d(grid)" when it ran within a boundary,
                     "dense" when it did not run sparse; "grid+dense" when pieces of a prompt ran differently)

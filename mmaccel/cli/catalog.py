@@ -255,10 +255,7 @@ def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
 
 def why_pruner_refused(draft: str, prune: str) -> str:
     """`YES`, or why a draft cannot take a pruner for its own prompt."""
-    if not has_field("draft", draft, "prune"):
-        return "the draft takes no pruner: it has no prompt of its own that holds video."
-    found = refusal_or_yes(lambda: build_with_defaults("draft", draft, prune=prune), (prune,))
-    return found.removeprefix(f"{draft}: ")
+    return refusal_or_yes(lambda: build_with_defaults("draft", draft, prune=prune), (draft, prune))
 
 
 def _why_policy_refused(slot: str, name: str, use: str) -> str:

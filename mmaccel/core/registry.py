@@ -67,11 +67,13 @@ class Policy(metaclass=_TakesFormerFields):
     file   (extension, field): a file with this extension is by itself a recipe with this policy; `field` holds its path
     words  names that users may try for this kind and that mean something else: name -> the end of a sentence that says what
            it means and what to use instead
+    takes_no  inherited fields for which this policy has no use: a value there is refused
     """
 
     name: ClassVar[str]
     file: ClassVar[tuple[str, str] | None] = None
     words: ClassVar[Mapping[str, str]] = {}
+    takes_no: ClassVar[frozenset[str]] = frozenset()
     no_tensor_parallel: ClassVar[str | None] = None
     """Why it does not serve a process that has some of a layer's heads (tensor parallelism), after "it"; None: it does."""
 
@@ -83,6 +85,9 @@ class Policy(metaclass=_TakesFormerFields):
 
     def __post_init__(self) -> None:
         check_limits(getattr(self, "name", type(self).__name__), self)
+        for field in self.takes_no:
+            if (given := getattr(self, field)) is not None:
+                registry(_kind_of(self)).refuse_part(self.name, field, given)
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -180,10 +185,14 @@ def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping
     return {**fields, name: str(folder / path)} if isinstance(path, str) and path else fields
 
 
+def _kind_of(made: Policy) -> str:
+    return next(kind for kind, base in BASES.items() if isinstance(made, base))
+
+
 def check_registered(made: Policy) -> None:
     """Raise `RecipeError` for a policy without a name, whose class is not registered."""
     if not hasattr(made, "name"):
-        kind = next(kind for kind, base in BASES.items() if isinstance(made, base))
+        kind = _kind_of(made)
         raise RecipeError(
             f"{kind}: {type(made).__name__} has no name; write @register({kind!r}, NAME) above its @dataclass."
         )
@@ -240,6 +249,18 @@ class Registry(Mapping[str, type[Any]]):
         'two'"."""
         return " or ".join(repr(name) for name, cls in self.items() if fits(cls))
 
+    def refuse_part(self, name: str, field: str, part: Any) -> None:
+        """Raise `RecipeError` for the policy `name`, which has no use for a policy `part` as its `field`, if others have."""
+
+        def uses(cls: Any) -> bool:
+            return field in {one.name for one in dataclasses.fields(cls)} - cls.takes_no
+
+        if having := self.names_where(uses):
+            named = part.get("name") if isinstance(part, Mapping) else getattr(part, "name", part)
+            raise RecipeError(
+                f"{self.kind} {name!r} has no use for {field} {shown(named)}; leave it out, or take {self.kind} {having}."
+            )
+
     def build(self, name: str, fields: Mapping[str, Any] | None = None) -> Any:
         """Create an instance of the class registered as `name`, with `fields` as its dataclass fields.
 
@@ -255,6 +276,8 @@ class Registry(Mapping[str, type[Any]]):
             raise RecipeError(f"{self.kind} {name!r} has no fields; remove {shown(field)}{more}.")
         for field in given:
             if field not in known:
+                if field in BASES:
+                    self.refuse_part(name, field, given[field])
                 unknown = field if isinstance(field, str) else shown(field)
                 parts = [one for kind in PARTS if kind in known for one in registry(kind).values()]
                 own = [one.name for part in parts for one in dataclasses.fields(part)]

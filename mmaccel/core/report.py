@@ -31,7 +31,7 @@ from mmaccel.core.report_page import HtmlReport
 class Report(HtmlReport):
     """Figures of the last generation or forward pass of an accelerated model, or of the last answer on a stream.
 
-    kept            query-key pairs in the listed blocks over causal pairs in prefill, of the tokens that a layer runs: behind
+    kept            query-key pairs in the listed blocks over causal pairs in prefill, of the tokens that a layer has: behind
                     a pruner's cut those left. Mean over all layers and heads, dense ones (1) and rows included. Blocks count
                     whole, past the diagonal too: above 1, usual where a prompt has few blocks, a pattern saves no pairs
     kept_by_head    the same for each layer and head

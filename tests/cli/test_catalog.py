@@ -7,6 +7,7 @@ import multiprocessing
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from mmaccel.cli.program import import_plugin
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.recipe import VERSION, Recipe, check_sequences, list_recipes, presets, stream_policy
 from mmaccel.core.registry import registry
+from mmaccel.policies.draft import TextOnly
+from mmaccel.policies.prune.uv import UVPrune
 from tests.cli import Call
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "compose.md"
@@ -48,6 +51,32 @@ def test_a_cell_is_yes_or_the_reason_without_names() -> None:
     assert "reads the whole cache" in pairs.why_pair_refused("kv", "draft", "rekv", "sparse_to_dense")
     assert pairs.why_pair_refused("kv", "draft", "rekv", "sequential") == pairs.YES
     assert pairs.why_pruner_refused("sequential", "uv") == pairs.YES != pairs.why_pruner_refused("off", "uv")
+
+
+def test_a_refused_pruner_of_a_draft_names_both_and_what_runs() -> None:
+    """By a mapping, as recipes give it, and by the class itself."""
+    for draft, prune in itertools.product(registry("draft"), registry("prune")):
+        told = pairs.refusal_or_yes(partial(pairs.build_with_defaults, "draft", draft, prune=prune))
+        if told == pairs.YES:
+            assert draft in ("sequential", "tree", "parallel") and prune in (
+                "attention",
+                "random",
+                "uniform",
+                "uv",
+            )
+            continue
+        assert f"draft {draft!r}" in told and f"prune {prune!r}" in told, told
+        rest = told.partition(";")[2]
+        first = next(one for one in re.findall(r"'(\w+)'", rest) if one != prune)
+        mended = (first, prune) if "take draft" in rest else (draft, first)
+        own = mended[1] if mended[1] not in pairs.names_by_field()["prune"] else "uv"
+        assert pairs.why_pruner_refused(mended[0], own) == pairs.YES, told
+    for fields in ({"prune": "uv"}, {"kv": "rekv"}, {"prune": UVPrune()}):
+        ((field, _),) = fields.items()
+        with pytest.raises(
+            RecipeError, match=f"draft 'text_only' has no use for {field} '(uv|rekv)'; leave it out"
+        ):
+            TextOnly(model="a-draft", **fields)  # type: ignore[arg-type]
 
 
 def good(**parts: object) -> bool:

@@ -261,7 +261,7 @@ def test_what_cannot_draft_on_a_stream_is_told_in_one_sentence() -> None:
     for kv, why in (("nowhere", "nowhere"), ({"name": "recent", "window": 0}, "window")):
         with pytest.raises(RecipeError, match=why):
             Sequential(model=model, kv=kv)  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="it watches no stream"):
+    with pytest.raises(RecipeError, match="has no use for kv"):
         TextOnly(model=model, kv="recent")  # type: ignore[arg-type]
     with pytest.raises(DraftError, match="beside"):
         opened("mosaic", "sequential")

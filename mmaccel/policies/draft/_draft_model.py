@@ -134,9 +134,10 @@ class DraftModelStrategy(DraftStrategy):
                 f"{self.name}: prune is {shown(self.prune)}; give a pruner's name, a mapping with a name, or null."
             )
         if prune is not None and prune.stage != "draft":
+            drafts = registry("prune").names_where(lambda cls: cls.stage == "draft")
             raise RecipeError(
-                f"{self.name}: prune {prune.name!r} acts on the target and changes its answers; give one for drafts, such "
-                "as uv."
+                f"draft {self.name!r} has prune {prune.name!r}, which acts on the target and changes its answers; give the "
+                f"draft {drafts}."
             )
         object.__setattr__(self, "prune", prune)
         kv = None if self.kv is None else policy("kv", self.kv, f"{self.name}: kv")

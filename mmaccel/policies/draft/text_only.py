@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, Prompt
-from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.registry import register
 from mmaccel.policies.draft.sequential import Drafter, Sequential
@@ -29,14 +28,8 @@ class TextOnly(Sequential):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"rollback", "model"})
+    takes_no: ClassVar[frozenset[str]] = frozenset({"prune", "kv"})  # of a video there is nothing left
     reads_text: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prune is not None:
-            raise RecipeError("text_only: prune: there is no video token left to prune; leave it out.")
-        if self.kv is not None:
-            raise RecipeError("text_only: kv: it watches no stream that would need a memory; leave it out.")
 
     def open(self, target: ModelView) -> DraftState:
         peer = self.peer(target)

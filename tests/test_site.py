@@ -26,6 +26,7 @@ from typer.main import get_command
 
 import mmaccel
 from mmaccel.cli import app, main
+from mmaccel.core.recipe import MAIN_PRESETS
 from mmaccel_lab.cli import app as lab
 from mmaccel_lab.world import World, write_mp4
 from tests.spies import returned
@@ -306,6 +307,26 @@ def test_drafts_on_the_page_are_those_of_the_rows(wanted: dict[str, Any], window
     cells = [line, window, f"{alone:.1f} tokens/s", f"{pace:.1f} ± {pace * spread:.1f} tokens/s"]
     cells += [f"{pace / alone:.2f} ± {pace / alone * spread:.2f} ×"]
     assert "| " + " | ".join(cells) + " |" in SPEED
+
+
+def test_figures_of_each_preset_are_those_of_the_rows() -> None:
+    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    measured = [
+        row for row in rows("recommend_h100_202611") if row.get("tree") == "2c009f77" and "preset" in row
+    ]
+    for row in (row for row in measured if row["model"] == "llava-onevision-7b"):
+        parts = row["measured"]
+        first = f"{1e3 * parts['question_s']:.0f} ms" if "question_s" in parts else "with the film"
+        cells = [
+            f"`{row['preset']}`",
+            f"{row['frames']}",
+            f"{row['questions']}",
+            f"{parts['read_s']:.2f} s",
+            first,
+        ]
+        cells += [f"{1 / parts['token_s']:.0f}", f"{row['told']:.1f}", f"{row['peak_bytes'] / 1e9:.1f} GB"]
+        assert "| " + " | ".join(cells) + " |" in page
+    assert {row["preset"] for row in measured} == set(MAIN_PRESETS)
 
 
 def test_questions_on_the_page_are_those_of_the_rows() -> None:

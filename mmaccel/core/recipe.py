@@ -156,9 +156,11 @@ def check_parts_fit(recipe: Recipe) -> None:
             f"sparse {sparse.name!r} cannot stand beside kv {kv.name!r}, which decides by itself what each "
             f"query sees, and does not ingest; set sparse to {DEFAULTS['sparse']!r} or kv to {DEFAULTS['kv']!r}."
         )
-    if "memory" in draft.needs and not (kv.exact and kv.sequences):
+    if "memory" in draft.needs and not kv.sequences:
+        caches = registry("kv").names_where(lambda cls: cls.sequences)
         raise RecipeError(
-            f"draft {draft.name!r} reads the whole cache and kv {kv.name!r} is another; set kv to {DEFAULTS['kv']!r}."
+            f"draft {draft.name!r} copies columns out of a prompt's own cache, and kv {kv.name!r} takes a prompt in as a "
+            f"stream; set kv to {caches}."
         )
     for memory in (kv, draft.kv):
         if "branches" in draft.needs and isinstance(memory, StreamPolicy) and not memory.allows_branches:
@@ -189,13 +191,14 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
         )
     if "memory" in recipe.draft.needs and prune.compact:
         raise RecipeError(
-            f"draft {recipe.draft.name!r} cannot number the columns of the target's memory, which prune {prune.name!r} "
-            "renumbers with compact = True; set compact to False."
+            f"draft {recipe.draft.name!r} gives its rows the prompt's positions, and prune {prune.name!r} gives the columns "
+            "that it keeps new ones with compact = True; set compact to False."
         )
     if prune.scoring_layer is not None and recipe.draft.active:
         raise RecipeError(
-            f"prune {prune.name!r} chooses what each decoded token sees by the one before it, so that no window of draft "
-            f"{recipe.draft.name!r} can be verified at once; set its forget to 0, or draft to {DEFAULTS['draft']!r}."
+            f"prune {prune.name!r} chooses what each decoded token sees by the one before it, and a window of draft "
+            f"{recipe.draft.name!r} is verified in one pass over one choice; set its forget to 0, or draft to "
+            f"{DEFAULTS['draft']!r}."
         )
 
 
@@ -255,8 +258,8 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
         _check_recalled(kv, recipe.prune)
     if draft.active and "memory" in draft.needs:
         raise RecipeError(
-            f"draft {draft.name!r} drafts over the cache of a prompt that it saw being read, and a VideoSession reads its "
-            f"video before there is a question; set draft to {DEFAULTS['draft']!r}."
+            f"draft {draft.name!r} copies columns out of a prompt's own cache, and a VideoSession has none; set draft to "
+            f"{DEFAULTS['draft']!r}."
         )
     own = draft.pruner if draft.active else None
     scored = isinstance(own, ScorePruner) and own.needs == {"hidden"}

@@ -48,7 +48,7 @@ def test_a_cell_is_yes_or_the_reason_without_names() -> None:
     )
     assert pairs.why_pair_refused("sparse", "kv", "grid", "rekv") == pairs.YES
     assert pairs.why_pair_refused("sparse", "kv", "grid", "window") == pairs.YES
-    assert "reads the whole cache" in pairs.why_pair_refused("kv", "draft", "rekv", "sparse_to_dense")
+    assert "takes a prompt in as a stream" in pairs.why_pair_refused("kv", "draft", "rekv", "sparse_to_dense")
     assert pairs.why_pair_refused("kv", "draft", "rekv", "sequential") == pairs.YES
     assert pairs.why_pruner_refused("sequential", "uv") == pairs.YES != pairs.why_pruner_refused("off", "uv")
 

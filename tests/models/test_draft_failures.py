@@ -21,8 +21,9 @@ from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, parallel
 from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.draft.prompt_lookup import _Finder
-from mmaccel.policies.draft.sparse_to_dense import _Memory
+from mmaccel.policies.draft.sparse_to_dense import _Memory, columns_of, in_reach
 from mmaccel.policies.kv.full import FullState
+from mmaccel.policies.kv.window import WindowState
 from mmaccel_lab.eval.caption import caption_cases
 from mmaccel_lab.eval.cases import Film
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
@@ -124,11 +125,15 @@ def test_a_drafted_row_is_written_where_it_is_seen() -> None:
     assert torch.equal(torch.stack([now.key, now.value]), whole[..., [*columns, 40, 41], :])
 
 
+@pytest.mark.parametrize("kv", ["full", {"window": 512, "margin": 8}, {"window": 24, "margin": 8}], ids=str)
 @pytest.mark.parametrize(
-    "prune", ["visionzip", "fastv", "pyramid_drop", "sparsevlm", {"name": "dycoke", "forget": 0}]
+    "prune", [None, "visionzip", "fastv", "pyramid_drop", "sparsevlm", {"name": "dycoke", "forget": 0}]
 )
-def test_of_a_pruned_prompt_each_layer_chooses_among_what_it_holds(prune: Any) -> None:
-    """Where all of that is chosen the draft is the target: every token is kept."""
+def test_each_layer_chooses_among_what_it_holds(prune: Any, kv: Any) -> None:
+    """Of a pruned prompt, and of a window, which lets go of prompt and answer. Where nothing goes and all is chosen the
+    draft is the target: every token is kept."""
+    narrow, kv = kv != "full" and kv["window"] == 24, kv if kv == "full" else {"name": "window", **kv}
+    count = 40 if narrow else 12
     for name, build in BUILD.items():
         model = build(layers=6)
         for weight in (
@@ -136,15 +141,46 @@ def test_of_a_pruned_prompt_each_layer_chooses_among_what_it_holds(prune: Any) -
         ):
             weight.data *= 6  # what it says hangs on what it sees
         inputs = prompt(name, [("text", 6), ("video", 40), ("text", 10)])
-        with mmaccel.accelerate(model, prune=prune):
-            plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+        with mmaccel.accelerate(model, prune=prune, kv=kv):
+            plain = model.generate(**inputs, max_new_tokens=count, do_sample=False)
         for share in (1.0, 0.3):
             draft = SparseToDense(window=3, retention=share)
-            with mmaccel.accelerate(model, prune=prune, draft=draft) as fast:
-                assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), plain)
+            with mmaccel.accelerate(model, prune=prune, draft=draft, kv=kv) as fast:
+                assert torch.equal(model.generate(**inputs, max_new_tokens=count, do_sample=False), plain)
                 told = fast.report().draft
             assert told["failed"] is None and told["proposed"] > 0
-            assert share < 1 or told["accepted"] == told["proposed"]
+            assert share < 1 or narrow or told["accepted"] == told["proposed"]
+
+
+def test_of_a_window_the_draft_takes_what_is_in_reach() -> None:
+    """The sinks and the last columns; behind the prompt those of the answer that the window has left."""
+    dense, memory = WindowState(1, 2, 10, 4), _Memory(1)
+    whole = torch.randn(2, 1, 2, 60, 4)
+    dense.append(0, *whole[..., :30, :])
+    dense.append(0, *whole[..., 30:31, :])
+    view = dense.view(0, whole[0, ..., :1, :])
+    columns = columns_of(view)
+    assert columns.tolist() == [0, 1, *range(16, 31)]
+    seen = in_reach(view, columns, 30)
+    assert columns[seen].tolist() == [0, 1, *range(21, 31)]
+    rows = torch.tensor([[29], [1]])
+    assert [columns[one].tolist() for one in in_reach(view, columns, rows)] == [
+        [0, 1, *range(20, 30)],
+        [0, 1],
+    ]
+    chosen = torch.tensor([[0, 1, 8], [0, 1, 9]])  # columns 22 and 23
+    memory.take(dense, [chosen], 30)
+    for end in (31, 60):
+        dense.append(0, *whole[..., dense.length() : end, :])
+        dense.append(0, *whole[..., :0, :])
+        memory.follow(dense, end)
+        left = [n for n in columns_of(dense.view(0, whole[0, ..., :1, :])).tolist() if n >= 30]
+        now = memory.view(0, whole[0, ..., :1, :])
+        assert memory.length() == end
+        for head, last in enumerate((22, 23)):
+            want = whole[:, 0, head, [0, 1, last, *left]]
+            assert torch.equal(torch.stack([now.key[0, head], now.value[0, head]]), want)
+    assert left[0] > 30, "the window has let go of some"
 
 
 NAME, TOKENS = "random-ov", 14

@@ -214,7 +214,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
 
     active  whether this strategy drafts at all; one that does not is never opened
     needs   what it requires of the recipe: "rollback", that the KV memory can drop the last `max_rollback` columns;
-            "memory", that it holds every column of an accelerated model; "branches", that it takes trees; "prompt", the
+            "memory", that it is a prompt's own cache, whose columns stay; "branches", that it takes trees; "prompt", the
             prompt's own inputs, which a stream lacks; "video", these or a stream (`open_stream`); "model", a draft model
 
     in_batches  whether the sequences of a batch are drafted for, each in its turn: "always"; "never"; or "measured": where

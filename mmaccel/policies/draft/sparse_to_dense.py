@@ -30,8 +30,8 @@ class SparseToDense(DraftStrategy):
     During prefill each key/value head of each layer chooses the video columns that the question attends to most; all text
     stays. After each verification the draft continues from the target's own keys and values, so that drafted ones leave no
     trace. After Sparse-to-Dense (arXiv 2505.19155), which does not say how columns are scored: the mean attention of the
-    question's rows, by head, is our choice. Needs no second model; kv must be full. In a pruned prompt each layer chooses
-    among the columns that it holds.
+    question's rows, by head, is our choice. Needs no second model. A layer chooses among the columns that it holds: those
+    that a pruner has left, and those in reach of a window when the first token is out.
 
     window     tokens drafted a round
     retention  share of the video's columns that each head keeps
@@ -52,12 +52,23 @@ class SparseToDense(DraftStrategy):
         return _Sparse(target, self)
 
 
+def columns_of(view: KVView) -> Tensor:
+    """[N] the column of each key of a view."""
+    return torch.arange(view.key.shape[2], device=view.key.device) if view.column is None else view.column
+
+
+def in_reach(view: KVView, columns: Tensor, row: Tensor | int) -> Tensor:
+    """Whether a query in column `row` (a number, or [n, 1]) sees each of `columns` [N]: [N] or [n, N]."""
+    seen = columns <= row
+    return seen if view.window is None else seen & ((columns < view.sinks) | (columns > row - view.window))
+
+
 class _Memory(FullState):
     """The KV memory of the draft: for each layer the chosen columns of a dense memory, its columns since the prompt, and
     drafted ones.
 
-    Its length counts columns as the dense memory does, of which `_gone` were not chosen. Only single rows are asked for,
-    which see everything here.
+    Its length counts columns as the dense memory does, of which `_gone` were not chosen, or are held no more. Only single
+    rows are asked for, which see everything here.
     """
 
     in_place = False
@@ -84,9 +95,11 @@ class _Memory(FullState):
         """After verification, replace the drafted columns by those of `dense` state from the prompt's end to `length`."""
         for layer in range(len(self._buffers)):
             view, lacks = dense.view(layer, torch.empty(0)), dense.count_dropped(layer)
-            new = slice(self._prompt - lacks, length - lacks)
+            columns = columns_of(view)
+            new = (columns >= self._prompt - lacks) & (columns < length - lacks)
             self._counts[layer] = self._chosen[layer]
             self.append(layer, view.key[:, :, new], view.value[:, :, new])
+        self._gone = length - super().length()
 
     def view(self, layer: int, query: Tensor) -> KVView:
         if query.shape[2] != 1:
@@ -135,11 +148,12 @@ class _Sparse(DraftState, Probe):
         self._dense = run.state
         if self._fault is None:
             try:
-                self._score(run.start, layer, query, key, scale)
+                assert run.state is not None
+                self._score(run.start, layer, query, key, scale, run.state.view(layer, query))
             except Exception as error:  # the target's pass goes on; the draft is dropped after it
                 self._fault = error
 
-    def _score(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
+    def _score(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float, view: KVView) -> None:
         held = self._held(layer)
         asked = self._asked if held is None else torch.searchsorted(held, self._asked)
         rows = asked[(asked >= start) & (asked < start + query.shape[2])]
@@ -147,13 +161,15 @@ class _Sparse(DraftState, Probe):
             return
         rows = rows.to(key.device)
         group = query[0, :, rows - start].view(key.shape[1], -1, rows.numel(), query.shape[3]).float()
-        later = torch.arange(key.shape[2], device=key.device) > rows[:, None]
+        columns = columns_of(view)
+        seen = in_reach(view, columns, rows[:, None])
         weights = torch.einsum("ghnd,gmd->ghnm", group, key[0].float()) * scale
-        paid = weights.masked_fill(later, -math.inf).softmax(-1).mean((1, 2))
+        paid = weights.masked_fill(~seen, -math.inf).softmax(-1).mean((1, 2))
+        scores = paid.new_zeros(len(paid), int(columns[-1]) + 1).index_copy_(1, columns, paid)
         before = self._scores.get(layer)
         if before is not None:
-            paid[:, : before.shape[1]] += before
-        self._scores[layer] = paid
+            scores[:, : before.shape[1]] += before
+        self._scores[layer] = scores
 
     def _held(self, layer: int) -> Tensor | None:
         """The columns of the prompt that a pruner has left `layer`; None: all."""
@@ -181,12 +197,15 @@ class _Sparse(DraftState, Probe):
         video = self._layout.modality[0] == VIDEO
         chosen = []
         for layer in range(layers):
-            held = self._held(layer)
-            shown = video if held is None else video[held]
-            at, rest = shown.nonzero()[:, 0], (~shown).nonzero()[:, 0]
+            held, view = self._held(layer), dense.view(layer, torch.empty(0))
+            columns = columns_of(view)
+            shown = (video if held is None else video[held]).to(columns.device)
+            there = in_reach(view, columns, int(columns[-1])) & (columns < len(shown))
+            is_video = torch.zeros_like(there).masked_scatter(there, shown[columns[there]])
+            at, rest = is_video.nonzero()[:, 0], (there & ~is_video).nonzero()[:, 0]
             count = max(count_of_share(self._choice.retention, at.numel()), min(1, at.numel()))
-            scores = self._scores[layer].to(at.device)
-            heads = [torch.cat([rest, at[top_indices(score[at], count)]]).sort().values for score in scores]
+            scores = self._scores[layer].to(at.device)[:, columns[at]]
+            heads = [torch.cat([rest, at[top_indices(score, count)]]).sort().values for score in scores]
             chosen.append(torch.stack(heads))
         self._scores = {}
         self._memory.take(dense, chosen, self._layout.length)

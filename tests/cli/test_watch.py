@@ -233,13 +233,14 @@ GRID = "sparse: {name: a_shape, sink: 16, window: 64, block: 16}\n"
 
 @pytest.fixture
 def told(call: Call, clip: str, ov: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What `watch` of the clip says of itself, under a recipe in YAML."""
+    """What `watch` of the clip, or `ask`, says of itself, under a recipe in YAML."""
     path = tmp_path / "recipe.yaml"
 
-    def run(recipe: str, *words: object) -> dict[str, Any]:
+    def run(recipe: str, *words: object, command: str = "watch") -> dict[str, Any]:
         path.write_text(recipe)
-        base = ("watch", clip, "--model", ov, "--recipe", path, "--fps", 0.5, "--max-new-tokens", 4, "--json")
-        found: dict[str, Any] = call.object(*base, "--question", "how many ?", "--clip", 8, *words)
+        base = ("--model", ov, "--recipe", path, "--fps", 0.5, "--max-new-tokens", 4, "--json")
+        asked = ("how many ?",) if command == "ask" else ("--question", "how many ?", "--clip", 8)
+        found: dict[str, Any] = call.object(command, clip, *asked, *base, *words)
         return found
 
     return run
@@ -279,7 +280,10 @@ def test_a_question_s_time_and_a_save_end_an_ingestion(
 def test_the_pattern_acts_on_a_file_and_is_told_where_it_does_not(
     told: Callable[..., dict[str, Any]],
 ) -> None:
-    stored, live = told(NARROW + GRID), told(NARROW + GRID, "--live")
+    stored, live, short = (told(NARROW + GRID, *more) for more in ((), ("--live",), ("--clip", 3)))
+    asked = told(NARROW + GRID, command="ask")
+    assert asked["kept"] == short["kept"] == stored["kept"], "passes do not hang on clips"
+    assert asked["answer"] == short["answers"][0]["answer"] == stored["answers"][0]["answer"]
     assert 0 < stored["kept"] < 1 and set(stored["heads"]) == {"a_shape"}
     assert stored["notes"] == []
     assert live["kept"] is None and "acts on those given to ingest" in live["notes"][0]

@@ -5,6 +5,7 @@ import functools
 import itertools
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ BASE = matrix.Cell("", "generate", "dense", "full", "off", "none", "none")
 
 def test_every_policy_is_an_axis_s_choice() -> None:
     assert set(matrix.SPARSE) == set(matrix.AXES["sparse"]) and set(matrix.KV) == set(matrix.AXES["kv"])
-    assert set(matrix.DRAFT) == set(registry("draft"))
+    assert set(matrix.DRAFT) == set(registry("draft")) and set(matrix.ACTS) == set(registry("kv"))
     assert {*matrix.AXES["own"], *matrix.AXES["prune"]} == {"none", *registry("prune")}
 
 
@@ -128,6 +129,18 @@ def test_a_refusal_names_both_parts_and_what_runs() -> None:
 @pytest.mark.parametrize("cell", matrix.covering(2), ids="-".join)
 def test_each_part_acts(cell: matrix.Cell) -> None:
     matrix.check_acted(cell)
+
+
+@pytest.mark.parametrize(("kv", "counter"), [(kv, name) for kv in matrix.ACTS for name in matrix.ACTS[kv]])
+def test_an_idle_memory_is_noticed(monkeypatch: pytest.MonkeyPatch, kv: str, counter: str) -> None:
+    cell = BASE._replace(family="random-ov", kv=kv)
+    said, report = matrix.run(cell, (0,))
+    kept = {"resident": report.kv.get("units", 0.0), "held": report.kv["seen"]}
+    every = {"recalled": report.kv.get("units", 0.0) * matrix.LAYERS}
+    still = {"gone": kept, "passed over": every}.get(counter, {counter: 0.0})
+    monkeypatch.setattr(matrix, "run", lambda *_: (said, replace(report, kv={**report.kv, **still})))
+    with pytest.raises(AssertionError, match=counter):
+        matrix.check_acted(cell)
 
 
 @pytest.mark.slow

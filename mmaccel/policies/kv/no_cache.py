@@ -76,6 +76,8 @@ class _Frames(FrameMemory):
         self.set_query_fields(policy)
         self._held: dict[int, Tensor] = {}
         self._count, self._stride = 0, 1
+        # Shared with snapshots.
+        self._asked = {"recalled": 0, "questions": 0}
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
         assert isinstance(policy, NoCache)
@@ -102,6 +104,12 @@ class _Frames(FrameMemory):
         self._held = {number: frames for number, frames in self._held.items() if first <= number < end}
 
     def pick_units(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
+        picked = self._pick(paid)
+        self._asked["recalled"] += len(picked)
+        self._asked["questions"] += 1
+        return picked
+
+    def _pick(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
         numbers = list(self._held)
         count = min(self.budget, len(numbers))
         if paid:
@@ -153,6 +161,8 @@ class _Frames(FrameMemory):
         nbytes = float(sum(held.nbytes for held in self._held.values()))
         return {
             **super().counters(),
+            "recalled": float(self._asked["recalled"] * self._parts[1].layers),
+            "questions": float(self._asked["questions"]),
             "units": float(self._count),
             "kept": float(len(self._held)),
             "resident": 0.0,

@@ -247,6 +247,9 @@ def check_acted(cell: Cell) -> None:
         assert report.draft["failed"] is None
     if cell.draft not in ("off", "prompt_lookup"):  # which proposes nothing where no token comes twice
         assert report.draft["rounds"] > 0 and report.draft["proposed"] > 0
+    if cell.draft in MODELS:
+        pruned = {one["counters"]["pruned"] > 0 for one in report.draft["sequences"]}
+        assert pruned == {cell.own != "none"}, report.draft
     if cell.draft != "off" or cell.use == "batch":
         assert said == alone(cell)
 

@@ -143,6 +143,16 @@ def test_an_idle_memory_is_noticed(monkeypatch: pytest.MonkeyPatch, kv: str, cou
         matrix.check_acted(cell)
 
 
+@pytest.mark.parametrize("draft", matrix.MODELS)
+def test_an_idle_pruner_of_a_draft_is_noticed(monkeypatch: pytest.MonkeyPatch, draft: str) -> None:
+    cell = BASE._replace(family="random-ov", draft=draft, own="uniform")
+    bare = matrix.run(cell._replace(own="none"), (0,))
+    real = matrix.run
+    monkeypatch.setattr(matrix, "run", lambda one, rows: bare if one == cell else real(one, rows))
+    with pytest.raises(AssertionError, match="'pruned': 0"):
+        matrix.check_acted(cell)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_each_part_acts_three_at_a_time(part: int) -> None:

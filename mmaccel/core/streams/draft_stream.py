@@ -33,7 +33,7 @@ FACTS = "stream.json"
 class LocalDraftStream(DraftStream):
     """A `DraftStream` whose draft model runs in this process, with its own KV memory `kv`; it begins with the first frames.
     Of what a question retrieves the draft reads only what `prune` keeps; `counts` are the numbers of these tokens, before
-    and after.
+    and after; `pruned` is how many it did not read.
 
     reading  number of tokens in the memory's window -> the sparse pattern under which stored videos are read; None, or a
              memory without a window: frames see all earlier ones
@@ -103,6 +103,11 @@ class LocalDraftStream(DraftStream):
     @property
     def counts(self) -> dict[str, float]:
         return {} if self._guided is None else self._guided.counts
+
+    @property
+    def pruned(self) -> int:
+        counts = [*self.counts.values()] or [0, 0]
+        return int(counts[0] - counts[1])
 
     def prepare_question(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
         self._asked = question, room

@@ -45,12 +45,13 @@ class TokenDistribution:
 
 @dataclass(frozen=True)
 class DraftedTokens:
-    """The draft's new token `ids`, the seconds they took, the seconds of the prompt, and each token's distribution; `odds`
-    is empty for greedy tokens."""
+    """The draft's new token `ids`, the seconds they took, the seconds of the prompt, how many of its tokens a pruner left
+    out, and each token's distribution; `odds` is empty for greedy tokens."""
 
     ids: list[int]
     seconds: float
     prompt_s: float = 0.0
+    pruned: int = 0
     odds: tuple[TokenDistribution, ...] = ()
 
 
@@ -67,7 +68,7 @@ class DraftDecoder:
         self.talk = Conversation(runner, device)
         self.line: list[int] = []
         self._run = 0
-        self.prompt_s = 0.0
+        self.prompt_s, self.pruned = 0.0, 0
 
     def announce_prompt(self, inputs: Mapping[str, Any]) -> None:
         """Announce the prompt `inputs`; it contains what was generated after the previous one and accepted."""
@@ -93,10 +94,10 @@ class DraftDecoder:
         if stream is not None:
             self._prompt = inputs["input_ids"][0].cpu()
             self._runner = runner = stream.read()
-            self._after_prompt = runner.logits[0]
+            self._after_prompt, self.pruned = runner.logits[0], stream.pruned
         else:
             self.announce_prompt(inputs)
-            self._after_prompt = self.talk.read(keep, compact)[0]
+            self._after_prompt, self.pruned = self.talk.read(keep, compact)[0], self.talk.pruned
         self._origin = self._runner.length()
         self.prompt_s = time.perf_counter() - began
 
@@ -126,7 +127,8 @@ class DraftDecoder:
             odds.append(_likeliest(self._warp(before.to(logits.device), logits)))
             self.line.append(int(odds[-1].ids[sample_index(odds[-1].weights, self._random)]))
         self.line += torch.cat(drafted).tolist() if drafted else []
-        return DraftedTokens(self.line[start:], time.perf_counter() - began, self.prompt_s, tuple(odds))
+        seconds = time.perf_counter() - began
+        return DraftedTokens(self.line[start:], seconds, self.prompt_s, self.pruned, tuple(odds))
 
 
 def _likeliest(q: Tensor) -> TokenDistribution:

@@ -97,7 +97,8 @@ class DraftModelStrategy(DraftStrategy):
     model  folder, hub or shipped name of the draft model, or the loaded module; "beside" is the folder beside the target's
            with its name and ``-draft``, the shipped draft of a shipped model; in a YAML file a folder is relative to the
            file's folder if it exists there or begins with a dot, and anything else is a name
-    prune  a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
+    prune  a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping; how many tokens
+           it left out is the counter `pruned` of a report
     kv     the memory of the draft's own stream, in a session; None: one like the target's
 
     reads_text  the draft reads only text, and may be a causal language model without vision
@@ -248,6 +249,11 @@ class Conversation:
                 made["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (more, 0))
         return made
 
+    @property
+    def pruned(self) -> int:
+        """Number of tokens, up to the end of the last prompt, that a pruner left out."""
+        return self._prompt - self._origin
+
     def end_turn(self, tokens: Tensor) -> Conversation:
         """End the turn, in which `tokens` [m] were generated after its prompt; those that the draft has run are kept."""
         if not self._told:
@@ -305,7 +311,7 @@ class DraftModelState(DraftState):
         self._stream: DraftStream | None = None
         self._unused: list[str] = []
         self._unread: Prompt | None = None
-        self._steps = 0
+        self._steps = self._pruned = 0
 
     def begin(self, prompt: Prompt) -> None:
         self._pending, self._stream = prompt.ids[0, :0], prompt.stream
@@ -328,11 +334,11 @@ class DraftModelState(DraftState):
             deadline = self._unread.deadline or Deadline()
             deadline.check()
             if isinstance(self._stream, LocalDraftStream):
-                self._runner = self._stream.read(deadline)
+                self._runner, self._pruned = self._stream.read(deadline), self._stream.pruned
             else:
                 self._tell(self._unread)
                 self._read()
-                self._runner = self._talk.runner
+                self._runner, self._pruned = self._talk.runner, self._talk.pruned
             self._unread = None
         return self._runner
 
@@ -353,6 +359,9 @@ class DraftModelState(DraftState):
             raise DraftError(f"prune {pruner.name!r} received nothing from the target's prefill.")
         else:
             self._talk.read(self._columns, pruner.compact)
+
+    def counters(self) -> dict[str, float]:
+        return {"draft_steps": float(self._steps), "pruned": float(self._pruned)}
 
     def report_notes(self) -> list[str]:
         return self._unused

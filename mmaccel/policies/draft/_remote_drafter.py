@@ -140,14 +140,14 @@ class RemoteDrafter(ProcessClient):
             super()._hand_on(message)
 
     def _checked(self, message: Message) -> DraftedTokens:
-        _, micros, prompt, *ids = message.numbers if len(message.numbers) >= 3 else (0, 0, 0)
+        _, micros, prompt, pruned, *ids = message.numbers if len(message.numbers) >= 4 else (0, 0, 0, 0)
         wrong = message.kind != WROTE or len(ids) != self._asked or micros < 0
         wrong = wrong or any(not 0 <= token < self._vocab for token in ids)
         odds = None if wrong else self._odds(message.blob, ids)
         if odds is None:
             self._worker.close()
             raise DraftError("the draft's process sent a malformed message.")
-        return DraftedTokens(ids, micros * MICRO, prompt * MICRO, odds)
+        return DraftedTokens(ids, micros * MICRO, prompt * MICRO, pruned, odds)
 
     def _odds(self, blob: bytearray, ids: list[int]) -> tuple[TokenDistribution, ...] | None:
         """What each of `ids` was drawn from, nothing where they are the likeliest ones; None for a malformed `blob`."""
@@ -273,8 +273,8 @@ def serve_decoder(
             _, length, count, *fix = message.numbers
             with send_heartbeats(wire):
                 written = writers[number].draft_tokens(length, fix, count)
-            micros = int(written.seconds / MICRO), int(written.prompt_s / MICRO)
-            wire.send(WROTE, number, *micros, *written.ids, blob=[one.packed() for one in written.odds])
+            told = int(written.seconds / MICRO), int(written.prompt_s / MICRO), written.pruned
+            wire.send(WROTE, number, *told, *written.ids, blob=[one.packed() for one in written.odds])
         elif message.kind == END:
             waiting.pop(number, None)
             writers.pop(number, None)

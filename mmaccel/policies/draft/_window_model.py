@@ -125,7 +125,8 @@ class PipelineStats:
     figures  rounds of each mode, rounds in which the draft was late, tokens drafted, pauses
     streaks  drafted tokens accepted in a row over windows, the paper's adaptive length; the last one is open
     windows  tokens requested, window by window
-    ready    tokens drafted by the target's first token, after `prompt_s` seconds in which the draft read the prompt
+    ready    tokens drafted by the target's first token, after `prompt_s` seconds in which the draft read the prompt but for
+             `pruned` tokens of it
     gain     expected speed-up of the best window
     """
 
@@ -138,6 +139,7 @@ class PipelineStats:
     windows: list[int] = field(default_factory=list)
     ready: int = 0
     prompt_s: float = 0.0
+    pruned: int = 0
     gain: float | None = None
 
     def record_round(self, kept: int, refused: bool) -> None:
@@ -173,6 +175,7 @@ class PipelineStats:
             "target_step_s": pace.step_s,
             "draft_step_s": pace.draft_s,
             "draft_prompt_s": self.prompt_s,
+            "pruned": float(self.pruned),
             "keep_rate": pace.keep,
             **({} if self.gain is None else {"expected_gain": self.gain}),
         }

@@ -352,7 +352,7 @@ class Pipeline(DraftState):
         self._odds |= dict(enumerate(written.odds, len(self._line)))
         self._line += written.ids
         self._tally.figures["drafted"] += len(written.ids)
-        self._tally.prompt_s = written.prompt_s
+        self._tally.prompt_s, self._tally.pruned = written.prompt_s, written.pruned
         self._pace.record_draft_steps(written.seconds, len(written.ids))
 
     def close(self) -> None:

@@ -132,4 +132,4 @@ class Drafter(DraftModelState):
         return super().state_for_next_turn()
 
     def counters(self) -> dict[str, float]:
-        return {"drafted": float(self._drafted), "draft_steps": float(self._steps)}
+        return {"drafted": float(self._drafted), **super().counters()}

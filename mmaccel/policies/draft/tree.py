@@ -153,4 +153,4 @@ class _Gardener(DraftModelState):
         return logits[0, :, : self._vocab]
 
     def counters(self) -> dict[str, float]:
-        return {"trees": float(self._trees), "draft_steps": float(self._steps)}
+        return {"trees": float(self._trees), **super().counters()}

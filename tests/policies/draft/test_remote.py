@@ -114,6 +114,7 @@ def test_pruned_columns_that_are_told_and_a_processor_that_the_process_cannot_ha
         ids, state, meter = slowly(target, Toy(model="1", window=3, prune=prune), warp=warp)
     assert ids == decode_greedily(TARGET, [1, 0], STOP) and not meter.failures
     assert state.counters()["drafted"] > 10 and (state._choice.prune is None) != pruned
+    assert (state.counters()["pruned"] > 0) == pruned
     assert held(target, "1").alive, "the process is there for the next sequence"
 
 

@@ -112,17 +112,15 @@ def open_session(
 
 def every_stream(frames: int = 1 << 20, window: int = 1 << 20, **more: Any) -> dict[str, dict[str, Any]]:
     """Each registered memory of streams, by name, with budgets and windows of so many frames, and `more` where it has such
-    fields."""
+    fields; frames that look alike are not merged, unless `more` says when."""
     made = {}
     for name, cls in registry("kv").items():
         if issubclass(cls, mmaccel.core.memory.kv.StreamPolicy):
             fields: dict[str, Any] = {"name": name}
-            sizes = {"frames": frames, "window": window, "local": min(frames, window)}
-            for field, value in {**sizes, **more}.items():
+            own = {"frames": frames, "window": window, "local": min(frames, window), "similar": None}
+            for field, value in {**own, **more}.items():
                 if field in cls.__dataclass_fields__:
                     fields[field] = value
-            if "similar" in cls.__dataclass_fields__:
-                fields["similar"] = None  # frames that look alike are not merged
             if name == "window":
                 fields["window"] = window * 16
             if name == "no_cache":

@@ -187,6 +187,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "per_head": {"table": {0: {0: "dense"}}, "default": NEAR},
 }
 KV = every_stream(positions="original")
+"""With room for everything; and those that merge frames by what they look like, which is never exact, do not."""
 EXCEPTIONS: dict[str, str] = {}
 """Memories that merge or drop by design, whatever room they have, and why."""
 CELLS = [

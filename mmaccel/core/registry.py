@@ -67,13 +67,11 @@ class Policy(metaclass=_TakesFormerFields):
     file   (extension, field): a file with this extension is by itself a recipe with this policy; `field` holds its path
     words  names that users may try for this kind and that mean something else: name -> the end of a sentence that says what
            it means and what to use instead
-    takes_no  inherited fields for which this policy has no use: a value there is refused
     """
 
     name: ClassVar[str]
     file: ClassVar[tuple[str, str] | None] = None
     words: ClassVar[Mapping[str, str]] = {}
-    takes_no: ClassVar[frozenset[str]] = frozenset()
     no_tensor_parallel: ClassVar[str | None] = None
     """Why it does not serve a process that has some of a layer's heads (tensor parallelism), after "it"; None: it does."""
 
@@ -85,9 +83,6 @@ class Policy(metaclass=_TakesFormerFields):
 
     def __post_init__(self) -> None:
         check_limits(getattr(self, "name", type(self).__name__), self)
-        for field in self.takes_no:
-            if (given := getattr(self, field)) is not None:
-                registry(_kind_of(self)).refuse_part(self.name, field, given)
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -252,10 +247,7 @@ class Registry(Mapping[str, type[Any]]):
     def refuse_part(self, name: str, field: str, part: Any) -> None:
         """Raise `RecipeError` for the policy `name`, which has no use for a policy `part` as its `field`, if others have."""
 
-        def uses(cls: Any) -> bool:
-            return field in {one.name for one in dataclasses.fields(cls)} - cls.takes_no
-
-        if having := self.names_where(uses):
+        if having := self.names_where(lambda cls: field in {one.name for one in dataclasses.fields(cls)}):
             named = part.get("name") if isinstance(part, Mapping) else getattr(part, "name", part)
             raise RecipeError(
                 f"{self.kind} {name!r} has no use for {field} {shown(named)}; leave it out, or take {self.kind} {having}."

@@ -16,6 +16,7 @@ from mmaccel.core.decoding.draft import Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
+from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.core.streams.stream_runner import StreamRunner
@@ -261,8 +262,9 @@ def test_what_cannot_draft_on_a_stream_is_told_in_one_sentence() -> None:
     for kv, why in (("nowhere", "nowhere"), ({"name": "recent", "window": 0}, "window")):
         with pytest.raises(RecipeError, match=why):
             Sequential(model=model, kv=kv)  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="has no use for kv"):
-        TextOnly(model=model, kv="recent")  # type: ignore[arg-type]
+    for field in ("kv", "prune"):  # there is no video in its prompt
+        with pytest.raises(RecipeError, match=f"draft 'text_only' has no use for {field} 'recent'; leave it out"):
+            policy("draft", {"name": "text_only", field: "recent"})
     with pytest.raises(DraftError, match="beside"):
         opened("mosaic", "sequential")
 

@@ -92,30 +92,23 @@ def draft_stream(
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelStrategy(DraftStrategy):
-    """The base of drafts by a model of the target's family, whose prompt may be pruned.
+    """The base of drafts by a second model.
 
     model  folder, hub or shipped name of the draft model, or the loaded module; "beside" is the folder beside the target's
            with its name and ``-draft``, the shipped draft of a shipped model; in a YAML file a folder is relative to the
            file's folder if it exists there or begins with a dot, and anything else is a name
-    prune  a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping; how many tokens
-           it left out is the counter `pruned` of a report
-    kv     the memory of the draft's own stream, in a session; None: one like the target's
 
     reads_text  the draft reads only text, and may be a causal language model without vision
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"rollback", "video", "model"})
+    needs: ClassVar[frozenset[str]] = frozenset({"rollback", "model"})
     reads_text: ClassVar[bool] = False
 
     model: str | nn.Module = BESIDE
-    prune: TokenPruner | None = None
-    kv: StreamPolicy | None = None  # type: ignore[misc]
 
     @classmethod
     def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-        model, kv = fields.get("model"), fields.get("kv")
-        if isinstance(kv, Mapping) and isinstance(kv.get("name"), str) and kv["name"] in registry("kv"):
-            fields = {**fields, "kv": registry("kv")[kv["name"]].with_base_dir(kv, folder)}
+        model = fields.get("model")
         if not isinstance(model, str) or model in ("", BESIDE):
             return fields
         there = model.startswith(".") or (folder / model).is_dir()
@@ -129,6 +122,55 @@ class DraftModelStrategy(DraftStrategy):
                 f"{self.name}: model is {shown(self.model)}; give the draft model's folder, "
                 "a shipped name, 'beside' for the folder next to the target's, or the loaded model."
             )
+
+    def unused(self, prompt: Prompt) -> list[str]:
+        """Return sentences for the report on those fields of the draft that have no effect on this prompt."""
+        return []
+
+    def check(self, target: ModelView) -> None:
+        self.peer(target)
+
+    def peer(self, target: ModelView) -> ModelView:
+        """Return the view of the draft model in this process; raises `DraftError` if it is missing, of another family or has
+        another vocabulary."""
+        model = draft_folder(self.name, target, self.model) if isinstance(self.model, str) else self.model
+        try:
+            reader = target.causal_lm(model) if self.reads_text else None
+            peer = reader or target.peer(model)
+        except ModelError as error:
+            raise DraftError(f"{self.name}: model: {error}") from error
+        if reader is None and peer.adapter.name != target.adapter.name:
+            raise DraftError(
+                f"{self.name}: model: the draft is a {peer.adapter.name} and the target a {target.adapter.name}, which read "
+                "other inputs; give a draft of the target's family."
+            )
+        check_vocabulary(self.name, target.geometry.vocab, peer.geometry.vocab)
+        return peer
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoDraftStrategy(DraftModelStrategy):
+    """The base of drafts by a model of the target's family that sees the video, of which a pruner may leave a part.
+
+    prune  a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping; how many tokens
+           it left out is the counter `pruned` of a report
+    kv     the memory of the draft's own stream, in a session; None: one like the target's
+    """
+
+    needs: ClassVar[frozenset[str]] = DraftModelStrategy.needs | {"video"}
+
+    prune: TokenPruner | None = None
+    kv: StreamPolicy | None = None  # type: ignore[misc]
+
+    @classmethod
+    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        kv = fields.get("kv")
+        if isinstance(kv, Mapping) and isinstance(kv.get("name"), str) and kv["name"] in registry("kv"):
+            fields = {**fields, "kv": registry("kv")[kv["name"]].with_base_dir(kv, folder)}
+        return super().with_base_dir(fields, folder)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         prune = None if self.prune is None else policy("prune", self.prune, f"{self.name}: prune")
         if prune is not None and not isinstance(prune, TokenPruner):
             raise RecipeError(
@@ -153,35 +195,14 @@ class DraftModelStrategy(DraftStrategy):
         return self.prune
 
     def unused(self, prompt: Prompt) -> list[str]:
-        """Return sentences for the report on those fields of the draft that have no effect on this prompt."""
         if self.kv is None or prompt.stream is not None:
             return []
         return [f"its kv {self.kv.name!r} did nothing: it is of the stream that a draft has in a session"]
-
-    def check(self, target: ModelView) -> None:
-        self.peer(target)
 
     def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         peer = self.peer(target)
         adapter = adapter_for(peer.model).stream_adapter(peer.model, session.processor)
         return draft_stream(adapter, self.kv or session.kv, session.chunk, self.prune)
-
-    def peer(self, target: ModelView) -> ModelView:
-        """Return the view of the draft model in this process; raises `DraftError` if it is missing, of another family or has
-        another vocabulary."""
-        model = draft_folder(self.name, target, self.model) if isinstance(self.model, str) else self.model
-        try:
-            reader = target.causal_lm(model) if self.reads_text else None
-            peer = reader or target.peer(model)
-        except ModelError as error:
-            raise DraftError(f"{self.name}: model: {error}") from error
-        if reader is None and peer.adapter.name != target.adapter.name:
-            raise DraftError(
-                f"{self.name}: model: the draft is a {peer.adapter.name} and the target a {target.adapter.name}, which read "
-                "other inputs; give a draft of the target's family."
-            )
-        check_vocabulary(self.name, target.geometry.vocab, peer.geometry.vocab)
-        return peer
 
 
 class Conversation:
@@ -352,7 +373,7 @@ class DraftModelState(DraftState):
         return prompt.inputs, prompt.ids[0], None if prompt.past is None else prompt.past.layout
 
     def _read(self) -> None:
-        pruner = self._choice.prune
+        pruner = self._choice.pruner
         if pruner is None:
             self._talk.read()
         elif self._columns is None:

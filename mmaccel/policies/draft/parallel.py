@@ -21,7 +21,7 @@ from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.draft._draft_decoder import LocalDrafter, TokenDistribution
 from mmaccel.policies.draft._draft_model import (
     IDS,
-    DraftModelStrategy,
+    VideoDraftStrategy,
     check_text,
     check_vocabulary,
     draft_folder,
@@ -46,7 +46,7 @@ QUIET_S = 2.0
 
 @register("draft", "parallel")
 @dataclass(frozen=True, kw_only=True)
-class Parallel(DraftModelStrategy):
+class Parallel(VideoDraftStrategy):
     """ParallelVLM's pipeline: a draft generates window i while the target verifies window i - 1.
 
     Pre-verify: the target runs the last committed token alone, which verifies the first token of the window being drafted.

@@ -20,12 +20,24 @@ from mmaccel.core.decoding.draft import (
     sample_index,
 )
 from mmaccel.core.registry import at_least, in_range, limited, register
-from mmaccel.policies.draft._draft_model import DraftModelState, DraftModelStrategy
+from mmaccel.policies.draft._draft_model import DraftModelState, DraftModelStrategy, VideoDraftStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainStrategy(DraftModelStrategy):
+    """The base of drafts whose model drafts a window token by token (`Sequential` describes the fields)."""
+
+    window: int = limited(5, at_least(1))
+    confidence: float = limited(0.0, in_range(0, 1, "a probability, 0 to 1"))
+
+    @property
+    def max_rollback(self) -> int:
+        return self.window + 1
 
 
 @register("draft", "sequential")
 @dataclass(frozen=True, kw_only=True)
-class Sequential(DraftModelStrategy):
+class Sequential(VideoDraftStrategy, ChainStrategy):
     """A smaller model of the target's family drafts `window` tokens, one after the other, between the target's steps.
 
     The draft is given the whole prompt, pixels included: it sees the video; in a session it watches what the target watches.
@@ -43,13 +55,6 @@ class Sequential(DraftModelStrategy):
     kv      the memory of the draft's own stream, in a session; null: one like the target's
     """
 
-    window: int = limited(5, at_least(1))
-    confidence: float = limited(0.0, in_range(0, 1, "a probability, 0 to 1"))
-
-    @property
-    def max_rollback(self) -> int:
-        return self.window + 1
-
     def open(self, target: ModelView) -> DraftState:
         peer = self.peer(target)
         return Drafter(peer.runner(), peer.device, self, target.geometry.vocab)
@@ -63,7 +68,7 @@ class Drafter(DraftModelState):
     drafted tokens after column `_mark`.
     """
 
-    _choice: Sequential
+    _choice: ChainStrategy
     _never: tuple[int, ...] = ()
     chooses = True
     _mark = _fed = _drafted = 0

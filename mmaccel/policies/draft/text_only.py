@@ -13,12 +13,12 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, Prompt
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.registry import register
-from mmaccel.policies.draft.sequential import Drafter, Sequential
+from mmaccel.policies.draft.sequential import ChainStrategy, Drafter
 
 
 @register("draft", "text_only")
 @dataclass(frozen=True, kw_only=True)
-class TextOnly(Sequential):
+class TextOnly(ChainStrategy):
     """Like `sequential`, but the draft's prompt has no image and video tokens, nor the tokens that mark them.
 
     A draft step then costs as much as on a short context, however long the video. After Gagrani et al. 2024 (arXiv
@@ -27,8 +27,6 @@ class TextOnly(Sequential):
     is used. Placeholders of images and videos are never proposed. On a stream it reads the words before and after the video.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"rollback", "model"})
-    takes_no: ClassVar[frozenset[str]] = frozenset({"prune", "kv"})  # of a video there is nothing left
     reads_text: ClassVar[bool] = True
 
     def open(self, target: ModelView) -> DraftState:

@@ -12,7 +12,7 @@ from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.decoding.draft import DraftState, Proposal
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import at_least, limited, register
-from mmaccel.policies.draft._draft_model import DraftModelState, DraftModelStrategy
+from mmaccel.policies.draft._draft_model import DraftModelState, VideoDraftStrategy
 
 STATIC = (
     ((0,), (1,), (2,), (3,)),
@@ -26,7 +26,7 @@ STATIC = (
 
 @register("draft", "tree")
 @dataclass(frozen=True, kw_only=True)
-class Tree(DraftModelStrategy):
+class Tree(VideoDraftStrategy):
     """A smaller model drafts a tree of likely continuations; the target verifies all branches with a tree attention mask.
 
     Children are the most likely tokens, chosen without randomness. So sampling stays exact: the target draws its own token,
@@ -43,7 +43,7 @@ class Tree(DraftModelStrategy):
     kv     the memory of the draft's own stream, in a session; null: one like the target's
     """
 
-    needs: ClassVar[frozenset[str]] = DraftModelStrategy.needs | {"branches"}
+    needs: ClassVar[frozenset[str]] = VideoDraftStrategy.needs | {"branches"}
 
     shape: Literal["static", "dynamic"] = "static"
     depth: int = limited(5, at_least(1))

@@ -239,6 +239,13 @@ class ModelAdapter(ABC):
                 f"draft {draft.name!r} rolls back up to {draft.max_rollback} tokens and {who} only {most}; lower the "
                 "draft's window."
             )
+        stages = prune.stages(self.geometry(model).layers) if prune and recipe.kv.sequences else ()
+        first = self.first_prune_layer(model)
+        if stages and 0 < stages[0].layer < first:
+            raise RecipeError(
+                f"prune {prune.name!r} cuts before layer {stages[0].layer}, and {who} add features to all visual tokens "
+                f"before layer {first}; cut there or later."
+            )
         if (getattr(model, "tp_size", None) or 1) == 1:
             return
         for kind, part in (("kv", recipe.kv), ("prune", prune), ("draft", draft), ("prune", draft.pruner)):
@@ -247,13 +254,6 @@ class ModelAdapter(ABC):
                     f"{kind} {part.name!r}: it {part.no_tensor_parallel}, so it does not run under tensor parallelism; "
                     f"choose another {kind}, or load the model without distributed_config."
                 )
-        layers = [] if prune is None else [one.layer for one in prune.stages(self.geometry(model).layers)]
-        first = self.first_prune_layer(model)
-        if layers and 0 < layers[0] < first:
-            raise RecipeError(
-                f"prune {prune.name!r} cuts before layer {layers[0]}, and {who} add features to all visual tokens before "
-                f"layer {first}; cut there or later."
-            )
 
     def rollback_limit(self, model: nn.Module) -> int | None:
         """Return how many of the last tokens the model's layers can roll back, with any KV memory; None: any number."""

@@ -22,7 +22,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TimeScale, TokenLayout
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.registry import registry
-from mmaccel.models import causal, deepstack, shards
+from mmaccel.models import causal, deepstack, shards, signals
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import fused_norm
 from mmaccel.models.prompt_layout import (
@@ -145,6 +145,8 @@ class Family(ModelFamily):
                 f"sliding_window: layers of this model see its last {config.sliding_window} tokens alone, which family "
                 f"{self.name!r} does not compute; set sliding_window to None, or use the model without mmaccel."
             )
+        if recipe.prune is not None:
+            signals.check_vision_tower(self, recipe.prune)
         super().check(model, recipe)
 
     def global_geometry(self, model: nn.Module) -> Geometry:
@@ -153,12 +155,11 @@ class Family(ModelFamily):
 
     def config_geometry(self, config: Any, layers: int) -> Geometry:
         """`Geometry` (heads, head size, width, vocabulary) of a text model's `config` with `layers` attention layers."""
-        heads = config.num_attention_heads
         return Geometry(
             layers=layers,
-            heads=heads,
+            heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             hidden=config.hidden_size,
             vocab=config.vocab_size,
         )
@@ -197,8 +198,7 @@ class Family(ModelFamily):
         return {}
 
     def attention_indices(self, model: nn.Module) -> dict[str, dict[int, int]]:
-        """Return what attention layers read in their config: layer index -> index among attention layers, for a model that
-        also has recurrent layers; else {}."""
+        """Return, by the name in a config, layer index -> index among attention layers; {} without recurrent layers."""
         modules: list[Any] = self.attentions(model) if self.recurrent_layers(model) else []
         return {LAYERS: {one.layer_idx: n for n, one in enumerate(modules)}} if modules else {}
 

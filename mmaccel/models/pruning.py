@@ -33,7 +33,7 @@ from mmaccel.core.prefill.prune import (
 from mmaccel.core.prefill.recalled import warn_idle_pruner
 from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.prompt_layout import slice_inputs
-from mmaccel.models.signals import VisionProbe
+from mmaccel.models.signals import VisionProbe, reads_vision_tower
 
 Go = Callable[[ForwardPass, dict[str, Any]], Any]
 
@@ -78,8 +78,7 @@ class Pruning:
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any, pruner: TokenPruner, depth: int) -> None:
         self.pruner, self.family, self.model = pruner, family, model
         self.stages = {stage.layer: stage for stage in pruner.stages(depth)}
-        reads_vision = pruner.needs & {"vision_attention", "vision_key"}
-        self.vision = VisionProbe(hooks, model, family) if reads_vision else None
+        self.vision = VisionProbe(hooks, model, family) if reads_vision_tower(pruner) else None
         if pruner.stage == "layer":
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
             for index, layer in enumerate(family.layers(model)):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops.dense_attend import mean_weights
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import PASS, ForwardPass
@@ -256,6 +256,20 @@ class VisionTowerReader(ABC):
         or VIDEO; `caught` holds the results of `measure_patches`, `given` the call's arguments."""
 
 
+def reads_vision_tower(pruner: TokenPruner) -> bool:
+    """Return whether `pruner` needs a `VisionProbe`."""
+    return bool(pruner.needs & {"vision_attention", "vision_key"})
+
+
+def check_vision_tower(family: Any, pruner: TokenPruner) -> None:
+    """Raise `RecipeError` if `pruner` needs a vision tower that `family` has no reader for."""
+    if reads_vision_tower(pruner) and family.vision_tower_reader is None:
+        raise RecipeError(
+            f"prune {pruner.name!r}: mmaccel cannot read the vision tower of {family.name}; choose a pruner that does not "
+            "need it."
+        )
+
+
 class VisionProbe:
     """Computes, while its hooks are installed, the attention that each visual token receives in the vision tower, and its
     key.
@@ -265,10 +279,6 @@ class VisionProbe:
     """
 
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any) -> None:
-        if family.vision_tower_reader is None:
-            raise ModelError(
-                f"prune: mmaccel cannot read the vision tower of {family.name}; choose a pruner that does not need it."
-            )
         multimodal: Any = family.multimodal(model)
         self.tower = family.vision_tower_reader(multimodal)
         self.local = threading.local()

@@ -39,7 +39,7 @@ from mmaccel.models.packed import JoinedStreams
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import stream_positions, token_ids
 from mmaccel.models.pruning import kept_tokens, prune_frames
-from mmaccel.models.signals import VisionProbe
+from mmaccel.models.signals import VisionProbe, reads_vision_tower
 from mmaccel.models.stock import as_processor
 from mmaccel.models.token_choice import build_token_choice
 
@@ -77,7 +77,7 @@ class StreamPasses:
         """Encode a video's `inputs`, `units` time steps of `unit` tokens: features [n, P, E] of the stream's units (time
         steps, or what the recipe's pruner keeps of each group of them), and [m, E] of separator tokens at the end."""
         with self.busy(), tower_batched(self.family, self.model, fuse=False), Hooks() as hooks:
-            listens = self.frame_pruner and self.frame_pruner.needs & {"vision_attention", "vision_key"}
+            listens = self.frame_pruner and reads_vision_tower(self.frame_pruner)
             vision = VisionProbe(hooks, self.model, self.family) if listens else None
             captures = not listens and self.device.type in step.DEVICES
             rows = step.shared_steps(self).tower.features(inputs) if captures else None

@@ -31,6 +31,15 @@ MODELS = ("tiny-ov", "tiny-qwen", "random-ov", "random-qwen")
 """Two trained ones, and two random ones; the random Qwen takes two frames a unit and four positions a second."""
 
 
+def strengthen(model: Any) -> None:
+    """Make what a random model says hang on what it sees, and no answer end by chance."""
+    for path, weight in model.named_parameters():
+        if "language_model.layers." in path and weight.ndim == 2:
+            weight.data *= 5
+    model.generation_config.eos_token_id = 2
+    model.get_output_embeddings().weight.data[2] = 0
+
+
 @functools.cache
 def pair(name: str, layers: int = 2, wide: int = 128) -> tuple[Any, Processor]:
     """A model in float32, and its processor; of a random one `layers`, whose feed-forward networks are so `wide`.
@@ -55,11 +64,7 @@ def pair(name: str, layers: int = 2, wide: int = 128) -> tuple[Any, Processor]:
     model = type(like)(config).float().eval()
     if name == "random-ov":
         redraw_patches(model, 10)
-    for path, weight in model.named_parameters():
-        if "language_model.layers." in path and weight.ndim == 2:
-            weight.data *= 5
-    model.generation_config.eos_token_id = 2
-    model.get_output_embeddings().weight.data[2] = 0  # no answer ends by chance
+    strengthen(model)
     kind = config.model_type
     stock = mmaccel.load_processor(name.replace("random", "tiny"))
     video = {**stock.video.to_dict(), "temporal_patch_size": None, "patch_size": None, "merge_size": None}

@@ -14,9 +14,11 @@ import torch
 
 from mmaccel.cli import catalog
 from mmaccel.cli.choices import has_field
+from mmaccel.core.attach import family_of
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import PromptLookup, Sequential, SparseToDense
+from mmaccel_lab.tiny.configs import SPECS
 from tests.models import matrix
 from tests.models.matrix import Cell
 from tests.models.streams import FPS, asked_of_film, every_stream
@@ -48,6 +50,19 @@ def test_few_cells_are_refused() -> None:
     print(told)
     assert 0 < share <= MOST_REFUSED
     assert told in " ".join(PAGE.read_text(encoding="utf-8").split())
+
+
+def test_each_family_with_streams_has_its_arrays_and_its_count() -> None:
+    kinds = [name.replace("random", "tiny") for name in matrix.AXES["family"]]
+    models = [*(SPECS[kind].model_type for kind in kinds), *matrix.OTHERS]
+    able = {name for name, family in registry("model").items() if "streams" not in family.unable}
+    assert {family_of(kind).name for kind in models} == able
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    for kind in matrix.OTHERS:
+        count = sum(matrix.refusal(cell) is not None for cell in matrix.cells([kind]))
+        told = f"`{kind}` {count / sum(1 for _ in matrix.cells([kind])):.1%}"
+        print(told)
+        assert told in page
 
 
 def test_a_cell_is_refused_where_two_of_its_choices_are() -> None:
@@ -155,13 +170,19 @@ def test_an_idle_pruner_of_a_draft_is_noticed(monkeypatch: pytest.MonkeyPatch, d
         matrix.check_acted(cell)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
-def test_each_part_acts_three_at_a_time(part: int) -> None:
-    """Every choice of three axes together, in parts for several processes; resumable: `MATRIX_DONE` names a file that keeps
-    the cells that passed."""
+@pytest.mark.parametrize(
+    "cell",
+    [one for kind in matrix.OTHERS for one in matrix.covering(1, matrix.running([kind]))],
+    ids="-".join,
+)
+def test_each_part_acts_in_each_family(cell: matrix.Cell) -> None:
+    matrix.check_acted(cell)
+
+
+def check_all(cells: list[Cell]) -> None:
+    """Resumable: `MATRIX_DONE` names a file that keeps the cells that passed."""
     faults = {}
-    for cell in sorted(matrix.covering(3), reverse=True)[part::PARTS]:
+    for cell in cells:
         if not matrix.passed(cell):
             try:
                 matrix.check_acted(cell)
@@ -171,6 +192,19 @@ def test_each_part_acts_three_at_a_time(part: int) -> None:
             else:
                 matrix.note_passed(cell)
     assert not faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_each_part_acts_three_at_a_time(part: int) -> None:
+    """Every choice of three axes together, in parts for several processes."""
+    check_all(sorted(matrix.covering(3), reverse=True)[part::PARTS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", matrix.OTHERS)
+def test_each_part_acts_two_at_a_time_in_each_family(family: str) -> None:
+    check_all(matrix.covering(2, matrix.running([family])))
 
 
 FRAMES, TOKENS, WIDE = 18, 8, 1 << 20

@@ -226,7 +226,7 @@ def test_a_family_without_a_fact_does_without(
 ) -> None:
     model, processor = theirs
     monkeypatch.setattr(TheirFamily, "vision_tower_reader", None)
-    with pytest.raises(ModelError, match="cannot read the vision tower of theirs"):
+    with pytest.raises(RecipeError, match="cannot read the vision tower of theirs"):
         mmaccel.accelerate(model, prune="visionzip")
     monkeypatch.setattr(TheirFamily, "processors", {})
     with pytest.raises(ModelError, match="'theirs_onevision' is not one of llava_onevision, qwen2"):

@@ -21,8 +21,7 @@ from mmaccel.cli.catalog import DESCRIBED, recipe_schema
 from mmaccel.cli.program import import_plugin
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.recipe import VERSION, Recipe, check_sequences, list_recipes, presets, stream_policy
-from mmaccel.core.registry import registry
-from mmaccel.policies.draft import TextOnly
+from mmaccel.core.registry import policy, registry
 from mmaccel.policies.prune.uv import UVPrune
 from tests.cli import Call
 
@@ -54,7 +53,6 @@ def test_a_cell_is_yes_or_the_reason_without_names() -> None:
 
 
 def test_a_refused_pruner_of_a_draft_names_both_and_what_runs() -> None:
-    """By a mapping, as recipes give it, and by the class itself."""
     for draft, prune in itertools.product(registry("draft"), registry("prune")):
         told = pairs.refusal_or_yes(partial(pairs.build_with_defaults, "draft", draft, prune=prune))
         if told == pairs.YES:
@@ -71,12 +69,11 @@ def test_a_refused_pruner_of_a_draft_names_both_and_what_runs() -> None:
         mended = (first, prune) if "take draft" in rest else (draft, first)
         own = mended[1] if mended[1] not in pairs.names_by_field()["prune"] else "uv"
         assert pairs.why_pruner_refused(mended[0], own) == pairs.YES, told
-    for fields in ({"prune": "uv"}, {"kv": "rekv"}, {"prune": UVPrune()}):
-        ((field, _),) = fields.items()
+    for field, part in (("prune", "uv"), ("kv", "rekv"), ("prune", UVPrune())):
         with pytest.raises(
             RecipeError, match=f"draft 'text_only' has no use for {field} '(uv|rekv)'; leave it out"
         ):
-            TextOnly(model="a-draft", **fields)  # type: ignore[arg-type]
+            policy("draft", {"name": "text_only", "model": "a-draft", field: part})
 
 
 def good(**parts: object) -> bool:

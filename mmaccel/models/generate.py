@@ -156,6 +156,8 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("input_ids") is None and isinstance(kwargs.get("inputs"), Tensor):
         kwargs["input_ids"] = kwargs.pop("inputs")
     ids, draft = kwargs.get("input_ids"), attachment.owner.recipe.draft.active
+    if isinstance(ids, Tensor) and kwargs.get("attention_mask") is None:
+        kwargs |= _mask_of_padding(attachment, ids, kwargs)
     streams = not attachment.owner.recipe.kv.sequences
     if (
         not streams
@@ -196,6 +198,15 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         # A model may be its own assistant, and be asked while it is at work.
         attachment.running.__dict__.update({"layout": None, "chunk": None, **outer})
         meter.generating = False
+
+
+def _mask_of_padding(attachment: Attachment, ids: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The `attention_mask` that transformers infers for ids [B, S] given without one: 0 at padding, if no answer ends with
+    that token; empty where there is none to infer."""
+    pad, ends = (attachment.generate_option(name, kwargs) for name in ("pad_token_id", "eos_token_id"))
+    ends = ends if isinstance(ends, list | tuple) else [ends]
+    padding = ids == (-1 if pad is None or pad in ends else pad)
+    return {"attention_mask": (~padding).long()} if bool(padding.any()) else {}
 
 
 def _sequences(attachment: Attachment, kwargs: Mapping[str, Any]) -> int:

@@ -321,6 +321,20 @@ def test_a_prompt_padded_elsewhere_is_given_back_as_it_was(family, draft):
         assert torch.equal(out, torch.cat([ids, alone[:, S:]], 1))
 
 
+@pytest.mark.parametrize("recipe", [{}, {"draft": PromptLookup(**ALWAYS)}, {"sparse": "grid"}], ids=list)
+def test_padding_without_a_mask_is_none_of_the_prompt(family, recipe):
+    """As transformers infers it: the mask is 0 at the padding token, unless an answer ends with that token."""
+    name, model, _, prompts, _ = family
+    given = batch(name, prompts)
+    bare = {field: value for field, value in given.items() if field != "attention_mask"}
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with mmaccel.accelerate(model, **recipe):
+        assert torch.equal(model.generate(**bare, **options), model.generate(**given, **options))
+        ended, ones = {"eos_token_id": [0, 5], **options}, torch.ones_like(given["input_ids"])
+        want = model.generate(**bare, attention_mask=ones, **ended)
+        assert torch.equal(model.generate(**bare, **ended), want)
+
+
 def test_a_batch_is_split_into_the_prompts_it_was_made_of(family):
     name, model, _, prompts, _ = family
     from mmaccel.core.attach import adapter_for

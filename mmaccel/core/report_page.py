@@ -269,10 +269,9 @@ def describe_draft(draft: Fields) -> str:
     failed, notes, rounds = draft.get("failed"), "; ".join(draft.get("notes", ())), draft.get("rounds")
     if not rounds:
         return f"nothing: {failed or notes}" if failed or notes else ""
-    lengths = draft.get("lengths") or [0]
     told = (
         f"{draft['accepted']} of {draft['proposed']} accepted in {plural(rounds, 'round')}, "
-        f"{sum(lengths) / len(lengths):.2f} a round, {max(lengths)} at most"
+        f"{draft['accepted'] / rounds:.2f} a round"
     )
     told += f"; {notes}" if notes else ""
     return f"{told}; stopped: {failed}" if failed else told

@@ -73,14 +73,16 @@ def test_a_killed_watch_goes_on(
 ) -> None:
     folder = tmp_path / "killed"
     base = f"watch {slides} --model {ov} --recipe {kv} --fps 1 --clip 5 --max-new-tokens 3 --json".split()
+    # Saved after each clip, which ends a pass, killed or not.
+    monkeypatch.setattr("mmaccel.cli.journal.PeriodicSaver.save_if_due", lambda keeper: keeper.save(False))
+    base += ["--save-every", "1e-9"]
     if kv not in known:
         told = call.object(*base, *QUESTIONS, "--save", tmp_path / "whole")
         assert (told["frames"], told["ended"]) == (23, "end")
         known[kv] = told, memory(tmp_path / "whole")
     whole, kept_of_it = known[kv]
-    words = [str(one) for one in (*base, *QUESTIONS, "--save", folder, "--save-every", 1e-9)]
+    words = [str(one) for one in (*base, *QUESTIONS, "--save", folder)]
     with monkeypatch.context() as patch:
-        patch.setattr("mmaccel.cli.journal.PeriodicSaver.save_if_due", lambda keeper: keeper.save(False))
         if when in ("between two saves", "stopped"):
             patch.setattr(media, "clips", after(3, media.clips, interrupt if when == "stopped" else kill))
         else:

@@ -20,7 +20,7 @@ from mmaccel.cli import catalog as pairs
 from mmaccel.cli.catalog import DESCRIBED, recipe_schema
 from mmaccel.cli.program import import_plugin
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.recipe import VERSION, Recipe, check_sequences, list_recipes, presets, stream_policy
+from mmaccel.core.recipe import VERSION, Recipe, list_recipes, presets
 from mmaccel.core.registry import policy, registry
 from mmaccel.policies.prune.uv import UVPrune
 from tests.cli import Call
@@ -74,54 +74,6 @@ def test_a_refused_pruner_of_a_draft_names_both_and_what_runs() -> None:
             RecipeError, match=f"draft 'text_only' has no use for {field} '(uv|rekv)'; leave it out"
         ):
             policy("draft", {"name": "text_only", "model": "a-draft", field: part})
-
-
-def good(**parts: object) -> bool:
-    try:
-        Recipe(**parts)  # type: ignore[arg-type]
-    except RecipeError:
-        return False
-    return True
-
-
-def serves(recipe: Recipe) -> tuple[bool, bool]:
-    told = (
-        pairs.refusal_or_yes(lambda: check_sequences(recipe)),
-        pairs.refusal_or_yes(lambda: stream_policy(recipe)),
-    )
-    return told[0] == pairs.YES, told[1] == pairs.YES
-
-
-def test_two_by_two_is_enough() -> None:
-    """Every four policies: a recipe of them is good where all its pairs are, and serves what each of them serves."""
-    built = {
-        slot: {name: pairs.build_with_defaults(slot, name) for name in registry(slot)} for slot in pairs.SLOTS
-    }
-    built["prune"] |= {"none": None}
-    built["sparse"] = {name: built["sparse"][name] for name in ("dense", "grid", "per_head")}
-    fine = {
-        (a, x, b, y): good(**{a: built[a][x], b: built[b][y]})
-        for a, b in itertools.combinations(built, 2)
-        for x in built[a]
-        for y in built[b]
-    }
-    uses = {
-        (slot, name): serves(Recipe(**{slot: one}))
-        for slot, some in built.items()
-        for name, one in some.items()
-        if good(**{slot: one})
-    }
-    checked = 0
-    for four in itertools.product(*built.values()):
-        chosen = dict(zip(built, four, strict=True))
-        want = all(fine[a, chosen[a], b, chosen[b]] for a, b in itertools.combinations(built, 2))
-        parts = {slot: built[slot][name] for slot, name in chosen.items()}
-        assert good(**parts) == want, chosen
-        if want:
-            each = [uses[slot, name] for slot, name in chosen.items()]
-            assert serves(Recipe(**parts)) == tuple(all(use[n] for use in each) for n in (0, 1)), chosen
-            checked += 1
-    assert checked > 20
 
 
 @pytest.fixture(scope="module")

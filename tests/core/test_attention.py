@@ -219,25 +219,6 @@ def test_what_a_memory_leaves_out_of_a_window_is_dense_over_its_view() -> None:
     assert at.counted().patterns == (("dense",) * HEADS,)
 
 
-@pytest.mark.parametrize("tail", [0, 32])
-def test_kept_counts_listed_blocks_over_causal_pairs(tail: int) -> None:
-    """By hand: a block of queries counts each block of keys in which it sees any, in the window and again in the keys before
-    it; rows of the tail count what is causal."""
-    at, inputs = layer(dense_tail=tail, dense_layers=[1]), tensors(N, N)
-    for number in (0, 1):
-        at.attend(TokenLayout.text(1, N), inputs, layer=number)
-    rows = torch.arange(N)
-    near = causal(N) & (rows[:, None] - rows < WINDOW)
-    spans = torch.stack([near, a_shape(N) & ~near]).view(2, N // BLOCK, BLOCK, N // BLOCK, BLOCK)
-    blocks = spans.any(4).any(2).sum(0)
-    listed = (blocks.sum(1).repeat_interleave(BLOCK) * BLOCK)[: N - tail].sum() + (rows + 1)[N - tail :].sum()
-    share = float(listed / (rows + 1).sum())
-    report = at.counted()
-    assert report.patterns == (("a_shape",) * HEADS, ("dense",) * HEADS)
-    assert report.kept_by_head == ((pytest.approx(share),) * HEADS, (1.0,) * HEADS)
-    assert report.kept == pytest.approx((share + 1) / 2)
-
-
 def test_probes_read_what_each_layer_computes_from() -> None:
     seen = []
     probe = SimpleNamespace(

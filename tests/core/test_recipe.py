@@ -9,11 +9,10 @@ import pytest
 import torch
 import yaml
 
-import mmaccel
 from mmaccel.core.errors import OWN, RecipeError, UnknownName
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prefill.prune import Stage, TokenPruner
-from mmaccel.core.prefill.sparse import BLOCK, MOST, SparsePattern
+from mmaccel.core.prefill.sparse import BLOCK, MOST
 from mmaccel.core.recipe import VERSION, Recipe, fields_of, list_recipes, presets
 from mmaccel.core.registry import Registry, registry
 from mmaccel.policies.kv import Window
@@ -63,12 +62,6 @@ def test_presets_have_the_windows_the_tenth_and_the_layer_of_the_paper(
         assert draft.retention == 0.1
     if depth is not None:
         assert draft.pruner.stages(depth)[0].layer == 20
-
-
-@pytest.mark.parametrize("kind", ["sparse", "kv"])
-def test_every_policy_is_a_recipe_by_its_name(kind: str) -> None:
-    for name in registry(kind):
-        assert getattr(Recipe.load(name), kind).name == name
 
 
 def test_yaml_file_round_trip(tmp_path: Path) -> None:
@@ -307,25 +300,6 @@ def test_a_name_is_registered_once() -> None:
         own.add("one", Window)
     with pytest.raises(UnknownName, match="unknown kind 'nothing'"):
         registry("nothing")
-
-
-def test_a_policy_of_ones_own_is_a_name_like_any(forgotten: None) -> None:
-    @mmaccel.register("sparse", "of_my_own")
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class OfMyOwn(SparsePattern):
-        """Dense, under another name."""
-
-        strength: int = 1
-
-        def plan(self, query, key, q_layout, k_layout):  # type: ignore[no-untyped-def]
-            return None
-
-        def max_blocks_total(self, n_query: int, n_key: int) -> int:
-            return n_query * n_key
-
-    assert Recipe.load("of_my_own").sparse == OfMyOwn()
-    assert Recipe.load(sparse={"name": "of_my_own", "strength": 3}).sparse == OfMyOwn(strength=3)
-    assert "of_my_own" in list_recipes()
 
 
 def test_what_core_cannot_honour_is_refused() -> None:

@@ -117,36 +117,6 @@ def test_a_measured_window_of_each_sequence(family):
         assert all(one["rounds"] for one in fast.report().draft["sequences"])
 
 
-@pytest.mark.filterwarnings("ignore:prune")  # one prompt has nothing to prune
-@crossed(
-    "family",
-    recipe=[
-        {"chunk": 64},
-        {"kv": {"name": "window", "sinks": 4, "window": 24, "margin": 8}},
-        {"prune": {"name": "fastv", "layer": 1, "retention": 0.5}},
-        {"prune": "visionzip"},
-    ],
-    drafts=[True, False],
-    family=sorted(BUILD),
-    together=2,
-)
-def test_each_sequence_is_what_it_is_alone_under_other_recipes(family, recipe, drafts):
-    """A memory that counts columns takes a padded batch too, and a pruner any: no sequence has padding in its own turn."""
-    name, model, other, prompts, options = family
-    with mmaccel.accelerate(model, **recipe):
-        plain = [new(model.generate(**one, **options), one) for one in prompts]
-    draft = Sequential(**ALWAYS, model=other, window=3) if drafts else "off"
-    with mmaccel.accelerate(model, draft=draft, **recipe) as fast:
-        together = batch(name, prompts)
-        ids = model.generate(**together, **options)[:, together["input_ids"].shape[1] :].tolist()
-        told = fast.report().draft["sequences"]
-    for row, want in zip(ids, plain, strict=True):
-        assert row[: len(want)] == want and not any(row[len(want) :])
-    assert len(told) == (0 if "chunk" in recipe and not drafts else 3)  # which is one pass of the whole batch
-    for one, want, single in zip(told, plain, prompts, strict=False):
-        assert one["kv"]["seen"] == single["input_ids"].shape[1] + len(want) - 1
-
-
 def test_each_sequence_is_what_it_is_alone_in_static_steps(family, monkeypatch):
     """As on a GPU: each sequence has buffers of its own, and so has its draft."""
     name, model, other, prompts, options = family

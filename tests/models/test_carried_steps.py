@@ -89,16 +89,6 @@ def test_steps_are_the_model_s_own(kind: str, replays: None, monkeypatch: pytest
     assert len(seen) == 29  # all but the two of more than 8 rows
 
 
-@torch.no_grad()
-def test_a_state_goes_back_no_further_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "REACH", 12)
-    _, steps = pair("qwen3_5")
-    length = steps.length()
-    steps.step(torch.tensor([[5, 6, 7]]))
-    with pytest.raises(ModelError, match="not into a prompt"):
-        steps.truncate(length - 1)
-
-
 @crossed("replays", kind=KINDS, draft=["off", "echo", "model"], replays=REPLAYS, together=2)
 def test_a_recipe_decodes_by_them(
     kind: str, draft: str, replays: None, monkeypatch: pytest.MonkeyPatch

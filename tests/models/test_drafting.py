@@ -11,9 +11,7 @@ import mmaccel
 from mmaccel.core.errors import DraftError
 from mmaccel.core.report import Report
 from mmaccel.policies.draft import Sequential, SparseToDense
-from mmaccel.policies.draft.sequential import Drafter
 from mmaccel.policies.draft.sparse_to_dense import _Sparse
-from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, prompt
 from tests.products import crossed
 
@@ -233,25 +231,6 @@ def test_a_recipe_that_is_refused_keeps_nothing_of_its_draft(family, monkeypatch
     with pytest.raises(mmaccel.core.errors.RecipeError):
         mmaccel.accelerate(model, draft=Sequential(model=copy.deepcopy(model)), **broken)
     assert start.return_value.close.call_count == start.call_count and mmaccel.attached(model) is None
-
-
-def test_uv_is_told_while_later_layers_still_run(family):
-    name, model = family
-    inputs = prompt(name, PIECES["many frames"])
-    order = []
-    draft = Sequential(model=copy.deepcopy(model), prune=UVPrune(retention=0.5, layer=1))
-    keep = Drafter.keep_columns
-    with mmaccel.accelerate(model, draft=draft), pytest.MonkeyPatch.context() as patch:
-        for index, layer in enumerate(mmaccel.core.attach.adapter_for(model).layers(model)):
-            layer.register_forward_pre_hook(lambda *_, index=index: order.append(index))
-        patch.setattr(
-            Drafter, "keep_columns", lambda self, columns: (order.append("told"), keep(self, columns))[1]
-        )
-        model.generate(**inputs, max_new_tokens=2, do_sample=False)
-    for layer in mmaccel.core.attach.adapter_for(model).layers(model):
-        layer._forward_pre_hooks.clear()
-    # What enters layer 1 is all that is read.
-    assert order[order.index("told") + 1] == 1 and order.count("told") == 1
 
 
 UNSCORED = "DraftError: sparse_to_dense: the prompt's columns were not scored: out of cheese"

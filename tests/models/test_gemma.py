@@ -73,17 +73,6 @@ def test_of_a_prompt_sliding_layers_hold_their_window(built: Any, monkeypatch: p
     assert len(held) == len(set(family.kv_owners(model)) & family.sliding_layers(model).keys())
 
 
-def test_drafts_go_back_within_the_margin(built: Any) -> None:
-    kind, model = built
-    inputs = prompt(kind, PIECES)
-    plain = tokens_of(model, inputs, 30)
-    other = sampler(kind).model(seed=1)
-    with mmaccel.accelerate(model, draft={"name": "sequential", "model": other, "window": 5}) as fast:
-        assert torch.equal(tokens_of(model, inputs, 30), plain)
-        told = fast.report().draft
-    assert told["failed"] is None and told["accepted"] < told["proposed"]
-
-
 def test_batches_beams_and_chunks(built: Any) -> None:
     """A padded batch, beams, and pieces that end in the middle of images."""
     kind, model = built
@@ -159,22 +148,6 @@ def test_drafts_in_batches_and_behind_padding(built: Any, pieces: Any) -> None:
 def gemma_types(model: Any) -> str:
     family: Any = adapter_for(model)
     return str(family.token_types)
-
-
-def test_patterns_act_on_layers_of_full_attention(built: Any) -> None:
-    """In whole and in pieces alike; the report says which heads stayed dense."""
-    kind, model = built
-    inputs, heads = prompt(kind, PIECES), 4
-    depth, narrow = adapter_for(model).geometry(model).layers, len(adapter_for(model).sliding_layers(model))
-    with mmaccel.accelerate(model, sparse=SPARSE) as fast:
-        whole = tokens_of(model, inputs, 4, output_logits=True, return_dict_in_generate=True).logits
-        assert 0 < fast.report().kept < 0.6
-        with torch.no_grad():
-            model(**inputs)
-        assert fast.report().heads() == {"a_shape": heads * (depth - narrow), "dense": heads * narrow}
-    with mmaccel.accelerate(model, sparse=SPARSE, chunk=66):
-        parts = tokens_of(model, inputs, 4, output_logits=True, return_dict_in_generate=True).logits
-    assert max(float((a - b).abs().max()) for a, b in zip(whole, parts, strict=True)) < 1e-4
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from tests.models.streams import (
     resumed,
     said,
 )
-from tests.products import crossed, product
+from tests.products import crossed
 from tests.spies import heard, returned
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
@@ -291,27 +291,7 @@ FEW: dict[str, dict[str, Any]] = {
     "vertical_slash": {"name": "vertical_slash", "vertical": 16, "slash": 32, "block": 16},
     "block_topk": {"name": "block_topk", "top": 3, "sink": 0, "block": 16},
 }
-# Clips of streammem are 60 tokens of the random Qwen: too short for any pattern.
-LONG = product(NAMES, ROOMY, where=lambda *case: case != ("random-qwen", "streammem"))
 KEPT = [kv for kv in ROOMY if kv != "no_cache"]
-
-
-@pytest.mark.parametrize(("name", "kv"), LONG)
-def test_a_pattern_that_lists_everything_is_dense(name: str, kv: str) -> None:
-    how: dict[str, Any] = {"backend": "reference", "chunk": 128}
-    with (
-        open_session(name, ROOMY[kv], sparse=ALL, **how) as sparse,
-        open_session(name, ROOMY[kv], chunk=128) as dense,
-    ):
-        for session in (sparse, dense):
-            session.ingest(film(FRAMES), fps=FPS)
-        assert (logits(sparse) - logits(dense)).abs().max() <= EQUAL
-        sparse.ask(QUESTION, 2)
-        ran = {name for layer in sparse.report().patterns for name in layer}
-        assert ran <= {"a_shape", "a_shape+dense"} and ran, "a last pass may be too short"
-        assert sparse.report().backend == "reference" and sparse.report().notes == ()
-        dense.ask(QUESTION, 2)
-        assert dense.report().patterns == () and dense.report().kept is None
 
 
 def by_mask(plan: Any, query: Any, key: Any, value: Any, scale: float, backend: Any) -> Any:

@@ -2,8 +2,6 @@
 eyes, and batches, in which a draft rests until it is measured to pay."""
 
 import copy
-import itertools
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as T
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import mmaccel
 from mmaccel.core.decoding.draft import Drafting
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError, RecipeError
-from mmaccel.core.recipe import Recipe
-from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter
 from mmaccel.models import loading, step
 from mmaccel.models.causal import is_causal_lm
@@ -27,14 +21,13 @@ from mmaccel.models.generate import DraftTimes
 from mmaccel.policies.draft import PromptLookup, Sequential, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.models.tiny_random import BUILD, DRAFTS, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
-from tests.products import crossed, product
+from tests.products import crossed
 from tests.spies import heard, refusal
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
 
 PIECES = {**PROMPTS, "long": [("text", 4), ("video", 25), ("text", 6)]}
-PRUNERS = [None, *sorted(name for name, cls in registry("prune").items() if cls.stage == "draft")]
 STRATEGIES = {
     **{name: one for name, one in DRAFTS.items() if name != "off"},
     "dynamic tree": lambda model, window, **more: Tree(
@@ -42,7 +35,6 @@ STRATEGIES = {
     ),
     "prompt_lookup": lambda model, window, **more: PromptLookup(window=window, **more),
 }
-MEMORIES = {"full": "full", "window": {"name": "window", "sinks": 4, "window": 40, "margin": 40}}
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
@@ -50,70 +42,6 @@ def pair(request):
     """A family, its target, and a draft that is right now and then, so that rounds end in every way."""
     target = BUILD[request.param](layers=2)
     return request.param, target, often_right(target, 0.02, seed=1)
-
-
-def taken(strategy: str, prune: str | None, kv: object) -> bool:
-    """Whether there is such a recipe at all."""
-    try:
-        more = {} if prune is None else {"prune": prune}
-        Recipe(
-            draft=STRATEGIES[strategy](
-                "tiny-ov-draft" if strategy != "parallel" else torch.nn.Linear(1, 1), 3, **more
-            ),
-            kv=kv,
-        )
-    except (RecipeError, TypeError):
-        return False
-    return True
-
-
-CASES = product(
-    STRATEGIES,
-    PRUNERS,
-    MEMORIES,
-    sorted(BUILD),
-    together=2,
-    where=lambda strategy, prune, memory, _: taken(strategy, prune, MEMORIES[memory]),
-)
-
-
-def test_no_combination_is_left_out_unseen():
-    """What drafts and takes a pruner takes all of them, over both memories; what drafts without a draft model takes none."""
-    pruned = {"parallel", "sequential", "tree", "dynamic tree"}
-    want = set(itertools.product(pruned, PRUNERS, MEMORIES))
-    want |= {(strategy, None, memory) for strategy in STRATEGIES.keys() - pruned for memory in MEMORIES}
-    assert {case.values[:3] for case in CASES} == want
-    assert {name.replace("dynamic ", "") for name in STRATEGIES} | {"off"} == set(registry("draft"))
-
-
-@pytest.mark.parametrize(("strategy", "prune", "memory", "pair"), CASES, indirect=["pair"])
-@settings(max_examples=2)
-@given(
-    kind=st.sampled_from(sorted(PIECES)),
-    seed=st.integers(0, 99),
-    window=st.integers(1, 5),
-    tokens=st.integers(1, 14),
-    penalty=st.sampled_from([1.0, 1.2]),
-)
-def test_greedy_tokens_are_those_of_the_target_alone(
-    pair, strategy, prune, memory, kind, seed, window, tokens, penalty
-):
-    name, target, draft = pair
-    inputs = prompt(name, PIECES[kind], seed)
-    more = {} if prune is None else {"prune": {"name": prune, "retention": 0.3}}
-    options = {"max_new_tokens": tokens, "do_sample": False, "repetition_penalty": penalty}
-    kv = MEMORIES[memory]
-    with mmaccel.accelerate(target, kv=kv):
-        alone = target.generate(**inputs, **options)
-    # A draft that fails would give the same tokens.
-    with warnings.catch_warnings(action="error", category=MmaccelWarning):
-        if kind == "text":
-            warnings.filterwarnings("ignore", r"prune '\w+' did nothing: ", MmaccelWarning)
-        with mmaccel.accelerate(target, kv=kv, draft=STRATEGIES[strategy](draft, window, **more)) as fast:
-            assert torch.equal(target.generate(**inputs, **options), alone)
-            told = fast.report().draft
-    assert told["failed"] is None
-    assert tokens < 6 or strategy == "prompt_lookup" or told["proposed"] > 0
 
 
 @crossed("pair", strategy=STRATEGIES, room=[1, 2, 9], pair=sorted(BUILD))

@@ -159,23 +159,6 @@ def test_a_conversation_s_last_words_search(name: str, monkeypatch: pytest.Monke
     assert asked.words == (asked.rows - 3 - len(question), asked.rows - 3)
 
 
-DRAFTS = {"prompt_lookup": {}, "sequential": {"model": "tiny-ov-draft"}, "tree": {"model": "tiny-ov-draft"}}
-
-
-@pytest.mark.parametrize("kv", ("mosaic", "offload", "no_cache"))
-def test_drafts_act_and_change_nothing(kv: str) -> None:
-    """A draft of a call sees the prompt's own inputs, whatever the target keeps of them."""
-    inputs = ask("tiny-ov", [clip(16), words("Describe the video.")])
-    want = said("tiny-ov", TIGHT[kv], inputs, 24)[0]
-    for name, fields in DRAFTS.items():
-        draft = {"name": name, **fields}
-        with mmaccel.accelerate(pair("tiny-ov")[0], kv=TIGHT[kv], draft=draft) as fast:
-            ids = fast.generate(**inputs, max_new_tokens=24, do_sample=False)
-            told = fast.report().draft
-        assert torch.equal(ids[:, inputs["input_ids"].shape[1] :], want), name
-        assert told["failed"] is None and told["rounds"] > 0 and told["accepted"] > 0, name
-
-
 @pytest.mark.parametrize("kv", ["mosaic", "recent", "livevlm"])
 def test_a_batch_holds_one_memory_at_a_time(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = BUILD["llava"]()
@@ -214,22 +197,6 @@ def test_a_forward_pass_by_itself_is_no_stream_and_a_tower_read_otherwise_is_ref
     for name in ("vision_feature_layer", "vision_feature_select_strategy"):
         with pytest.raises(ModelError, match=f"^{name}: kv 'offload' takes a tower's features as"):
             models[1].generate(**call, **CALL, **{name: "full"})
-
-
-@pytest.mark.parametrize("family", sorted(BUILD))
-def test_a_padded_batch_is_each_prompt_alone(family: str) -> None:
-    plain = BUILD[family]()
-    rows = [prompt(family, PROMPTS[kind]) for kind in ("video", "text", "video")]
-    inputs = batch(family, rows)
-    with mmaccel.accelerate(
-        copy.deepcopy(plain), kv={"name": "rekv", "frames": 2, "window": 2, "local": 1}
-    ) as fast:
-        got = fast.generate(**inputs, **CALL)
-        assert [one["new_tokens"] for one in fast.report().draft["sequences"]] == [5, 5, 5]
-        alone = [fast.generate(**row, **CALL)[0, row["input_ids"].shape[1] :] for row in rows]
-    assert torch.equal(got[:, inputs["input_ids"].shape[1] :], torch.stack(alone))
-    with mmaccel.accelerate(copy.deepcopy(plain), kv="offload") as fast:
-        assert torch.equal(fast.generate(**inputs, **CALL), plain.generate(**inputs, **CALL))
 
 
 def test_a_place_for_each_token_or_none(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:

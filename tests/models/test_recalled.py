@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -254,18 +253,6 @@ def test_evidence_weighs_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in range(DEPTH):
         assert bool((whole[layer] > 0).all())
         assert int((told[layer] > 0).sum()) == (len(whole[layer]) if layer < 2 else left)
-
-
-def test_a_saved_session_answers_as_before(tmp_path: Path) -> None:
-    recipe = {"kv": TIGHT["mosaic"], "prune": EACH["pyramid_drop"]}
-    with session("random-qwen", recipe) as one:
-        want = one.ask(QUESTION, TOKENS)
-        one.save(tmp_path / "saved")
-        assert one.ask(QUESTION, TOKENS).ids == want.ids
-    with mmaccel.VideoSession.resume(*SHARP["random-qwen"], tmp_path / "saved") as again:
-        got = again.ask(QUESTION, TOKENS)
-        assert got.ids == want.ids and got.counters["visual from layer 1"] > 0
-        assert again.recipe.prune == EACH["pyramid_drop"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

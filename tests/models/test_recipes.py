@@ -19,9 +19,6 @@ from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
-LAYERS = 3
-
-
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 SMALL = {
     "a_shape": {"sink": 16, "window": 32},
@@ -93,36 +90,6 @@ def test_a_pattern_runs_and_kept_is_the_listed_share_of_causal_pairs(family, nam
 
 
 @crossed("family", name=SPARSE, family=sorted(BUILD))
-def test_the_last_rows_are_those_of_dense_attention_in_the_first_layer(family, name):
-    kind, model = family
-    inputs = prompt(kind, PIECES)
-    seen = {}
-
-    def first_layer(key):
-        layer = mmaccel.core.attach.adapter_for(model).layers(model)[0].self_attn
-        return layer.register_forward_hook(lambda module, args, out: seen.__setitem__(key, out[0].detach()))
-
-    for key, recipe in (("dense", "dense"), ("sparse", {"sparse": small(name), "dense_tail": 8})):
-        hook = first_layer(key)
-        with mmaccel.accelerate(model, recipe), torch.no_grad():
-            model(**inputs)
-        hook.remove()
-    assert torch.allclose(seen["sparse"][:, -8:], seen["dense"][:, -8:], atol=1e-5)
-    assert not torch.allclose(seen["sparse"][:, -40:-8], seen["dense"][:, -40:-8], atol=1e-3)
-
-
-@crossed("family", name=SPARSE, tail=[0, 8], family=sorted(BUILD))
-def test_padded_batches_equal_each_prompt_alone(family, name, tail):
-    kind, model = family
-    prompts = [prompt(kind, [("text", n), *PIECES[1:]], seed=n) for n in (3, 11)]
-    with mmaccel.accelerate(model, sparse=small(name), dense_tail=tail), torch.no_grad():
-        together = model(**batch(kind, prompts)).logits
-        for row, single in zip(together, prompts, strict=True):
-            length = single["input_ids"].shape[1]
-            assert (row[-length:] - model(**single).logits[0]).abs().max() <= 1e-4
-
-
-@crossed("family", name=SPARSE, family=sorted(BUILD))
 def test_padding_behind_a_prompt_takes_none_of_its_dense_rows(family, name):
     kind, model = family
     prompts = [prompt(kind, [("text", 6), ("video", 36), ("text", n)], seed=n) for n in (110, 30)]
@@ -144,21 +111,6 @@ def test_padding_behind_a_prompt_takes_none_of_its_dense_rows(family, name):
             with mmaccel.accelerate(model, sparse=small(name), dense_tail=40, chunk=chunk), torch.no_grad():
                 pieces = model(**right).logits
             assert (pieces - together)[right["attention_mask"].bool()].abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in WITHIN else pytest.mark.slow) for n in SPARSE]
-)
-def test_backends_agree(family, name):
-    """Each pattern within some boundary, by default."""
-    kind, model = family
-    inputs = prompt(kind, PIECES)
-    out = {}
-    for backend in ("reference", "flex"):
-        with mmaccel.accelerate(model, sparse=small(name), backend=backend) as fast, torch.no_grad():
-            out[backend] = model(**inputs).logits
-            assert fast.report().backend == backend
-    assert (out["reference"] - out["flex"]).abs().max() <= 1e-4
 
 
 SINKS, WINDOW, TAIL = 4, 90, 8
@@ -213,11 +165,6 @@ def test_a_chunked_prompt_goes_on_over_what_the_window_holds(family, name):
             (told, *_) = fast.report().heads()
             assert ("dense" in told) == (last < 64) and fast.report().kept < 0.8
     assert (found[2] - torch.cat(found[:2])).abs().max() <= TOLERANCE
-
-
-def test_every_registered_pattern_may_stand_beside_a_window():
-    for name in registry("sparse"):
-        assert mmaccel.Recipe.load(sparse=name, kv="window").sparse.name == name
 
 
 def under(recipe: dict[str, Any], call: Callable[[Any], Any]) -> None:

@@ -61,21 +61,6 @@ def test_rows_are_packed_each_in_its_own_way(family):
         model(**call)
 
 
-@crossed("family", recipe=RECIPES, family=sorted(BUILD))
-def test_without_a_cache_none_is_kept(family, recipe):
-    kind, model = family
-    inputs = prompt(kind, PROMPTS["video"])
-    call = {**inputs, **CALL, "use_cache": False, "output_hidden_states": True, "suppress_tokens": [VID, IMG]}
-    plain = model.generate(**call)
-    with mmaccel.accelerate(model, **RECIPES[recipe]):
-        got = model.generate(**call)
-        with torch.no_grad():
-            assert model(**inputs, use_cache=False).past_key_values is None
-    assert torch.equal(got.sequences, plain.sequences) and got.past_key_values is None
-    shapes = [[state.shape for state in step] for step in (*got.hidden_states, *plain.hidden_states)]
-    assert shapes[: len(shapes) // 2] == shapes[len(shapes) // 2 :]
-
-
 @pytest.mark.parametrize("prune", [{"name": "fastv", "layer": 1}, "visionzip"], ids=str)
 def test_a_pruned_prompt_without_a_cache_is_pruned_once(family, prune):
     kind, model = family

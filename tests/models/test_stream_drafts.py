@@ -162,17 +162,6 @@ def seconds(session: mmaccel.VideoSession) -> list[float]:
     return list(stream._live.info.times)
 
 
-def test_the_draft_watches_what_is_ingested() -> None:
-    found = []
-    for draft in ("off", agreeing()):
-        with opened("mosaic", draft) as session:
-            session.ingest(film(18)[:11], fps=FPS)
-            assert draft == "off" or seconds(session) == session._live.info.times
-            session.watch(film(18)[11:], fps=FPS)
-            found.append(session.ask(QUESTION, TOKENS))
-    assert found[0].ids == found[1].ids and found[1].counters["drafted"] > 0
-
-
 @pytest.mark.parametrize("kv", TIGHT)
 def test_the_draft_is_saved_and_loaded_with_the_target(tmp_path: Path, kv: str) -> None:
     frames, recent = film(18), {"name": "recent", "window": 7, "local": 7}

@@ -71,16 +71,6 @@ def test_with_room_for_all_it_is_the_plain_model(kind: str, kv: str) -> None:
         assert len(one.ask(QUESTION, 4).evidence) == 13
 
 
-def test_a_question_is_found_as_text_and_as_messages() -> None:
-    with session("internvl", "full") as one:
-        one.watch(film(3, "internvl"), fps=FPS)
-        adapter: Any = one._stream_adapter
-        (ids, words), (same, more) = (
-            adapter.tail_ids(asked) for asked in (QUESTION, [{"type": "text", "text": QUESTION}])
-        )
-        assert torch.equal(ids, same) and words == more and words[1] - words[0] == len(QUESTION)
-
-
 @crossed(kv=TIGHT, kind=["qwen3_vl", "internvl", "qwen3_5"])
 def test_it_forgets_goes_on_and_comes_back_from_a_folder(kind: str, kv: str, tmp_path: Path) -> None:
     """A tight memory differs from the whole; questions leave no trace; a saved one says what it would have said."""

@@ -242,17 +242,3 @@ def test_families_whose_frames_are_a_batch_are_left() -> None:
     with mmaccel.accelerate(model) as fast, torch.no_grad():
         assert model.model.vision_tower.config is config
         fast(**prompt("llava", PROMPTS["video"]))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_it_finds_the_same(dynamo: None) -> None:
-    model = qwen()
-    pixels, grid = pixels_of(GRIDS["both edges"])
-    with torch.no_grad(), batched(model):
-        plain = model.model.visual(pixels, grid_thw=grid).pooler_output
-        compiled = torch.compile(model.model.visual, backend="eager")
-        for _ in range(2):
-            torch.testing.assert_close(
-                compiled(pixels, grid_thw=grid).pooler_output, plain, rtol=0, atol=1e-5
-            )

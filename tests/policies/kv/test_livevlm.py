@@ -1,14 +1,11 @@
 """LiveVLM: what stays after each clip and what a question sees, against the words of the paper spelled out in loops."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.policies.kv import LiveVLM
 from mmaccel.policies.kv._tokens import TokenMemory, attention_shares
@@ -27,7 +24,6 @@ from .token_streams import (
     position_ids,
     raw,
     run,
-    same,
     share,
     turned,
     watch,
@@ -117,21 +113,6 @@ def test_what_stays_after_clips(bucket: int, scatter: float) -> None:
     assert state.held_columns() == HEAD + (4 + 2 + 5) * TOKENS and state.counters()["resident"] == 4 + 2 + 5
 
 
-@pytest.mark.parametrize("axes", [1, 3])
-@pytest.mark.parametrize("step", [1, 3, 8, 100])
-def test_how_the_stream_is_cut_changes_nothing(step: int, axes: int) -> None:
-    state, whole = (opened(SMALL, axes=axes, limit=200) for _ in range(2))
-    watched(state, 17, step)
-    watched(watched(state, 20, step), CLIP, step)
-    watched(whole, 37 + CLIP, CLIP)
-    assert same(state, whole)
-    ask = StreamPass(kind="question", rows=4, words=(1, 3), room=3)
-    for ours, theirs in zip(
-        *(run(s, ask, lambda layer: words(layer, 4, 0)) for s in (state, whole)), strict=True
-    ):
-        assert torch.equal(ours.key, theirs.key)
-
-
 def test_a_pass_sees_the_head_and_all_that_is_held_at_true_positions() -> None:
     state, made = opened(SMALL), position_ids()
     for number, views in enumerate(watch(state, 20)):
@@ -212,53 +193,6 @@ def picks(state: TokenMemory) -> list:
         index, _ = state._pick(layer, query, held)  # type: ignore[arg-type]
         found.append((held, index))
     return found
-
-
-def test_a_budget_larger_than_the_stream_keeps_and_shows_all() -> None:
-    state = watched(opened(LiveVLM(frames=1000)), 70)
-    keys, _ = asked(state)
-    for layer in range(LAYERS):
-        key = torch.cat([raw(layer, unit)[1] for unit in range(70)], 2)
-        torch.testing.assert_close(keys[layer][:, :, HEAD:-5], turned(key, position_ids().by_range(0, 70)))
-    assert state.counters()["pruned"] == 0
-
-
-def test_questions_and_broken_passes_leave_the_stream_as_it_was() -> None:
-    state, plain = watched(opened(SMALL), CLIP + 3), watched(opened(SMALL), CLIP + 3)
-    with pytest.raises(ZeroDivisionError), state.question_scope():
-        asked(state)
-        run(state, StreamPass(kind="answer", rows=1), lambda layer: words(layer, 1, 2))
-        assert state.length() == HEAD + (CLIP + 3) * TOKENS + 6
-        state.truncate(state.length() - 1)
-        raise ZeroDivisionError
-    mark = state.checkpoint()
-    watched(state, CLIP)
-    state.begin_pass(StreamPass(kind="units", rows=TOKENS, first=state.units(), count=1))
-    state.append(0, *raw(0, state.units())[1:])
-    state.view(0, raw(0, state.units())[0])
-    state.restore(mark)
-    for memory in (state, plain):
-        watched(memory, CLIP)
-    assert same(state, plain)
-    ours, theirs = state.counters(), plain.counters()
-    assert {**ours, "pages": 0.0, "questions": 0.0} == theirs
-    state.reset()
-    assert state.length() == state.held_columns() == state.units() == 0 and state.counters()["pruned"] == 0
-
-
-def test_a_saved_memory_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    state = watched(opened(SMALL), CLIP + 3)
-    state.save(tmp_path)
-    other = opened(SMALL)
-    other.load(tmp_path)
-    for memory in (state, other):
-        watched(memory, CLIP)
-    assert all(torch.equal(a, b) for a, b in zip(asked(state)[0], asked(other)[0], strict=True))
-    assert other.units() == state.units() and other.counters()["pruned"] == state.counters()["pruned"]
-    file = tmp_path / "tokens.safetensors"
-    file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(ModelError, match=r"tokens.safetensors .*damaged\.$"):
-        opened(SMALL).load(tmp_path)
 
 
 def test_every_query_of_the_pass_is_asked_of_probes_at_most() -> None:

@@ -107,19 +107,6 @@ def test_a_planted_frame_is_recalled() -> None:
         assert asked == {0, 1} and seen[3].recalled >= 0.5 and seen[4].recalled >= 0.5
 
 
-def test_what_lies_in_files_is_brought_like_what_lies_in_memory() -> None:
-    found, told = [], []
-    for more in ({}, {"store": {"host_bytes": 0, "spill": "disk"}}):
-        with open_session("random-ov", {"name": "rekv", "frames": 6, "window": 4, **more}) as session:
-            session.watch(film(25), fps=FPS)
-            found.append(logits(session))
-            told.append(session.counters())
-    assert torch.equal(*found) and told[0]["host_bytes_in"] == told[1]["host_bytes_in"]
-    frames = told[0]["host_bytes_in"] / (2 * GROUPS * 16 * 64 * 4)
-    assert frames <= 2 * min(6, 25 - 4) and told[0]["host_gathers"] == told[0]["host_copies_in"]
-    assert told[1]["host_disk_in"] == frames and told[1]["host_gathers"] == 0 < told[1]["host_copies_in"]
-
-
 def test_the_budget_is_in_frames() -> None:
     with open_session("random-qwen", {"name": "rekv", "frames": 6, "window": 8}) as session:
         session.watch(film(20), fps=FPS)

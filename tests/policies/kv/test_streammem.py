@@ -1,7 +1,5 @@
 """StreamMem: what the template's words keep, the prototypes of frames, and frames that are merged, spelled out in loops."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +19,6 @@ from .token_streams import (
     position_ids,
     raw,
     run,
-    same,
     share,
     turned,
     watched,
@@ -91,14 +88,6 @@ def test_what_stays_after_clips(frames: int, prototypes: bool) -> None:
     assert state.units() == 27 and state.length() == HEAD + 27 * TOKENS
 
 
-def test_where_passes_end_changes_nothing() -> None:
-    """As long as the template's words are run when a clip is over; what they say in between is not listened to."""
-    whole = watched(opened(SMALL), 3 * CLIP, CLIP, proxy=True)
-    for step in (1, 3, 5):
-        state = watched(watched(opened(SMALL), 11, step, proxy=True), 13, step, proxy=True)
-        assert same(state, whole)
-
-
 def test_a_proxy_leaves_no_trace_of_its_own() -> None:
     state = watched(opened(SMALL), 5)
     before = state.length(), state.held_columns(), [one.key.clone() for one in state._held if one is not None]
@@ -155,20 +144,3 @@ def test_frames_like_the_one_before_are_merged() -> None:
     assert opened(StreamMem(similar=None)).merge_units(frames)[0] is frames
     half, _ = state.merge_units(frames.half())
     assert half.dtype == torch.float16
-
-
-def test_what_was_broken_off_is_taken_back_and_what_was_saved_goes_on(tmp_path: Path) -> None:
-    state, plain = (watched(opened(SMALL), 13, CLIP, proxy=True) for _ in range(2))
-    mark = state.checkpoint()
-    watched(state, 9, CLIP, proxy=True)
-    state.merge_units(torch.ones(4, TOKENS, 3))
-    state.restore(mark)
-    state.save(tmp_path)
-    other = opened(SMALL)
-    other.load(tmp_path)
-    for memory in (state, plain, other):
-        watched(memory, 14, CLIP, proxy=True)
-    for memory in (state, other):
-        assert same(memory, plain) and memory.counters() == plain.counters()
-    state.reset()
-    assert state.length() == state.held_columns() == state.units() == 0 and state.counters()["pruned"] == 0

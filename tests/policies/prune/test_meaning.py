@@ -132,15 +132,6 @@ def test_random_is_a_fair_lot_of_its_seed() -> None:
     assert len({tuple(RandomPrune(seed=s).keep({}, layout, stage).tolist()) for s in range(9)}) == 9
 
 
-def test_fastv_ranks_by_the_last_word_in_the_layer_before(layout: TokenLayout) -> None:
-    pruner = FastV(retention=0.4, layer=3)
-    (stage,) = pruner.stages(8)
-    assert (stage.layer, stage.attention, stage.hidden) == (3, ((2,),), ())
-    signals = random_signals(layout, stage, asked=4)
-    score = {c: float(signals["attention"][0, 3, c]) for c in visual(layout)}
-    assert pruner.keep(signals, layout, stage).tolist() == whole(layout, top(score, down(0.4, len(score))))
-
-
 def test_fastv_averages_what_it_is_asked_to() -> None:
     pruner = FastV.averaging(0.1, depth=80)
     assert (2 + 78 * pruner.retention) / 80 == pytest.approx(0.1)

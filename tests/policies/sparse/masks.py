@@ -246,14 +246,6 @@ def grid(
     return mask
 
 
-def sliding_window_3d(shape: tuple[int, int, int], window: tuple[int, int, int]) -> np.ndarray:
-    """A token of a grid (frames, rows, columns), in reading order, sees those at most a window away in each direction."""
-    cells = [(t, r, c) for t in range(shape[0]) for r in range(shape[1]) for c in range(shape[2])]
-    return np.array(
-        [[all(abs(a - b) <= w for a, b, w in zip(p, q, window, strict=True)) for q in cells] for p in cells]
-    )
-
-
 def tri_shape(tokens: Sequence[Token], *, sink: int, window: int, bottom: int) -> np.ndarray:
     """The first tokens and the last ones; for the last `bottom` rows, everything."""
     late = np.arange(len(tokens))[:, None] >= len(tokens) - bottom

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from torch import Tensor
 
 import mmaccel
@@ -25,31 +24,13 @@ from mmaccel.policies.sparse.per_head import KIND, SCHEMA, LayerHeads
 from tests.models.tiny_random import BUILD, prompt
 from tests.spies import heard
 
-from .scenes import Scene, scenes, sequence
+from .scenes import Scene, sequence
 
 GRID = dict(name="grid", stride="free", min_stride=2, max_stride=12, last_q=16)
 COLUMNS = dict(name="vertical_slash", vertical=9, slash=4, last_q=16)
 NEAR = dict(name="a_shape", sink=5, window=11)
 NEAREST = AShape(block=16, sink=5, window=11)
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
-
-
-@given(scene=scenes())
-def test_each_head_is_planned_as_if_it_were_alone(scene: Scene) -> None:
-    named = {0: GRID, 1: NEAR, 2: GRID, 3: COLUMNS}
-    pattern = PerHead(block=16, table={5: dict(list(named.items())[: scene.heads])}).for_layer(5)
-    query, key, _ = scene.tensors()
-    layout = scene.layout()
-    queries = layout.select_tokens(slice(scene.start, None))
-    plan = pattern.plan(query, key, queries, layout)
-    assert plan is not None
-    mask = plan.to_mask()
-    group = scene.heads // scene.groups
-    for head in range(scene.heads):
-        own = pattern.pattern_of(head)
-        g = head // group
-        alone = own.plan(query[:, head : head + 1], key[:, g : g + 1], queries, layout)
-        assert alone is not None and torch.equal(mask[:, head], alone.to_mask()[:, 0])
 
 
 def test_queries_and_keys_are_handed_on_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:

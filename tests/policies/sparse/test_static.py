@@ -68,16 +68,6 @@ def test_sf_strided(scene: Scene, strides: dict[str, Any]) -> None:
 VIDEO_ALONE = Scene((sequence([(VIDEO, [12] * 9)]),), heads=1, groups=1)
 
 
-@pytest.mark.parametrize("stride", ["frame", 12])
-def test_equal_frames_are_the_patterns_of_the_paper(stride) -> None:
-    """Of frames of l tokens alone: floor(j / l) = floor(i / l) or j mod l >= l - c; i - j < l or (i - j) mod l = 0."""
-    i, j = np.arange(108)[:, None], np.arange(108)[None]
-    fixed = ((j // 12 == i // 12) | (j % 12 >= 12 - 2)) & (j <= i)
-    assert (VIDEO_ALONE.mask(SFFixed(stride=stride, summary=2, block=16))[0, 0] == fixed).all()
-    strided = ((i - j < 12) | ((i - j) % 12 == 0)) & (j <= i)
-    assert (VIDEO_ALONE.mask(SFStrided(stride=stride, block=16))[0, 0] == strided).all()
-
-
 def marked_frames() -> tuple[Token, ...]:
     """Five frames of 3 rows of 4 cells and a mark each, with timestamps of one and two tokens between; then a question."""
     tokens: list[Token] = [Token(TEXT)] * 3

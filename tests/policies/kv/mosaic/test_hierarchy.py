@@ -57,14 +57,6 @@ def test_a_stream_splits_defers_and_flushes(grown: Hierarchy) -> None:
     audit(grown)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 60])
-def test_clusters_do_not_depend_on_the_cut(chunk: int, stream: Planted, grown: Hierarchy) -> None:
-    tree = tree_of()
-    feed(tree, stream, chunk)
-    assert partition(tree) == partition(grown)
-    assert tree.counters == grown.counters
-
-
 def test_touching_everything_makes_all_owed_splits(
     stream: Planted,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.core.errors import ModelError, RecipeError, StoreError
+from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.policies.kv import _retrieval
 from mmaccel.policies.kv.mosaic import Mosaic
 from tests.policies.kv.mosaic.driven import GROUPS, HEAD, LAYERS, SIZE, TOKENS, WHEEL, Driven
@@ -147,40 +147,6 @@ def test_a_second_question_finds_the_cache() -> None:
     assert driven.counters["fetch_cached"] - before >= 0.8 * LAYERS * 5
 
 
-@pytest.mark.parametrize("encode_frames", [0, 8])
-def test_a_question_leaves_the_stream_as_it_was(encode_frames: int) -> None:
-    asked, silent = Driven(encode_frames=encode_frames), Driven(encode_frames=encode_frames)
-    for _ in range(4):
-        outputs = []
-        for one in (asked, silent):
-            outputs.append(torch.cat(one.watch(16), 2))
-            one.state.finish_intake()
-        assert torch.equal(*outputs) and asked.state.length() == silent.state.length()
-        for name in (2, 0, 5):
-            asked.ask(name)
-    # Questions make the splits that are owed where passes make none.
-    assert (partition(asked.index.tree) == partition(silent.index.tree)) == (encode_frames > 0)
-    if encode_frames:
-        assert torch.equal(asked.ask(1), silent.ask(1))
-    audit(asked.index.tree)
-
-
-@pytest.mark.parametrize("index", ["clusters", "frames"])
-@pytest.mark.parametrize("units", [8, 45])
-def test_saved_and_loaded_it_answers_the_same(tmp_path: Path, units: int, index: str) -> None:
-    fields = {} if index == "clusters" else {"index": index}
-    driven = watched(units, **fields)
-    driven.state.save(tmp_path)
-    again = Driven(**fields)
-    again.state.load(tmp_path)
-    assert torch.equal(driven.ask(3), again.ask(3))
-    a, b = (torch.cat(one.watch(15), 2) for one in (driven, again))
-    assert torch.equal(a, b)
-    assert torch.equal(driven.ask(5), again.ask(5))
-    if not fields:
-        assert partition(driven.index.tree) == partition(again.index.tree)
-
-
 def test_a_damaged_file_is_told(tmp_path: Path) -> None:
     watched(30).state.save(tmp_path)
     whole = (tmp_path / "clusters.safetensors").read_bytes()
@@ -235,23 +201,6 @@ def test_passes_retrieve_nothing_while_all_is_in_the_window() -> None:
     rows = 5 * TOKENS
     assert torch.equal(a[:, :, :rows], b[:, :, :rows])
     assert not torch.allclose(a[:, :, -rows:], b[:, :, -rows:])
-
-
-def test_the_host_s_cap_is_told_and_nothing_is_lost() -> None:
-    unit = LAYERS * 2 * 2 * TOKENS * 8 * 8
-    driven = Driven(store={"host_bytes": unit * 24, "spill": "refuse"})
-    with pytest.raises(StoreError):
-        driven.watch(90)
-    driven.ask(1)
-
-
-def test_the_oldest_may_be_forgotten() -> None:
-    unit = LAYERS * 2 * 2 * TOKENS * 8 * 8
-    driven = Driven(store={"host_bytes": unit * 24, "spill": "drop_oldest"})
-    driven.watch(80)
-    driven.ask(driven.scenes[0])
-    assert driven.counters["host_dropped"] > 0
-    assert [view.key.shape[2] >= 3 + (8 + 2) * TOKENS + 4 for view in driven.seen] == [True] * LAYERS
 
 
 def test_an_endless_stream_may_pass_the_model_s_limit() -> None:

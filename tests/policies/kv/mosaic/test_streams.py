@@ -6,12 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-import mmaccel
-from mmaccel.core.streams.session import VideoSession
-from mmaccel_lab.world import World, render
 from tests.models.streams import FPS, QUESTION, film, open_session
 from tests.policies.kv.mosaic.driven import LAYERS, TOKENS, Driven
-from tests.policies.kv.mosaic.scenes import audit, partition
+from tests.policies.kv.mosaic.scenes import partition
 from tests.policies.kv.mosaic.test_memory import watched
 
 OTHERS = (type, FunctionType, MethodType, ModuleType, torch.nn.Module)
@@ -61,52 +58,6 @@ def test_what_is_not_told_does_not_grow(family: str) -> None:
     assert told[1] - told[0] > 2 * state.geometry.layers * 8 * 100 and beside[1] == beside[0]
 
 
-FRAMES, WINDOW = 500, 24
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
-def test_hundreds_of_frames(name: str) -> None:
-    model, processor = mmaccel.load_model(name).float(), mmaccel.load_processor(name)
-    world = World.generate(113, FRAMES)
-    kv = {"name": "mosaic", "window": WINDOW, "local": 4, "frames": 16, "cache": 16}
-    right = asked = 0
-    with VideoSession(model, processor, {"kv": kv}) as session:
-        table = world.table()
-        for first in range(0, FRAMES, 50):
-            rows = {column: values[first : first + 50] for column, values in table.items()}
-            session.watch(render(rows, 112, 112), fps=1.0)
-        before = session.counters()
-        units = before["units"]
-        assert before["window"] <= 0.1 * units, "nine frames in ten are off the device"
-        assert before["host_units"] == model.config.text_config.num_hidden_layers * (units - before["window"])
-        for question in world.questions(["needle", "combine"]):
-            answer = session.ask(question.text, max_new_tokens=8)
-            asked += 1
-            right += answer.text.strip(" .") == question.answer.strip(" .")
-        after = session.counters()
-    named = ("visual_splits", "deferred", "singletons", "eager_splits", "deferred_splits", "fetch_cached")
-    assert min(after[each] for each in ("recalled", "resolved", "fetch_covered", "host_copies_in")) > 0
-    assert sum(after[each] > 0 for each in named) >= 5, {each: after[each] for each in named}
-    assert asked >= 4 and right >= 0.7 * asked, f"{right} of {asked}"
-
-
-def test_a_broken_question_loses_nothing() -> None:
-    driven = watched(40)
-
-    def breaks(layer: int) -> list[torch.Tensor]:
-        if layer == 1:
-            raise KeyboardInterrupt
-        return driven.question(2)(layer)
-
-    with pytest.raises(KeyboardInterrupt), driven.state.question_scope():
-        driven.run(driven.stream_pass(), breaks, driven.hidden(2))
-    for _ in range(4):
-        driven.ask(2)
-    assert torch.equal(driven.ask(2), driven.ask(2))
-    audit(driven.index.tree)
-
-
 def test_questions_that_break_while_units_come_leave_every_buffer_free() -> None:
     """More of them than there are buffers; broken when the next layer's guess is made, with transfers under way."""
     driven, twin = watched(40, cache=0), watched(40, cache=0)
@@ -150,26 +101,6 @@ def test_what_a_broken_pass_retrieved_is_forgotten() -> None:
     alone.watch(3)
     a, b = (torch.cat([*one.watch(1), *one.watch(20)], 2) for one in (driven, alone))
     assert torch.equal(a, b) and partition(driven.index.tree) == partition(alone.index.tree)
-
-
-@pytest.mark.parametrize("units", [6, 30])
-def test_a_broken_clip_is_taken_back(units: int) -> None:
-    broken, alone = Driven(), Driven()
-    broken.watch(units)
-    mark = broken.state.checkpoint()
-    broken.watch(45)
-    broken.state.begin_pass(broken.stream_pass())
-    broken.state.restore(mark)
-    assert broken.state.units() == units
-    alone.watch(units)
-    for more in (14, 10, 16):
-        for one in (broken, alone):
-            one.watch(more)
-        assert torch.equal(broken.ask(1), alone.ask(1))
-    assert partition(broken.index.tree) == partition(alone.index.tree)
-    assert broken.index.tree.counters == alone.index.tree.counters
-    broken.state.reset()
-    assert broken.state.units() == 0 and broken.state.length() == 0
 
 
 def test_a_question_that_breaks_off_leaves_the_wire_nothing_to_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.products import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
+LAYERS = 3
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 SMALL = {
     "a_shape": {"sink": 16, "window": 32},

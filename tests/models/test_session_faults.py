@@ -22,6 +22,8 @@ TIGHT = every_stream(frames=4, window=6)
 NAME = "random-ov"
 UNIT = 2 * 2 * 16 * 64 * 4 * 2
 """Bytes of a frame on the host, of all layers."""
+KEPT = ("units", "held", "seen", "pruned", "merged", "prototypes", "clusters", "singletons")
+"""Counters of what a stream keeps."""
 
 
 def begun(kv: Any = "rekv", frames: int = 10) -> mmaccel.VideoSession:
@@ -33,11 +35,13 @@ def unharmed(session: mmaccel.VideoSession, error: type[BaseException], match: s
     """What is inside fails in one sentence, and leaves the stream able to go on as if it had not been."""
     kv = session.recipe.kv
     before, count, seconds = logits(session), len(session), session.seconds
+    figures = {name: n for name, n in session.counters().items() if name in KEPT}
     with pytest.raises(error, match=match or None) as caught:
         yield
     if issubclass(error, MmaccelError):
         told = str(caught.value)
         assert told.endswith(".") and "\n" not in told
+    assert figures == {name: n for name, n in session.counters().items() if name in KEPT}
     assert torch.equal(logits(session), before) and len(session) == count and session.seconds == seconds
     with open_session(NAME, kv, count) as twin:
         for one in (session, twin):

@@ -111,6 +111,8 @@ def test_what_stays_after_clips(bucket: int, scatter: float) -> None:
     assert state.counters()["pruned"] == cuts and cuts > 0
     assert state.units() == 2 * CLIP + 5 and state.length() == HEAD + (2 * CLIP + 5) * TOKENS
     assert state.held_columns() == HEAD + (4 + 2 + 5) * TOKENS and state.counters()["resident"] == 4 + 2 + 5
+    state.reset()
+    assert state.length() == state.held_columns() == state.units() == state.counters()["pruned"] == 0
 
 
 def test_a_pass_sees_the_head_and_all_that_is_held_at_true_positions() -> None:

@@ -1,6 +1,7 @@
 """Calls, operators and refusals that a test listens to, and threads beside it."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
@@ -85,6 +86,14 @@ def finish(threads: Iterable[threading.Thread], seconds: float = 30.0) -> None:
     for one in threads:
         one.join(seconds)
         assert not one.is_alive()
+
+
+def until(there: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until it is so, for so long at most."""
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.001)
 
 
 class Ops(TorchDispatchMode):

@@ -33,10 +33,8 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_film(tmp_path_factory.mktemp("slides") / "slides.mkv", len(times), times=times)
 
 
-@pytest.fixture(scope="module")
-def known() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """By memory, what a watch of the slides to their end tells, and what it saves."""
-    return {}
+KNOWN: dict[str, tuple[Any, dict[str, Any]]] = {}
+"""By memory, what a watch of the slides to their end tells, and what it saves."""
 
 
 def memory(folder: Path) -> dict[str, Any]:
@@ -66,7 +64,6 @@ def test_a_killed_watch_goes_on(
     ov: str,
     slides: Path,
     tmp_path: Path,
-    known: Any,
     monkeypatch: pytest.MonkeyPatch,
     kv: str,
     when: str,
@@ -76,11 +73,11 @@ def test_a_killed_watch_goes_on(
     # Saved after each clip, which ends a pass, killed or not.
     monkeypatch.setattr("mmaccel.cli.journal.PeriodicSaver.save_if_due", lambda keeper: keeper.save(False))
     base += ["--save-every", "1e-9"]
-    if kv not in known:
+    if kv not in KNOWN:
         told = call.object(*base, *QUESTIONS, "--save", tmp_path / "whole")
         assert (told["frames"], told["ended"]) == (23, "end")
-        known[kv] = told, memory(tmp_path / "whole")
-    whole, kept_of_it = known[kv]
+        KNOWN[kv] = told, memory(tmp_path / "whole")
+    whole, kept_of_it = KNOWN[kv]
     words = [str(one) for one in (*base, *QUESTIONS, "--save", folder)]
     with monkeypatch.context() as patch:
         if when in ("between two saves", "stopped"):

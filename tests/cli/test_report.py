@@ -67,13 +67,6 @@ def without_images(text: str) -> str:
     return IMAGE.sub("", text)
 
 
-@pytest.fixture
-def streamed(tmp_path: Path) -> str:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(REKV)
-    return str(path)
-
-
 def test_a_session_s_report_is_a_page(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     video = media.Video(film(24), torch.arange(24) / 2.0, 2.0, 2.0, 12.0)
@@ -131,11 +124,10 @@ def test_ask_writes_a_page_and_so_does_report(call: Call, clip: str, ov: str, tm
         assert (other - frame).abs().mean() < 6
 
 
-def test_watch_shows_the_frames_an_answer_rests_on(
-    call: Call, clip: str, ov: str, streamed: str, tmp_path: Path
-) -> None:
-    made, run = tmp_path / "page.html", tmp_path / "run.json"
-    words = f"watch {clip} --model {ov} --recipe {streamed} --fps 0.5 --max-new-tokens 2 --json".split()
+def test_watch_shows_the_frames_an_answer_rests_on(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    made, run, recipe = tmp_path / "page.html", tmp_path / "run.json", tmp_path / "recipe.yaml"
+    recipe.write_text(REKV)
+    words = f"watch {clip} --model {ov} --recipe {recipe} --fps 0.5 --max-new-tokens 2 --json".split()
     status, out, err = call(*words, "--question", "what ?@30", "--question", "how many ?", "--report", made)
     assert status == 0 and err == f"the page of this run: {made}\n"
     told, found = json.loads(out), Page(made.read_text())

@@ -327,15 +327,3 @@ def test_the_sampled_test_sees_a_loop_that_keeps_everything(monkeypatch: pytest.
 
     monkeypatch.setattr(generate, "accept", lenient)
     assert sampled("drawn") < 1e-4
-
-
-def test_without_a_draft_sampling_is_that_of_a_plain_loop() -> None:
-    rule = bigram(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)))
-    torch.manual_seed(3)
-    tokens = list(START)
-    while len(tokens) < 40:
-        tokens.append(int(torch.multinomial(warp(torch.empty(0), rule(tokens)), 1)))
-    torch.manual_seed(3)
-    ids, _, meter = run(rule, Scripted(lambda _: Proposal.empty()), limit(40), toy_prompt(START, warp=warp))
-    assert ids == tokens
-    assert meter.rounds == [(0, 0)] * 37

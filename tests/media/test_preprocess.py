@@ -1,4 +1,4 @@
-"""Pixels against the stock image processors, and against references written another way."""
+"""Pixels against references written another way; `tests/models/test_processor.py` holds them to the stock processors."""
 
 import math
 from typing import Any
@@ -24,7 +24,6 @@ from mmaccel.media.preprocess import (
     through_floats,
     to_frames,
     to_patches,
-    to_square,
     to_tiles,
 )
 from mmaccel.models.llava_onevision import tiled_shape
@@ -143,59 +142,6 @@ def test_the_budget_of_a_whole_video() -> None:
         assert rows * columns <= share
     assert sizes[1] == resized_size(capped, 2000, height, width, False)
     assert sizes[1] > sizes[20] > sizes[2000]
-
-
-@pytest.fixture
-def stock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The stock image processors that need no torchvision, but for the interpolation itself.
-
-    Theirs is Pillow's, which rounds some pixels to the next grey level; everything around it must be equal.
-    """
-    backends = pytest.importorskip("transformers.image_processing_backends")
-
-    def ours(self: Any, image: np.ndarray, size: Any, **_: Any) -> np.ndarray:
-        return resize(torch.from_numpy(np.ascontiguousarray(image))[None], (size.height, size.width))[
-            0
-        ].numpy()
-
-    monkeypatch.setattr(backends.PilBackend, "resize", ours)
-    return pytest.importorskip("transformers")
-
-
-@pytest.mark.parametrize(
-    "settings_",
-    [
-        {},
-        {"size": {"shortest_edge": 784, "longest_edge": 784 * 9}},
-        {"min_pixels": 784 * 30, "max_pixels": 784 * 60, "temporal_patch_size": 1},
-        {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
-    ],
-)
-@pytest.mark.parametrize("size", [(100, 180), (224, 224), (30, 400), (3, 3)])
-def test_patches_of_images_equal_the_stock_ones(
-    stock: Any, settings_: dict[str, Any], size: tuple[int, int]
-) -> None:
-    image = noise(3, *size)
-    wanted = stock.Qwen2VLImageProcessorPil(**{"size": dict(PATCHES.size), **settings_})(
-        image.numpy(), return_tensors="pt", input_data_format="channels_first"
-    )
-    flat, grid = to_patches(image[None], PATCHES.updated(settings_), video=False)
-    assert wanted["image_grid_thw"].tolist() == [list(grid)]
-    torch.testing.assert_close(flat, wanted["pixel_values"], **CLOSE)
-
-
-@pytest.mark.parametrize("size", [(100, 180), (56, 56), (300, 50), (20, 30)])
-def test_tiles_of_images_equal_the_stock_ones(stock: Any, size: tuple[int, int]) -> None:
-    image = noise(3, *size)
-    process = stock.LlavaOnevisionImageProcessorPil(
-        size=dict(TILES.size), image_grid_pinpoints=TILES.image_grid_pinpoints
-    )
-    alone = process([image.numpy()], return_tensors="pt", input_data_format="channels_first")["pixel_values"]
-    torch.testing.assert_close(to_tiles(image, TILES)[None], alone, **CLOSE)
-    pair = process([[image.numpy()] * 2], return_tensors="pt", input_data_format="channels_first")[
-        "pixel_values"
-    ]
-    torch.testing.assert_close(to_square(image, TILES)[None], pair[:1], **CLOSE)
 
 
 @pytest.mark.parametrize("mode", [0, 2, 3])

@@ -12,10 +12,10 @@ import mmaccel
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError
 from mmaccel.models import decode, step
 from mmaccel.models.drafting import split_batch
-from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
+from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import g_test
-from tests.models.tiny_random import BUILD, PROMPTS, batch, often_right, prompt
+from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, batch, often_right, prompt
 from tests.products import crossed
 from tests.spies import heard
 
@@ -56,17 +56,12 @@ def new(ids: torch.Tensor, inputs: dict) -> list[int]:
 
 def strategies(model) -> dict:
     return {
-        "sequential": Sequential(**ALWAYS, model=model, window=3),
+        **{name: one(model, **ALWAYS) for name, one in DRAFTS.items() if name != "off"},
         "pruned": Sequential(**ALWAYS, model=model, window=3, prune={"name": "uniform", "retention": 0.5}),
-        "parallel": Parallel(**ALWAYS, model=model, window=3, process=False),
         "pruned parallel": Parallel(
             **ALWAYS, model=model, window=4, process=False, prune={"name": "attention", "retention": 0.5}
         ),
-        "tree": Tree(**ALWAYS, model=model),
         "dynamic": Tree(**ALWAYS, model=model, shape="dynamic", depth=3, width=3, nodes=8),
-        "text_only": TextOnly(**ALWAYS, model=model, window=2),
-        "prompt_lookup": PromptLookup(**ALWAYS),
-        "sparse_to_dense": SparseToDense(**ALWAYS, window=4, retention=0.5),
     }
 
 

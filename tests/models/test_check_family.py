@@ -13,7 +13,7 @@ from packaging.version import Version
 import mmaccel
 from mmaccel.contract import family
 from mmaccel.core.adapter import ConfigOnlyModel
-from mmaccel.core.attach import adapter_for, family_of
+from mmaccel.core.attach import family_of
 from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.prefill.masked import BidirectionalImages
@@ -24,7 +24,6 @@ from mmaccel.models.generic import Generic, Other
 from mmaccel.models.prompt_layout import timestamp
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
-from mmaccel.models.runner import HFRunner
 from mmaccel.policies.sparse import grid
 from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.k_boundary import KBoundary
@@ -32,7 +31,7 @@ from mmaccel.policies.sparse.orders import Region
 from mmaccel.policies.sparse.q_boundary import QBoundary
 from mmaccel.policies.sparse.tri_shape import TriShape
 from mmaccel.policies.sparse.vertical_slash import VerticalSlash
-from tests.models.tiny_random import EVERY, PROMPTS, prompt, sampler
+from tests.models.tiny_random import sampler
 from tests.products import product
 
 pytestmark = pytest.mark.numeric(by="torch")
@@ -226,15 +225,3 @@ def test_a_time_has_five_characters() -> None:
     }
     assert {time: timestamp(time) for time in times} == times
     assert all(len(timestamp(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))
-
-
-def test_its_steps_are_those_that_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = EVERY["qwen2_vl"]()
-    inputs = prompt("qwen2_vl", PROMPTS["interleaved"])
-    plain = made.generate(**inputs, max_new_tokens=10, do_sample=False)
-    monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    with mmaccel.accelerate(made, draft="prompt_lookup") as fast:
-        runner = HFRunner.open(made, adapter_for(made))
-        assert runner.steps is not None
-        assert torch.equal(made.generate(**inputs, max_new_tokens=10, do_sample=False), plain)
-        assert fast.report().new_tokens == 10

@@ -19,9 +19,10 @@ from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.models.signals import SignalProbe
-from mmaccel.policies.draft import Parallel, Sequential, Tree
+from mmaccel.policies.draft import Sequential
 from mmaccel.policies.kv.no_cache import _Frames
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
+from tests.models.tiny_random import DRAFTS
 from tests.products import crossed
 from tests.spies import returned
 
@@ -41,22 +42,12 @@ def asked(kv: Any, draft: Any, frames: int = 18, name: str = "random-qwen", **ch
         return answer, dict(stream.counts) if isinstance(stream, LocalDraftStream) else {}
 
 
-@crossed(kv=TIGHT, prune=PRUNERS)
-def test_a_draft_reads_a_part_of_what_it_recalls(kv: str, prune: str) -> None:
-    model = pair("random-qwen")[0]
-    given: Any = {"name": prune, "retention": 0.25}
-    answer, counts = asked(TIGHT[kv], Sequential(model=model, window=3, prune=given))
+@crossed(kv=TIGHT, prune=PRUNERS, draft=("sequential", "parallel", "tree"))
+def test_a_draft_reads_a_part_of_what_it_recalls(kv: str, prune: str, draft: str) -> None:
+    given = {"name": prune, "retention": 0.25}
+    answer, counts = asked(TIGHT[kv], DRAFTS[draft](pair("random-qwen")[0], prune=given))
     assert answer.ids == asked(TIGHT[kv], "off")[0].ids and answer.counters["drafted"] > 0
     assert counts["visual"] > 0 and counts["visual from layer 0"] == int(0.25 * counts["visual"])
-
-
-@pytest.mark.parametrize("draft", [Parallel, Tree])
-def test_every_draft_that_watches_is_pruned(draft: Any) -> None:
-    more: Any = {"process": False, "prune_when": "measured"} if draft is Parallel else {}
-    made = draft(model=pair("random-qwen")[0], prune="uniform", **more)
-    answer, counts = asked(TIGHT["mosaic"], made)
-    assert answer.ids == asked(TIGHT["mosaic"], "off")[0].ids
-    assert 0 < counts["visual from layer 0"] == int(0.1 * counts["visual"])
 
 
 @pytest.mark.parametrize("kv", ALL)

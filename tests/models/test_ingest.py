@@ -32,7 +32,6 @@ from tests.models.streams import (
     open_session,
     pair,
     plain,
-    resumed,
     said,
 )
 from tests.products import crossed
@@ -235,16 +234,6 @@ def test_a_store_that_is_full_when_the_film_ends_leaves_the_stream_as_it_was() -
         with pytest.raises(ZeroDivisionError):
             session.ingest(film(9), progress=lambda done, total: 1 / 0)  # type: ignore[arg-type,return-value]
         assert len(session) == 0 and session.counters() == {}
-
-
-@pytest.mark.parametrize("kv", ROOMY)
-def test_saved_and_loaded_after_an_ingestion_it_is_equal(tmp_path: Path, kv: str) -> None:
-    with open_session("random-qwen", ROOMY[kv]) as session:
-        session.ingest(film(19), fps=FPS)
-        with resumed(session, tmp_path / "stream") as other:
-            for one in (session, other):
-                one.watch(film(22)[19:], fps=FPS)
-            assert torch.allclose(logits(other), logits(session), atol=EQUAL)
 
 
 def test_progress_and_bad_input_are_those_of_watch() -> None:

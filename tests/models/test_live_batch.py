@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from mmaccel.models.packed import JoinedStreams
 from mmaccel.models.stream import HFStreamAdapter
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, told
 from tests.products import crossed
-from tests.spies import beside, broken, finish, heard
+from tests.spies import beside, broken, finish, heard, until
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -54,13 +54,6 @@ def at_once(sessions: list[mmaccel.VideoSession]) -> list[Any]:
         found = [one.exception(60) or one.result() for one in futures]
     assert not turns.waiting_passes and turns._holder is None
     return found
-
-
-def until(there: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -20,10 +20,11 @@ from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.core.streams.stream_runner import StreamRunner
-from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, TextOnly, Tree
+from mmaccel.policies.draft import Parallel, Sequential, TextOnly, Tree
 from mmaccel.policies.kv.recent import Recent
 from mmaccel.policies.sparse.a_shape import AShape
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
+from tests.models.tiny_random import DRAFTS
 from tests.products import crossed
 from tests.spies import heard, returned
 
@@ -37,14 +38,10 @@ TOKENS = 14
 def drafts(name: str) -> dict[str, Any]:
     """Drafts that run on streams, by the model itself where they take one."""
     model = pair(name)[0]
-    return {
-        "prompt_lookup": PromptLookup(),
-        "text_only": TextOnly(model=model, window=3),
-        "sequential": Sequential(model=model, window=3),
-        "parallel": Parallel(model=model, window=3, process=False),
-        "tree": Tree(model=model),
-        "dynamic": Tree(model=model, shape="dynamic", depth=3, width=2, nodes=6),
+    made = {
+        one: DRAFTS[one](model) for one in ("prompt_lookup", "text_only", "sequential", "parallel", "tree")
     }
+    return {**made, "dynamic": Tree(model=model, shape="dynamic", depth=3, width=2, nodes=6)}
 
 
 LOOKS = ("sequential", "parallel", "tree", "dynamic")

@@ -227,19 +227,6 @@ def test_a_session_s_frames_are_seen_in_parts_too(name: str, monkeypatch: pytest
     assert not set(KEPT) & set(model.model.__dict__)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_it_says_what_it_said(dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = BUILD["llava"](), prompt("llava", PROMPTS["long"])
-    monkeypatch.setattr(modules, "PATCHES", 160)
-    with torch.no_grad(), mmaccel.accelerate(model, Recipe()), calls(model) as seen:
-        plain = model(**inputs).logits
-        compiled = torch.compile(model, backend="eager")
-        for _ in range(2):
-            assert torch.equal(compiled(**inputs).logits, plain)
-        assert len(seen) == 12 and max(seen) == 160
-
-
 class Kept(Repeated):
     """Results lie in fixed places also where no others are given, as those of a graph do."""
 

@@ -35,7 +35,8 @@ from tests.serve.conftest import (
     text,
     video,
 )
-from tests.serve.test_load import CHAT, eventually, head, raw, without_end
+from tests.serve.test_load import CHAT, head, raw, without_end
+from tests.spies import until
 
 # --- Sockets ----------------------------------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ def test_messages_of_sockets_are_capped_and_not_compressed() -> None:
             assert heard(one, "ready") and heard(two, "ready")
             with talking(served, path, **key_of) as three, pytest.raises(ConnectionClosed, match="too many"):
                 three.recv(timeout=20)
-        eventually(lambda: not any(served.app.state.streams._sockets.values()))
+        until(lambda: not any(served.app.state.streams._sockets.values()))
 
 
 def test_frames_that_wait_are_capped_in_bytes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +141,7 @@ def test_a_kept_video_counts_with_its_host_memory() -> None:
         assert served.chat(
             [video(frames_url(40)), text()], max_tokens=1, mmaccel={"recipe": "mosaic"}
         ).is_success
-        eventually(lambda: not served.engine.kept._videos)
+        until(lambda: not served.engine.kept._videos)
 
 
 def test_shrinking_leaves_what_was_made_meanwhile() -> None:
@@ -204,12 +205,12 @@ def test_calls_on_streams_of_one_caller_are_bounded() -> None:
         for one in clients:
             one.sendall(head(len(asked), f"{path}/ask") + asked)
         (turns,) = served.app.state.streams._calls.values()
-        eventually(lambda: len(turns) == 1)
+        until(lambda: len(turns) == 1)
         assert client.post(f"{path}/ask", json={"question": QUESTION}).status_code == 429
         assert threading.active_count() <= began + 2
         for one in clients:
             one.close()
-        eventually(lambda: turns._free == 1)
+        until(lambda: turns._free == 1)
 
 
 def test_frames_have_the_time_of_a_request_and_end_with_their_client(
@@ -229,9 +230,9 @@ def test_frames_have_the_time_of_a_request_and_end_with_their_client(
     body = json.dumps({"frames": [jpegs()[0]]}).encode()
     one = raw(served)
     one.sendall(head(len(body), f"{stream}/frames") + body)
-    eventually(lambda: seen)
+    until(lambda: seen)
     one.close()
-    eventually(lambda: "ended" in seen, 5)
+    until(lambda: "ended" in seen, 5)
     assert 500 < seen[0] <= 600
 
 
@@ -254,9 +255,9 @@ def test_a_client_that_leaves_ends_its_download_first(monkeypatch: pytest.Monkey
         one = raw(served)
         one.sendall(head(len(asked)) + asked)
         under_way = served.engine._fetching
-        eventually(lambda: under_way and under_way["local"].locked())
+        until(lambda: under_way and under_way["local"].locked())
         one.close()
-        eventually(lambda: not under_way["local"].locked(), 5)
+        until(lambda: not under_way["local"].locked(), 5)
         assert ended.is_set()
 
 
@@ -319,7 +320,7 @@ def test_who_waits_for_a_copy_has_its_time_and_makes_one_where_that_failed(
 
     first = threading.Thread(target=make)
     first.start()
-    eventually(lambda: engine.copies._made["dense"] == 1)
+    until(lambda: engine.copies._made["dense"] == 1)
     with pytest.raises(Ended), engine._copy_of("dense", Deadline(0.2)):
         pass
     threading.Timer(0.3, fails.set).start()
@@ -368,4 +369,4 @@ def test_a_stream_that_cannot_close_does_not_keep_others_open(monkeypatch: pytes
     monkeypatch.setattr(mmaccel.AsyncVideoSession, "close", failing)
     with running(Settings(limits=Limits(idle_seconds=0.3))) as served, served.client() as client:
         opened(client), opened(client)
-        eventually(lambda: len(calls) == 2)
+        until(lambda: len(calls) == 2)

@@ -33,15 +33,10 @@ def bomb(side: int = 4096) -> bytes:
     return file.getvalue()
 
 
-@pytest.fixture
-def undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing may be decoded."""
-    monkeypatch.setattr(sources, "read_image", Mock(side_effect=AssertionError("it was decoded")))
-
-
 def test_frames_that_are_too_large_together_are_not_decoded(
-    served: Served, client: Any, stream: str, undecoded: None
+    served: Served, client: Any, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sources, "read_image", Mock(side_effect=AssertionError("it was decoded")))
     one = base64.b64encode(bomb()).decode()
     many = [one] * 100  # 5 GB of 70 kB
     told = served.chat([video("data:video/webp;base64," + ",".join(many)), text()])

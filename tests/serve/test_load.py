@@ -36,19 +36,12 @@ from tests.serve.conftest import (
     text,
     video,
 )
-from tests.spies import broken
+from tests.spies import broken, until
 
 
 def body(words: str = QUESTION, frames: int = 4, **fields: Any) -> dict[str, Any]:
     content = [video(frames_url(frames)), text(words)]
     return {"model": "tiny-ov", "messages": [{"role": "user", "content": content}], **fields}
-
-
-def eventually(holds: Any, seconds: float = 15) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come to be"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("many", [36, pytest.param(500, marks=pytest.mark.slow)])
@@ -110,7 +103,7 @@ def test_a_busy_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(Settings(limits=Limits(at_once=1, waiting=1))) as served, served.client() as client:
         with ThreadPoolExecutor(2) as pool:
             found = [pool.submit(client.post, CHAT, json=asked) for _ in range(2)]
-            eventually(lambda: len(served.engine.turns) == 1)
+            until(lambda: len(served.engine.turns) == 1)
             refused = client.post(CHAT, json=asked)
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
             go.set()
@@ -130,7 +123,7 @@ def test_one_caller_does_not_keep_another_waiting() -> None:
 
         with ThreadPoolExecutor(20) as pool:
             all_of_them = [pool.submit(ask, many, "many") for _ in range(20)]
-            eventually(lambda: len(served.engine.turns) >= 10)
+            until(lambda: len(served.engine.turns) >= 10)
             ask(late, "late")
         assert all(one.result() is None for one in all_of_them)
     assert order.index("late") < 12
@@ -164,7 +157,7 @@ def test_a_client_that_reads_slowly_holds_nobody_up(served: Served) -> None:
     for one in slow:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         one.sendall(head(len(asked)) + asked)
-    eventually(lambda: served.engine.turns._free == served.engine.settings.limits.at_once)
+    until(lambda: served.engine.turns._free == served.engine.settings.limits.at_once)
     assert served.chat([text("hello")], max_tokens=1).status_code == 200
     for one in slow:
         found = b""
@@ -207,11 +200,11 @@ def test_a_client_that_leaves_ends_its_answer(unending: Served, recipe: str, str
         written = json.dumps(asked).encode()
         one = raw(served)
         one.sendall(head(len(written), path) + written)
-        eventually(lambda: len(tokens) > 5)
+        until(lambda: len(tokens) > 5)
         one.close()
-        eventually(lambda: served.engine.turns._free == served.engine.settings.limits.at_once, 8)
-        eventually(lambda: not any(one.busy for one in streams._open.values()), 8)
-        eventually(lambda: not len(served.engine.batch), 8)
+        until(lambda: served.engine.turns._free == served.engine.settings.limits.at_once, 8)
+        until(lambda: not any(one.busy for one in streams._open.values()), 8)
+        until(lambda: not len(served.engine.batch), 8)
         assert len(tokens) < 600
     finally:
         served.engine.processor.decode = decode

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.errors import DraftError, ModelError, RecipeError
@@ -240,11 +240,6 @@ def test_what_nobody_judged_is_forgotten(seed: int, window: int) -> None:
             state.observe(torch.cat([proposal.ids[:kept], torch.tensor([2])]), kept)
         found.append((seen, state._open().length()))
     assert found[0] == found[1]
-
-
-def test_lookback_covers_a_whole_window() -> None:
-    assert Sequential(model=nn.Linear(1, 1), window=7).max_rollback == 8
-    assert "rollback" in Sequential.needs
 
 
 @given(st.integers(0, 9999), st.floats(0.05, 1.0))

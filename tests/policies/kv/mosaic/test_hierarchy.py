@@ -44,14 +44,9 @@ def stream() -> Planted:
     return plant(SCENES)
 
 
-@pytest.fixture(scope="module")
-def grown(stream: Planted) -> Hierarchy:
-    tree = tree_of()
-    feed(tree, stream, 5)
-    return tree
-
-
-def test_a_stream_splits_defers_and_flushes(grown: Hierarchy) -> None:
+def test_a_stream_splits_defers_and_flushes(stream: Planted) -> None:
+    grown = tree_of()
+    feed(grown, stream, 5)
     counters = grown.counters
     assert min(counters[name] for name in ("visual_splits", "deferred", "singletons", "flushed", "cuts")) > 0
     audit(grown)

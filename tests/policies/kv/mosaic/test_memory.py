@@ -93,15 +93,6 @@ def test_a_guess_by_this_layer_s_query_is_right_where_layers_agree(monkeypatch: 
     assert 0.5 < told["prefetch_coverage"] <= 1 and told["fetch_slack_s"] > 0
 
 
-@pytest.mark.parametrize("step", [1, 3, 11])
-def test_chunks_change_neither_clusters_nor_outputs(step: int) -> None:
-    whole, cut = Driven(encode_frames=0), Driven(encode_frames=0)
-    a, b = torch.cat(whole.watch(80, 80), 2), torch.cat(cut.watch(80, step), 2)
-    torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
-    torch.testing.assert_close(whole.ask(2), cut.ask(2), atol=1e-12, rtol=0)
-    assert partition(whole.index.tree) == partition(cut.index.tree)
-
-
 def test_single_precision_is_near_double_s() -> None:
     whole = watched(40, 8, dtype=torch.float32, **ALL)
     cut = watched(40, 3, dtype=torch.float32, **ALL)

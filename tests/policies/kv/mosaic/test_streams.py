@@ -1,4 +1,4 @@
-"""Sessions with the memory `mosaic`: far longer than its window, and broken off in the midst; nothing is lost."""
+"""Streams with the memory `mosaic`: long, and broken off in the midst; nothing is lost."""
 
 from types import FunctionType, MethodType, ModuleType
 from typing import Any

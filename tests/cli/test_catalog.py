@@ -36,22 +36,6 @@ def test_the_page_is_what_recipes_say(call: Call) -> None:
     assert all(f"`{name}`" in told for slot in pairs.SLOTS for name in registry(slot))
 
 
-def test_a_cell_is_yes_or_the_reason_without_names() -> None:
-    told = pairs.why_pair_refused("draft", "prune", "sparse_to_dense", "dycoke")
-    assert told.startswith("prune chooses what each decoded token sees") and "'dycoke'" not in told
-    assert pairs.why_pair_refused("draft", "prune", "sparse_to_dense", "fastv") == pairs.YES
-    assert (
-        pairs.why_pair_refused("kv", "prune", "rekv", "fastv")
-        == pairs.why_pair_refused("kv", "prune", "window", "fastv")
-        == pairs.YES
-    )
-    assert pairs.why_pair_refused("sparse", "kv", "grid", "rekv") == pairs.YES
-    assert pairs.why_pair_refused("sparse", "kv", "grid", "window") == pairs.YES
-    assert "takes a prompt in as a stream" in pairs.why_pair_refused("kv", "draft", "rekv", "sparse_to_dense")
-    assert pairs.why_pair_refused("kv", "draft", "rekv", "sequential") == pairs.YES
-    assert pairs.why_pruner_refused("sequential", "uv") == pairs.YES != pairs.why_pruner_refused("off", "uv")
-
-
 def test_a_refused_pruner_of_a_draft_names_both_and_what_runs() -> None:
     for draft, prune in itertools.product(registry("draft"), registry("prune")):
         told = pairs.refusal_or_yes(partial(pairs.build_with_defaults, "draft", draft, prune=prune))

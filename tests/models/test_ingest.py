@@ -325,13 +325,6 @@ def test_live_frames_stay_as_they_are_and_the_report_says_so() -> None:
     assert report.kept is None and "the pattern acts on those given to ingest" in report.notes[0]
 
 
-def test_no_cache_runs_its_picked_frames_under_the_pattern() -> None:
-    with open_session("random-ov", "no_cache", FRAMES, sparse=FEW["a_shape"], backend="reference") as session:
-        session.ask(QUESTION, 2)
-        report = session.report()
-    assert report.kept is not None and report.kept < 1 and report.notes == ()
-
-
 def test_dense_layers_stay_dense() -> None:
     how: dict[str, Any] = {"sparse": FEW["a_shape"], "backend": "reference", "dense_layers": (0,)}
     with open_session("random-ov", ROOMY["rekv"], **how) as session:

@@ -139,16 +139,6 @@ def test_a_full_disk_is_told_and_nothing_is_lost(
         session.watch(film(25), fps=FPS)
 
 
-def test_oldest_units_may_be_dropped() -> None:
-    fields = {**TIGHT["rekv"], "store": {"host_bytes": 60 * UNIT, "spill": "drop_oldest"}}
-    with begun(fields, 10) as session:
-        for _ in range(8):
-            session.watch(film(25), fps=FPS)
-        answer = session.ask(QUESTION, 2)
-        assert answer.counters["host_dropped"] > 0
-        assert answer.evidence and min(one.frames[0] for one in answer.evidence) > 0
-
-
 def held(session: mmaccel.VideoSession) -> list[list[int]]:
     """Of each layer the units on the host."""
     store = session._live.state.store  # type: ignore[union-attr]

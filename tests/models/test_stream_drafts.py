@@ -20,7 +20,7 @@ from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.core.streams.stream_runner import StreamRunner
-from mmaccel.policies.draft import Parallel, Sequential, TextOnly, Tree
+from mmaccel.policies.draft import Parallel, Sequential, Tree
 from mmaccel.policies.kv.recent import Recent
 from mmaccel.policies.sparse.a_shape import AShape
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair

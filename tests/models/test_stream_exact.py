@@ -46,12 +46,6 @@ def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
         assert session.ask(QUESTION, 4).text == said(name, 13, 4)
 
 
-@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
-def test_compact_positions_are_the_true_ones_when_nothing_is_left_out(kv: str) -> None:
-    with open_session("random-qwen", {**WHOLE[kv], "positions": "compact"}, 13) as session:
-        assert (logits(session) - plain("random-qwen", 13)).abs().max() <= TOLERANCE
-
-
 @pytest.mark.parametrize(("name", "kv"), [*(("random-qwen", kv) for kv in TIGHT), ("random-ov", "mosaic")])
 def test_saved_and_loaded_it_goes_on(tmp_path: Path, name: str, kv: str) -> None:
     frames = film(25)
@@ -107,17 +101,6 @@ def test_a_unit_that_is_not_complete_is_seen_as_the_processor_fills_it(kv: str, 
         for frame in frames:
             session.watch(frame[None], fps=FPS)
         assert (logits(session) - plain("random-qwen", count)).abs().max() <= TOLERANCE
-
-
-def test_clusters_of_short_films_split_and_are_retrieved() -> None:
-    """What is shown above of `mosaic` is shown of a stream with clusters, not of one that has not begun to cluster."""
-    with open_session("random-ov", TIGHT["mosaic"]) as session:
-        session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
-        session.ask(QUESTION, 2)
-        told = session.counters()
-    named = ("clusters", "visual_clusters", "eager_splits", "deferred", "singletons", "resolved", "recalled")
-    assert min(told[name] for name in named) > 0, {name: told[name] for name in named}
-    assert told["deferred_splits"] > 0 and told["resident"] == 8 < told["units"]
 
 
 FRAMES = 22
@@ -257,13 +240,3 @@ def test_a_call_plans_what_it_ingests_and_a_long_question(
             assert report.kept is not None and (report.kept < 1) == (sparse is not ALL)
     assert (said[0] - said[1]).abs().max() <= EQUAL
     assert (said[0][0] - said[2][0]).abs().max() > 100 * EQUAL
-
-
-def test_a_pruner_of_what_is_recalled_and_a_pattern_act_together() -> None:
-    prune = {"name": "fastv", "retention": 0.5, "layer": 1}
-    with watched("random-ov", "full", sparse=ALL, prune=prune, **HOW) as sparse:
-        with watched("random-ov", "full", prune=prune) as dense:
-            assert (logits(sparse, LONG) - logits(dense, LONG)).abs().max() <= EQUAL
-        sparse.ask(LONG, 2)
-        told, report = sparse.counters(), sparse.report()
-    assert told["visual from layer 1"] < told["visual"] and report.kept is not None

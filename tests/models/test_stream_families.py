@@ -342,20 +342,3 @@ def test_running_states_come_back_after_errors_questions_and_drafts(
         for each in (quiet, one):
             each.watch(frames[24:], fps=FPS)
         assert torch.allclose(logits(one, QUESTION), logits(quiet, QUESTION), atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "internvl"])
-def test_a_stored_video_under_a_pattern(kind: str) -> None:
-    """A pattern that lists everything changes nothing, one that does not something."""
-    found = []
-    for sparse in (
-        "dense",
-        {"name": "a_shape", "window": 1 << 16},
-        {"name": "a_shape", "sink": 16, "window": 32, "block": 16},
-    ):
-        with session(kind, "rekv", sparse=sparse, chunk=256, dense_tail=0) as one:
-            one.ingest(film(30, kind), fps=FPS)
-            found.append((logits(one, QUESTION), one.report().kept))
-    dense, listed, sparse_ = found
-    assert (dense[0] - listed[0]).abs().max() <= CLOSE
-    assert sparse_[1] is not None and 0 < sparse_[1] < 1 and (dense[0] - sparse_[0]).abs().max() > 1e-4

@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 from mmaccel import media
-from mmaccel.core.report_page import describe_memory, render_page
+from mmaccel.core.report_page import describe_draft, describe_memory, render_page
 from mmaccel.media.thumbnail import SIDE, jpeg
 from tests.cli import Call
 from tests.models.streams import QUESTION, film, open_session
@@ -195,3 +195,9 @@ def test_more_places_than_tokens_are_told_as_copies() -> None:
     """A memory of streams that answered holds what the question sees a second time."""
     assert describe_memory({"held": 20.0, "seen": 21.0}) == "20 of 21 tokens held"
     assert describe_memory({"held": 30.0, "seen": 21.0}) == "30 places for 21 tokens: a question holds copies"
+
+
+def test_a_draft_is_told_as_mmaccel_watch_writes_it() -> None:
+    """Its file has no length of each round."""
+    told = describe_draft({"rounds": 16, "proposed": 80, "accepted": 38, "failed": None, "notes": []})
+    assert told == "38 of 80 accepted in 16 rounds, 2.38 a round"

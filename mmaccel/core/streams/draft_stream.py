@@ -106,6 +106,7 @@ class LocalDraftStream(DraftStream):
 
     @property
     def pruned(self) -> int:
+        """Number of retrieved tokens that the pruner left out of the question that is being asked."""
         counts = [*self.counts.values()] or [0, 0]
         return int(counts[0] - counts[1])
 

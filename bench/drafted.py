@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from watching import HELD, Sizes
 
 import mmaccel
+from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
+from mmaccel.core.decoding.watching import DraftStreamSettings
 from mmaccel.core.decoding.worker import READY, SocketEnd, Worker
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.policies.draft import Parallel, Sequential
@@ -110,8 +112,10 @@ def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
     family = adapter_for(model)
     wire.send(READY, family.geometry(model).vocab)
 
-    def watch(processor: Any, *given: Any) -> Any:
-        return draft_stream(family.stream_adapter(model, processor), *given)
+    keeper = ModelView(model, family, adapter_for)
+
+    def watch(told: DraftStreamSettings) -> Any:
+        return draft_stream(model, told, keeper)
 
     with without_tower(frames, kinds), replaying(None, 1.0):
         serve_decoder(

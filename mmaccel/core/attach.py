@@ -94,7 +94,7 @@ class StreamModel(ABC):
 
     @abstractmethod
     def question(self, text: Any) -> Question:
-        """Return the `Question` for `text`, asked after the video; a model that reads one fixed prompt ignores `text`."""
+        """Return the `Question` for `text`, asked after the video: a text or messages, or all ids [1, S] of a prompt."""
 
     @abstractmethod
     def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:

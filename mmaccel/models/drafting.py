@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -257,12 +258,20 @@ class _Sequence:
                 if state is not None:
                     state.keep_columns(columns)
 
-        pruner = probe = listener = None
-        try:
+        def begin_draft(prompt: Prompt) -> None:
             with careful.drop_on_error():
                 if draft.active:
-                    state = careful.state = draft.open(owner.view)
-                    state.begin(prompt)
+                    careful.state = draft.open(owner.view)
+                    careful.state.begin(prompt)
+
+        pruner = probe = listener = None
+        # A memory of streams has a draft's own stream read the prompt, and asks it with the target.
+        streamed = isinstance(runner, PromptRunner) and "video" in draft.needs
+        try:
+            if not streamed:
+                begin_draft(prompt)
+            with careful.drop_on_error() as state:
+                if state is not None:
                     pruner, probe = state.pruner(draft.pruner), state.probe()
             if pruner is not None:
                 layout, new = attachment.family.layout(attachment.model, given), None
@@ -279,8 +288,15 @@ class _Sequence:
             self.cache = runner.cache
             if listener is not None:
                 listener.close()
-            if isinstance(self.runner, PromptRunner):
-                stopping_criteria.append(self.runner.position_limit(self.read))
+            if isinstance(runner, PromptRunner):
+                stopping_criteria.append(runner.position_limit(self.read))
+                if streamed:
+                    words = {"input_ids": input_ids}
+                    prompt = replace(prompt, inputs=words, past=None, stream=runner.drafts.stream)
+                    if runner.drafts.failed:
+                        self.meter.draft_failed(runner.drafts.failed)
+                    else:
+                        begin_draft(prompt)
             self.decoding = Speculation(
                 self.runner,
                 careful,

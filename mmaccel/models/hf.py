@@ -67,7 +67,6 @@ class Attachment(Attaching):
         self.opened: Any = torch.compiler.disable(owner.register_state)
         _untraced()
         self.pruning: Pruning | None = None
-        self.stream_steps: Any = None  # captured steps of prompts on a memory of streams
         self.attach(self._lay)
 
     def _lay(self) -> None:

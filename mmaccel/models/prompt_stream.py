@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Branches, Runner
-from mmaccel.core.attach import StreamModel
+from mmaccel.core.adapter import Branches, ModelView, Runner
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.decoding.watching import QuestionAttention
+from mmaccel.core.decoding.watching import DraftStreamSettings
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.prune import Probe
 from mmaccel.core.streams.asking import QuestionRunner, run_question
-from mmaccel.core.streams.listening import AttentionRecording
+from mmaccel.core.streams.draft_stream import PromptAdapter
 from mmaccel.core.streams.parts import Moment, Question, concat_padded
-from mmaccel.core.streams.stream_runner import StreamRunner
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
 from mmaccel.models import deepstack, units
 from mmaccel.models.attention import MaxLength
 from mmaccel.models.hf import Attachment
@@ -41,7 +41,6 @@ from mmaccel.models.prompt_layout import (
 )
 from mmaccel.models.runner import HFRunner, open_runner
 from mmaccel.models.sequences import StreamCache
-from mmaccel.models.signals import SignalProbe
 from mmaccel.models.step import StreamSteps
 from mmaccel.models.stream import StreamPasses
 
@@ -49,17 +48,28 @@ NO_FRAMES = (0, 1, 1, 1)
 """The shape of the frames of a prompt without video."""
 
 
-class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
-    """A model as a stream sees it (`StreamModel`), reading one prompt of `generate`.
+class PromptModel(StreamPasses, PromptAdapter):  # type: ignore[override]
+    """The target's `PromptAdapter`, of its `attachment`, or a draft's.
 
-    inputs  of one sequence: ids [1, S], pixels, grids; no padding
-    frames  [T, ...] pixels of the video, a row per frame; empty without video
-    times   seconds at which each frame was shown, as far as the inputs tell
+    inputs  those given; without pixels once they have been read
+    times   as far as the inputs tell
     """
 
-    def __init__(self, attachment: Attachment, inputs: Inputs) -> None:
-        super().__init__(attachment.model, attachment.family, attachment)
-        self.inputs = inputs
+    def __init__(
+        self,
+        model: nn.Module,
+        family: Any,
+        inputs: Inputs,
+        keeper: ModelView,
+        attachment: Attachment | None = None,
+    ) -> None:
+        super().__init__(model, family, attachment)
+        self._keeper = keeper
+        # A video's pixels stay where they are, and go to the device some frames at a time.
+        self.inputs = inputs = {
+            name: x.to(self.device) if isinstance(x, Tensor) and name != PIXELS[VIDEO] else x
+            for name, x in inputs.items()
+        }
         self.ids = ids = inputs["input_ids"]
         self.layout = layout = self.family.layout(self.model, inputs)
         self._video = self._longest(layout)
@@ -67,8 +77,8 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         own, others = self._shares(layout)
         if not self._head or self._inside == ids.shape[1]:
             raise ModelError(
-                f"input_ids: kv {attachment.owner.recipe.kv.name!r} needs text before a video and behind it; build the "
-                "prompt with the model's chat template."
+                "input_ids: a kv for streams needs text before a video and behind it; build the prompt with the model's "
+                "chat template."
             )
         self._made: Callable[[Tensor], dict[str, Any]] = dict
         self.frames, seconds = torch.empty(NO_FRAMES), 1.0
@@ -94,39 +104,40 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
                 self._rest = (deepstack.join_rows(given) if levels else given["inputs_embeds"])[0]
         else:
             self._rest = self.token_embeds(rest)
-        self.ask(ids)
 
     @property
     def begun(self) -> Tensor:
         """The ids [n] up to the last image or video, which no later turn changes."""
         return self.ids[0, : self._tail + self._seen]
 
-    def ask(self, ids: Tensor) -> None:
-        """Take what follows the video in `ids` [1, S] for the question; they begin with `begun`."""
-        if ids is not self.ids:
+    def question(self, text: Any) -> Question:
+        """What follows the video in the ids `text` [1, S], which begin with `begun`; for any words, in the prompt's own."""
+        ids = self.ids if isinstance(text, str) else text.to(self.device)
+        if not torch.equal(ids, self.ids):
             begun, self.ids = len(self.begun), ids
             layout = self.layout.select_tokens(slice(0, begun)).extend(ids.shape[1] - begun)
             asked = question_mask(self.model, ids.to(layout.device), layout.modality, layout.segment)
             self.layout = replace(layout, asked=asked)
         tail = ids[0, self._tail :]
         own = self.layout.select_tokens(slice(self._tail, None)).to(self.device)
-        text = (own.modality[0] == TEXT).tolist()
-        words = last_words(tail.tolist(), text, *markup_ids(self.model), int(ids[0, 0]))
+        is_text = (own.modality[0] == TEXT).tolist()
+        words = last_words(tail.tolist(), is_text, *markup_ids(self.model), int(ids[0, 0]))
         own = replace(own, position=torch.arange(own.length, device=own.device)[None])
         rows = concat_padded([self._rest[self._head :], self.token_embeds(tail[self._seen :])])
-        self._question = Question(tail, words, rows, self._seen, own)
+        return Question(tail, words, rows, self._seen, own)
 
-    def let_go(self) -> None:
-        """Let go of the inputs, which have been read."""
+    def read_into(self, live: StreamRunner, deadline: Deadline) -> None:
+        live.take_frames(self.frames, self.times, lambda read: None, deadline, live.kv.ingests)
+        deadline.check()
+        live.state.finish_intake()
         self.inputs, self.frames = {}, torch.empty(NO_FRAMES)
 
     @property
     def _few(self) -> StreamSteps:  # type: ignore[override]
         """One for all prompts of the recipe, whose steps are then captured once."""
-        attachment = self._attachment
-        if attachment.stream_steps is None:
-            attachment.stream_steps = StreamSteps(self.model, self.family)
-        return attachment.stream_steps  # type: ignore[no-any-return]
+        made = partial(StreamSteps, self.model, self.family)
+        name = f"steps of prompts {id(self.model)}"
+        return self._keeper.cached(name, made, lambda steps: steps.model is self.model)  # type: ignore[no-any-return]
 
     @staticmethod
     def _longest(layout: TokenLayout) -> int | None:
@@ -181,14 +192,6 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
         several = {name: torch.cat(some).to(self.device) for name, some in rest.items()}
         return own, others | {name: x for name, x in several.items() if len(x)}
 
-    def spread_attention(self, heard: QuestionAttention) -> Tensor:
-        """Spread the question's attention `heard` over the prompt's tokens: [k, 1, S], 0 outside frames."""
-        out = heard.paid.new_zeros(len(heard.paid), 1, self.ids.shape[1])
-        tokens = torch.arange(self._inside - self._head, device=out.device)
-        unit = self._unit
-        out[:, 0, self._head : self._inside] = heard.look_up(tokens // unit, tokens % unit, unit)
-        return out
-
     # What a stream asks.
 
     def head_ids(self) -> Tensor:
@@ -196,9 +199,6 @@ class PromptModel(StreamPasses, StreamModel):  # type: ignore[override]
 
     def head_embeds(self) -> Tensor:
         return self._rest[: self._head]
-
-    def question(self, text: str) -> Question:
-        return self._question
 
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         if not len(frames):
@@ -269,6 +269,7 @@ class PromptRunner(Runner):
 
     cache     holds the stream: that of the turn before; None: `prefill` begins one
     counters  the KV memory's counters, once the question has ended
+    drafts    the draft's stream, which was asked too, after `prefill`
     """
 
     def __init__(self, attachment: Attachment, cache: StreamCache | None, room: int) -> None:
@@ -280,6 +281,7 @@ class PromptRunner(Runner):
         self._counted: Callable[[], dict[str, float]] = dict
         self._positions = 0
         self.counters: dict[str, float] = {}
+        self.drafts = GuardedDraftStream()
 
     def prefill(
         self,
@@ -292,31 +294,21 @@ class PromptRunner(Runner):
         deadline = getattr(attachment.running, "deadline", None) or Deadline()
         with self._plainly():
             try:
-                before, inputs = self.cache, self._home(unpadded(inputs))
-                ids: Tensor = inputs["input_ids"]
+                before, inputs = self.cache, unpadded(inputs)
+                ids = inputs["input_ids"].to(owner.view.device)
                 if before is not None:
                     ids = torch.cat([before.ids, ids], 1)
                 owner.attention.meter.begin_pass(ids.shape[1], 0)
                 cache = self.cache = self._begun(inputs) if before is None else before
-                prompt, live = cache.prompt, cache.live
+                live, self.drafts = cache.live, cache.live.draft_stream
                 self._state, self._counted = live.state, live.counters
                 self._positions = live.stream.positions.limit
                 self._open.callback(owner.register_state(live.state, self))
                 if before is None:
-                    ingest = owner.recipe.kv.ingests  # type: ignore[attr-defined]
-                    live.take_frames(prompt.frames, prompt.times, lambda read: None, deadline, ingest)
-                    deadline.check()
-                    live.state.finish_intake()
-                    prompt.let_go()
-                else:
-                    prompt.ask(ids)
-                turn = run_question(live, "", self._room, weigh=False, deadline=deadline)
+                    cache.prompt.read_into(live, deadline)
+                turn = run_question(live, ids, self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
-                around = live.around if isinstance(live.around, AttentionRecording) else None
-                if around is not None and (heard := around.recorded_attention()) is not None:
-                    for probe in probes:
-                        if isinstance(probe, SignalProbe) and (probe.heard or probe.hidden):
-                            probe.set_vision_attention(prompt.spread_attention(heard))
+                self._open.enter_context(self.drafts.asked(ids, self._room, live.around))
             except BaseException:
                 self.sync_cache()
                 raise
@@ -327,17 +319,12 @@ class PromptRunner(Runner):
         """A stream that has read what comes before the video of `inputs`."""
         attachment, recipe = self._attachment, self._attachment.owner.recipe
         chunk = getattr(attachment.running, "chunk", None) or recipe.chunk
-        prompt = PromptModel(attachment, inputs)
-        live = StreamRunner.begin(prompt, recipe.kv, chunk, prompt.frames, None, True, quiet=True)  # type: ignore[arg-type]
+        view, kv = attachment.owner.view, recipe.kv
+        prompt = PromptModel(attachment.model, attachment.family, inputs, view, attachment)
+        live = StreamRunner.begin(prompt, kv, chunk, prompt.frames, None, True, quiet=True)  # type: ignore[arg-type]
+        told = DraftStreamSettings(None, kv, chunk, prompt=(PromptModel, inputs))  # type: ignore[arg-type]
+        live.draft_stream = GuardedDraftStream.of(recipe.draft, view, told)
         return StreamCache(attachment, prompt, live)
-
-    def _home(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What is given, on the model's device; a video's pixels stay where they are, and go there some frames at a time."""
-        device, frames = self._attachment.owner.view.device, PIXELS[VIDEO]
-        return {
-            name: x.to(device) if isinstance(x, Tensor) and name != frames else x
-            for name, x in inputs.items()
-        }
 
     @contextmanager
     def _plainly(self) -> Iterator[None]:

@@ -110,7 +110,7 @@ class SignalProbe(Probe):
         self.hidden: dict[int, list[Tensor]] = {index: [] for index in self.stage.hidden}
         self.states: dict[int, Tensor] = dict(heard or {})
         """What entered each layer that is read, [n, E] of the columns that it holds."""
-        self._lasts, self._scored = lasts, False
+        self._lasts = lasts
         self.heard = {index: 0 for group in self.stage.attention for index in group}
         groups = len(self.stage.attention)
         self.attention = torch.zeros(groups, self.asked.numel(), layout.length, device=layout.device)
@@ -156,14 +156,6 @@ class SignalProbe(Probe):
                 f"prune {self.pruner.name!r} did not hear the turns before; give the whole prompt without a cache."
             )
         return [states, hidden.new_zeros(start - len(states), hidden.shape[-1])]
-
-    def set_vision_attention(self, attention: Tensor) -> None:
-        """Take the attention [k, 1, S] that was measured elsewhere, as the prompt's video was read as a stream; for a pruner
-        that reads hidden states, its score [1, 1, S]."""
-        with self._failing():
-            self.attention, self.heard = attention, dict.fromkeys(self.heard, self.layout.length)
-            self._scored, self.hidden = bool(self.hidden), {}
-            self._tell_when_ready()
 
     def _note(self, run: PrefillPass, layer: int) -> None:
         """Which columns a pruner of the target has left `layer`."""
@@ -212,8 +204,6 @@ class SignalProbe(Probe):
         if self.hidden:
             self.states = {index: torch.cat(pieces) for index, pieces in self.hidden.items()}
             signals["hidden"] = torch.stack([self._states(index, left) for index in self.stage.hidden])
-        if self._scored:
-            signals["score"] = self.attention[0, 0]
         if self.heard:
             signals["attention"] = self.attention if left is None else self.attention[..., left]
         self.hidden, self.states = {}, self.states if self._lasts else {}

@@ -105,7 +105,7 @@ class StreamSteps:
     an answer, which retrieves nothing, one graph for all layers."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
-        self._model, self._family = model, family
+        self.model, self._family = model, family
         self._shape, self._known, self._sure = family.geometry(model), False, False
         self._watched: ModuleFingerprint | None = None
         self._choices: Any = None
@@ -116,16 +116,20 @@ class StreamSteps:
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._sides, self._lie = list[ref[Tensor]](), tuple[Any, ...]()
 
+    def close(self) -> None:
+        """Let go of what was captured."""
+        self._replays, self.tower = Replays(home_of(self.model)), TowerSteps(self.model, self._family)
+
     def can_run(self, rows: Tensor, again: bool = False) -> bool:
         """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.can_fuse` accepts, on their device,
         no hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
         self._sure = self._sure and again
         if len(rows) > WIDTHS[-1] or self._sure:
             return len(rows) <= WIDTHS[-1]
-        layers: list[Any] = list(self._family.layers(self._model))
+        layers: list[Any] = list(self._family.layers(self.model))
         if next(layers[0].parameters()).device != rows.device:
             return False
-        activation = getattr(self._family.text(self._model).config, "hidden_act", "")
+        activation = getattr(self._family.text(self.model).config, "hidden_act", "")
         windows = [getattr(getattr(one, "self_attn", None), "sliding_window", None) for one in layers]
         choices = activation, windows
         if self._watched is None or choices != self._choices or not self._watched.same(layers):
@@ -237,7 +241,7 @@ class StreamSteps:
                 break
             if not whole:
                 self._replays((number, width), partial(self._rest, number, x, attended, qkv, carried), lies)
-        return fused_norm(self._family.text(self._model).norm, x[:n], self._family), errors
+        return fused_norm(self._family.text(self.model).norm, x[:n], self._family), errors
 
     def _entered(self, embeds: Tensor) -> Tensor:
         """[width, E] what enters the first layer: `embeds` [n, E], filled up."""
@@ -273,7 +277,7 @@ class StreamSteps:
             return ()
 
         self._replays(("answer", count), work, at=at)
-        return fused_norm(self._family.text(self._model).norm, x[: len(embeds)], self._family)
+        return fused_norm(self._family.text(self.model).norm, x[: len(embeds)], self._family)
 
     def _named(self, slots: list[CacheSlot]) -> tuple[list[Any], list[int], list[int], list[int], Any]:
         """Of a step: the angles and first columns that layers have, which of these each has, and what its capture goes by

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,20 @@ from mmaccel.core.prefill.prune import Stage, TokenPruner
 
 @dataclass(frozen=True, eq=False)
 class DraftStreamSettings:
-    """What a draft model needs to watch a session's frames: the session's processor, KV memory and `chunk`; in another
-    process also its own pruner `prune`."""
+    """What a draft model needs to watch the frames that its target watches.
+
+    processor  the session's
+    kv, chunk  the KV memory, and the tokens of a pass
+    prune      the draft's own pruner, for a draft in another process
+    prompt     in the place of a session's processor, for a prompt of `generate`: a subclass of `PromptAdapter`, and the
+               inputs of one sequence without padding
+    """
 
     processor: Any
     kv: StreamPolicy
     chunk: int | None
     prune: TokenPruner | None = None
+    prompt: tuple[type, Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +63,8 @@ class QuestionAttention:
 
 
 class DraftStream(ABC):
-    """The video stream of a session's draft model. An error in it ends drafting, not the session."""
+    """The video stream of a draft model, in a session or for a prompt of `generate`. An error in it ends drafting, not the
+    session or the call. That of a prompt reads the prompt's video by itself, and is given no frames."""
 
     pace: Any = None
     """What a strategy has measured of the answers so far, for the next one."""
@@ -78,9 +86,9 @@ class DraftStream(ABC):
         """Return the draft's stream to its state at `checkpoint`."""
 
     @abstractmethod
-    def prepare_question(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
-        """Prepare `question` for drafting, whose answer may have `room` tokens; the draft reads it when tokens are first
-        needed. `heard`: the attention of the target's question, for a draft with a pruner."""
+    def prepare_question(self, question: Any, room: int, heard: QuestionAttention | None = None) -> None:
+        """Prepare `question` (see `StreamModel.question`) for drafting, whose answer may have `room` tokens; the draft reads
+        it when tokens are first needed. `heard`: the attention of the target's question, for a draft with a pruner."""
 
     @abstractmethod
     def end_question(self) -> None:

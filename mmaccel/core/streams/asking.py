@@ -25,7 +25,6 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.prefill.recalled import RecallPruning, TimeRangeMemory, warn_idle_pruner
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import (
     MemoryWrapper,
     Question,
@@ -36,7 +35,8 @@ from mmaccel.core.streams.parts import (
     states_restored,
 )
 from mmaccel.core.streams.picking import open_picked_frames
-from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner, pad_to_units
+from mmaccel.core.streams.sources import pad_to_units
+from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
 from mmaccel.core.streams.timed_text import TOKENS, TimedText, layer_shares, recalled_lines, texts_that_fit
 
 GONE = "between: kv {!r} holds nothing of that time any more; ask for a later one, or choose a kv that keeps all frames."
@@ -363,32 +363,22 @@ class QuestionRunner(Runner):
             if put is not None:
                 text(whole=False)
 
-        meter, around = self.meter.new_sequence(), self.around
+        meter = self.meter.new_sequence()
         draft = GuardedDraft(meter)
-        try:
-            with draft_stream.drop_on_error() as stream:
-                if stream is not None:
-                    heard = around.recorded_attention() if isinstance(around, AttentionRecording) else None
-                    stream.prepare_question(self.question, most, *([] if heard is None else [heard]))
-            more: dict[str, Any] = {
-                "max_new_tokens": most,
-                "stream": draft_stream.stream,
-                "deadline": self.deadline,
-            }
+        with draft_stream.asked(self.question, most, self.around) as stream:
+            more: dict[str, Any] = {"max_new_tokens": most, "stream": stream, "deadline": self.deadline}
             prompt = Prompt({"input_ids": ids}, ids, token_choice.warp, token_choice.generator, **more)
-            if draft_stream.failed:
-                meter.draft_failed(draft_stream.failed)
-            elif strategy.active:
-                with draft.drop_on_error():
-                    draft.state = strategy.open(adapter.view)
-                    draft.state.begin(prompt)
-            one = Speculation(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
-            adapter.turns.decode(one, self.shares and not strategy.active)
-        finally:
-            draft.close()
-            with draft_stream.drop_on_error() as stream:
-                if stream is not None:
-                    stream.end_question()
+            try:
+                if draft_stream.failed:
+                    meter.draft_failed(draft_stream.failed)
+                elif strategy.active:
+                    with draft.drop_on_error():
+                        draft.state = strategy.open(adapter.view)
+                        draft.state.begin(prompt)
+                one = Speculation(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
+                adapter.turns.decode(one, self.shares and not strategy.active)
+            finally:
+                draft.close()
         if reason == "positions":
             warn(
                 "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); "

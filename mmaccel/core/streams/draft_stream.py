@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmaccel.core.attach import StreamAdapter, stream_attention
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.attach import ModelFamily, StreamAdapter, StreamModel, stream_attention
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import DraftStream, QuestionAttention
 from mmaccel.core.errors import ModelError, RecipeError
@@ -30,10 +32,31 @@ from mmaccel.core.streams.stream_runner import StreamRunner
 FACTS = "stream.json"
 
 
+class PromptAdapter(StreamModel):
+    """A `StreamModel` of one prompt of `generate`.
+
+    frames  [T, ...] pixels of the video that the memory holds, a row per frame; empty without video
+    times   seconds at which each was shown
+    """
+
+    frames: Tensor
+    times: list[float]
+
+    @abstractmethod
+    def __init__(
+        self, model: nn.Module, family: ModelFamily, inputs: Mapping[str, Any], keeper: ModelView
+    ) -> None:
+        """`inputs` are of one sequence: ids [1, S], pixels, grids; no padding. What prompts share is cached in `keeper`."""
+
+    @abstractmethod
+    def read_into(self, live: StreamRunner, deadline: Deadline) -> None:
+        """Read the video into its stream `live`, and let go of the pixels. Raises `Ended` at the deadline."""
+
+
 class LocalDraftStream(DraftStream):
-    """A `DraftStream` whose draft model runs in this process, with its own KV memory `kv`; it begins with the first frames.
-    Of what a question retrieves the draft reads only what `prune` keeps; `counts` are the numbers of these tokens, before
-    and after; `pruned` is how many it did not read.
+    """A `DraftStream` whose draft model runs in this process, with its own KV memory `kv`; it begins with the first frames,
+    or, with a `PromptAdapter`, when the first question is read. Of what a question retrieves the draft reads only what
+    `prune` keeps; `counts` are the numbers of these tokens, before and after; `pruned` is how many it did not read.
 
     reading  number of tokens in the memory's window -> the sparse pattern under which stored videos are read; None, or a
              memory without a window: frames see all earlier ones
@@ -41,7 +64,7 @@ class LocalDraftStream(DraftStream):
 
     def __init__(
         self,
-        adapter: StreamAdapter,
+        adapter: StreamModel,
         kv: StreamPolicy,
         chunk: int | None,
         prune: TokenPruner | None = None,
@@ -51,7 +74,7 @@ class LocalDraftStream(DraftStream):
         self._ingesting: AttentionConfig | None = None
         self._guided: GuidedRetrievalWrapper | None = None
         self._live: StreamRunner | None = None
-        self._asked: tuple[str, int] | None = None
+        self._asked: tuple[Any, int] | None = None
         self._question = ExitStack()
 
     def take_frames(
@@ -65,6 +88,22 @@ class LocalDraftStream(DraftStream):
         with self._attention_of_ingestion(live.info.tokens_per_unit) if ingest else nullcontext():
             live.take_frames(frames, list(times), lambda done: None, Deadline(), ingest)
         live.state.forget_old_units(live.shown_seconds, live.is_pinned)
+
+    def read_prompt(self, deadline: Deadline) -> None:
+        """Read the prompt of a `PromptAdapter`, unless that is done. Raises `Ended` at the deadline."""
+        prompt = self._adapter
+        if self._live is not None or not isinstance(prompt, PromptAdapter):
+            return
+        live = StreamRunner.begin(prompt, self._kv, self._chunk, prompt.frames, None, True, quiet=True)
+        try:
+            with (
+                self._attention_of_ingestion(live.info.tokens_per_unit) if self._kv.ingests else nullcontext()
+            ):
+                prompt.read_into(live, deadline)
+        except BaseException:
+            live.close()
+            raise
+        self._live = live
 
     @contextmanager
     def _attention_of_ingestion(self, unit: int) -> Iterator[None]:
@@ -110,13 +149,14 @@ class LocalDraftStream(DraftStream):
         counts = [*self.counts.values()] or [0, 0]
         return int(counts[0] - counts[1])
 
-    def prepare_question(self, question: str, room: int, heard: QuestionAttention | None = None) -> None:
+    def prepare_question(self, question: Any, room: int, heard: QuestionAttention | None = None) -> None:
         self._asked = question, room
         pruned = self._prune is not None and heard is not None
         self._guided = GuidedRetrievalWrapper(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
     def read(self, deadline: Deadline | None = None) -> QuestionRunner:
         """Run the question that was asked; return its runner, valid until `end_question`. Raises `Ended` at the deadline."""
+        self.read_prompt(deadline or Deadline())
         if self._live is None or self._asked is None:
             raise ModelError("the draft has watched no frame, or has no question.")
         self._live.around = self._guided or MemoryWrapper()
@@ -138,6 +178,7 @@ class LocalDraftStream(DraftStream):
         if not (folder / FACTS).is_file():
             raise ModelError(f"{folder.parent} was saved without this draft's stream")
         facts = checkpoint_io.read_json(folder / FACTS, {"model": str, "dtype": str, "kv": dict})
+        assert isinstance(self._adapter, StreamAdapter)  # a prompt's stream ends with its cache
         check_model(folder, facts, self._adapter)
         # Fields that are not there have their defaults; those of a question, which are not saved, may be any.
         free = {name: getattr(self._kv, name) for name in self._kv.query_time_fields}

@@ -395,6 +395,5 @@ class FrameIntake:
 
     def _open_draft_stream(self) -> GuardedDraftStream:
         """The stream of the draft, where it asks for one."""
-        draft, told = self.recipe.draft, DraftStreamSettings(self._processor, self._kv, self.recipe.chunk)
-        opens = partial(draft.open_stream, self._stream_adapter.view, told)
-        return GuardedDraftStream(opens if draft.active and "video" in draft.needs else None)
+        told = DraftStreamSettings(self._processor, self._kv, self.recipe.chunk)
+        return GuardedDraftStream.of(self.recipe.draft, self._stream_adapter.view, told)

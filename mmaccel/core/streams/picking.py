@@ -11,7 +11,8 @@ from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import StreamState, UnitEvidence
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.parts import RunningStates, StreamInfo
-from mmaccel.core.streams.stream_runner import StreamRunner, frame_size
+from mmaccel.core.streams.sources import frame_size
+from mmaccel.core.streams.stream_runner import StreamRunner
 
 FEW = 4
 """Units of a memory of frames that go through the vision tower at a time."""

@@ -231,3 +231,14 @@ def frame_times(
     # Another file begins at zero again.
     shift = last + step - given[0] if last is not None and given[0] <= last else 0.0
     return [moment + shift for moment in given]
+
+
+def frame_size(frames: Tensor) -> tuple[int, int]:
+    """Return height and width of frames [T, 3, H, W]."""
+    return int(frames.shape[2]), int(frames.shape[3])
+
+
+def pad_to_units(frames: Tensor, pace: int) -> Tensor:
+    """Pad `frames` to whole units of `pace` frames by repeating the last one, as processors do."""
+    short = -len(frames) % pace
+    return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import StreamModel
+from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.decoding.generate import Deadline, Ended
-from mmaccel.core.decoding.watching import DraftStream
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
@@ -25,14 +27,14 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.joint import UNITS, WaitingUnits, take_in
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, states_restored
+from mmaccel.core.streams.sources import frame_size, pad_to_units
 
 WATCHED = (
     "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
     f"of {MIN_ROWS} tokens and of more than dense_tail"
 )
 ROWS = {"cuda": 1 << 16}
-"""Tokens of a pass of an ingestion where the recipe has no `chunk`; elsewhere half as many. A plan for twice the rows takes
-little longer."""
+"""Tokens of a pass of an ingestion where the recipe has no `chunk`; elsewhere half as many."""
 WAITING = 1 << 31
 """Bytes of decoded frames that a pass of an ingestion takes at most: frames of a file wait in host memory for their pass."""
 
@@ -41,7 +43,7 @@ SLOW, SLOW_S = 2.0, 20.0
 
 
 class GuardedDraftStream:
-    """Wraps the stream of a session's draft so that its failure ends only drafting.
+    """Wraps the stream of a draft so that its failure ends only drafting.
 
     `stream` is None without a draft that watches, and after a failure, whose reason is `failed`. A draft that takes more
     than `SLOW` times as long as everything else is too slow, which counts as a failure.
@@ -55,6 +57,12 @@ class GuardedDraftStream:
             with self.drop_on_error():
                 self.stream = watch()
 
+    @classmethod
+    def of(cls, draft: DraftStrategy, target: ModelView, told: DraftStreamSettings) -> GuardedDraftStream:
+        """Return the stream that `draft` opens, if it asks for one."""
+        asks = draft.active and "video" in draft.needs
+        return cls(partial(draft.open_stream, target, told) if asks else None)
+
     @contextmanager
     def drop_on_error(self) -> Iterator[DraftStream | None]:
         """Context that gives the draft's stream (or None); an error inside drops the draft and is not raised."""
@@ -63,9 +71,7 @@ class GuardedDraftStream:
         except Exception as error:
             stream, self.stream = self.stream, None
             self.failed = f"{type(error).__name__}: {error}"
-            warn(
-                f"the draft's own stream failed and was dropped; the session goes on without a draft ({self.failed})."
-            )
+            warn(f"the draft's own stream failed and was dropped; answers go on without it ({self.failed}).")
             if stream is not None:
                 # It is broken already; that it cannot tidy up either is no news.
                 with suppress(Exception):
@@ -95,6 +101,20 @@ class GuardedDraftStream:
         with self.drop_on_error() as stream:
             if stream is not None:
                 stream.finish_intake()
+
+    @contextmanager
+    def asked(self, question: Any, room: int, around: MemoryWrapper) -> Iterator[DraftStream | None]:
+        """Context of a question that the target has read with `around`; gives the draft's stream, if there is one."""
+        try:
+            with self.drop_on_error() as stream:
+                if stream is not None:
+                    heard = around.recorded_attention() if isinstance(around, AttentionRecording) else None
+                    stream.prepare_question(question, room, heard)
+            yield self.stream
+        finally:
+            with self.drop_on_error() as stream:
+                if stream is not None:
+                    stream.end_question()
 
     def checkpoint(self) -> Any:
         """Return the present state of the draft's stream, for `restore`; None without a draft."""
@@ -378,14 +398,3 @@ class StreamRunner:
         """Release what is held outside the device, also by the draft's stream."""
         self.state.close()
         self.draft_stream.close()
-
-
-def frame_size(frames: Tensor) -> tuple[int, int]:
-    """Return height and width of frames [T, 3, H, W]."""
-    return int(frames.shape[2]), int(frames.shape[3])
-
-
-def pad_to_units(frames: Tensor, pace: int) -> Tensor:
-    """Pad `frames` to whole units of `pace` frames by repeating the last one, as processors do."""
-    short = -len(frames) % pace
-    return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames

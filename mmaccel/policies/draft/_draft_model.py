@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import ModelView, Runner
-from mmaccel.core.attach import StreamAdapter, adapter_for
+from mmaccel.core.attach import StreamModel, adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
@@ -82,12 +82,13 @@ def check_vocabulary(name: str, ours: int, theirs: int) -> None:
         )
 
 
-def draft_stream(
-    adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None, prune: TokenPruner | None
-) -> LocalDraftStream:
-    """Open the stream of a draft model in this process. It reads stored videos in few long passes, under the window that
+def draft_stream(model: nn.Module, told: DraftStreamSettings, keeper: ModelView) -> LocalDraftStream:
+    """Open the stream of draft `model` in this process. It reads stored videos in few long passes, under the window that
     live frames have: drafts were as good as of frames read a clip at a time (lab/LOG.md)."""
-    return LocalDraftStream(adapter, kv, chunk, prune, lambda tokens: AShape(window=tokens))
+    family, prompt = adapter_for(model), told.prompt
+    made = None if prompt is None else prompt[0](model, family, prompt[1], keeper)
+    adapter: StreamModel = made or family.stream_adapter(model, told.processor)
+    return LocalDraftStream(adapter, told.kv, told.chunk, told.prune, lambda tokens: AShape(window=tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ class VideoDraftStrategy(DraftModelStrategy):
 
     prune  a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping; how many tokens
            it left out is the counter `pruned` of a report
-    kv     the memory of the draft's own stream, in a session; None: one like the target's
+    kv     the memory of the draft's own stream, which it has where the target has one; None: one like the target's
     """
 
     needs: ClassVar[frozenset[str]] = DraftModelStrategy.needs | {"video"}
@@ -197,12 +198,13 @@ class VideoDraftStrategy(DraftModelStrategy):
     def unused(self, prompt: Prompt) -> list[str]:
         if self.kv is None or prompt.stream is not None:
             return []
-        return [f"its kv {self.kv.name!r} did nothing: it is of the stream that a draft has in a session"]
+        return [
+            f"its kv {self.kv.name!r} did nothing: it is of the stream that a draft has beside one of the target"
+        ]
 
     def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
-        peer = self.peer(target)
-        adapter = adapter_for(peer.model).stream_adapter(peer.model, session.processor)
-        return draft_stream(adapter, self.kv or session.kv, session.chunk, self.prune)
+        model, told = self.peer(target).model, replace(session, kv=self.kv or session.kv, prune=self.prune)
+        return draft_stream(model, told, target)
 
 
 class Conversation:

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings, QuestionAttention
 from mmaccel.core.decoding.worker import OWN, Blob, Message, SocketEnd, Worker, send_heartbeats
 from mmaccel.core.errors import DraftError
 from mmaccel.core.memory.relay import relay
 from mmaccel.core.streams.draft_stream import LocalDraftStream
+from mmaccel.policies.draft._packed import ALIGN, make_packer, unpack
 
 BEGIN, KEEP, WRITE, WROTE, END, GREEDY, CALL, DONE = range(OWN, OWN + 8)
 WAIT_S = 1.0
@@ -50,11 +52,16 @@ class ProcessClient:
 class RemoteDraftStream(DraftStream, ProcessClient):
     """The target's end of a draft's stream. The process reads a clip while the target goes on, at most one clip behind."""
 
-    def __init__(self, worker: Worker, session: DraftStreamSettings) -> None:
+    def __init__(self, worker: Worker, told: DraftStreamSettings) -> None:
+        """Open the stream; that of a prompt begins to read it."""
         super().__init__(worker)
         self._open[self.number] = self
-        self._out = 0  # calls not answered yet
-        self._call("open", session.processor, session.kv, session.chunk, session.prune)
+        self._out = 1  # calls not answered yet
+        adapter, inputs = told.prompt or (None, None)
+        call = pickle.dumps(("open", (adapter, replace(told, prompt=None))))
+        call += bytes(-len(call) % ALIGN)
+        packed = list if inputs is None else make_packer(inputs)
+        worker.post(CALL, self.number, len(call), blob=lambda: [call, *packed()])
 
     def take_frames(
         self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool = False
@@ -115,9 +122,11 @@ class RemoteDraftStream(DraftStream, ProcessClient):
 
 
 class ServedStreams:
-    """The draft process's end of its streams: `streams` by number; `watch` opens one of processor, memory, chunk, pruner."""
+    """The draft process's end of its streams: `streams` by number, which `watch` opens."""
 
-    def __init__(self, wire: SocketEnd, watch: Callable[..., LocalDraftStream] | None) -> None:
+    def __init__(
+        self, wire: SocketEnd, watch: Callable[[DraftStreamSettings], LocalDraftStream] | None
+    ) -> None:
         self._wire, self._watch = wire, watch
         self.streams: dict[int, LocalDraftStream] = {}
         self._marks: dict[int, Any] = {}
@@ -129,7 +138,10 @@ class ServedStreams:
         with send_heartbeats(self._wire):
             if name == "open":
                 assert self._watch is not None
-                self.streams[number] = self._watch(*given)
+                adapter, told = given
+                prompt = None if adapter is None else (adapter, unpack(memoryview(message.blob)[size:])[0])
+                self.streams[number] = opened = self._watch(replace(told, prompt=prompt))
+                opened.read_prompt(Deadline())
             elif name == "checkpoint":
                 self._marks[number] = self.streams[number].checkpoint()
             elif name == "restore":

@@ -26,7 +26,7 @@ from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import _remote_drafter, _remote_stream
 from mmaccel.policies.draft._draft_decoder import DraftDecoder
-from mmaccel.policies.draft._remote_drafter import pack
+from mmaccel.policies.draft._packed import pack
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit
 from tests.core.toy import Meter, ToyRunner, bigram, decode_greedily, toy_prompt, view

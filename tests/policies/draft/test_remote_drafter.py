@@ -24,15 +24,8 @@ from mmaccel.core.registry import policy
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, TokenDistribution
-from mmaccel.policies.draft._remote_drafter import (
-    ALIGN,
-    SLAB,
-    SMALL,
-    RemoteDrafter,
-    make_packer,
-    pack,
-    unpack,
-)
+from mmaccel.policies.draft._packed import ALIGN, SLAB, SMALL, make_packer, pack, unpack
+from mmaccel.policies.draft._remote_drafter import RemoteDrafter
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 from tests.core.test_generate import limit
 from tests.core.toy import ToyRunner, bigram, decode_greedily

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,6 +22,7 @@ from mmaccel.core.decoding.worker import OWN, READY, Blob, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.draft_stream import LocalDraftStream
+from mmaccel.models.prompt_stream import PromptModel
 from mmaccel.policies.draft import Parallel, _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, TokenDistribution
 from mmaccel.policies.draft._packed import ALIGN, SLAB, SMALL, make_packer, pack, unpack
@@ -29,7 +30,7 @@ from mmaccel.policies.draft._remote_drafter import RemoteDrafter
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 from tests.core.test_generate import limit
 from tests.core.toy import ToyRunner, bigram, decode_greedily
-from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+from tests.models.streams import FPS, QUESTION, asked_of_film, every_stream, film, open_session, pair
 from tests.policies.draft.toy_service import VOCAB, Softmax, table
 from tests.spies import broken
 
@@ -280,9 +281,9 @@ def take(stream: DraftStream, frames: torch.Tensor, start: float) -> None:
     stream.take_frames(frames, times, FPS, False)
 
 
-def written(stream: DraftStream, target: ModelView) -> list[int]:
+def written(stream: DraftStream, target: ModelView, question: Any = QUESTION) -> list[int]:
     """What a draft says to a question, after its first token is fixed."""
-    stream.prepare_question(QUESTION, COUNT)
+    stream.prepare_question(question, COUNT)
     inputs: Any = {"input_ids": torch.tensor([[1, 0]])}
     if isinstance(stream, RemoteDraftStream):
         with closing(RemoteDrafter(stream._worker, target.geometry.vocab)) as remote:
@@ -330,6 +331,18 @@ def test_it_says_what_a_stream_here_says(target: ModelView, tmp_path: Path, kv: 
     assert len({tuple(one) for one in told[0]}) > 1, "what is said depends on what was seen"
 
 
+@pytest.mark.parametrize("kv", ["mosaic", "no_cache"])
+@torch.no_grad()
+def test_it_reads_a_prompt_as_a_stream_here_does(target: ModelView, kv: str) -> None:
+    inputs = dict(pair(NAME)[1].chat(asked_of_film(20), fps=FPS))
+    ids, told = inputs["input_ids"], []
+    settings = replace(watching(kv), processor=None, prompt=(PromptModel, inputs))
+    for process in (False, True):
+        with closing(parallel(process).open_stream(target, settings)) as stream:
+            told.append([written(stream, target, ids[:, :-cut] if cut else ids) for cut in (0, 5, 0)])
+    assert told[0] == told[1] and told[0][0] == told[0][2] != told[0][1]
+
+
 def drafted(session: mmaccel.VideoSession) -> tuple[int, ...]:
     """An answer that the draft took part in: it may still be reading while the first ones are given."""
     until = time.monotonic() + 60
@@ -359,7 +372,7 @@ def test_a_session_drafts_in_the_process(resumed: bool, tmp_path: Path) -> None:
         assert live is not None and isinstance(live.draft_stream.stream, RemoteDraftStream)
         live.draft_stream.stream._worker.process.kill()
         live.draft_stream.stream._worker.process.wait()
-        with pytest.warns(MmaccelWarning, match="goes on without a draft"):
+        with pytest.warns(MmaccelWarning, match="go on without it"):
             session.watch(film(20, seed=4), fps=FPS)
         assert len(session) == 40 and session.ask("Describe the video.", 9).ids
 
@@ -380,7 +393,7 @@ def test_a_processor_that_cannot_travel_costs_the_draft() -> None:
         with mmaccel.VideoSession(
             model, processor, None, kv=TIGHT["recent"], draft=parallel(True)
         ) as session:
-            with pytest.warns(MmaccelWarning, match="goes on without a draft"):
+            with pytest.warns(MmaccelWarning, match="go on without it"):
                 session.watch(film(9), fps=FPS)
             assert session.ask(QUESTION, 4).ids
     finally:

@@ -25,8 +25,7 @@ from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import RecipeError, VideoError, check_question
 from mmaccel.core.prefill.prune import candidate_columns, count_of_share
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.report import format_head_counts, format_share
-from mmaccel.core.report_page import describe_draft, describe_memory
+from mmaccel.core.report_page import describe_draft, describe_memory, format_head_counts, format_share
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -224,6 +223,7 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
         ("video", lambda a: _pruned(_count_video_tokens(a, tokens))),
         ("cache", lambda a: describe_memory(a.report.kv) if a.report.kv.get("bytes") else ""),
         (peak, lambda a: size(a.report.peak_bytes)),
+        ("notes", lambda a: "\n".join([*a.report.draft["notes"], *a.report.notes])),
     )
     tables = []
     for names in column_groups(list(answers), room=out().width - LABELS, wide=COLUMN):

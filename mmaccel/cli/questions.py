@@ -16,7 +16,8 @@ from mmaccel.cli.console import format_number, plural, remark, why_cut_off
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
 from mmaccel.core.files import outside
-from mmaccel.core.report import Report, format_head_counts, format_share
+from mmaccel.core.report import Report
+from mmaccel.core.report_page import describe_draft, format_head_counts, format_share
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -181,11 +182,6 @@ def stream_status_lines(report: Report) -> list[str]:
         parts.append(f"each frame saw {seen:.0%} of those before it")
     if report.kept is not None:
         parts.append(f"attention kept {format_share(report.kept)} ({format_head_counts(report.heads())})")
-    if draft["rounds"]:
-        rounds = plural(draft["rounds"], "round")
-        parts.append(
-            f"the last answer's draft: {draft['accepted']} of {draft['proposed']} accepted in {rounds}"
-        )
-    elif draft["failed"]:
-        parts.append(f"nothing was drafted: {draft['failed']}")
+    if drafted := describe_draft({**draft, "notes": ()}):
+        parts.append(f"the last answer's draft: {drafted}")
     return [*(["; ".join(parts)] if parts else []), *draft["notes"], *report.notes]

@@ -77,9 +77,11 @@ def recommend(
             name: _told(one) | _fits(found.lacks[name]) for name, one in found.costs.items()
         }
         told = {"take": found.name, "why": found.why, "device": rates.name, "frames": work.frames}
+        told |= {} if frames else {"minutes": minutes, "fps": fps}
         print_json({**told, "presets": presets, "cannot": found.unfit})
         return
-    say(f"{model} on {rates.name}, {work.frames} frames:\n")
+    taken = "" if frames else f" ({minutes:g} minutes at {fps:g} a second; --fps takes another number)"
+    say(f"{model} on {rates.name}, {work.frames} frames of {frame_size} pixels{taken}:\n")
     table = Table(box=None, pad_edge=False)
     memories = ("device", "host") if rates.cuda else ("memory",)  # a CPU has one memory
     for title in ("preset", "first answer", "a question", "tokens/s", *memories, ""):

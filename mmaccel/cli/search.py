@@ -21,7 +21,8 @@ from mmaccel.cli.choices import Device, Dtype, Fps, Json
 from mmaccel.cli.console import bar_callback, bars, plural, print_json, say, size
 from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.report import format_head_counts, format_share, read_rows
+from mmaccel.core.report import read_rows
+from mmaccel.core.report_page import format_head_counts, format_share
 
 REQUEST = "Describe the video."
 """What is asked of the sample unless told otherwise."""

@@ -222,7 +222,9 @@ def watch(
             "kept": report.kept,
             "heads": dict(report.heads()),
             "draft": {
-                name: report.draft[name] for name in ("rounds", "proposed", "accepted", "failed", "notes")
+                name: value
+                for name, value in report.draft.items()
+                if name not in ("lengths", "windows", "sequences")
             },
             "notes": list(report.notes),
             **{name: getattr(report, name) for name in OF_REPORT},

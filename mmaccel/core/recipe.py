@@ -162,12 +162,12 @@ def check_parts_fit(recipe: Recipe) -> None:
             f"draft {draft.name!r} copies columns out of a prompt's own cache, and kv {kv.name!r} takes a prompt in as a "
             f"stream; set kv to {caches}."
         )
-    for memory in (kv, draft.kv):
+    for where, memory in (("kv", kv), ("draft.kv", draft.kv)):
         if "branches" in draft.needs and isinstance(memory, StreamPolicy) and not memory.allows_branches:
             chains = registry("draft").names_where(lambda cls: cls.active and "branches" not in cls.needs)
             raise RecipeError(
-                f"draft {draft.name!r} proposes trees and kv {memory.name!r} takes chains alone (allows_branches is not "
-                f"True); choose a draft that proposes chains: {chains}."
+                f"draft {draft.name!r} proposes trees and {where} {memory.name!r} takes chains alone (allows_branches is "
+                f"not True); choose a draft that proposes chains: {chains}."
             )
     if "rollback" in draft.needs and kv.rollback_limit is not None and kv.rollback_limit < draft.max_rollback:
         raise RecipeError(

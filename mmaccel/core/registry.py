@@ -311,11 +311,11 @@ def registry(kind: str) -> Registry:
 def policy(kind: str, value: Any, where: str = "") -> Any:
     """Create a policy from its name, or from a mapping with its name and fields; return any other value unchanged.
 
-    `where` names the field in error messages. The caller checks what is returned.
+    `where` names the field in error messages, which begin with it. The caller checks what is returned.
     """
     if isinstance(value, str):
-        return registry(kind).build(value)
-    if not isinstance(value, Mapping):
+        value = {"name": value}
+    elif not isinstance(value, Mapping):
         return value
     fields = dict(value)
     name = fields.pop("name", DEFAULTS.get(kind) if kind in PARTS else None)
@@ -326,7 +326,11 @@ def policy(kind: str, value: Any, where: str = "") -> Any:
             f"{where or kind}: a mapping needs the policy's name, for example "
             f"{{name: {next(iter(registry(kind)), '...')}}}."
         )
-    return registry(kind).build(name, fields)
+    try:
+        return registry(kind).build(name, fields)
+    except RecipeError as error:
+        error.args = (f"{where}: ", *error.args) if where else error.args
+        raise
 
 
 def register(kind: str, name: str, *, compile: bool | None = None) -> Callable[[C], C]:

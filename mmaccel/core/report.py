@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mmaccel.backends import select
 from mmaccel.core.registry import DEFAULTS
-from mmaccel.core.report_page import HtmlReport
+from mmaccel.core.report_page import HtmlReport, describe_run
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Report(HtmlReport):
                     sequences: the same of each, with new_tokens and its memory's counters (kv), where a draft was at work
     kv              counters of the memory; of a batch that is drafted for, of its last sequence's
     backend_why     why it is this backend, with the measured rates where "auto" measured
-    video_tokens    of the prompt's videos; `video_units`: their steps of time (frames, or what the tower takes as one)
+    video_tokens    of the prompt's videos, in a session of the frames taken in; `video_units`: their steps of time (frames,
+                    or what the tower takes as one)
     notes           one sentence for each thing that was asked for and did not act, or acted otherwise, and why
     """
 
@@ -70,7 +71,7 @@ class Report(HtmlReport):
 
     def heads(self) -> Counter[str]:
         """Return how many heads, over all layers, ran each pattern."""
-        return Counter(name for layer in self.patterns for name in layer)
+        return Counter(chain.from_iterable(self.patterns))
 
     def accepted_length(self) -> float:
         """Return the mean number of drafted tokens accepted per round that proposed any, without the target's own token. For
@@ -79,48 +80,7 @@ class Report(HtmlReport):
         return sum(lengths) / len(lengths)
 
     def __str__(self) -> str:
-        def show(value: float | None, form: str) -> str:
-            return "-" if value is None else format(value, form)
-
-        heads, draft = format_head_counts(self.heads()), self.draft
-        counters = [_figure(name, value) for name, value in self.kv.items() if value]
-        lines = [
-            f"prompt {self.prompt_tokens} tokens, {self.new_tokens} new; first token after {show(self.ttft_s, '.3f')} s, "
-            f"then {show(self.tokens_per_s, '.1f')} tokens/s",
-            f"attention: kept {format_share(self.kept)} in prefill ({heads or 'no pattern'}), backend {self.backend}",
-            ", ".join([f"memory: peak {self.peak_bytes / 2**20:.0f} MiB", *counters]),
-        ]
-        if self.backend_why.startswith("measured"):
-            lines.insert(2, f"backend {self.backend}: {self.backend_why}")
-        notes, failed = draft.get("notes", ()), draft.get("failed")
-        if draft.get("rounds"):
-            lines.append(
-                f"draft: {draft['accepted']} of {draft['proposed']} accepted in {draft['rounds']} rounds "
-                f"({self.accepted_length():.2f} a round), {draft['target_steps']} target steps"
-                + (f"; stopped drafting: {failed}" if failed else "")
-            )
-        elif failed or notes:
-            lines.append("draft: none" + (f"; {failed}" if failed else ""))
-        return "\n".join([*lines, *(f"draft: {note}" for note in notes), *self.notes])
-
-
-def format_head_counts(heads: Mapping[str, int]) -> str:
-    """Format how many heads ran each pattern: "dense x 2, grid x 10"."""
-    return ", ".join(f"{name} x {n}" for name, n in sorted(heads.items()))
-
-
-def format_share(kept: float | None) -> str:
-    """Format the share of attention computed in percent; above 100% with the reason."""
-    percent = "-" if kept is None else f"{kept:.1%}"
-    return f"{percent} (blocks count whole)" if kept and kept > 1 and percent != "100.0%" else percent
-
-
-def _figure(name: str, value: float) -> str:
-    """A counter of a memory with its unit, where its name has one; tokens are held and seen."""
-    if "bytes" in name.split("_"):
-        return f"{name} {value / 2**20:.2f} MiB"
-    unit = " tokens" if name in ("held", "held_mean", "seen") else " s" if name.endswith("_s") else ""
-    return f"{name} {value:g}{unit}"
+        return describe_run(self.to_dict())
 
 
 @dataclass(kw_only=True)
@@ -206,6 +166,7 @@ class Meter(DraftRounds):
     last: float | None = None
     notes: list[str] = field(default_factory=list)
     sequences: list[SequenceMeter] = field(default_factory=list)
+    idle: dict[str, None] = field(default_factory=dict)  # why layers under a pattern ran dense, each once
     generating: bool = False  # once a generation is over its figures stay until the next pass
 
     def clear(self) -> None:
@@ -264,6 +225,14 @@ class Meter(DraftRounds):
                 self.count_attention(layer, names, listed, causal)
         for sentence in other.notes:
             self.add_note(sentence)
+        self.idle |= other.idle
+
+    def joined(self, other: Meter, video: tuple[int, int]) -> Meter:
+        """Return these figures with the query-key pairs and notes of `other` too; `video`: the stream's tokens and units."""
+        whole = replace(self, listed={}, causal={}, names={}, notes=[], idle={}, video=video)
+        for one in (other, self):
+            whole.add_counts_of(one)
+        return whole
 
     def kept_by_head(self) -> tuple[tuple[float, ...], ...]:
         """Return listed over causal pairs for each layer and head, averaged over sequences; waits for the device."""
@@ -276,6 +245,14 @@ class Meter(DraftRounds):
             # Layers of a model spread over devices tell from where they are.
             shares.append(mean if not shares else mean.to(shares[0].device))
         return tuple(map(tuple, torch.stack(shares).tolist())) if shares else ()
+
+    def _idle_pattern(self, recipe: dict[str, Any]) -> Iterator[str]:
+        """A sentence on a pattern that no layer ran, and why, unless a note says so already."""
+        asked, dense = recipe.get("sparse", {}).get("name", DEFAULTS["sparse"]), DEFAULTS["sparse"]
+        ran = {*chain.from_iterable(self.names.values())} - {dense}
+        if asked != dense and not ran and not any(note.startswith("sparse: ") for note in self.notes):
+            why = "; ".join(self.idle) or "no prompt was read, and no film ingested"
+            yield f"sparse: {asked} was asked for and did nothing: {why}"
 
     def report(
         self, recipe: dict[str, Any], backend: str, kv: dict[str, float], device: torch.device, why: str = ""
@@ -306,7 +283,7 @@ class Meter(DraftRounds):
             },
             kv=kv,
             backend_why=why,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self._idle_pattern(recipe)),
             **dict(zip(("video_tokens", "video_units"), self.video, strict=True)),
         )
 

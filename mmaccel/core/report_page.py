@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -251,30 +251,89 @@ def _costs(runs: Mapping[str, Fields]) -> str:
     return _table(table, list(runs) if len(runs) > 1 else ())
 
 
+def describe_run(run: Fields) -> str:
+    """Return the fields of a `Report` as lines of text."""
+
+    def show(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    draft, counters = run["draft"], [_figure(name, value) for name, value in run["kv"].items() if value]
+    heads = format_head_counts(Counter(chain.from_iterable(run["patterns"])))
+    asked = run["recipe"].get("sparse", {}).get("name", DEFAULTS["sparse"])
+    unused = (
+        "no pattern" if asked == DEFAULTS["sparse"] else f"{asked} was asked for and did nothing, see below"
+    )
+    lines = [
+        f"prompt {run['prompt_tokens']} tokens, {run['new_tokens']} new; first token after {show(run['ttft_s'], '.3f')} s, "
+        f"then {show(run['tokens_per_s'], '.1f')} tokens/s",
+        f"attention: kept {format_share(run['kept'])} in prefill ({heads or unused}), backend {run['backend']}",
+        ", ".join([f"memory: peak {run['peak_bytes'] / 2**20:.0f} MiB", *counters]),
+    ]
+    if run["backend_why"].startswith("measured"):
+        lines.insert(2, f"backend {run['backend']}: {run['backend_why']}")
+    notes = draft.get("notes", ())
+    if said := describe_draft({**draft, "notes": ()}):
+        lines.append(
+            f"draft: {said}" + (f"; {plural(draft['target_steps'], 'target step')}" if draft["rounds"] else "")
+        )
+    elif notes:
+        lines.append("draft: none")
+    return "\n".join([*lines, *(f"draft: {note}" for note in notes), *run["notes"]])
+
+
+def _figure(name: str, value: float) -> str:
+    """A counter of a memory with its unit, where its name has one; tokens are held and seen."""
+    what, _, where = name.partition(" ")
+    if what == "visual":
+        return f"{value:g} visual tokens {where}{' on' if where.startswith('from ') else ''}".rstrip()
+    if "bytes" in name.split("_"):
+        return f"{name} {value / 2**20:.2f} MiB"
+    unit = " tokens" if name in ("held", "held_mean", "seen") else " s" if name.endswith("_s") else ""
+    return f"{name} {value:.4g}{unit}" if unit == " s" else f"{name} {value:g}{unit}"
+
+
+def format_head_counts(heads: Mapping[str, int]) -> str:
+    """Format how many heads ran each pattern: "dense x 2, grid x 10"."""
+    return ", ".join(f"{name} x {n}" for name, n in sorted(heads.items()))
+
+
+def format_share(kept: float | None) -> str:
+    """Format the share of attention computed in percent; above 100% with the reason."""
+    percent = "-" if kept is None else f"{kept:.1%}"
+    return f"{percent} (blocks count whole)" if kept and kept > 1 and percent != "100.0%" else percent
+
+
 def describe_memory(kv: Fields) -> str:
     """Return in words what a KV memory holds, from its counters `kv`; "" if it holds nothing."""
     parts = [size(kv["bytes"])] if kv.get("bytes") else []
     if held := kv.get("held"):
         mean = kv.get("held_mean", held)
         least = ", the mean of the layers" if mean < held else ""
-        of, seen = (
-            ("of", " held") if mean <= kv.get("seen", held) else ("places for", ": a question holds copies")
-        )
-        parts.append(f"{mean:.0f} {of} {plural(round(kv.get('seen', held)), 'token')}{seen}{least}")
+        tokens, twice = plural(round(kv.get("seen", held)), "token"), mean > kv.get("seen", held)
+        told = f"room for {mean:.0f} tokens, {tokens} seen: frames that a question recalls are copied"
+        parts.append((told if twice else f"{mean:.0f} of {tokens} held") + least)
     return ", ".join(parts)
 
 
 def describe_draft(draft: Fields) -> str:
-    """Return in words how many tokens were drafted and accepted, from `Report.draft`; "" if none."""
+    """Return in words how many tokens were drafted and accepted, what the draft's pruner left out, and what its own memory
+    holds, from `Report.draft`; "" if nothing was drafted."""
     failed, notes, rounds = draft.get("failed"), "; ".join(draft.get("notes", ())), draft.get("rounds")
     if not rounds:
         return f"nothing: {failed or notes}" if failed or notes else ""
-    told = (
+    counters = draft.get("counters", {})
+    own = describe_memory({name.removeprefix("kv_"): value for name, value in counters.items()})
+    told = [
         f"{draft['accepted']} of {draft['proposed']} accepted in {plural(rounds, 'round')}, "
-        f"{draft['accepted'] / rounds:.2f} a round"
-    )
-    told += f"; {notes}" if notes else ""
-    return f"{told}; stopped: {failed}" if failed else told
+        f"{draft['accepted'] / rounds:.2f} a round",
+        f"its pruner left out {plural(int(left), 'visual token')}"
+        if (left := counters.get("pruned"))
+        else "",
+        f"its own memory: {own}" if own else "",
+        notes,
+        f"stopped: {failed}" if failed else "",
+    ]
+    return "; ".join(filter(None, told))
 
 
 def plural(count: int, thing: str) -> str:

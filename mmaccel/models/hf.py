@@ -24,7 +24,8 @@ from mmaccel.core.attach import Accelerated
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.attention import NOTE, PASS, ForwardPass, Note
+from mmaccel.core.prefill.attention import PASS, ForwardPass
+from mmaccel.core.prefill.note import NOTE, Note
 from mmaccel.models.attention import (
     ATTENTION,
     Columns,
@@ -124,9 +125,7 @@ class Attachment(Attaching):
             cache = kwargs["past_key_values"] = self.cache()
         if ids is not None:
             past = cache.get_seq_length() if cache is not None else 0
-            layout = self._promised(ids, past)
-            if layout is None:
-                layout = self.family.layout(self.model, kwargs)
+            layout = self._promised(ids, past) or self.family.layout(self.model, kwargs)
             known = self.columns_of(cache)
             if kwargs.get("position_ids") is None and past == 0:
                 kwargs["position_ids"] = self.family.positions(self.model, kwargs)

@@ -153,7 +153,8 @@ def test_of_a_cpu_it_counts_one_memory(call: Call, monkeypatch: pytest.MonkeyPat
     words = ("recommend", "--minutes", 60, "--questions", 5, "--device", "slow", "--host-memory", "64GB")
     status, out, _ = call(*words, "--memory", "24GB")
     head, _, title, first, *_ = out.splitlines()
-    assert status == 0 and head == "qwen2.5-vl-7b on cpu, 1800 frames:"
+    frames = "1800 frames of 252x448 pixels (60 minutes at 0.5 a second; --fps takes another number)"
+    assert status == 0 and head == f"qwen2.5-vl-7b on cpu, {frames}:"
     assert "memory" in title and "host" not in title and " h " in first and "Nothing fits" not in first
     lacks = call.object(*words, "--memory", "24GB", "--json")["presets"]["exact"]
     assert lacks["lacks_device_bytes"] > 0 == lacks["lacks_host_bytes"]

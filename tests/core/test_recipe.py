@@ -191,7 +191,11 @@ def sparse(name: str, **fields: object) -> dict[str, object]:
     return {"sparse": {"name": name, **fields}}
 
 
-NO_MODEL = {"draft": {"name": "sequential", "model": None}}
+def drafted(**fields: object) -> dict[str, object]:
+    return {"draft": {"name": "sequential", "model": "tiny-ov-draft", **fields}}
+
+
+NO_MODEL = drafted(model=None)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +219,10 @@ NO_MODEL = {"draft": {"name": "sequential", "model": None}}
         (sparse("grid", slash=1), "sparse 'grid': slash is 1; give true or false"),
         (sparse("block_topk", top="all"), "top is the text 'all'; give a whole number or null"),
         (NO_MODEL, "sequential: model is None; give the draft model's folder"),
+        (drafted(kv={"name": "recent", "local": 4, "window": 1}), "draft.kv: recent: local is 4; give 0 to"),
+        (drafted(kv={"name": "recent", "lokal": 4}), "draft.kv: unknown field of kv 'recent' 'lokal': did you"),
+        (drafted(prune="uw"), "draft.prune: unknown prune 'uw': there are"),
+        ({"kv": {"name": "mosaic", "store": {"spill": 1}}}, "mosaic: store: host: spill is 1"),
     ],
     ids=str,
 )

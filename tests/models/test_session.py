@@ -77,6 +77,7 @@ def test_a_report_says_what_is_in_use_and_what_the_last_answer_took() -> None:
         assert told.recipe == session.recipe.to_dict() and told.kept is None and told.patterns == ()
         assert (told.ttft_s, told.tokens_per_s) == (answer.ttft_s, answer.tokens_per_s)
         assert told.new_tokens >= len(answer.ids) and told.peak_bytes > 0
+        assert (told.video_tokens, told.video_units) == (14 * 16, 14)
         assert told.prompt_tokens > 14 * 16, "the columns of the stream, and the question's"
         assert told.kv == session.counters() and told.kv["units"] == 14
         assert told.draft["proposed"] == answer.counters["drafted"] > 0

@@ -95,21 +95,8 @@ class AttentionConfig:
             warn(f"{message}; search at this length for budgets that fit it.")
 
 
-@dataclass(frozen=True)
-class Note:
-    """Facts of a pass that the multimodal model hands to the text model: the layout of the new columns, whether they are
-    draft tokens to verify and their tree, probes, a `mask`, and the `images` with bidirectional attention."""
-
-    layout: TokenLayout | None = None
-    mask: Tensor | None = None
-    images: masked.BidirectionalImages | None = None
-    verify: bool = False
-    branches: Branches | None = None
-    probes: tuple[Probe, ...] = ()
-
-
-NOTE, PASS = "mmaccel_note", "mmaccel_pass"
-"""The keywords under which a `Note` travels to the text model, and a pass from there to each layer's attention."""
+PASS = "mmaccel_pass"
+"""The keyword under which a pass travels from the text model to each layer's attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,19 +318,29 @@ class ForwardPass(PrefillPass):
             return None
         return self.layout.valid[some] if view.column is None else self.layout.valid[some][:, view.column]
 
+    def _why_dense(self, layer: int, view: KVView, rows: int) -> str:
+        """Why the pattern plans nothing for `rows` new columns at `layer`, in a report's words; "" where it may."""
+        if layer in self.config.recipe.dense_layers:
+            return "layers named in dense_layers are dense"
+        if layer in self.config.sliding:
+            return "layers that see a window alone are dense"
+        if rows < MIN_ROWS:
+            return f"fewer than {MIN_ROWS} tokens at a time are dense"
+        return "" if self._counts_ranks(view) else "a window that skips columns, or padding in one, is dense"
+
     def _plan(
         self, layer: int, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> AttentionPlan | None:
         """The pattern's plan over what `view` shows, without the tail's rows, narrowed by the view's window; None: dense."""
-        recipe = self.config.recipe
-        exact = recipe.sparse.dense or layer in recipe.dense_layers or layer in self.config.sliding
-        if not self.prefill or exact or query.shape[2] < MIN_ROWS:
+        recipe, meter = self.config.recipe, self.meter or self.config.meter
+        if not self.prefill or recipe.sparse.dense:
             return None
-        meter = self.meter or self.config.meter
-        if view.bias is not None:
+        why = self._why_dense(layer, view, query.shape[2])
+        if not why and view.bias is not None:
             meter.add_note(BIASED.format(recipe.sparse.name))
             return None
-        if not self._counts_ranks(view) or not self.beats_dense(layer, query, key.shape[2], view):
+        if why or not self.beats_dense(layer, query, key.shape[2], view):
+            meter.idle[why or "dense attention is measured to be faster here"] = None
             return None
         # Estimates weigh scores by the size of a head.
         even = scale * query.shape[3] ** 0.5

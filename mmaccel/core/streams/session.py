@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -325,9 +324,7 @@ class VideoSession(FrameIntake):
 
     def _told(self, meter: Meter, counters: dict[str, float]) -> Report:
         own, device = self._stream_adapter.attention, self._stream_adapter.device
-        whole = replace(meter, listed={}, causal={}, names={}, notes=[])
-        for one in (own.meter, meter):
-            whole.add_counts_of(one)
+        whole = meter.joined(own.meter, (0, 0) if self._live is None else self._live.video)
         why = "" if own.choice is None else own.choice.why
         return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 

@@ -30,7 +30,7 @@ from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, states_restore
 from mmaccel.core.streams.sources import frame_size, pad_to_units
 
 WATCHED = (
-    "sparse: frames given to watch see what the memory shows; the pattern acts on those given to ingest, and on questions "
+    "sparse: frames given to watch see all that the memory shows; the pattern acts on those given to ingest, and on questions "
     f"of {MIN_ROWS} tokens and of more than dense_tail"
 )
 ROWS = {"cuda": 1 << 16}
@@ -393,6 +393,12 @@ class StreamRunner:
                 "visual from layer 0": float(units * unit),
             }
         return counted
+
+    @property
+    def video(self) -> tuple[int, int]:
+        """Numbers of visual tokens and of units (frames) that the stream has taken in."""
+        units = len(self.info.spans)
+        return units * (self.stream.tokens_per_unit - sum(self.stream.words)), units
 
     def close(self) -> None:
         """Release what is held outside the device, also by the draft's stream."""

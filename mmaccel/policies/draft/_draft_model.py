@@ -4,7 +4,7 @@ conversation, so that a later turn's draft continues from its KV cache."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -172,10 +172,10 @@ class VideoDraftStrategy(DraftModelStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        prune = None if self.prune is None else policy("prune", self.prune, f"{self.name}: prune")
+        prune = None if self.prune is None else policy("prune", self.prune, "draft.prune")
         if prune is not None and not isinstance(prune, TokenPruner):
             raise RecipeError(
-                f"{self.name}: prune is {shown(self.prune)}; give a pruner's name, a mapping with a name, or null."
+                f"draft.prune is {shown(self.prune)}; give a pruner's name, a mapping with a name, or null."
             )
         if prune is not None and prune.stage != "draft":
             drafts = registry("prune").names_where(lambda cls: cls.stage == "draft")
@@ -184,10 +184,10 @@ class VideoDraftStrategy(DraftModelStrategy):
                 f"draft {drafts}."
             )
         object.__setattr__(self, "prune", prune)
-        kv = None if self.kv is None else policy("kv", self.kv, f"{self.name}: kv")
+        kv = None if self.kv is None else policy("kv", self.kv, "draft.kv")
         if kv is not None and not isinstance(kv, StreamPolicy):
             raise RecipeError(
-                f"{self.name}: kv is {shown(self.kv)}; give a memory of streams, or null for one like the target's."
+                f"draft.kv is {shown(self.kv)}; give a memory of streams, or null for one like the target's."
             )
         object.__setattr__(self, "kv", kv)
 
@@ -217,9 +217,8 @@ class Conversation:
     def __init__(self, runner: Runner, device: torch.device | str) -> None:
         self.runner, self._device = runner, torch.device(device)
         self._ids = torch.empty(0, dtype=torch.long)
-        self._prompt = self._origin = (
-            0  # tokens up to the end of the last prompt, and the runner's columns of them
-        )
+        # Tokens up to the end of the last prompt, and the runner's columns of them.
+        self._prompt = self._origin = 0
         self._told: list[tuple[Tensor, Mapping[str, Any]]] = []
 
     def announce_prompt(self, inputs: Mapping[str, Any], ids: Tensor) -> None:
@@ -335,6 +334,7 @@ class DraftModelState(DraftState):
         self._unused: list[str] = []
         self._unread: Prompt | None = None
         self._steps = self._pruned = 0
+        self._counted: Callable[[], dict[str, float]] = dict  # of the memory of the draft's own stream
 
     def begin(self, prompt: Prompt) -> None:
         self._pending, self._stream = prompt.ids[0, :0], prompt.stream
@@ -357,10 +357,14 @@ class DraftModelState(DraftState):
             deadline = self._unread.deadline or Deadline()
             deadline.check()
             if isinstance(self._stream, LocalDraftStream):
-                self._runner, self._pruned = self._stream.read(deadline), self._stream.pruned
+                asked = self._stream.read(deadline)
+                self._runner, self._pruned, self._counted = asked, self._stream.pruned, asked.counted
             else:
                 self._tell(self._unread)
-                self._read()
+                pruner = self._choice.pruner
+                if pruner is not None and self._columns is None:
+                    raise DraftError(f"prune {pruner.name!r} received nothing from the target's prefill.")
+                self._talk.read(*(() if pruner is None else (self._columns, pruner.compact)))
                 self._runner, self._pruned = self._talk.runner, self._talk.pruned
             self._unread = None
         return self._runner
@@ -374,17 +378,9 @@ class DraftModelState(DraftState):
         """What the draft is to read of `prompt`: its inputs, all ids [S], and those that the target holds."""
         return prompt.inputs, prompt.ids[0], None if prompt.past is None else prompt.past.layout
 
-    def _read(self) -> None:
-        pruner = self._choice.pruner
-        if pruner is None:
-            self._talk.read()
-        elif self._columns is None:
-            raise DraftError(f"prune {pruner.name!r} received nothing from the target's prefill.")
-        else:
-            self._talk.read(self._columns, pruner.compact)
-
     def counters(self) -> dict[str, float]:
-        return {"draft_steps": float(self._steps), "pruned": float(self._pruned)}
+        own = {f"kv_{name}": value for name, value in self._counted().items()}
+        return {"draft_steps": float(self._steps), "pruned": float(self._pruned), **own}
 
     def report_notes(self) -> list[str]:
         return self._unused

@@ -120,12 +120,7 @@ class PerHead(SparsePattern):
             value = {"block": self.block, **value}
         elif isinstance(value, str):
             value = {"block": self.block, "name": value}
-        try:
-            pattern = policy("sparse", value, f"per_head: {where}")
-        except RecipeError as error:
-            if str(error).startswith(self.name):
-                raise
-            raise RecipeError(f"per_head: {where}: {error}") from error
+        pattern = policy("sparse", value, f"per_head: {where}")
         if not isinstance(pattern, SparsePattern) or isinstance(pattern, PerHead):
             raise RecipeError(
                 f"per_head: {where} is {shown(value)}; give one pattern, by name or as a mapping."

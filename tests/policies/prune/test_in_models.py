@@ -15,7 +15,7 @@ from mmaccel.core.attach import Accelerated, adapter_for
 from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import IMAGE
-from mmaccel.core.prefill.attention import NOTE, Note
+from mmaccel.core.prefill.note import NOTE, Note
 from mmaccel.core.prefill.prune import (
     PrefillPass,
     Probe,

@@ -62,10 +62,12 @@ class Branches:
 
 @dataclass
 class Columns:
-    """The `layout` of the tokens in a KV cache, and `delta`, what is added to a column number to get its rotary position."""
+    """The `layout` of the tokens in a KV cache; `delta`, what is added to a column number to get its rotary position; and
+    `ids` [B, n] of the first n of them, where they are known."""
 
     layout: TokenLayout
     delta: Tensor
+    ids: Tensor | None = None
 
     def with_new_turn(self, new: TokenLayout) -> TokenLayout:
         """Return the layout followed by `new` [1, n], the next turn of a conversation; only its words count as `asked`."""
@@ -353,13 +355,11 @@ class ModelView:
 
     def cached(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda _: True) -> Any:
         """Return the object cached under `name` until `release`; `make` creates it if it is missing or `use` rejects it."""
-        held = self._held.get(name)
-        if held is not None and not use(held):
+        if name in self._held and not use(self._held[name]):
             self._held.pop(name).close()
-            held = None
-        if held is None:
-            held = self._held[name] = make()
-        return held
+        if name not in self._held:
+            self._held[name] = make()
+        return self._held[name]
 
     def release(self) -> None:
         """Close and forget all objects cached by `cached`; called when the recipe is detached."""

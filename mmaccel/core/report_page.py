@@ -274,10 +274,11 @@ def describe_run(run: Fields) -> str:
     notes = draft.get("notes", ())
     if said := describe_draft({**draft, "notes": ()}):
         lines.append(
-            f"draft: {said}" + (f"; {plural(draft['target_steps'], 'target step')}" if draft["rounds"] else "")
+            f"draft: {said}"
+            + (f"; {plural(draft['target_steps'], 'target step')}" if draft["rounds"] else "")
         )
     elif notes:
-        lines.append("draft: none")
+        lines.append("draft: nothing")
     return "\n".join([*lines, *(f"draft: {note}" for note in notes), *run["notes"]])
 
 

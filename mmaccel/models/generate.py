@@ -20,6 +20,7 @@ from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import KVCache
 from mmaccel.models.hf import Attachment
+from mmaccel.models.next_turn import check_next_turn, note_tokens
 from mmaccel.models.prompt_layout import bind_args, prompt_length
 
 MARGIN = 1.1
@@ -159,6 +160,8 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     if isinstance(ids, Tensor) and kwargs.get("attention_mask") is None:
         kwargs |= _mask_of_padding(attachment, ids, kwargs)
     streams = not attachment.owner.recipe.kv.sequences
+    if given and not streams and isinstance(ids, Tensor):
+        check_next_turn(attachment, kwargs, ids)
     if (
         not streams
         and kwargs.get("past_key_values") is None
@@ -187,13 +190,13 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
 
             lasts = caches and (given or bool(attachment.generate_option("return_dict_in_generate", kwargs)))
             with cache.at_work() if streams and cache is not None else nullcontext():
-                return drafting.generate(attachment, kwargs, lasts and (draft or streams))
+                return note_tokens(cache, drafting.generate(attachment, kwargs, lasts and (draft or streams)))
         if not is_set(attachment, "num_beams", kwargs):
             kwargs["streamer"] = TokenCounter(meter.count_tokens, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limit_length(kwargs))
         if rests and not held:
             attachment.draft_times.record_plain(_sequences(attachment, kwargs), prompt_length(kwargs), meter)
-        return out
+        return note_tokens(cache, out)
     finally:
         # A model may be its own assistant, and be asked while it is at work.
         attachment.running.__dict__.update({"layout": None, "chunk": None, **outer})

@@ -24,7 +24,7 @@ def test_a_draft_that_failed_is_told_once_whatever_the_choice(why: str, rounds: 
         meter.count_round(4, 2)
     meter.draft_failed("out of cheese")
     told = str(meter.report({}, "reference", {}, torch.device("cpu"), why))
-    assert told.count("out of cheese") == 1 and ("draft: none" in told) == (rounds == 0)
+    assert told.count("out of cheese") == 1 and ("draft: nothing" in told) == (rounds == 0)
 
 
 def priced(each: float, fixed: float = 0.0, **more: LinearCost) -> Costs:

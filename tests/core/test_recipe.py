@@ -220,7 +220,10 @@ NO_MODEL = drafted(model=None)
         (sparse("block_topk", top="all"), "top is the text 'all'; give a whole number or null"),
         (NO_MODEL, "sequential: model is None; give the draft model's folder"),
         (drafted(kv={"name": "recent", "local": 4, "window": 1}), "draft.kv: recent: local is 4; give 0 to"),
-        (drafted(kv={"name": "recent", "lokal": 4}), "draft.kv: unknown field of kv 'recent' 'lokal': did you"),
+        (
+            drafted(kv={"name": "recent", "lokal": 4}),
+            "draft.kv: unknown field of kv 'recent' 'lokal': did you",
+        ),
         (drafted(prune="uw"), "draft.prune: unknown prune 'uw': there are"),
         ({"kv": {"name": "mosaic", "store": {"spill": 1}}}, "mosaic: store: host: spill is 1"),
     ],
@@ -272,12 +275,12 @@ def test_a_word_of_searches_is_told_for_what_it_means(tmp_path: Path) -> None:
         "'grid', 'a_shape' or 'vertical_slash'."
     )
     assert sentence("no_boundary") == f"recipe {wanted}"
-    for within in (
-        file,
-        {"sparse": "no_boundary"},
-        {"sparse": {"name": "boundary_2d", "default": "no_boundary"}},
+    for where, within in (
+        ("", file),
+        ("", {"sparse": "no_boundary"}),
+        ("boundary_2d: default: ", {"sparse": {"name": "boundary_2d", "default": "no_boundary"}}),
     ):
-        assert sentence(within) == f"sparse {wanted}"
+        assert sentence(within) == f"{where}sparse {wanted}"
 
 
 FILES = {

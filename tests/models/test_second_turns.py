@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.core.layout import TEXT
 from mmaccel.core.prefill.prune import observation_columns, question_text_columns
 from mmaccel.models.prompt_layout import question_columns
@@ -149,6 +149,26 @@ def test_a_draft_s_pruner_that_has_nothing_to_prune_is_told(family: str) -> None
             **prompt(family, [("text", 3), ("image",), ("text", 9)]), max_new_tokens=4, do_sample=False
         )
         assert not fast.report().notes and fast.report().draft["failed"] is None
+
+
+@pytest.mark.parametrize("family", BUILD)
+def test_another_question_on_a_cache_is_refused_before_it_runs(family: str) -> None:
+    """The cache holds what it held, and serves the question once what differs is cut off."""
+    model, first = BUILD[family](), prompt(family, TURNS["text"][0])
+    ids = torch.cat([first["input_ids"][:, :-4], first["input_ids"][:, -3:]], 1)
+    other = {**first, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with mmaccel.accelerate(model) as fast:
+        want = fast.generate(**other, **HOW)
+        cache = (out := fast.generate(**first, **HOW)).past_key_values
+        same = int((ids == out.sequences[:, : ids.shape[1]]).long().cumprod(1).sum())
+        with pytest.raises(ModelError, match=rf"^input_ids: .* past_key_values .*crop\({same}\)"):
+            fast.generate(**other, past_key_values=cache, **HOW)
+        assert cache.get_seq_length() == out.sequences.shape[1] - 1
+        cache.crop(same)
+        with pytest.raises(ModelError, match=r"^pixel_values_videos: past_key_values has read"):
+            fast.generate(**other, past_key_values=cache, **HOW)
+        del other["pixel_values_videos"]
+        assert torch.equal(fast.generate(**other, past_key_values=cache, **HOW).sequences, want.sequences)
 
 
 TOKENS = 10

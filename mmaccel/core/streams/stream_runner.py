@@ -30,8 +30,8 @@ from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, states_restore
 from mmaccel.core.streams.sources import frame_size, pad_to_units
 
 WATCHED = (
-    "sparse: frames given to watch see all that the memory shows; the pattern acts on those given to ingest, and on questions "
-    f"of {MIN_ROWS} tokens and of more than dense_tail"
+    "sparse: frames given to watch see all that the memory shows; the pattern acts on those given to ingest, and on "
+    f"questions of {MIN_ROWS} tokens and of more than dense_tail"
 )
 ROWS = {"cuda": 1 << 16}
 """Tokens of a pass of an ingestion where the recipe has no `chunk`; elsewhere half as many."""

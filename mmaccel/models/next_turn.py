@@ -1,0 +1,52 @@
+"""Whether a call of `generate` goes on from what its `past_key_values` hold, by the tokens that these have read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import ModelError
+from mmaccel.models.attention import KVCache
+from mmaccel.models.hf import Attachment
+from mmaccel.models.prompt_layout import PIXELS, is_given
+
+
+def check_next_turn(attachment: Attachment, kwargs: Mapping[str, Any], ids: Tensor) -> None:
+    """Raise `ModelError` for a prompt `ids` [B, S] that does not go on from the caller's cache, or that brings the pixels of
+    what the cache has read. New tokens alone, with a longer attention mask, are taken as they are."""
+    cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
+    held, count, known = cache.get_seq_length(), ids.shape[1], attachment.columns_of(cache)
+    if not held or (isinstance(mask, Tensor) and mask.shape[-1] > count):
+        return
+    read = None if known is None else known.ids
+    read = ids if read is None or len(read) != len(ids) else read.to(ids.device)
+    both = min(held, count, read.shape[1])
+    unlike = ids[:, :both] != read[:, :both]
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        unlike &= mask[:, :both].to(ids.device).bool()
+    same = int((unlike.any(0).cumsum(0) == 0).sum())
+    if count <= held or same < both:
+        raise ModelError(
+            f"input_ids: these {count} tokens do not begin with the {held} that past_key_values holds; give those and the "
+            f"new turn behind them, or keep of past_key_values what both share (its crop({min(same, count - 1)})), or leave "
+            "it out."
+        )
+    marks = torch.tensor(attachment.family.placeholders(attachment.model), device=ids.device)
+    for name in PIXELS.values():
+        if is_given(kwargs.get(name)) and not bool(torch.isin(ids[:, held:], marks).any()):
+            raise ModelError(
+                f"{name}: past_key_values has read the images and videos, and the new turn shows none; leave it out."
+            )
+
+
+def note_tokens(cache: Any, out: Any) -> Any:
+    """Return the result `out` of a call; note in `cache`, if it is ours, which tokens it holds."""
+    ids = out if isinstance(out, Tensor) else getattr(out, "sequences", None)
+    if isinstance(cache, KVCache) and cache.sequence is not None and isinstance(ids, Tensor):
+        same = len(ids) == cache.sequence.layout.batch
+        cache.sequence = replace(cache.sequence, ids=ids[:, : cache.get_seq_length()] if same else None)
+    return out

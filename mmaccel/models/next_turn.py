@@ -20,8 +20,8 @@ def check_next_turn(attachment: Attachment, kwargs: Mapping[str, Any], ids: Tens
     what the cache has read. New tokens alone, with a longer attention mask, are taken as they are."""
     cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
     held, count, known = cache.get_seq_length(), ids.shape[1], attachment.columns_of(cache)
-    if not held or (isinstance(mask, Tensor) and mask.shape[-1] > count):
-        return
+    if not (held and cache.layers) or (isinstance(mask, Tensor) and mask.shape[-1] > count):
+        return  # a `StreamCache` has no layers, and says itself whom it serves
     read = None if known is None else known.ids
     read = ids if read is None or len(read) != len(ids) else read.to(ids.device)
     both = min(held, count, read.shape[1])

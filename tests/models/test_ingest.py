@@ -241,11 +241,16 @@ def test_progress_and_bad_input_are_those_of_watch() -> None:
     with open_session("random-ov", "rekv", chunk=64) as session:
         session.ingest(film(20), fps=FPS, progress=lambda done, total: told.append((done, total)))
         assert told[-1] == (20, 20) and len(told) > 1
+        told.clear()
+        session.ingest(iter(film(18).split(2)), fps=FPS, progress=lambda done, total: told.append((done, total)))
+        passes = session._stream_adapter.view.geometry.layers * 5
+        assert told == sorted(told, key=lambda one: one[0]) and told[0] == (1, None) and told[-1] == (18, None)
+        assert len(told) > passes, "a frame counts as it is decoded, and as layers run"
         with pytest.raises(mmaccel.core.errors.ModelError, match="fps: -1; give a positive number"):
             session.ingest(film(3), fps=-1)
         with pytest.raises(mmaccel.core.errors.ModelError, match=r"ingest: frames are torch\.float32"):
             session.ingest(film(3).float())
-        assert len(session) == 20
+        assert len(session) == 38
 
 
 def test_a_memory_that_does_not_ingest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

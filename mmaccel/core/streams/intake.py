@@ -23,6 +23,7 @@ from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams import sources
 from mmaccel.core.streams.parts import QUESTION_S, SHORT_S, WAIT_S, FairLock
+from mmaccel.core.streams.progress import IntakeProgress, Tell
 from mmaccel.core.streams.sources import Clip, StreamEvent
 from mmaccel.core.streams.standing import StandingQuestion
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
@@ -35,7 +36,6 @@ from mmaccel.core.streams.timed_text import (
     without_units,
 )
 
-Progress = Callable[[int, int | None], None]
 How = Literal["watch", "ingest"]
 
 AT_ONCE, FORGET_S = 16, 5.0
@@ -184,7 +184,7 @@ class FrameIntake:
         video: Any,
         times: Sequence[float] | Tensor | None,
         fps: float | None,
-        progress: Progress | None,
+        progress: Tell | None,
         deadline: Deadline,
         reconnect: bool = False,
         subtitles: Any = None,
@@ -204,20 +204,20 @@ class FrameIntake:
         apart = given is None and how == "watch"
         whole = partial(self._whole, how, deadline)
         each, every = (whole, nullcontext) if apart else (nullcontext, whole)
-        done, part, over = 0, False, None
+        done, part, over, moves = 0, False, None, IntakeProgress(progress, deadline)
         try:
             with (
                 self._feeding(deadline),
                 self._working(self._source, deadline=deadline),
                 every(),
-                closing(self._clips(how, video, fps, deadline, reconnect)) as clips,
+                closing(self._clips(how, video, fps, moves, reconnect)) as clips,
             ):
                 if how == "ingest":
                     self._stream_adapter.attention.meter.clear()
                 try:
                     for clip in clips:
                         with each():
-                            taken = self._take(how, clip, given, done, progress, deadline, lines)
+                            taken = self._take(how, clip, given, done, moves, lines)
                             if not clip.part and (how == "watch" or taken == len(clip.frames)):
                                 self._rest()
                         done, part = done + taken, clip.part
@@ -251,16 +251,17 @@ class FrameIntake:
         return done
 
     def _clips(
-        self, how: How, video: Any, fps: float | None, deadline: Deadline, reconnect: bool
+        self, how: How, video: Any, fps: float | None, moves: IntakeProgress, reconnect: bool
     ) -> Generator[Clip, None, None]:
-        opens = partial(self._stream_adapter.clips, video, fps, deadline.check)
+        check = moves.deadline.check
+        opens = partial(self._stream_adapter.clips, video, fps, check)
         if how == "ingest":
-            return sources.join_to_passes(opens(), self._room, deadline.check)
+            return sources.join_to_passes(opens(), self._room, moves.decoded)
         if not reconnect:
             return opens()
         begin = self._live.info.times[-1] if self._live is not None else 0.0
         return sources.clips_with_reconnect(
-            opens, deadline.check, self.events.append, begin, lambda one: one.times or [], sources.shift_clip
+            opens, check, self.events.append, begin, lambda one: one.times or [], sources.shift_clip
         )
 
     _waited = 0.0
@@ -342,8 +343,7 @@ class FrameIntake:
         clip: Clip,
         given: list[float] | None,
         done: int,
-        progress: Progress | None,
-        deadline: Deadline,
+        moves: IntakeProgress,
         lines: Sequence[TimedText],
     ) -> int:
         before, watched = None if self._live is None else self._live.info, 0
@@ -369,10 +369,10 @@ class FrameIntake:
                     live.draft_stream.take_frames(*told, how == "ingest")
             for one in self._standing:
                 one.notify_frames()
-            if progress is not None:
-                progress(done + through, None if clip.part else done + len(clip.frames))
+            moves.taken(clip, done, through)
 
-        taken = live.take_frames(clip.frames, shown, tell, deadline, ingest=how == "ingest")
+        moved = partial(moves.taken, clip, done) if how == "ingest" else None
+        taken = live.take_frames(clip.frames, shown, tell, moves.deadline, how == "ingest", moved)
         # A break of the source is no gap besides.
         broken = [one.seconds for one in self.events if one.kind in ("stall", "fault", "end")][-1:]
         self.events += [one for one in changes if one.kind != "gap" or one.seconds not in broken]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
-from mmaccel.core.streams.intake import How, Progress
+from mmaccel.core.streams.intake import How
 from mmaccel.core.streams.parts import WAIT_S
+from mmaccel.core.streams.progress import Tell
 from mmaccel.core.streams.session import Messages, VideoSession
 from mmaccel.core.streams.standing import Change, StandingQuestion
 
@@ -119,7 +120,7 @@ class AsyncVideoSession:
         video: Any,
         times: Sequence[float] | Tensor | None = None,
         fps: float | None = None,
-        progress: Progress | None = None,
+        progress: Tell | None = None,
         *,
         timeout: float | None = None,
         reconnect: bool = False,
@@ -132,7 +133,7 @@ class AsyncVideoSession:
         self,
         video: Any,
         fps: float | None = None,
-        progress: Progress | None = None,
+        progress: Tell | None = None,
         *,
         timeout: float | None = None,
         subtitles: Any = None,

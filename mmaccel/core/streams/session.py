@@ -19,7 +19,8 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import run_question
-from mmaccel.core.streams.intake import AT_ONCE, FrameIntake, Progress
+from mmaccel.core.streams.intake import AT_ONCE, FrameIntake
+from mmaccel.core.streams.progress import Tell
 from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.core.streams.timed_text import checked_line, merge_lines, read_lines
@@ -78,7 +79,7 @@ class VideoSession(FrameIntake):
         video: Any,
         times: Sequence[float] | Tensor | None = None,
         fps: float | None = None,
-        progress: Progress | None = None,
+        progress: Tell | None = None,
         *,
         timeout: float | None = None,
         reconnect: bool = False,
@@ -111,7 +112,7 @@ class VideoSession(FrameIntake):
         self,
         video: Any,
         fps: float | None = None,
-        progress: Progress | None = None,
+        progress: Tell | None = None,
         *,
         timeout: float | None = None,
         subtitles: Any = None,
@@ -121,7 +122,8 @@ class VideoSession(FrameIntake):
         where the memory puts frames that leave it. Returns the number of frames. Clips wait until a pass is full, so that a
         path, clips and a tensor are stored alike; a pass has at most 2 GiB of decoded frames.
         `ingest_frames` of a memory limits how far back frames see, and `counters` say what share of the frames up to them
-        they saw ("ingest_seen"). All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
+        they saw ("ingest_seen"). `progress` is told between layers too; of a path and of clips, a frame that is decoded
+        counts half until then. All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
         """
         return self._take_in("ingest", video, None, fps, progress, self._deadline(timeout), False, subtitles)
 

@@ -83,20 +83,20 @@ def _other_rate(before: float | None, now: float | None) -> bool:
 
 
 def join_to_passes(
-    clips: Generator[Clip, None, None], room: Callable[[Clip], int], check: Callable[[], None]
+    clips: Generator[Clip, None, None], room: Callable[[Clip], int], seen: Callable[[Clip], None]
 ) -> Generator[Clip, None, None]:
     """Yield the frames of the `clips` of one stored video, joined or cut so that each clip is a whole pass, and the last one
     what is left.
 
     `room` returns how many frames like those of a clip the next pass takes: so many wait here at most, and the clip that
     came last. Frames of another size or rate, or without times behind frames with times, begin a pass of their own. A clip
-    that is all of the video is left as it is: its passes are cut alike later. `check` is called for each clip, and may
+    that is all of the video is left as it is: its passes are cut alike later. `seen` gets each clip as it comes, and may
     raise; raises `ModelError` for a clip without frames, or whose frames are no bytes.
     """
     held: list[Clip] = []
     with closing(clips):
         for clip in clips:
-            check()
+            seen(clip)
             check_frames("ingest", clip.frames)
             if not clip.part:
                 yield clip

@@ -27,6 +27,7 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.joint import UNITS, WaitingUnits, take_in
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, states_restored
+from mmaccel.core.streams.progress import each_layer
 from mmaccel.core.streams.sources import frame_size, pad_to_units
 
 WATCHED = (
@@ -161,6 +162,7 @@ class StreamRunner:
         """Seconds that each of the last passes of frames waited for its turn; `waited_s` is of all, and of a pass with
         frames of other streams what these took."""
         self.waited_s = 0.0
+        self._moved: Callable[[float], None] | None = None
         self.state = opened(self.stream, adapter.view.geometry, adapter.view, adapter.device)
         self.running = adapter.new_running_states()
 
@@ -210,10 +212,12 @@ class StreamRunner:
         progress: Callable[[int], None],
         deadline: Deadline,
         ingest: bool = False,
+        moved: Callable[[int, int, float], None] | None = None,
     ) -> int:
         """Take in frames [T, 3, H, W] shown at `moments` (seconds); `progress` gets the number read so far. Return the
         number taken in: if the deadline comes first, those of complete passes. `ingest`: they are of a stored video; call
-        the state's `finish_intake` after it."""
+        the state's `finish_intake` after it. `moved` gets, before each layer, the frames read before the pass, those of the
+        pass, and the share of these that is read."""
         if ingest:
             self.state.begin_ingest()
         elif not (isinstance(self.state, FrameMemory) or self.adapter.attention.recipe.sparse.dense):
@@ -239,6 +243,7 @@ class StreamRunner:
                 else:
                     with turns.holding(deadline) as waited:
                         info.times += shown
+                        self._moved = moved and partial(moved, max(0, first * pace - pending), len(shown))
                         self.encode(some)
                     others = 0.0
                 self.waits.append(waited)
@@ -250,7 +255,7 @@ class StreamRunner:
             info.pending = info.pending if first == 0 else None
             return taken
         finally:
-            self.ingests = False
+            self.ingests, self._moved = False, None
         info.times += moments[len(info.times) - before :]
         rest = frames[whole * pace :]
         info.pending = rest.clone() if len(rest) else None
@@ -310,6 +315,8 @@ class StreamRunner:
         done = 0
         while done < len(features):
             stream_pass, rows = self.next_pass(state, features[done:], numbers[done:])
+            if self._moved is not None:
+                how["check"] = each_layer(self.adapter, self._moved, done, stream_pass.count, len(features))
             self.run_pass(state, stream_pass, rows, **how)
             done += stream_pass.count
             if "proxy" in self.kv.needs:

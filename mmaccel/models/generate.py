@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import KVCache
 from mmaccel.models.hf import Attachment
-from mmaccel.models.next_turn import check_next_turn, note_tokens
+from mmaccel.models.next_turn import check_next_turn
 from mmaccel.models.prompt_layout import bind_args, prompt_length
 
 MARGIN = 1.1
@@ -190,17 +190,26 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
 
             lasts = caches and (given or bool(attachment.generate_option("return_dict_in_generate", kwargs)))
             with cache.at_work() if streams and cache is not None else nullcontext():
-                return note_tokens(cache, drafting.generate(attachment, kwargs, lasts and (draft or streams)))
+                return _noted(cache, drafting.generate(attachment, kwargs, lasts and (draft or streams)))
         if not is_set(attachment, "num_beams", kwargs):
             kwargs["streamer"] = TokenCounter(meter.count_tokens, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limit_length(kwargs))
         if rests and not held:
             attachment.draft_times.record_plain(_sequences(attachment, kwargs), prompt_length(kwargs), meter)
-        return note_tokens(cache, out)
+        return _noted(cache, out)
     finally:
         # A model may be its own assistant, and be asked while it is at work.
         attachment.running.__dict__.update({"layout": None, "chunk": None, **outer})
         meter.generating = False
+
+
+def _noted(cache: Any, out: Any) -> Any:
+    """Return the result `out` of a call; note in `cache`, if it is ours, which tokens it holds."""
+    ids = out if isinstance(out, Tensor) else getattr(out, "sequences", None)
+    if isinstance(cache, KVCache) and cache.sequence is not None and isinstance(ids, Tensor):
+        same = len(ids) == cache.sequence.layout.batch
+        cache.sequence = replace(cache.sequence, ids=ids[:, : cache.get_seq_length()] if same else None)
+    return out
 
 
 def _mask_of_padding(attachment: Attachment, ids: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.attention import PASS, ForwardPass
-from mmaccel.core.prefill.note import NOTE, Note
+from mmaccel.core.prefill.prune import NOTE, Note
 from mmaccel.models.attention import (
     ATTENTION,
     Columns,

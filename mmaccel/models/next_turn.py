@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError
-from mmaccel.models.attention import KVCache
 from mmaccel.models.hf import Attachment
 from mmaccel.models.prompt_layout import PIXELS, is_given
 
@@ -41,12 +39,3 @@ def check_next_turn(attachment: Attachment, kwargs: Mapping[str, Any], ids: Tens
             raise ModelError(
                 f"{name}: past_key_values has read the images and videos, and the new turn shows none; leave it out."
             )
-
-
-def note_tokens(cache: Any, out: Any) -> Any:
-    """Return the result `out` of a call; note in `cache`, if it is ours, which tokens it holds."""
-    ids = out if isinstance(out, Tensor) else getattr(out, "sequences", None)
-    if isinstance(cache, KVCache) and cache.sequence is not None and isinstance(ids, Tensor):
-        same = len(ids) == cache.sequence.layout.batch
-        cache.sequence = replace(cache.sequence, ids=ids[:, : cache.get_seq_length()] if same else None)
-    return out

@@ -17,8 +17,7 @@ from mmaccel.core.attach import attached
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import KVState
-from mmaccel.core.prefill.note import NOTE, Note
-from mmaccel.core.prefill.prune import Probe
+from mmaccel.core.prefill.prune import NOTE, Note, Probe
 from mmaccel.core.registry import DEFAULTS, registry
 from mmaccel.models import decode, deepstack
 from mmaccel.models.install import Hooks

@@ -26,9 +26,8 @@ from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.attach import accelerate, adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import MODALITIES, TokenLayout
-from mmaccel.core.prefill.note import NOTE, Note
 from mmaccel.core.prefill.plan import AttentionPlan
-from mmaccel.core.prefill.prune import PrefillPass, Probe
+from mmaccel.core.prefill.prune import NOTE, Note, PrefillPass, Probe
 from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse.per_head import LayerHeads
 from mmaccel.search.space import (

@@ -14,9 +14,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from mmaccel.core.adapter import Branches
 from mmaccel.core.errors import RecipeError, UnknownName, warn
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVState
+from mmaccel.core.prefill.masked import BidirectionalImages
 from mmaccel.core.registry import SHARE, Policy, limited, one_of
 
 SIGNALS = ("hidden", "attention", "vision_attention", "vision_key")
@@ -70,6 +72,23 @@ class Probe:
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
         """Read the inputs of the attention of `layer`: query [B, H, n, D]; key, value [B, G, N, D]."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Facts of a pass that the multimodal model hands to the text model: the layout of the new columns, whether they are
+    draft tokens to verify and their tree, probes, a `mask`, and the `images` with bidirectional attention."""
+
+    layout: TokenLayout | None = None
+    mask: Tensor | None = None
+    images: BidirectionalImages | None = None
+    verify: bool = False
+    branches: Branches | None = None
+    probes: tuple[Probe, ...] = ()
+
+
+NOTE = "mmaccel_note"
+"""The keyword under which a `Note` travels to the text model."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.core.streams.intake import How
 from mmaccel.core.streams.parts import WAIT_S
-from mmaccel.core.streams.progress import Tell
 from mmaccel.core.streams.session import Messages, VideoSession
+from mmaccel.core.streams.sources import Tell
 from mmaccel.core.streams.standing import Change, StandingQuestion
 
 Done = TypeVar("Done")

@@ -11,7 +11,6 @@ from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import StreamState, UnitEvidence
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.parts import RunningStates, StreamInfo
-from mmaccel.core.streams.sources import frame_size
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 FEW = 4
@@ -37,7 +36,8 @@ def open_picked_frames(
         check()
         some = picked[at : at + live.bulk]
         runs = []
-        for _, alike in itertools.groupby((one for _, one in some), frame_size):  # each clip may have its own
+        # Each clip may have frames of a size of its own.
+        for _, alike in itertools.groupby((one for _, one in some), lambda one: one.shape[2:]):
             while few := list(itertools.islice(alike, FEW)):
                 runs.append(live.adapter.features(torch.cat(few), info.size)[0])
                 check()

@@ -20,7 +20,7 @@ from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import run_question
 from mmaccel.core.streams.intake import AT_ONCE, FrameIntake
-from mmaccel.core.streams.progress import Tell
+from mmaccel.core.streams.sources import Tell
 from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.core.streams.timed_text import checked_line, merge_lines, read_lines

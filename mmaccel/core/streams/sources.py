@@ -1,5 +1,5 @@
 """Reopens a live source that stalls, fails or ends, and records what happened; joins the clips of a stored video to passes;
-and when the frames of a clip are shown."""
+when the frames of a clip are shown; and how far a call is that takes them in."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mmaccel.core.errors import ModelError, VideoError, VideoStalled
 from mmaccel.core.streams.parts import StreamInfo
 
 Part = TypeVar("Part")
+Tell = Callable[[int, int | None], None]
 GAP, GAP_S = 4.0, 1.0
 """A gap lasts longer than so many times the usual step between frames, and than so many seconds."""
 FIRST_S, MOST_S, STEP_S = 0.5, 30.0, 0.05
@@ -50,6 +51,44 @@ class StreamEvent:
     seconds: float
     why: str = ""
     lasted: float | None = None
+
+
+class IntakeProgress:
+    """Tells `tell`, if there is one, how many frames a call has taken in, of how many (None for a source in pieces). Of such
+    a source that is ingested a frame counts half once it is decoded. `deadline` is the call's."""
+
+    def __init__(self, tell: Tell | None, deadline: Any) -> None:
+        self.deadline, self._tell, self._decoded, self._taken = deadline, tell, 0, 0.0
+
+    def decoded(self, clip: Clip) -> None:
+        """Count the frames of a clip that is to be ingested; raises `Ended` at the deadline."""
+        self.deadline.check()
+        if clip.part:
+            self._decoded += len(clip.frames)
+            self._show(None)
+
+    def taken(self, clip: Clip, done: int, frames: int, more: int = 0, share: float = 0.0) -> None:
+        """Count the first `frames` frames of `clip`, a `share` of the `more` next ones, and the `done` before the clip."""
+        self._taken = done + frames + share * more
+        self._show(None if clip.part else done + len(clip.frames))
+
+    def _show(self, total: int | None) -> None:
+        if self._tell is not None:
+            self._tell(int(max(self._taken, (self._decoded + self._taken) / 2)), total)
+
+
+def each_layer(
+    adapter: Any, moved: Callable[[float], None], done: int, count: int, units: int
+) -> Callable[[], None]:
+    """Return what a pass of `count` units on the `StreamModel` `adapter` calls before each layer: answers get their turns,
+    and `moved` the share that is read of all `units`, of which `done` were before the pass."""
+    layers, depth = itertools.count(), adapter.view.geometry.layers
+
+    def check() -> None:
+        adapter.turns.yield_between_layers(adapter.device)
+        moved((done + count * next(layers) / depth) / units)
+
+    return check
 
 
 def clip_events(info: StreamInfo | None, clip: Clip, shown: Sequence[float]) -> list[StreamEvent]:

@@ -27,8 +27,7 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.joint import UNITS, WaitingUnits, take_in
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, states_restored
-from mmaccel.core.streams.progress import each_layer
-from mmaccel.core.streams.sources import frame_size, pad_to_units
+from mmaccel.core.streams.sources import each_layer, frame_size, pad_to_units
 
 WATCHED = (
     "sparse: frames given to watch see all that the memory shows; the pattern acts on those given to ingest, and on "
@@ -178,7 +177,7 @@ class StreamRunner:
         quiet: bool = False,
     ) -> StreamRunner:
         """Start a stream for frames like `frames`, and run the prompt before the video. `timed`: times are known."""
-        size = frame_size(frames)
+        size = frames.shape[2], frames.shape[3]
         features, marks = adapter.features(pad_to_units(frames[: adapter.pace], adapter.pace), size)
         unit = adapter.unit_embeds(features, [(0, [0.0])]).shape[1]
         live = cls(
@@ -279,7 +278,8 @@ class StreamRunner:
 
     def _alike(self, frames: Tensor) -> Tensor:
         """Frames that can follow those before: of their size where a unit is begun. Told once when they are resized."""
-        info, size, adapter = self.info, frame_size(frames), self.adapter
+        info, adapter = self.info, self.adapter
+        size = frames.shape[2], frames.shape[3]
         if size == info.raw:
             return frames
         if not self._warned and not adapter.accepts_frames(frames, info.size):

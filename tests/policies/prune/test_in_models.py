@@ -15,8 +15,9 @@ from mmaccel.core.attach import Accelerated, adapter_for
 from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import IMAGE
-from mmaccel.core.prefill.note import NOTE, Note
 from mmaccel.core.prefill.prune import (
+    NOTE,
+    Note,
     PrefillPass,
     Probe,
     TokenPruner,

@@ -9,8 +9,7 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.note import NOTE, Note
-from mmaccel.core.prefill.prune import PrefillPass, Probe, candidate_columns
+from mmaccel.core.prefill.prune import NOTE, Note, PrefillPass, Probe, candidate_columns
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.policies.prune import by_hand

@@ -254,9 +254,8 @@ def _count_video_tokens(answer: Answer, whole: int) -> dict[str, int]:
 
 def _pruned(tokens: Mapping[str, int]) -> str:
     whole, *left = tokens.items()
-    return (
-        ", ".join([plural(whole[1], "token"), *(f"{count} {name}" for name, count in left)]) if left else ""
-    )
+    told = [f"{count} {name}{' on' if name.startswith('from ') else ''}" for name, count in left]
+    return ", ".join([plural(whole[1], "token"), *told]) if left else ""
 
 
 def _as_object(

@@ -84,7 +84,7 @@ def recommend(
     say(f"{model} on {rates.name}, {work.frames} frames of {frame_size} pixels{taken}:\n")
     table = Table(box=None, pad_edge=False)
     memories = ("device", "host") if rates.cuda else ("memory",)  # a CPU has one memory
-    for title in ("preset", "first answer", "a question", "tokens/s", *memories, ""):
+    for title in ("preset", "first token", "of a later question", "tokens/s", *memories, ""):
         table.add_column(title, justify="left" if title in ("preset", "") else "right")
     for preset, one in found.costs.items():
         parts = zip(memories, found.lacks[preset], strict=False)

@@ -247,7 +247,9 @@ def watch(
             remark(f"{one.kind} at {one.time:g} s" + (f", {one.seconds:.3g} s" if one.seconds else ""))
         for gone in session.events:
             if gone.kind == "let_go":
-                remark(f"let go of frames of {gone.lasted or 0:.3g} s, up to {gone.seconds:g} s")
+                remark(
+                    f"let go of frames shown from {gone.seconds - (gone.lasted or 0):g} to {gone.seconds:g} s"
+                )
         if left:
             named = (f"{text!r}" + ("" if at is None else f" (for {at:g} s)") for at, text in left)
             remark(f"not answered: {', '.join(named)}")

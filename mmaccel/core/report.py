@@ -246,13 +246,16 @@ class Meter(DraftRounds):
             shares.append(mean if not shares else mean.to(shares[0].device))
         return tuple(map(tuple, torch.stack(shares).tolist())) if shares else ()
 
-    def _idle_pattern(self, recipe: dict[str, Any]) -> Iterator[str]:
-        """A sentence on a pattern that no layer ran, and why, unless a note says so already."""
+    def _last_notes(self, recipe: dict[str, Any], kv: dict[str, float]) -> Iterator[str]:
+        """Sentences on a pattern that no layer ran, and why, unless a note says so already; and on frames that the memory
+        has forgotten."""
         asked, dense = recipe.get("sparse", {}).get("name", DEFAULTS["sparse"]), DEFAULTS["sparse"]
         ran = {*chain.from_iterable(self.names.values())} - {dense}
         if asked != dense and not ran and not any(note.startswith("sparse: ") for note in self.notes):
             why = "; ".join(self.idle) or "no prompt was read, and no film ingested"
             yield f"sparse: {asked} was asked for and did nothing: {why}"
+        if gone := kv.get("let_go"):
+            yield f"kv: {gone:g} of {kv['units']:g} steps of time (frames) were let go of, and no question recalls them"
 
     def report(
         self, recipe: dict[str, Any], backend: str, kv: dict[str, float], device: torch.device, why: str = ""
@@ -283,7 +286,7 @@ class Meter(DraftRounds):
             },
             kv=kv,
             backend_why=why,
-            notes=(*self.notes, *self._idle_pattern(recipe)),
+            notes=(*self.notes, *self._last_notes(recipe, kv)),
             **dict(zip(("video_tokens", "video_units"), self.video, strict=True)),
         )
 

@@ -69,17 +69,17 @@ def watch(
         int | None, Option(min=1, help=f"Frames read at a time ({LIVE}; of a stored video {STORED}).")
     ] = None,
     live: Annotated[
-        bool, Option("--live", help="Watch a file as what a camera sends: each frame sees the window alone.")
+        bool, Option("--live", help="Watch a file as a camera's: frames see only the newest before them.")
     ] = False,
     follow: Annotated[bool, Option("--follow", help="The file is still being written.")] = False,
     format: Annotated[str | None, Option(help="Of a device, such as v4l2.")] = None,
     timeout: Annotated[float, Option(help="Seconds of silence that stall a live source.")] = 10.0,
     reconnect: Annotated[bool, Option("--reconnect", help="Reopen a source that stalls or ends.")] = False,
     keep_seconds: KeepSeconds = None,
-    host_bytes: Annotated[str | None, Option(help="Host memory, as 24GB; the oldest frames go.")] = None,
+    host_bytes: Annotated[str | None, Option(help="Most host memory, as 24GB; old frames go.")] = None,
     subtitles: Annotated[Path | None, Option(help="Text with times: an SRT or WebVTT file.")] = None,
     gaps: Annotated[
-        str, Option(help="A frame that stands: hold (taken again), skip, mark (and listed).")
+        str, Option(help="The same frame again: hold takes it, skip not, mark also lists it.")
     ] = "hold",
     every: Annotated[
         float, Option("--save-every", min=0, help="Seconds between two saves; 0 saves at the end.")

@@ -293,8 +293,9 @@ class Treeless(Recent):
 
 def test_a_tree_on_a_memory_of_chains_is_refused_before_it_is_attached() -> None:
     model = pair("random-ov")[0]
-    for kv, draft in ((Treeless(), Tree(model=model)), ("recent", Tree(model=model, kv=Treeless()))):
-        with pytest.raises(RecipeError, match=r"'tree' proposes trees and kv .* takes chains alone"):
+    own = Tree(model=model, kv=Treeless())
+    for where, kv, draft in (("kv", Treeless(), Tree(model=model)), (r"draft\.kv", "recent", own)):
+        with pytest.raises(RecipeError, match=f"'tree' proposes trees and {where} .* takes chains alone"):
             mmaccel.Recipe(kv=kv, draft=draft)
         assert mmaccel.Recipe(kv=kv, draft=Sequential(model=model)).kv
 

@@ -17,7 +17,7 @@ from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill import attention
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
-from mmaccel.core.streams import stream_runner
+from mmaccel.core.streams import sources
 from mmaccel.core.streams.sources import Clip, join_to_passes
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models import chat
@@ -109,7 +109,7 @@ def test_the_passes_of_a_film_do_not_hang_on_how_its_frames_come(
     rest = shown[3:]
     assert ingested(rest, 3)[0] == ingested(iter(rest.split(5)), 3)[0]
     # What waits for its pass is bounded: a pass takes fewer units then, of a tensor as well.
-    monkeypatch.setattr(stream_runner, "WAITING", 4 * shown[0].numel())
+    monkeypatch.setattr(sources, "WAITING", 4 * shown[0].numel())
     assert max(ingested(shown)[0]) == max(ingested(path)[0]) == 4
 
 

@@ -390,7 +390,11 @@ class FrameIntake:
         return self._live
 
     def _room(self, clip: Clip) -> int:
-        return self._begun(clip, clip.times is not None or clip.fps is not None).room_in_pass(clip.frames)
+        live = self._begun(clip, clip.times is not None or clip.fps is not None)
+        pace, pending = live.adapter.pace, live.info.pending
+        return sources.units_in_pass(clip.frames, pace, live.bulk) * pace - (
+            0 if pending is None else len(pending)
+        )
 
     def _open_draft_stream(self) -> GuardedDraftStream:
         """The stream of the draft, where it asks for one."""

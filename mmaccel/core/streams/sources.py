@@ -24,6 +24,9 @@ GAP, GAP_S = 4.0, 1.0
 FIRST_S, MOST_S, STEP_S = 0.5, 30.0, 0.05
 """Seconds until a source is opened again: at first, and at most; and between two checks meanwhile."""
 
+WAITING = 1 << 31
+"""Bytes of decoded frames that a pass of an ingestion takes at most: frames of a file wait in host memory for their pass."""
+
 
 @dataclass(frozen=True, eq=False)
 class Clip:
@@ -275,6 +278,12 @@ def frame_times(
 def frame_size(frames: Tensor) -> tuple[int, int]:
     """Return height and width of frames [T, 3, H, W]."""
     return int(frames.shape[2]), int(frames.shape[3])
+
+
+def units_in_pass(frames: Tensor, pace: int, most: int) -> int:
+    """Return how many units, of `pace` frames like `frames` [T, 3, H, W], a pass of an ingestion takes: `most`, or as many as
+    are `WAITING` bytes."""
+    return min(most, max(1, WAITING // (pace * frames.shape[1:].numel())))
 
 
 def pad_to_units(frames: Tensor, pace: int) -> Tensor:

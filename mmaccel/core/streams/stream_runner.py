@@ -27,7 +27,7 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.joint import UNITS, WaitingUnits, take_in
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, states_restored
-from mmaccel.core.streams.sources import each_layer, frame_size, pad_to_units
+from mmaccel.core.streams.sources import each_layer, pad_to_units, units_in_pass
 
 WATCHED = (
     "sparse: frames given to watch see all that the memory shows; the pattern acts on those given to ingest, and on "
@@ -35,9 +35,6 @@ WATCHED = (
 )
 ROWS = {"cuda": 1 << 16}
 """Tokens of a pass of an ingestion where the recipe has no `chunk`; elsewhere half as many."""
-WAITING = 1 << 31
-"""Bytes of decoded frames that a pass of an ingestion takes at most: frames of a file wait in host memory for their pass."""
-
 SLOW, SLOW_S = 2.0, 20.0
 """How many times what all else takes, and how many seconds, a draft's stream may hold up one that is watched."""
 
@@ -197,13 +194,6 @@ class StreamRunner:
 
     # Frames come in.
 
-    def room_in_pass(self, frames: Tensor) -> int:
-        """Return how many frames like `frames` [T, 3, H, W] uint8 fill the next pass of an ingestion: with those that are
-        pending `bulk` units, or as many as are `WAITING` bytes."""
-        pace, pending = self.adapter.pace, self.info.pending
-        units = min(self.bulk, max(1, WAITING // (pace * frames.shape[1:].numel())))
-        return units * pace - (0 if pending is None else len(pending))
-
     def take_frames(
         self,
         frames: Tensor,
@@ -228,7 +218,7 @@ class StreamRunner:
             frames = torch.cat([info.pending.to(frames.device), frames])
         pending = frames.shape[0] - len(moments)
         whole = frames.shape[0] // pace
-        step = (self.room_in_pass(frames) + pending) // pace if ingest else self._step
+        step = units_in_pass(frames, pace, self.bulk) if ingest else self._step
         self.ingests = ingest
         first = 0
         try:
@@ -395,10 +385,7 @@ class StreamRunner:
         dropped = self.adapter.pruned_per_unit
         if dropped is not None:
             units, unit = self.state.units(), self.info.tokens_per_unit
-            counted |= {
-                "visual": float(units * (unit + dropped)),
-                "visual from layer 0": float(units * unit),
-            }
+            counted |= {"visual": float(units * (unit + dropped)), "visual from layer 0": float(units * unit)}
         return counted
 
     @property

@@ -231,9 +231,7 @@ class FrameIntake:
                     done = 0
                     raise Ended(over)
                 if given is not None and over is None and done != len(given):
-                    raise ModelError(
-                        f"times: there are {len(given)} for {done} frames; give one for each frame."
-                    )
+                    raise ModelError(f"times: there are {len(given)} for {done} frames; give one each.")
                 if part:
                     self._rest()
             if not apart:

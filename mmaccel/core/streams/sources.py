@@ -281,8 +281,8 @@ def frame_size(frames: Tensor) -> tuple[int, int]:
 
 
 def units_in_pass(frames: Tensor, pace: int, most: int) -> int:
-    """Return how many units, of `pace` frames like `frames` [T, 3, H, W], a pass of an ingestion takes: `most`, or as many as
-    are `WAITING` bytes."""
+    """Return how many units, of `pace` frames like `frames` [T, 3, H, W], a pass of an ingestion takes: `most`, or as many
+    as are `WAITING` bytes."""
     return min(most, max(1, WAITING // (pace * frames.shape[1:].numel())))
 
 

@@ -298,8 +298,8 @@ class PromptRunner(Runner):
                 ids = inputs["input_ids"].to(owner.view.device)
                 if before is not None:
                     ids = torch.cat([before.ids, ids], 1)
-                owner.attention.meter.begin_pass(ids.shape[1], 0)
                 cache = self.cache = self._begun(inputs) if before is None else before
+                owner.attention.meter.begin_pass(ids.shape[1], 0, cache.prompt.layout.video())
                 live, self.drafts = cache.live, cache.live.draft_stream
                 self._state, self._counted = live.state, live.counters
                 self._positions = live.stream.positions.limit

@@ -35,6 +35,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "tree": {"draft": {"name": "tree"}},
     "parallel": {"draft": {"name": "parallel", "process": False}},
 }
+PACE = {"random-ov": 1, "random-qwen": 2}
 ASKED = (QUESTION, "and what did the green circle do ?", "where was it then ?")
 HOW: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, "return_dict_in_generate": True}
 
@@ -84,7 +85,8 @@ def talk(name: str, fast: Any, turns: int = 3) -> tuple[list[list[int]], list[st
         ids.append(mine)
         texts.append(text)
         figures.append(drafted(fast.report()))
-        assert fast.report().draft["failed"] is None and not fast.report().notes
+        told = fast.report()
+        assert told.draft["failed"] is None and not told.notes and told.video_units == FRAMES // PACE[name]
     return ids, texts, figures
 
 

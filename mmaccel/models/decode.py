@@ -305,11 +305,14 @@ class SequenceSteps:
 def part_steps(
     model: nn.Module, family: Any, numbers: Sequence[int], last: bool
 ) -> list[LayerStep | StateStep]:
-    """Steps of the layers with these attention-layer indices; `last`: the model's final norm follows them. If the model has
-    recurrent layers, which have no such index, all layers are one part."""
+    """Steps of the layers with these attention-layer indices, which follow each other, and of recurrent layers before each;
+    `last`: all others and the model's final norm follow them."""
     layers: list[Any] = list(family.layers(model))
-    some = layers if family.recurrent_layers(model) else [layers[n] for n in numbers]
-    return layer_steps(some, family, family.text(model).norm if last else None)
+    states = family.recurrent_layers(model)
+    ends = [0, *(n + 1 for n in range(len(layers)) if n not in states)]
+    first = ends[numbers[0]]
+    some = layers[first : None if last else ends[numbers[-1] + 1]]
+    return layer_steps(some, family, family.text(model).norm if last else None, first - numbers[0])
 
 
 def norm_and_head(model: nn.Module, family: Any) -> tuple[Any, Weights]:

@@ -114,9 +114,8 @@ class Family(ModelFamily):
     def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:
         from mmaccel.models import stream, units
 
-        return (units.FrameTextStream if self.stamped else stream.HFStreamAdapter)(
-            unwrapped(model), self, processor
-        )
+        kind = units.FrameTextStream if self.stamped else stream.HFStreamAdapter
+        return kind(unwrapped(model), self, processor)
 
     def causal_lm(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
         from mmaccel.models.loading import load_text_model
@@ -189,6 +188,11 @@ class Family(ModelFamily):
     def layers(self, model: nn.Module) -> nn.ModuleList:
         return self.text(model).layers  # type: ignore[return-value]
 
+    def attended_layers(self, model: nn.Module) -> Sequence[Any]:
+        """The decoder layers with keys and values, in the order by which memories, pruners and recipes number them."""
+        states = self.recurrent_layers(model)
+        return [layer for number, layer in enumerate(self.layers(model)) if number not in states]
+
     def attentions(self, model: nn.Module) -> list[nn.Module]:
         """The self-attention modules of the decoder layers that have one."""
         return [layer.self_attn for layer in self.layers(model) if hasattr(layer, "self_attn")]  # type: ignore[misc]
@@ -246,10 +250,8 @@ class Family(ModelFamily):
 
     def token_modalities(self, config: Any, ids: Tensor) -> Tensor:
         """Modality [B, S] of each token of `ids` [B, S]: IMAGE or VIDEO for placeholders, else TEXT."""
-        kinds = torch.zeros_like(ids)
-        kinds[ids == config.image_token_id] = IMAGE
-        kinds[ids == config.video_token_id] = VIDEO
-        return kinds
+        rest = torch.where(ids == config.image_token_id, IMAGE, TEXT)
+        return torch.where(ids == config.video_token_id, VIDEO, rest)
 
     def tiny_visual(
         self, config: Any, kind: int, units: int, generator: torch.Generator
@@ -312,16 +314,14 @@ class Family(ModelFamily):
 
     def forward_inputs(self, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
         """Keyword arguments of the language model's forward for a prompt: input embeddings, DeepStack features if any."""
-        caught: list[dict[str, Any]] = []
-        thread = threading.get_ident()
+        caught, thread = list[dict[str, Any]](), threading.get_ident()
 
         class Stop(Exception): ...
 
         def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if threading.get_ident() == thread:
-                caught.append(
-                    {name: kwargs[name] for name in deepstack.ENTERING if kwargs.get(name) is not None}
-                )
+                given = ((name, kwargs.get(name)) for name in deepstack.ENTERING)
+                caught.append({name: one for name, one in given if one is not None})
                 raise Stop
 
         with Hooks() as hooks, suppress(Stop):
@@ -356,7 +356,7 @@ class Family(ModelFamily):
         raise self._lacks("how its visual inputs are cut")
 
     def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
-        return fused_norm(self.layers(model)[layer].input_layernorm, hidden, self)  # type: ignore[arg-type]
+        return fused_norm(self.attended_layers(model)[layer].input_layernorm, hidden, self)
 
     def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
         return self._heads(model, layer, rows, "q")

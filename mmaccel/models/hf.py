@@ -92,7 +92,7 @@ class Attachment(Attaching):
             self.pruning = Pruning(hooks, model, family, recipe.prune, self.depth)
             self._pruned: Any = torch.compiler.disable(self.pruning.forward)
         if recipe.draft.pruner is not None:
-            hook_hidden_states(hooks, family.layers(model), recipe.draft.pruner)
+            hook_hidden_states(hooks, family.attended_layers(model), recipe.draft.pruner)
         chunk_tokens(hooks, family.pointwise(model), family)
         rotate_by(hooks, family.attentions(model), family.rotate_function)
         self.forward = self.text.forward

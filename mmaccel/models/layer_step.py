@@ -235,10 +235,12 @@ def as_plain_norm(norm: Any, family: Any) -> Any:
     return _Centred(norm) if type(norm).__name__ in family.centred_norms else norm
 
 
-def layer_steps(layers: Sequence[Any], family: Any, follows: Any = None) -> list[LayerStep | StateStep]:
-    """Build the fused steps of consecutive `layers`; `follows` is the norm after the last one, or None."""
-    norms = [*(layer.input_layernorm for layer in layers[1:]), follows]
-    steps, states = list[LayerStep | StateStep](), 0
+def layer_steps(
+    layers: Sequence[Any], family: Any, follows: Any = None, states: int = 0
+) -> list[LayerStep | StateStep]:
+    """Build the fused steps of consecutive `layers`; `follows` is the norm after the last one, or None, and `states` the
+    number of layers with a state before the first."""
+    norms, steps = [*(layer.input_layernorm for layer in layers[1:]), follows], list[LayerStep | StateStep]()
     for layer, norm in zip(layers, norms, strict=False):
         if hasattr(layer, "linear_attn"):
             steps.append(StateStep(layer, family, norm, states))

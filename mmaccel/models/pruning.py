@@ -81,7 +81,7 @@ class Pruning:
         self.vision = VisionProbe(hooks, model, family) if reads_vision_tower(pruner) else None
         if pruner.stage == "layer":
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
-            for index, layer in enumerate(family.layers(model)):
+            for index, layer in enumerate(family.attended_layers(model)):
                 if index >= first:
                     hooks.add_pre_hook(layer, Entering(index, self._enter))
 
@@ -121,6 +121,8 @@ class Pruning:
             out = go(replace(run, pruning=work), kwargs)
         columns = state.held_indices(len(state.kept) - 1, count) if prompt else None
         if columns is not None:
+            for one in kwargs["past_key_values"].states.values():
+                one.count_dropped(count)
             short = out.last_hidden_state
             whole = short.new_zeros(1, count, short.shape[-1])
             out.last_hidden_state = whole.index_copy(1, columns, short)

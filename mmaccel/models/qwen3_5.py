@@ -43,7 +43,6 @@ class Qwen35(Qwen3VL):
     gated_mlps = frozenset({"Qwen3_5MLP"})
     rotate_function = ""
     unable: ClassVar[Mapping[str, str]] = {
-        "pruning": "have layers with a running state, which has seen all tokens of a prompt",
         "trees": "have layers with a running state, which no row of a tree has for itself",
     }
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -80,13 +79,6 @@ class Qwen35(Qwen3VL):
     def recurrent_layers(self, model: nn.Module) -> dict[int, nn.Module]:
         layers: Any = self.layers(model)
         return {n: layer.linear_attn for n, layer in enumerate(layers) if hasattr(layer, "linear_attn")}
-
-    def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
-        return super().norm(model, self._numbers(model)[layer], hidden)
-
-    def _numbers(self, model: nn.Module) -> list[int]:
-        """Of each layer of attention its number among all."""
-        return [one.layer_idx for one in self.attentions(model)]  # type: ignore[misc]
 
     def _heads(self, model: nn.Module, layer: int, rows: Tensor, which: str) -> Tensor:
         own: Any = self.attentions(model)[layer]

@@ -132,6 +132,10 @@ class RecurrentCacheLayer(LinearAttentionLayer):
             self._marks[-1].rows.append(rows.detach())
         self.length += count
 
+    def count_dropped(self, length: int) -> None:
+        """Set the length to that of the whole prompt, of which a pruner left the layer fewer rows."""
+        self.length, self._marks = length, []
+
     def _copied(self) -> tuple[Tensor, Tensor] | None:
         self.leave_slot()
         if not self.has_previous_state[0]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ SCORES = 1 << 24
 
 @dataclass(eq=False)
 class HiddenStateHook(PromptHook):
-    """Forward hook of a decoder layer that passes hidden states to the probes of the current prefill.
+    """Forward hook of a decoder layer with attention that passes hidden states to the probes of the current prefill.
 
     index  the layer whose input it reports; the number of layers for the last layer's output
     """
@@ -59,7 +59,7 @@ class HiddenStateHook(PromptHook):
             probe.read_layer_input(run, self.index, hidden if isinstance(hidden, Tensor) else hidden[0])
 
 
-def hook_hidden_states(hooks: Hooks, layers: nn.ModuleList, *pruners: TokenPruner) -> None:
+def hook_hidden_states(hooks: Hooks, layers: Sequence[nn.Module], *pruners: TokenPruner) -> None:
     """Install an `HiddenStateHook` for each hidden state that the draft's `pruners` read."""
     wanted = {index for pruner in pruners for stage in pruner.stages(len(layers)) for index in stage.hidden}
     for index in sorted(wanted):

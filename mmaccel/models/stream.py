@@ -56,7 +56,7 @@ class StreamPasses:
         self.view = ModelView(model, family, adapter_for)
         self.frames_a_step = family.pace(model)
         self.device, self.dtype = home_of(model), family.token_embedding(model).weight.dtype
-        self.layer_devices = [home_of(layer) for layer in self._layers()]
+        self.layer_devices = [home_of(layer) for layer in family.attended_layers(model)]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
         plain = AttentionConfig(recipe, "auto", sliding_window_kernel(self.device, self.dtype))
         self.attention = plain if recipe.sparse.dense else attachment.owner.attention
@@ -95,11 +95,6 @@ class StreamPasses:
         """The layers of the vision tower."""
         others = {*self.model.modules()} - {*self.text.modules()}
         return max((x for x in others if isinstance(x, nn.ModuleList)), key=len, default=nn.ModuleList())
-
-    def _layers(self) -> list[nn.Module]:
-        """Those with attention, as a memory numbers them."""
-        states = self.family.recurrent_layers(self.model)
-        return [layer for number, layer in enumerate(self.family.layers(self.model)) if number not in states]
 
     def new_running_states(self) -> Any:
         states = self.family.recurrent_layers(self.model)
@@ -237,7 +232,8 @@ class StreamPasses:
             if threading.get_ident() == thread:
                 ear(out if isinstance(out, Tensor) else out[0])
 
-        layers, inside, shared = self._layers(), self.family.attentions(self.model), self.text.config
+        layers, shared = self.family.attended_layers(self.model), self.text.config
+        inside = self.family.attentions(self.model)
         with Hooks() as hooks:
             hooks.add_hook(self.family.rotary(self.model), unturned)
             if self._attachment is None:  # else all of this is there

@@ -30,10 +30,10 @@ def run(
 ) -> Tensor:
     """[n + 1, V]: the logits at the prompt's last token and at each of the tokens `written` [n] after it.
 
-    `model` is eager. A cut at a layer is told ``hidden`` [S', E] now, ``start`` [S, E] the embeddings, ``columns`` [S'] the
-    prompt's columns that are left, ``before`` and ``here`` [H, S', S'] the attention of the layer before and of the
-    one to come, all of the prompt's; it gives the places out of S' that stay, and their states. ``see(layer, weights,
-    mask)`` may change the mask [R, R] of a layer, by the weights [H, R, R] of the layer before.
+    `model` is eager; layers are those with attention. A cut at a layer is told ``hidden`` [S', E] now, ``start`` [S, E] what
+    entered layer 0, ``columns`` [S'] the prompt's columns that are left, ``before`` and ``here`` [H, S', S'] the attention
+    of the layer before and of the one to come, all of the prompt's; it gives the places out of S' that stay, and their
+    states. ``see(layer, weights, mask)`` may change a layer's mask [R, R], by the weights [H, R, R] of the layer before.
     """
     family = adapter_for(model)
     embeds = family.embed(model, inputs)[0]
@@ -45,17 +45,23 @@ def run(
     cos, sin = family.rotary(model)(embeds[None], places)
     columns = torch.arange(S + n)
     weights = None
-    for index, layer in enumerate(family.layers(model)):
-        if index in cuts:
+    attended, cuts = family.attended_layers(model), dict(cuts)
+    for number, layer in enumerate(family.layers(model)):
+        index = attended.index(layer) if layer in attended else None
+        if index == 0:
+            start = embeds
+        if (cut := cuts.pop(index if number else 0, None)) is not None:
             inside = int((columns < S).sum())
             told = {
                 "hidden": embeds[:inside],
                 "start": start[columns[:inside]],
                 "columns": columns[:inside],
                 "before": None if weights is None else weights[:, :inside, :inside],
-                "here": _attend(layer, embeds, cos, sin, _causal(len(columns)))[1][:, :inside, :inside],
+                "here": None
+                if index is None
+                else _attend(layer, embeds, cos, sin, _causal(len(columns)))[1][:, :inside, :inside],
             }
-            stay, states = cuts[index](told)
+            stay, states = cut(told)
             rows = torch.cat([stay, torch.arange(inside, len(columns))])
             embeds = torch.cat([states, embeds[inside:]])
             columns, cos, sin = columns[rows], cos[:, rows], sin[:, rows]
@@ -64,11 +70,14 @@ def run(
                 cos, sin = family.rotary(model)(
                     embeds[None], flat.expand(3, -1, -1) if family.mrope else flat
                 )
-        mask = _causal(len(columns))
-        if see is not None and weights is not None:
-            mask = see(index, weights, mask)
-        out, weights = _attend(layer, embeds, cos, sin, mask)
-        embeds = embeds + out
+        if index is None:
+            embeds = embeds + layer.linear_attn(layer.input_layernorm(embeds)[None])[0]
+        else:
+            mask = _causal(len(columns))
+            if see is not None and weights is not None:
+                mask = see(index, weights, mask)
+            out, weights = _attend(layer, embeds, cos, sin, mask)
+            embeds = embeds + out
         embeds = embeds + layer.mlp(layer.post_attention_layernorm(embeds))
     hidden = family.text(model).norm(embeds[-n - 1 :])
     return model.get_output_embeddings()(hidden)

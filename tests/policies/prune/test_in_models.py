@@ -53,7 +53,7 @@ LISTENERS: dict[str, TokenPruner] = {
 def listening(model: Any, *pruners: TokenPruner) -> Iterator[Accelerated]:
     """`model` accelerated densely, whose layers can be read by `pruners`."""
     with mmaccel.accelerate(model) as fast, Hooks() as hooks:
-        hook_hidden_states(hooks, fast.adapter.layers(model), *pruners)
+        hook_hidden_states(hooks, fast.adapter.attended_layers(model), *pruners)
         yield fast
 
 

@@ -13,6 +13,7 @@ from mmaccel.core.prefill.prune import NOTE, Note, PrefillPass, Probe, candidate
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.policies.prune import by_hand
+from tests.policies.prune.conftest import WITH_HYBRID
 from tests.policies.prune.layouts import looking, top, videos, visual, whole
 from tests.policies.prune.test_meaning import sparse_by_hand
 from tests.products import product
@@ -104,6 +105,7 @@ def hand_cuts(pruner: Any, layout: TokenLayout) -> dict[int, Any]:
     return {layer + 1: by_raters(s) for layer, s in zip(pruner.layers, pruner.retention, strict=True)}
 
 
+@WITH_HYBRID
 @pytest.mark.parametrize(
     ("name", "kind"), product(["fastv", "pyramid_drop", "sparsevlm"], ["two videos", "interleaved", "video"])
 )
@@ -121,6 +123,7 @@ def test_between_layers(family: str, model: Any, plain: Any, name: str, kind: st
     assert last < told["visual"] / 2
 
 
+@WITH_HYBRID
 def test_dropped_columns_leave_the_cache_and_the_layers(family: str, model: Any) -> None:
     """Not masked, gone: later layers run and hold fewer columns."""
     inputs = prompt(family, PROMPTS["long"])
@@ -147,6 +150,7 @@ def test_dropped_columns_leave_the_cache_and_the_layers(family: str, model: Any)
     assert len(gone) == m - m // 4 and not logits[:, gone].any() and logits[0, held].any(-1).all()
 
 
+@WITH_HYBRID
 @pytest.mark.parametrize("kind, compact", [("two videos", False), ("video", True)])
 def test_before_the_language_model(family: str, model: Any, plain: Any, kind: str, compact: bool) -> None:
     """DyCoke's first part: what is left, at its own positions, or numbered anew."""
@@ -168,6 +172,7 @@ def test_before_the_language_model(family: str, model: Any, plain: Any, kind: st
     assert told["visual from layer 0"] < told["visual"]
 
 
+@WITH_HYBRID
 @pytest.mark.parametrize("kind, refresh", [("two videos", 0.9), ("video", 1.0), ("video", -1.0)])
 def test_dycoke_while_decoding(family: str, model: Any, plain: Any, kind: str, refresh: float) -> None:
     """The second part: later layers see the tokens that the layer before attended to, chosen anew when it turns."""
@@ -298,6 +303,7 @@ def test_a_sparse_prefill_of_what_is_left(family: str, model: Any, pattern: str)
             torch.testing.assert_close(fast(**inputs).logits, want, atol=2e-5, rtol=0)
 
 
+@WITH_HYBRID
 def test_a_second_turn_keeps_its_words(family: str, model: Any) -> None:
     """What follows the first prompt on the same cache is all kept, in every layer."""
     inputs = prompt(family, PROMPTS["video"])

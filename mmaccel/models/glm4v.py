@@ -38,7 +38,6 @@ class Glm4V(Qwen25VL):
     model_types: ClassVar[tuple[str, ...]] = ("glm4v", "glm46v")
     extra_inputs = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
-    vision_tower_reader = None
     mixes_modalities = False
     decoder_layers = frozenset({"Glm4vTextDecoderLayer"})
     rms_norms = frozenset({"Glm4vRMSNorm", "Glm4vMoeRMSNorm"})

@@ -294,5 +294,7 @@ def prune_frames(
             f"prune {pruner.name!r} does not leave {left} tokens of each unit, as it says, and a stream needs equally "
             "many of each; correct its method left."
         )
-    states, end = rows[columns] if kept.states is None else kept.states, left * len(counts)
+    states, end = rows[columns], left * len(counts)
+    if kept.states is not None:  # what DeepStack adds to a token stays its own
+        states = torch.cat([kept.states, states[:, shape.hidden :]], 1)
     return states[:end].view(len(counts), left, -1), states[end:]

@@ -27,7 +27,6 @@ class Qwen3VL(Qwen25VL):
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     extra_inputs = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
     processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
-    vision_tower_reader = None
     stamped = True
     decoder_layers = frozenset({"Qwen3VLTextDecoderLayer", "Qwen3VLMoeTextDecoderLayer"})
     rms_norms = frozenset({"Qwen3VLTextRMSNorm", "Qwen3VLMoeTextRMSNorm"})

@@ -12,11 +12,13 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import NOTE, Note, PrefillPass, Probe, candidate_columns
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.tiny_random import PROMPTS, prompt
+from tests.models.tiny_random import model as tiny
 from tests.policies.prune import by_hand
 from tests.policies.prune.conftest import WITH_HYBRID
 from tests.policies.prune.layouts import looking, top, videos, visual, whole
 from tests.policies.prune.test_meaning import sparse_by_hand
 from tests.products import product
+from tests.spies import heard
 
 WRITTEN = 6
 PRUNERS: dict[str, Any] = {
@@ -226,6 +228,37 @@ def spied(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
     return [(w, k) for module, w, k in seen if module == last]  # type: ignore[return-value]
 
 
+def tower_by_hand(family: str, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """[S, 1 + D]: attention received in the tower and key of each token of a video, zeros for other tokens."""
+    told = []
+    for weights, key in spied(model, inputs):
+        frame = torch.cat([weights.mean((0, 1))[:, None], key.mean(0)], 1)
+        if family == "llava":  # 4 x 4 patches, bilinear to 2 x 2: the mean of the middle of each corner
+            grid = frame.unflatten(0, (4, 4))
+            told.append(
+                torch.stack([grid[r : r + 2, c : c + 2].mean((0, 1)) for r in (0, 2) for c in (0, 2)])
+            )
+        else:  # 2 x 3 tokens of four patches each, side by side; of "qwen" in the order of windows of 2 x 2 tokens
+            order = [0, 1, 4, 2, 3, 5] if family == "qwen" else [0, 1, 2, 3, 4, 5]
+            told.append(frame.unflatten(0, (-1, 4)).mean(1)[order])
+    layout = layout_in(model, inputs)
+    signals = torch.zeros(layout.length, told[0].shape[1])
+    signals[candidate_columns(layout)] = torch.cat(told)
+    return signals
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen3_5", "glm46v", "glm4v_moe"])
+def test_towers_without_windows_are_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = tiny(kind), prompt(kind, PROMPTS["two videos"], seed=8)
+    seen = heard(monkeypatch, VisionZip, "prune", lambda _, signals, *rest: signals)
+    with mmaccel.accelerate(model, prune=PRUNERS["visionzip"]) as fast:
+        written(fast, inputs)
+    ((score, key),) = [(one["vision_attention"], one["vision_key"]) for one in seen]
+    want = tower_by_hand(kind, model, inputs)
+    torch.testing.assert_close(torch.cat([score[:, None], key], 1), want, atol=1e-6, rtol=0)
+
+
+@WITH_HYBRID
 @pytest.mark.parametrize("kind", ["two videos"])
 def test_visionzip_reads_the_vision_tower(family: str, model: Any, plain: Any, kind: str) -> None:
     """Scores and keys from what the tower's own kernel was given, pooled by hand; then the language model by hand."""
@@ -236,19 +269,7 @@ def test_visionzip_reads_the_vision_tower(family: str, model: Any, plain: Any, k
         with torch.no_grad():
             once = fast(**inputs).logits[0, -1]
     torch.testing.assert_close(once, logits[0], atol=1e-5, rtol=0)
-    layout = layout_in(model, inputs)
-    told = []
-    for weights, key in spied(model, inputs):
-        frame = torch.cat([weights.mean((0, 1))[:, None], key.mean(0)], 1)
-        if family == "llava":  # 4 x 4 patches, bilinear to 2 x 2: the mean of the middle of each corner
-            grid = frame.unflatten(0, (4, 4))
-            told.append(
-                torch.stack([grid[r : r + 2, c : c + 2].mean((0, 1)) for r in (0, 2) for c in (0, 2)])
-            )
-        else:  # 2 x 3 tokens of four patches each, side by side in the order of windows of 2 x 2 tokens
-            told.append(frame.unflatten(0, (-1, 4)).mean(1)[[0, 1, 4, 2, 3, 5]])
-    signals = torch.zeros(layout.length, told[0].shape[1])
-    signals[candidate_columns(layout)] = torch.cat(told)
+    layout, signals = layout_in(model, inputs), tower_by_hand(family, model, inputs)
     (stage,) = pruner.stages(6)
 
     def cut(told: dict[str, Any]) -> tuple[Tensor, Tensor]:

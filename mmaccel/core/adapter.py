@@ -129,7 +129,7 @@ class ModelAdapter(ABC):
     name: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     unable: ClassVar[Mapping[str, str]] = {}
-    """What its models cannot do, and why: "streams", "pruning", "trees" (drafts of these, or that read its memory)."""
+    """What its models cannot do, and why: "streams", "pruning", "trees" and "memory" (drafts of trees, or that copy it)."""
 
     @abstractmethod
     def geometry(self, model: nn.Module) -> Geometry:
@@ -229,11 +229,11 @@ class ModelAdapter(ABC):
         asked = {
             "streams": ("kv", recipe.kv, not recipe.kv.sequences),
             "pruning": ("prune", prune or draft.pruner, (prune or draft.pruner) is not None),
-            "trees": ("draft", draft, bool({"branches", "memory"} & draft.needs)),
+            "trees": ("draft", draft, "branches" in draft.needs),
+            "memory": ("draft", draft, "memory" in draft.needs),
         }
-        for what in self.unable.keys() & asked.keys():
-            kind, part, wanted = asked[what]
-            if wanted:
+        for what, (kind, part, wanted) in asked.items():
+            if wanted and what in self.unable:
                 raise RecipeError(f"{kind} {part.name!r}: {who} {self.unable[what]}; leave {kind} out.")
         most = self.rollback_limit(model)
         if "rollback" in draft.needs and most is not None and most < draft.max_rollback:

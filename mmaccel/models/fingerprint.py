@@ -55,7 +55,10 @@ def hooked(modules: Iterable[nn.Module]) -> bool:
 
 _TABLES: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_modules", "_parameters")
 _HOOKS: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_forward_hooks", "_forward_pre_hooks")
-_OTHERS = ("transformers.utils.output_capturing", "mmaccel.models.stream", "mmaccel.models.recurrent")
+_OTHERS = (
+    "transformers.utils.output_capturing",
+    *(f"mmaccel.models.{x}" for x in ("stream", "recurrent", "tree_paths")),
+)
 
 
 def can_fuse(layers: Iterable[Any], activation: str, family: Any) -> bool:

@@ -43,7 +43,7 @@ from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.modules import batch_tower, chunk_tokens, rotate_by
 from mmaccel.models.prompt_layout import bind_args, max_positions, new_inputs, slice_inputs
 from mmaccel.models.pruning import Pruning
-from mmaccel.models.recurrent import record_input
+from mmaccel.models.recurrent import hook_inputs
 from mmaccel.models.signals import hook_hidden_states
 
 
@@ -84,8 +84,8 @@ class Attachment(Attaching):
         self.shared: Any = self.text.config
         hooks.set_attention(self.text.modules(), self.shared, ATTENTION, **family.attention_indices(model))
         self.states = family.recurrent_layers(model)
-        for one in self.states.values():
-            hooks.add_pre_hook(one, record_input)
+        if self.states:
+            hook_inputs(hooks, self.states.values())
         # Inside a pruner that listens to the tower: it hears of all frames at once.
         batch_tower(hooks, family, model, context=self.owner.context)
         if recipe.prune is not None and recipe.kv.sequences:

@@ -43,7 +43,7 @@ class Qwen35(Qwen3VL):
     gated_mlps = frozenset({"Qwen3_5MLP"})
     rotate_function = ""
     unable: ClassVar[Mapping[str, str]] = {
-        "trees": "have layers with a running state, which no row of a tree has for itself",
+        "memory": "have layers with a running state, of which its memory holds no copy",
     }
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "qwen3_5": {"text_config": _TEXT, "vision_config": _VISION, **ASIDE},

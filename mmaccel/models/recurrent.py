@@ -1,7 +1,8 @@
 """Cache entries of layers with a recurrent state (Gated DeltaNet) that can be rolled back as attention's can.
 
 A recurrent state cannot be truncated. So a layer keeps a checkpoint of its state and the inputs since; to roll back it
-restores the checkpoint and runs the remaining inputs again. It keeps two checkpoints, at least `REACH` tokens apart.
+restores the checkpoint and runs the remaining inputs again. It keeps two checkpoints, at least `REACH` tokens apart. The
+rows of a token tree are run path by path from the state before it, which contains none of them until one path is accepted.
 
 In captured decode steps (`layer_step.StateStep`) a sequence has a slot: a ring buffer ("journal") of its last rows,
 and a state that lags behind them (`ops.delta.delta_rows`). A short rollback only changes a number; a longer one restores a
@@ -24,10 +25,12 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from mmaccel.backends.ops.delta import delta_rows
 from mmaccel.backends.ops.layer_ops import WINDOW
+from mmaccel.core.adapter import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.core.streams.parts import RunningStates
 from mmaccel.models import install
 from mmaccel.models.install import Hooks, shared_hooks
+from mmaccel.models.tree_paths import TreePaths, gather_tree
 
 NAMES = "running conv", "running state"
 """Of the two parts of a state, where it is saved."""
@@ -49,8 +52,7 @@ class _Mark:
 
 
 class RecurrentCacheLayer(LinearAttentionLayer):
-    """A transformers cache layer that holds one layer's recurrent state and can roll it back; `module` is the layer's Gated
-    DeltaNet."""
+    """A transformers cache layer: the recurrent state of one Gated DeltaNet, `module`, which can be rolled back."""
 
     is_sliding, is_croppable = False, True
 
@@ -60,6 +62,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         self.length = 0
         self.cache: Callable[[], Any] = lambda: None
         self._marks: list[_Mark] = []
+        self._tree: list[Tensor] = []  # rows [1, n, E] of a tree, which the state does not contain
         self._again = False
         self.slots: StateSlots | None = None
         self._slot, self._entered, self._base, self._lag = (0, 0), 0, 0, 0
@@ -132,6 +135,26 @@ class RecurrentCacheLayer(LinearAttentionLayer):
             self._marks[-1].rows.append(rows.detach())
         self.length += count
 
+    def spread_tree(self, rows: Tensor, branches: Branches) -> tuple[Tensor, TreePaths]:
+        """Record the next `rows` [1, n, E] of a tree; return its paths as a batch [b, L, E], and the cache by which it
+        is run from the state before the tree."""
+        self.leave_slot()
+        self._tree.append(rows.detach())
+        self.length += rows.shape[1]
+        paths = TreePaths(self, branches)
+        return torch.cat(self._tree, 1)[0, paths.columns], paths
+
+    def accept(self, path: Tensor) -> None:
+        """Keep of a tree its rows at `path` [k] alone."""
+        rows, self._tree = torch.cat(self._tree, 1), []
+        self.length -= rows.shape[1]
+        self._run(rows[:, path.to(rows.device)])
+
+    def _run(self, rows: Tensor) -> None:
+        cache = self.cache()
+        cache.branches = None
+        self.module(hidden_states=rows, cache_params=cache, attention_mask=None)
+
     def count_dropped(self, length: int) -> None:
         """Set the length to that of the whole prompt, of which a pruner left the layer fewer rows."""
         self.length, self._marks = length, []
@@ -145,6 +168,11 @@ class RecurrentCacheLayer(LinearAttentionLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Roll the recurrent state back by that many tokens; raises `ModelError` if no checkpoint is old enough."""
         length = self.length - abs(int(tokens_to_remove))
+        if self._tree:
+            rows, self._tree = torch.cat(self._tree, 1), []
+            self.length -= rows.shape[1]
+            if length > self.length:
+                self._tree, self.length = [rows[:, : length - self.length]], length
         if length == self.length:
             return
         if length == 0:
@@ -174,7 +202,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         if rows.shape[1]:
             self._again = True
             try:
-                self.module(hidden_states=rows, cache_params=self.cache(), attention_mask=None)
+                self._run(rows)
             finally:
                 self._again = False
 
@@ -197,7 +225,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.length, self._marks, self.slots = 0, [], None
+        self.length, self._marks, self._tree, self.slots = 0, [], [], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.leave_slot()
@@ -276,20 +304,26 @@ def delta_weights(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
 
 def record_input(
     module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
-) -> None:
-    """Forward pre-hook of a Gated DeltaNet module: records its input in its `RecurrentCacheLayer`. Without `kwargs` torch
-    calls a hook that was removed while the module's hooks ran."""
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of a Gated DeltaNet module: records its input in its `RecurrentCacheLayer`, and gives it the paths of
+    a tree. Without `kwargs` torch calls a hook that was removed while the module's hooks ran."""
     cache = kwargs.get("cache_params")
     layer = None if cache is None else cache.layers[module.layer_idx]
-    if isinstance(layer, RecurrentCacheLayer):
-        layer.cache = ref(cache)  # type: ignore[arg-type]
-        layer.record_rows(args[0] if args else kwargs["hidden_states"])
+    if not isinstance(layer, RecurrentCacheLayer):
+        return None
+    layer.cache, rows = ref(cache), args[0] if args else kwargs["hidden_states"]
+    if (branches := getattr(cache, "branches", None)) is None:
+        layer.record_rows(rows)
+        return None
+    spread, paths = layer.spread_tree(rows, branches)
+    return (), {**kwargs, "hidden_states": spread, "cache_params": paths, "attention_mask": None}
 
 
 def hook_inputs(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Install the hook `record_input` on `modules`."""
+    """Install the hooks `record_input` and `gather_tree` on Gated DeltaNet `modules`."""
     for module in modules:
         hooks.add_pre_hook(module, record_input)
+        hooks.add_hook(module, gather_tree, with_kwargs=True)
 
 
 def rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
@@ -335,6 +369,11 @@ class StreamStates(RunningStates):
         with self._passes.busy():
             for state in self.states.values():
                 state.crop(count)
+
+    def accept(self, path: Tensor) -> None:
+        with self._passes.busy():
+            for state in self.states.values():
+                state.accept(path)
 
     def tensors(self) -> dict[str, Tensor]:
         held = ((number, *state.checkpoint()) for number, state in self.states.items())

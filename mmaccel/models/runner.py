@@ -142,11 +142,12 @@ class HFRunner(Runner):
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         self._last = count = ids.shape[1]
         self.laid = None
-        if branches is not None and getattr(self.cache, "states", None):
-            raise ModelError(f"{self.family.name}: {self.family.unable['trees']}; propose chains.")
-        if self.steps is not None and (width := self.steps.width(count, branches)):
-            states = getattr(self.cache, "states", {})
-            return self.steps(self.memory(), self.delta, ids, width, branches, [*states.values()])
+        states = getattr(self.cache, "states", {})
+        steps = (
+            None if states and branches is not None else self.steps
+        )  # a tree goes through the layers' modules
+        if steps is not None and (width := steps.width(count, branches)):
+            return steps(self.memory(), self.delta, ids, width, branches, [*states.values()])
         self.sync_cache()
         held = self.length()
         start = held + self.delta
@@ -166,9 +167,13 @@ class HFRunner(Runner):
             mask = torch.zeros(count, held + count, dtype=dtype, device=ids.device)
             mask[:, held + count - sees.shape[1] :].masked_fill_(~sees, torch.finfo(dtype).min)
             more["attention_mask"] = self.family.tree_mask(self.model, mask[None, None], positions)
-        out = self.model(
-            input_ids=ids, past_key_values=self.cache, position_ids=positions, use_cache=True, **more
-        )
+        self.cache.branches = branches
+        try:
+            out = self.model(
+                input_ids=ids, past_key_values=self.cache, position_ids=positions, use_cache=True, **more
+            )
+        finally:
+            self.cache.branches = None
         return out.logits  # type: ignore[no-any-return]
 
     def resume(self, inputs: Inputs, past: Columns | None = None) -> None:
@@ -222,14 +227,13 @@ class HFRunner(Runner):
 
     def accept(self, path: Tensor) -> None:
         state = getattr(self.cache, "state", None) or self._moved
-        if getattr(self.cache, "states", None):
-            self.truncate(self.length() - self._last + path.numel())
-            return
+        for one in getattr(self.cache, "states", {}).values():
+            one.accept(path)
         if state is not None:
             state.accept(path)
             return
         start = self.length() - self._last
-        for layer in self.cache.layers:
+        for layer in self._attended():
             columns = torch.cat([torch.arange(start), path.cpu() + start]).to(layer.keys.device)
             layer.keys = layer.keys.index_select(2, columns)
             layer.values = layer.values.index_select(2, columns)

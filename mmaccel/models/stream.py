@@ -168,9 +168,9 @@ class StreamPasses:
         if embeds.shape[1] > (wide := self.view.geometry.hidden):
             embeds, more = deepstack.split_rows(embeds, wide)
         depth = self.view.geometry.layers
-        cache = KVCache(state, depth, None if running is None else running.states)
+        cache: Any = KVCache(state, depth, None if running is None else running.states)
         if running is not None:
-            running.cache = cache
+            running.cache, cache.branches = cache, run.branches
         positions = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         forward = self.text if self._attachment is None else self._attachment.forward
         with self.busy(), self._hooked(state, hidden, hooks, few), cache.at_work():
@@ -242,8 +242,8 @@ class StreamPasses:
                 chunk_tokens(hooks, self.family.pointwise(self.model), self.family)
                 facts = {PLAIN: shared, **self.family.attention_indices(self.model)}
                 hooks.set_attention(inside, shared, ATTENTION, **facts)
-                for module in self.family.recurrent_layers(self.model).values():
-                    hooks.add_pre_hook(module, recurrent.record_input)
+                if states := self.family.recurrent_layers(self.model):
+                    recurrent.hook_inputs(hooks, states.values())
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.add_pre_hook(layer, partial(entering, partial(state.take_hidden, number)))
             for number, ear in input_hooks.items():

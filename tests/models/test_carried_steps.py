@@ -18,7 +18,7 @@ from mmaccel.models.attention import cache_of
 from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.together import StepsTogether
-from mmaccel.policies.draft import Sequential
+from mmaccel.policies.draft import Sequential, Tree
 from mmaccel_lab import world
 from mmaccel_lab.train import pixels
 from tests.models.streams import logits
@@ -89,7 +89,7 @@ def test_steps_are_the_model_s_own(kind: str, replays: None, monkeypatch: pytest
     assert len(seen) == 29  # all but the two of more than 8 rows
 
 
-@crossed("replays", kind=KINDS, draft=["off", "echo", "model"], replays=REPLAYS, together=2)
+@crossed("replays", kind=KINDS, draft=["off", "echo", "model", "tree"], replays=REPLAYS, together=2)
 def test_a_recipe_decodes_by_them(
     kind: str, draft: str, replays: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +102,8 @@ def test_a_recipe_decodes_by_them(
     turn: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **choice}
     after = model.generate(**turn, past_key_values=want.past_key_values)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    drafts = {"echo": Echo(), "model": Sequential(model=model_of(kind, seed=1), window=3)}
+    other = model_of(kind, seed=1)
+    drafts = {"echo": Echo(), "model": Sequential(model=other, window=3), "tree": Tree(model=other)}
     with mmaccel.accelerate(model, **({} if draft == "off" else {"draft": drafts[draft]})) as fast:
         got = fast.generate(**inputs, **choice)
         told = fast.report().draft

@@ -1,6 +1,6 @@
 """Layers with a running state beside layers of attention: rolled back with the columns, in calls of every kind."""
 
-import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,8 +13,8 @@ from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.models import recurrent
 from mmaccel.models.runner import HFRunner
-from mmaccel.policies.draft import Tree
 from tests.core.toy import Scripted
+from tests.models.test_decode import LATER, TREE
 from tests.models.tiny_random import EVERY, batch, next_turn, prompt
 
 
@@ -81,6 +81,47 @@ def test_a_step_taken_back_leaves_no_trace(model: Any, inputs: Any, monkeypatch:
         assert (other.prefill(inputs) - model(**inputs).logits[:, -1]).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("attached", [False, True])
+@torch.no_grad()
+def test_a_tree_is_its_paths(
+    model: Any, inputs: Any, attached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row of a tree says what a chain of its own would; one path stays, and can be taken back."""
+    monkeypatch.setattr(recurrent, "REACH", 12)
+    rows, path, after = [4, 5, 6, 7, 8, 9], [0, 2, 4, 5], torch.tensor([[7, 8, 11]])
+    with mmaccel.accelerate(model) if attached else nullcontext():
+        tree, chain = (HFRunner.open(model, adapter_for(model)) for _ in range(2))
+        for runner in (tree, chain):
+            runner.prefill(inputs)
+            runner.step(torch.tensor([[3, 5]]))
+        length = tree.length()
+
+        def by_chain(*ids: int) -> torch.Tensor:
+            chain.truncate(length)
+            return chain.step(torch.tensor([ids]))[0, -1]
+
+        said = [*tree.step(torch.tensor([rows]), TREE)[0]]
+        seen = [*TREE.sees.tolist(), *LATER.sees.tolist()]
+        said.append(tree.step(torch.tensor([[3]]), LATER)[0, 0])
+        tree.truncate(length + len(rows))
+        again = tree.step(torch.tensor([[3]]), LATER)[0, 0]
+        assert torch.equal(again, said[-1])
+        for sees, got in zip(seen, said, strict=True):
+            want = by_chain(*(one for one, is_seen in zip([*rows, 3], sees, strict=False) if is_seen))
+            assert (got - want).abs().max() <= 1e-5
+        assert (said[0] - said[-1]).abs().max() > 1e-2
+
+        tree.truncate(length)
+        tree.step(torch.tensor([rows]), TREE)
+        tree.accept(torch.tensor(path))
+        by_chain(*(rows[n] for n in path))
+        for back in (0, 5):
+            for runner in (tree, chain):
+                runner.truncate(runner.length() - back)
+            assert tree.length() == chain.length()
+            assert (tree.step(after) - chain.step(after)).abs().max() <= 1e-5
+
+
 def test_beams_batches_and_turns(model: Any, inputs: Any) -> None:
     several = batch(
         "qwen3_5", [inputs, prompt("qwen3_5", [("text", 3), ("video", 12), ("text", 20)], seed=4)]
@@ -114,7 +155,6 @@ def test_a_later_turn_goes_on_from_the_cache(model: Any, inputs: Any) -> None:
 
 def test_what_it_lacks_is_refused_before_anything_changes(model: Any) -> None:
     before = dict(model.__dict__)
-    for recipe in ({"draft": "sparse_to_dense"}, {"draft": Tree(model=copy.deepcopy(model))}):
-        with pytest.raises(mmaccel.MmaccelError, match="no row of a tree"):
-            mmaccel.accelerate(model, **recipe)
+    with pytest.raises(mmaccel.MmaccelError, match="running state, of which its memory holds no copy"):
+        mmaccel.accelerate(model, draft="sparse_to_dense")
     assert model.__dict__.keys() == before.keys()

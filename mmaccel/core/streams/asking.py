@@ -309,6 +309,8 @@ class QuestionRunner(Runner):
         return self.adapter.logits(hidden)[None]
 
     def accept(self, path: Tensor) -> None:
+        if self.running is not None:
+            self.running.accept(path)
         self.state.accept(path)
 
     def truncate(self, length: int) -> None:

@@ -6,7 +6,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -80,15 +80,16 @@ class RunningStates(ABC):
         """Roll the recurrent states back by the last `count` rows, which belong to an answer."""
 
     @abstractmethod
+    def accept(self, path: Tensor) -> None:
+        """Keep of the tree that ran last only the rows at `path` [k], ascending."""
+
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Return all recurrent states by name, to be saved."""
 
     @abstractmethod
-    def load(
-        self, read: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], dict[str, Tensor]]
-    ) -> None:
-        """Load saved recurrent states. `read` gets the shape and dtype wanted for each name, and returns tensors that fit,
-        or raises."""
+    def load(self, read: Callable[..., dict[str, Tensor]]) -> None:
+        """Load saved recurrent states. `read` gets name -> (shape, dtype), and returns tensors that fit, or raises."""
 
 
 def concat_padded(parts: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,40 @@
+"""Token trees in layers with a recurrent state: each path of a tree is a sequence of its own, from the state before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from mmaccel.core.adapter import Branches
+
+
+class TreePaths(Cache):
+    """The cache of the `recurrent.RecurrentCacheLayer` `layer` for the paths of a tree; the layer's own state stays.
+
+    columns  [b, L] of each path to a leaf its columns of the tree, then others up to one length, which are not read
+    path, place  [n] where in these each of the new rows is
+    """
+
+    def __init__(self, layer: Any, branches: Branches) -> None:
+        sees = branches.sees.to(layer.module.conv1d.weight.device)
+        own = sees[:, -len(sees) :]
+        leaves = own.sum(0) == 1
+        self.path, self.place = own[leaves].int().argmax(0), sees.sum(1) - 1
+        self.columns = (~sees[leaves]).int().argsort(dim=1, stable=True)[:, : int(self.place.max()) + 1]
+        made = LinearAttentionLayer()
+        if layer.has_previous_state[0]:
+            held = layer.conv_states[0], layer.recurrent_states[0]
+            conv, state = (one.expand(len(self.columns), *one.shape[1:]).clone() for one in held)
+            made.lazy_initialization(conv_states=conv, recurrent_states=state)
+            made.conv_states[0], made.recurrent_states[0], made.has_previous_state[0] = conv, state, True
+        super().__init__(layers=[made] * (layer.module.layer_idx + 1))
+
+
+def gather_tree(module: Any, args: tuple[Any, ...], kwargs: Any, out: Tensor | None = None) -> Tensor | None:
+    """Forward hook of a Gated DeltaNet module: the outputs [1, n, E] of a tree's rows, from those [b, L, E] of its paths.
+    Without `kwargs` torch calls a hook that was removed while the module's hooks ran."""
+    paths = kwargs.get("cache_params") if isinstance(kwargs, Mapping) else None
+    return out[None, paths.path, paths.place] if isinstance(paths, TreePaths) and out is not None else None

@@ -129,7 +129,7 @@ class ModelAdapter(ABC):
     name: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     unable: ClassVar[Mapping[str, str]] = {}
-    """What its models cannot do, and why: "streams", "pruning", "trees" and "memory" (drafts of trees, or that copy it)."""
+    """What its models cannot do, and why: "streams", "pruning", "trees" (drafts of these, or that read its memory)."""
 
     @abstractmethod
     def geometry(self, model: nn.Module) -> Geometry:
@@ -229,8 +229,7 @@ class ModelAdapter(ABC):
         asked = {
             "streams": ("kv", recipe.kv, not recipe.kv.sequences),
             "pruning": ("prune", prune or draft.pruner, (prune or draft.pruner) is not None),
-            "trees": ("draft", draft, "branches" in draft.needs),
-            "memory": ("draft", draft, "memory" in draft.needs),
+            "trees": ("draft", draft, bool({"branches", "memory"} & draft.needs)),
         }
         for what, (kind, part, wanted) in asked.items():
             if wanted and what in self.unable:

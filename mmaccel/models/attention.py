@@ -249,9 +249,7 @@ class _Door:
 class _Layer(CacheLayerMixin):
     """One layer of a `KVState`, as transformers wants to see it."""
 
-    is_sliding = False
-    is_croppable = True
-    is_compileable = False
+    is_sliding, is_croppable, is_compileable = False, True, False
 
     def __init__(self, state: KVState, door: _Door, index: int) -> None:
         super().__init__()
@@ -302,6 +300,7 @@ class KVCache(Cache):
     def __init__(self, state: KVState, layers: int, states: Mapping[int, Any] | None = None) -> None:
         """`layers` of attention; and `states`, the `recurrent.RecurrentCacheLayer` of each other layer by its number."""
         self.state, self.states = state, states or {}
+        state.running = (*self.states.values(),)
         self.door = _Door()
         self.sequence: Columns | None = None
         own = iter([_Layer(state, self.door, index) for index in range(layers)])

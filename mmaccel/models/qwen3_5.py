@@ -42,9 +42,6 @@ class Qwen35(Qwen3VL):
     rms_norms = frozenset()
     gated_mlps = frozenset({"Qwen3_5MLP"})
     rotate_function = ""
-    unable: ClassVar[Mapping[str, str]] = {
-        "memory": "have layers with a running state, of which its memory holds no copy",
-    }
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "qwen3_5": {"text_config": _TEXT, "vision_config": _VISION, **ASIDE},
         "qwen3_5_moe": {

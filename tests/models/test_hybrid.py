@@ -1,5 +1,6 @@
 """Layers with a running state beside layers of attention: rolled back with the columns, in calls of every kind."""
 
+import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,8 +12,10 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Proposal
 from mmaccel.core.errors import ModelError
-from mmaccel.models import recurrent
+from mmaccel.models import recurrent, step
+from mmaccel.models.qwen3_5 import Qwen35
 from mmaccel.models.runner import HFRunner
+from mmaccel.policies.draft import Sequential, SparseToDense, Tree
 from tests.core.toy import Scripted
 from tests.models.test_decode import LATER, TREE
 from tests.models.tiny_random import EVERY, batch, next_turn, prompt
@@ -153,8 +156,37 @@ def test_a_later_turn_goes_on_from_the_cache(model: Any, inputs: Any) -> None:
     assert torch.equal(said[0], said[1]) and torch.equal(said[0], said[2])
 
 
-def test_what_it_lacks_is_refused_before_anything_changes(model: Any) -> None:
-    before = dict(model.__dict__)
-    with pytest.raises(mmaccel.MmaccelError, match="running state, of which its memory holds no copy"):
-        mmaccel.accelerate(model, draft="sparse_to_dense")
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_draft_by_its_own_weights_goes_on_from_its_states(
+    model: Any, inputs: Any, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all columns it says what the target says: every guess is right. With few it is wrong now and then."""
+    told = {"max_new_tokens": 24, "do_sample": False}
+    plain = model.generate(**inputs, **told)
+    if captured:
+        monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    for retention in (1.0, 0.1):
+        with mmaccel.accelerate(model, draft=SparseToDense(window=3, retention=retention)) as fast:
+            assert torch.equal(model.generate(**inputs, **told), plain)
+            draft = fast.report().draft
+        assert draft["failed"] is None and draft["proposed"] > 0
+        assert (draft["accepted"] == draft["proposed"]) == (retention == 1)
+
+
+def test_what_a_family_lacks_is_refused_before_anything_changes(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, other = dict(model.__dict__), copy.deepcopy(model)
+    unable = {"pruning": "have layers that read all tokens", "trees": "have layers that read one chain"}
+    monkeypatch.setattr(Qwen35, "unable", unable)
+    for recipe, said in (
+        ({"prune": "fastv"}, "all tokens"),
+        ({"draft": Sequential(model=other, prune="uv")}, "all tokens"),
+        ({"draft": "sparse_to_dense"}, "one chain"),
+        ({"draft": Tree(model=other)}, "one chain"),
+    ):
+        with pytest.raises(mmaccel.MmaccelError, match=f"'qwen3_5' have layers that read {said}; leave"):
+            mmaccel.accelerate(model, **recipe)
+    with pytest.raises(mmaccel.MmaccelError, match="only 128; lower the draft's window"):
+        mmaccel.accelerate(model, draft=Sequential(model=other, window=128))
     assert model.__dict__.keys() == before.keys()

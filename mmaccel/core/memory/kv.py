@@ -49,6 +49,8 @@ class KVState(ABC):
 
     in_place: bool = False
     """It is buffers of columns of which a query sees the first ones, all of them; see `buffers`."""
+    follows: ClassVar[bool] = False  # whether it is a part of the recipe's own memory, which is pruned
+    running: tuple[Any, ...] = ()  # what each layer without keys carries along the sequence; set by its cache
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -110,9 +112,6 @@ class KVState(ABC):
     def note_written(self, count: int) -> None:
         """Record that a caller wrote `count` new columns into the `buffers` of all layers, after those held."""
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
-
-    follows: ClassVar[bool] = False
-    """Whether it is a part of the recipe's own memory, so that a pruner has been at work."""
 
     def count_dropped(self, layer: int) -> int:
         """Return how many columns of the prompt `layer` does not hold, as a pruner dropped them before it."""

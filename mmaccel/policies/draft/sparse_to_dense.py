@@ -92,13 +92,16 @@ class _Memory(FullState):
         self._counts = list(self._chosen)
 
     def follow(self, dense: KVState, length: int) -> None:
-        """After verification, replace the drafted columns by those of `dense` state from the prompt's end to `length`."""
+        """After verification, replace the drafted columns by those of `dense` state from the prompt's end to `length`, and
+        what layers carry along by what they carry there."""
         for layer in range(len(self._buffers)):
             view, lacks = dense.view(layer, torch.empty(0)), dense.count_dropped(layer)
             columns = columns_of(view)
             new = (columns >= self._prompt - lacks) & (columns < length - lacks)
             self._counts[layer] = self._chosen[layer]
             self.append(layer, view.key[:, :, new], view.value[:, :, new])
+        for own, one in zip(self.running, dense.running, strict=True):
+            own.restore(one.checkpoint())
         self._gone = length - super().length()
 
     def view(self, layer: int, query: Tensor) -> KVView:

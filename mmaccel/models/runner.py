@@ -143,9 +143,10 @@ class HFRunner(Runner):
         self._last = count = ids.shape[1]
         self.laid = None
         states = getattr(self.cache, "states", {})
-        steps = (
-            None if states and branches is not None else self.steps
-        )  # a tree goes through the layers' modules
+        steps = self.steps
+        if states and branches is not None:  # a tree goes through the layers' modules
+            # And so do all steps from now on where the plain cache would be copied back and forth.
+            steps, self.steps = None, steps if self._moved is None else None
         if steps is not None and (width := steps.width(count, branches)):
             return steps(self.memory(), self.delta, ids, width, branches, [*states.values()])
         self.sync_cache()

@@ -19,11 +19,12 @@ class TreePaths(Cache):
     """
 
     def __init__(self, layer: Any, branches: Branches) -> None:
-        sees = branches.sees.to(layer.module.conv1d.weight.device)
-        own = sees[:, -len(sees) :]
+        sees, home = branches.sees, layer.module.conv1d.weight.device
+        own, places = sees[:, -len(sees) :], sees.sum(1) - 1
         leaves = own.sum(0) == 1
-        self.path, self.place = own[leaves].int().argmax(0), sees.sum(1) - 1
-        self.columns = (~sees[leaves]).int().argsort(dim=1, stable=True)[:, : int(self.place.max()) + 1]
+        columns = (~sees[leaves]).int().argsort(dim=1, stable=True)[:, : int(places.max()) + 1]
+        told = columns, own[leaves].int().argmax(0), places
+        self.columns, self.path, self.place = (one.to(home) for one in told)
         made = LinearAttentionLayer()
         if layer.has_previous_state[0]:
             held = layer.conv_states[0], layer.recurrent_states[0]

@@ -285,6 +285,7 @@ def test_visionzip_reads_the_vision_tower(family: str, model: Any, plain: Any, k
     torch.testing.assert_close(logits, want, atol=2e-5, rtol=0)
 
 
+@WITH_HYBRID
 @pytest.mark.parametrize("pattern", ["grid", "vertical_slash", "q_boundary"])
 def test_a_sparse_prefill_of_what_is_left(family: str, model: Any, pattern: str) -> None:
     """The pattern is told the true frame and cell of every token that is left; with chunks too."""
@@ -338,6 +339,7 @@ def test_a_second_turn_keeps_its_words(family: str, model: Any) -> None:
     torch.testing.assert_close(again, one[:, 1:], atol=1e-5, rtol=0)
 
 
+@WITH_HYBRID
 @pytest.mark.parametrize("name", ["fastv", "dycoke", "visionzip"])
 def test_what_it_cannot_do_is_told(family: str, model: Any, name: str) -> None:
     from transformers import DynamicCache

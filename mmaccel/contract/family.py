@@ -290,12 +290,11 @@ def _generation(tried: _Tried) -> Iterator[Row]:
 
 
 def _pruners(tried: _Tried) -> Iterator[Row]:
-    layer = max(tried.family.first_prune_layer(tried.model), 1)
-    recipe = {"prune": {"name": "fastv", "layer": layer, "retention": 1.0}}
+    recipe = {"prune": {"name": "fastv", "layer": 1, "retention": 1.0}}
     if "pruning" in tried.family.unable:
         yield "prune fastv", *tried.refused(recipe)
         return
-    if layer < tried.depth:
+    if tried.depth > 1:
         yield "prune fastv, all kept", *tried.off(recipe, CLOSE)
 
 

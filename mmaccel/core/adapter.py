@@ -240,13 +240,6 @@ class ModelAdapter(ABC):
                 f"draft {draft.name!r} rolls back up to {draft.max_rollback} tokens and {who} only {most}; lower the "
                 "draft's window."
             )
-        stages = prune.stages(self.geometry(model).layers) if prune and recipe.kv.sequences else ()
-        first = self.first_prune_layer(model)
-        if stages and 0 < stages[0].layer < first:
-            raise RecipeError(
-                f"prune {prune.name!r} cuts before layer {stages[0].layer}, and {who} add features to all visual tokens "
-                f"before layer {first}; cut there or later."
-            )
         if (getattr(model, "tp_size", None) or 1) == 1:
             return
         for kind, part in (("kv", recipe.kv), ("prune", prune), ("draft", draft), ("prune", draft.pruner)):
@@ -280,10 +273,6 @@ class ModelAdapter(ABC):
         """Return `note` (`Note`: facts of a forward pass for its layers) with facts read from the model's arguments
         `kwargs`; may remove some of these."""
         return note
-
-    def first_prune_layer(self, model: nn.Module) -> int:
-        """Return the first decoder layer before which a token pruner may drop tokens."""
-        return 1
 
     def placeholders(self, model: nn.Module) -> tuple[int, ...]:
         """Return the token ids that visual features replace in a prompt."""

@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,12 +32,15 @@ from mmaccel.core.prefill.prune import (
     observation_columns,
 )
 from mmaccel.core.prefill.recalled import warn_idle_pruner
+from mmaccel.models import deepstack
 from mmaccel.models.install import Hooks, PromptHook
 from mmaccel.models.prompt_layout import slice_inputs
 from mmaccel.models.signals import VisionProbe, reads_vision_tower
 
 Go = Callable[[ForwardPass, dict[str, Any]], Any]
 
+DEEPSTACK = "_deepstack_process"
+"""The method of a text model that adds DeepStack's features to the visual tokens behind a layer."""
 LATER = "prune {name!r} left the images and videos of this turn whole: it acts on the first prompt of a cache"
 
 
@@ -79,6 +83,9 @@ class Pruning:
         self.pruner, self.family, self.model = pruner, family, model
         self.stages = {stage.layer: stage for stage in pruner.stages(depth)}
         self.vision = VisionProbe(hooks, model, family) if reads_vision_tower(pruner) else None
+        self._here = threading.local()
+        if hasattr(text := family.text(model), DEEPSTACK):
+            hooks.wrap(text, DEEPSTACK, self._add_features)
         if pruner.stage == "layer":
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
             for index, layer in enumerate(family.attended_layers(model)):
@@ -115,6 +122,7 @@ class Pruning:
             run.config.meter.add_note(sentence := LATER.format(name=self.pruner.name))
             warn(f"{sentence}.")
         work = _Work(run, state, run.layout, total)
+        self._here.kept = state.kept
         if 0 in self.stages:
             out = go(*self._before(work, prompt, kwargs))
         else:
@@ -127,6 +135,14 @@ class Pruning:
             whole = short.new_zeros(1, count, short.shape[-1])
             out.last_hidden_state = whole.index_copy(1, columns, short)
         return out
+
+    def _add_features(self, add: Callable[..., Any], hidden: Tensor, where: Tensor, features: Tensor) -> Any:
+        """Add to what the cuts have left its DeepStack features, of those of the whole prompt."""
+        if hidden.shape[1] < where.shape[1]:
+            given = {deepstack.WHERE: where, deepstack.FEATURES: [features]}
+            left = deepstack.slice_features(given, self._here.kept[-1].to(where.device))
+            where, (features,) = left.values()
+        return add(hidden, where, features)
 
     def _before(
         self, work: _Work, prompt: bool, kwargs: dict[str, Any]

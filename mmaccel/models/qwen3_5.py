@@ -65,9 +65,6 @@ class Qwen35(Qwen3VL):
     def geometry(self, model: nn.Module) -> Geometry:
         return self.global_geometry(model)  # the rows of q_proj are queries and their gates
 
-    def first_prune_layer(self, model: nn.Module) -> int:
-        return 1
-
     def rollback_limit(self, model: nn.Module) -> int:
         from mmaccel.models import recurrent
 

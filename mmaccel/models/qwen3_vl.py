@@ -55,7 +55,3 @@ class Qwen3VL(Qwen25VL):
         )
         dtype = self.token_embedding(model).weight.dtype
         return torch.cat(deepstack.join_levels(out)).to(home_of(model), dtype)
-
-    def first_prune_layer(self, model: nn.Module) -> int:
-        # After each of the first layers the features of a layer of the tower are added to the visual tokens.
-        return len(model.config.vision_config.deepstack_visual_indexes)  # type: ignore[union-attr, arg-type]

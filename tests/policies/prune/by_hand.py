@@ -36,7 +36,9 @@ def run(
     states. ``see(layer, weights, mask)`` may change a layer's mask [R, R], by the weights [H, R, R] of the layer before.
     """
     family = adapter_for(model)
-    embeds = family.embed(model, inputs)[0]
+    entering = family.forward_inputs(model, inputs)
+    embeds, levels = entering["inputs_embeds"][0], entering.get("deepstack_visual_embeds", [])
+    visual = entering.get("visual_pos_masks")
     places = family.positions(model, inputs)
     S, n = embeds.shape[0], written.numel()
     end = places[..., -1:]
@@ -79,6 +81,10 @@ def run(
             out, weights = _attend(layer, embeds, cos, sin, mask)
             embeds = embeds + out
         embeds = embeds + layer.mlp(layer.post_attention_layernorm(embeds))
+        if number < len(levels):
+            added = torch.zeros(S + n, embeds.shape[1])
+            added[:S][visual[0]] = levels[number]
+            embeds = embeds + added[columns]
     hidden = family.text(model).norm(embeds[-n - 1 :])
     return model.get_output_embeddings()(hidden)
 

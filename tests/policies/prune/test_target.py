@@ -125,6 +125,18 @@ def test_between_layers(family: str, model: Any, plain: Any, name: str, kind: st
     assert last < told["visual"] / 2
 
 
+@pytest.mark.parametrize("layer", [1, 2])
+def test_between_layers_that_get_features_of_the_tower(layer: int) -> None:
+    """DeepStack adds some behind layers 0 and 1: those of what is left."""
+    model, inputs = tiny("qwen3_vl", layers=4, seed=5), prompt("qwen3_vl", PROMPTS["interleaved"], seed=3)
+    pruner = FastV(retention=0.4, layer=layer)
+    with mmaccel.accelerate(model, prune=pruner) as fast:
+        tokens, logits = written(fast, inputs)
+    cuts = hand_cuts(pruner, layout_in(model, inputs))
+    want = by_hand.run(by_hand.eager(model), inputs, tokens[:-1], cuts)
+    torch.testing.assert_close(logits, want, atol=2e-5, rtol=0)
+
+
 @WITH_HYBRID
 def test_dropped_columns_leave_the_cache_and_the_layers(family: str, model: Any) -> None:
     """Not masked, gone: later layers run and hold fewer columns."""

@@ -87,10 +87,12 @@ def _family_features() -> dict[str, dict[str, str]]:
         family: Any = registry("model")[name]
         can = {what: what not in family.unable for what in ("streams", "trees", "pruning")}
         can |= {
-            "vision pruners": family.vision_tower_reader is not None,
+            "vision pruners": family.vision_tower_reader is not None and can["pruning"],
             "captured steps": bool(family.decoder_layers),
         }
         found[name] = {what: "yes" if able else "no" for what, able in can.items()}
+        if isinstance(some := family.vision_tower_reader, Mapping) and can["pruning"]:
+            found[name]["vision pruners"] = ", ".join(some)
     return found
 
 

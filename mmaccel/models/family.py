@@ -53,7 +53,7 @@ class Family(ModelFamily):
     extra_inputs            processor outputs beside ids, mask and pixels, such as `video_grid_thw`
     required_extras         pixel input -> the extra input that must come with it
     processors              model type -> its `ProcessorStyle`
-    vision_tower_reader     the `signals.VisionTowerReader` of its vision tower, for pruners; None: not supported
+    vision_tower_reader     the `signals.VisionTowerReader` of its vision tower, or by model type, for pruners; None: none
     decoder_layers          decoder layers that `layer_step.py` can compute: norms, biases and projections as in Qwen2
     centred_norms           norms of these layers that scale by ``1 + weight``
     rms_norms               RMSNorm classes: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
@@ -145,7 +145,7 @@ class Family(ModelFamily):
                 f"{self.name!r} does not compute; set sliding_window to None, or use the model without mmaccel."
             )
         if recipe.prune is not None:
-            signals.check_vision_tower(self, recipe.prune)
+            signals.check_vision_tower(self, model, recipe.prune)
         super().check(model, recipe)
 
     def global_geometry(self, model: nn.Module) -> Geometry:

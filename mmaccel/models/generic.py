@@ -23,13 +23,12 @@ from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family
+from mmaccel.models.intern_tower import InternTowerReader
 from mmaccel.models.prompt_layout import PIXELS, WIDE, ByFrame, Grid, Inputs, Words, is_given, timestamp
 
 GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 NEAR = 24
 """Of a model without placeholders of video: images with at most so many tokens of text between are the frames of one."""
-
-
 _TEXTS = "Llama", "Mistral", "Qwen2", "Qwen3"
 """Language models that are built alike, as their classes begin."""
 _TOLD_OF = {
@@ -84,6 +83,7 @@ class Generic(Family):
     decoder_layers = frozenset({f"{text}DecoderLayer" for text in _TEXTS})
     rms_norms = frozenset({f"{text}RMSNorm" for text in _TEXTS})
     gated_mlps = frozenset({f"{text}MLP" for text in _TEXTS})
+    vision_tower_reader: ClassVar[Any] = {"internvl": InternTowerReader}
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "internvl": {
             "text_config": {**tiny.TEXT, "model_type": "qwen2"},

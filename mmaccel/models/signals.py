@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmaccel.backends.ops.dense_attend import mean_weights
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import PASS, ForwardPass
 from mmaccel.core.prefill.prune import (
@@ -251,12 +251,18 @@ def reads_vision_tower(pruner: TokenPruner) -> bool:
     return bool(pruner.needs & {"vision_attention", "vision_key"})
 
 
-def check_vision_tower(family: Any, pruner: TokenPruner) -> None:
-    """Raise `RecipeError` if `pruner` needs a vision tower that `family` has no reader for."""
-    if reads_vision_tower(pruner) and family.vision_tower_reader is None:
+def tower_reader(family: Any, model: Any) -> type[VisionTowerReader] | None:
+    """Return what reads the vision tower of `model`; None: nothing does."""
+    found: Any = family.vision_tower_reader
+    return found.get(model.config.model_type) if isinstance(found, Mapping) else found
+
+
+def check_vision_tower(family: Any, model: Any, pruner: TokenPruner) -> None:
+    """Raise `RecipeError` if `pruner` needs the vision tower of `model` and nothing reads it."""
+    if reads_vision_tower(pruner) and tower_reader(family, model) is None:
         raise RecipeError(
-            f"prune {pruner.name!r}: mmaccel cannot read the vision tower of {family.name}; choose a pruner that does not "
-            "need it."
+            f"prune {pruner.name!r}: mmaccel cannot read the vision tower of {model.config.model_type}; choose a pruner "
+            "that does not need it."
         )
 
 
@@ -270,9 +276,10 @@ class VisionProbe:
 
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any) -> None:
         multimodal: Any = family.multimodal(model)
-        self.tower = family.vision_tower_reader(multimodal)
+        self.tower: Any = tower_reader(family, model)(multimodal)  # type: ignore[misc]
         self.local = threading.local()
-        for kind, name in METHODS.items():
+        self._kinds = {kind: name for kind, name in METHODS.items() if hasattr(multimodal, name)}
+        for kind, name in self._kinds.items():
             hooks.wrap(multimodal, name, self._encode, kind)
         hooks.add_pre_hook(self.tower.attention, self._catch)
 
@@ -304,8 +311,10 @@ class VisionProbe:
         """Return and clear the last prompt's `vision_attention` [S] and `vision_key` [S, D] from the vision tower."""
         tokens: dict[int, Tensor] = self.local.__dict__.pop("tokens", {})
         whole: Tensor | None = None
-        for kind, name in PIXELS.items():
-            at = (layout.modality[0] == kind).nonzero()[:, 0]
+        for kind in self._kinds:
+            name, shown = PIXELS[kind], layout.modality[0]
+            # Where a model has no videos, their frames are images.
+            at = (shown == kind if len(self._kinds) > 1 else shown != TEXT).nonzero()[:, 0]
             if not at.numel():
                 continue
             rows = tokens.get(kind)

@@ -29,11 +29,11 @@ from mmaccel.core.registry import SHARE, limited, register
 class VisionZip(TokenPruner):
     """Before the language model, each frame keeps its dominant tokens and its contextual ones.
 
-    Dominant: those that the other tokens of the frame attend to most in the vision tower's last layer, a mean over heads and
-    queries (towers without a class token have no other measure). Contextual: of the rest, some at even steps; every token
-    that is neither joins the one whose vision key is most similar to its own (cosine), and the group becomes its mean. Both
-    keep their cells, so layouts stay valid. An image is a frame; its finer tiles, each scored within itself, are one more
-    frame together.
+    Dominant: those that the tower's class token attends to most in its last layer, a mean over heads; in a tower without
+    one, as most are, those that the other tokens of the frame attend to, a mean over queries too. Contextual: of the rest,
+    some at even steps; every token that is neither joins the one whose vision key is most similar to its own (cosine), and
+    the group becomes its mean. Both keep their cells, so layouts stay valid. An image is a frame; its finer tiles, each
+    scored within itself, are one more frame together.
 
     Lossy. After Yang et al. (arXiv 2412.04467). The paper counts 54 dominant and 10 contextual tokens; as frames of models
     differ, the fields are shares; the defaults give 54 and 10 of LLaVA-OneVision's 196. Scores and keys are pooled as the

@@ -234,7 +234,10 @@ def spied(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
     tower = model.model.visual if hasattr(model.model, "visual") else model.model.vision_tower
     name = "video_grid_thw" if "video_grid_thw" in inputs else None
     with torch.no_grad():
-        model.model.get_video_features(inputs["pixel_values_videos"], *([inputs[name]] if name else []))
+        if "pixel_values_videos" in inputs:
+            model.model.get_video_features(inputs["pixel_values_videos"], *([inputs[name]] if name else []))
+        else:
+            model.model.get_image_features(inputs["pixel_values"], vision_feature_layer=-1)
     assert tower is not None
     last = seen[-1][0]
     return [(w, k) for module, w, k in seen if module == last]  # type: ignore[return-value]
@@ -244,12 +247,16 @@ def tower_by_hand(family: str, model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """[S, 1 + D]: attention received in the tower and key of each token of a video, zeros for other tokens."""
     told = []
     for weights, key in spied(model, inputs):
-        frame = torch.cat([weights.mean((0, 1))[:, None], key.mean(0)], 1)
+        paid = weights.mean(0)
+        frame = torch.cat([(paid[0] if family == "internvl" else paid.mean(0))[:, None], key.mean(0)], 1)
         if family == "llava":  # 4 x 4 patches, bilinear to 2 x 2: the mean of the middle of each corner
             grid = frame.unflatten(0, (4, 4))
             told.append(
                 torch.stack([grid[r : r + 2, c : c + 2].mean((0, 1)) for r in (0, 2) for c in (0, 2)])
             )
+        elif family == "internvl":  # a class token, then 4 x 4 patches, of which 2 x 2 are a token
+            grid = frame[1:].unflatten(0, (2, 2, 2, 2)).mean((1, 3))
+            told.append(grid.flatten(0, 1))
         else:  # 2 x 3 tokens of four patches each, side by side; of "qwen" in the order of windows of 2 x 2 tokens
             order = [0, 1, 4, 2, 3, 5] if family == "qwen" else [0, 1, 2, 3, 4, 5]
             told.append(frame.unflatten(0, (-1, 4)).mean(1)[order])
@@ -259,7 +266,7 @@ def tower_by_hand(family: str, model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return signals
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen3_5", "glm46v", "glm4v_moe"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen3_5", "glm46v", "glm4v_moe", "internvl"])
 def test_towers_without_windows_are_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tiny(kind), prompt(kind, PROMPTS["two videos"], seed=8)
     seen = heard(monkeypatch, VisionZip, "prune", lambda _, signals, *rest: signals)

@@ -1,0 +1,36 @@
+"""What pruners read of InternVL's vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.models.signals import VisionTowerReader
+
+
+class InternTowerReader(VisionTowerReader):
+    """Vision-tower signals for frames or tiles (batch entries of a class token and P patches), of which 2 x 2 patches become
+    a token: what the class token attends to."""
+
+    def __init__(self, multimodal: Any) -> None:
+        self.multimodal, layer = multimodal, multimodal.config.vision_feature_layer
+        # hidden_states[0] is what enters the first layer, so that state n comes out of layer n - 1.
+        self.attention: Any = multimodal.vision_tower.encoder.layer[layer - (layer > 0)].attention
+
+    def measure_patches(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        own = self.attention
+        query, key = (
+            norm(made(hidden)).unflatten(-1, (own.num_heads, -1)).transpose(1, 2).float()
+            for made, norm in ((own.q_proj, own.q_norm), (own.k_proj, own.k_norm))
+        )
+        paid = (query[:, :, :1] @ key.mT * own.scale).softmax(-1).mean(1)
+        return torch.cat([paid.mT, key.mean(1)], -1)[:, 1:]
+
+    def to_tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
+        told = torch.cat(caught)
+        side, ratio = int(told.shape[1] ** 0.5), self.multimodal.config.downsample_ratio
+        joined = self.multimodal.pixel_shuffle(told.unflatten(1, (side, side)), scale_factor=ratio)
+        return joined.unflatten(-1, (-1, told.shape[-1])).mean(-2).flatten(0, 2)

@@ -307,6 +307,8 @@ def part_steps(
 ) -> list[LayerStep | StateStep]:
     """Steps of the layers with these attention-layer indices, which follow each other, and of recurrent layers before each;
     `last`: all others and the model's final norm follow them."""
+    if not numbers:  # a device of the embeddings or of the head alone
+        return []
     layers: list[Any] = list(family.layers(model))
     states = family.recurrent_layers(model)
     ends = [0, *(n + 1 for n in range(len(layers)) if n not in states)]

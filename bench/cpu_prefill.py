@@ -68,9 +68,9 @@ def prefill(model: nn.Module, inputs: dict[str, Any], recipe: Recipe | None) -> 
 
     def run() -> None:
         with torch.no_grad(), mmaccel.accelerate(model, recipe) as fast:
-            from mmaccel.models.hf import NOTE, Note
+            from mmaccel.models.hf import NOTE, ForwardPassInfo
 
-            told = {NOTE: Note(layout=layout)}
+            told = {NOTE: ForwardPassInfo(layout=layout)}
             text(inputs_embeds=embeds, position_ids=positions, use_cache=False, **told)
             held["report"] = fast.report()
 

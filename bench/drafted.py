@@ -28,7 +28,7 @@ import mmaccel
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.watching import DraftStreamSettings
-from mmaccel.core.decoding.worker import READY, SocketEnd, Worker
+from mmaccel.core.decoding.worker import READY, MessageSocket, Worker
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.policies.draft import Parallel, Sequential
 from mmaccel.policies.draft._draft_decoder import DraftDecoder
@@ -104,7 +104,7 @@ class ReplayedElsewhere(ReplayedParallel):
     away = "cuda:1"
 
 
-def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
+def serve(wire: MessageSocket, options: dict[str, Any]) -> None:
     """The second process."""
     frames, kinds, small = options["film"]
     device = torch.device(options["device"])

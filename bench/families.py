@@ -42,7 +42,7 @@ from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shapes
-from mmaccel.models.letters import LetterProcessor
+from mmaccel.models.letters import CharProcessor
 from mmaccel.models.tiny import WORDS, Sampler
 
 BASE = "qwen2.5-vl-7b"
@@ -52,7 +52,7 @@ UNITS, WINDOW, RECALLED, LOCAL, KINDS = 440, 40, 64, 8, 24
 """Of the stream, its memory and its scenes."""
 
 
-class Sized(LetterProcessor):
+class Sized(CharProcessor):
     """A processor whose units have as many tokens as at the published sizes: 196, or the 256 of InternVL."""
 
     def _made(self, frames: Tensor) -> tuple[list[int], dict[str, Tensor]]:
@@ -136,7 +136,7 @@ def question(name: str, options: argparse.Namespace, log: Log) -> None:
     kv: dict[str, Any] = {"window": window * pace, "frames": recalled * pace, "local": local * pace}
     kv |= {"index": {"name": "clusters", "init": 16}} if small else {}
     model.generation_config.eos_token_id = -1
-    processor = (LetterProcessor if small else Sized)(family, model.config, WORDS)
+    processor = (CharProcessor if small else Sized)(family, model.config, WORDS)
     scenes = Scenes(model, units, kinds)
     with mmaccel.VideoSession(model, processor, None, kv={"name": "mosaic", **kv}) as session:
         scenes.open(session, (392, 392))
@@ -146,7 +146,7 @@ def question(name: str, options: argparse.Namespace, log: Log) -> None:
     if not row["bytes_in"]:
         raise RuntimeError("the questions recalled nothing from the host.")
     row |= {"model": name, "units": units, "unit": unit, "recalled": recalled}
-    read = answer.min_step_s(model, cache_bytes(model, unit * (recalled + local)), BUILT.rate)
+    read = answer.min_decode_step_s(model, cache_bytes(model, unit * (recalled + local)), BUILT.rate)
     first = [one for one in read_rows([log.path]) if one.get("case") == "question"] or [row]
     wire = first[0]["seconds_in"] / first[0]["bytes_in"]
     written(log, "question", name, row["p50_s"], read + row["bytes_in"] * wire, read_s=read, **row)

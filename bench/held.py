@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmaccel.core.decoding.worker import OWN, Message, SocketEnd, Worker
+from mmaccel.core.decoding.worker import OWN, Message, MessageSocket, Worker
 
 PEAK = OWN + 100
 """The message that asks for the most bytes on each device and starts counting anew, and its answer."""
@@ -89,7 +89,7 @@ def counting(device: torch.device, *models: nn.Module) -> Iterator[Peaks]:
         yield Peaks(held)
 
 
-def answering(wire: SocketEnd, peaks: Peaks) -> None:
+def answering(wire: MessageSocket, peaks: Peaks) -> None:
     """Have the end of a second process answer what it is asked by `asked`, whatever it is at work on."""
     receive = wire.receive
 

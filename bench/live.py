@@ -45,7 +45,7 @@ from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.core.streams.parts import FairLock
 from mmaccel.core.streams.stream_runner import StreamRunner
-from mmaccel.models.stream import HFStreamAdapter, StreamPasses
+from mmaccel.models.stream import HFStreamAdapter, StreamForwardPasses
 from mmaccel.policies.kv._archived import SharedArchive
 from mmaccel.policies.kv._index import Index
 from mmaccel.policies.kv._prefetch import Prefetcher
@@ -61,7 +61,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     WAITS: [(FairLock, "_aside"), (FairLock, "_acquire")],
     "clip": [(StreamRunner, "take_frames")],
     "pixels": [(HFStreamAdapter, "features")],
-    "tower": [(StreamPasses, "encoded")],
+    "tower": [(StreamForwardPasses, "encoded")],
     "layers": [(StreamRunner, "run_units")],
     "token": [(QuestionRunner, "step")],
     "question": [(QuestionRunner, "prefill")],
@@ -97,7 +97,7 @@ class Trace:
         for name, places in {**PARTS, "compiles": [(one, "_do_compile") for one in kernels]}.items():
             for owner, method in places:
                 self._wrap(owner, method, name)
-        self._wrap(StreamPasses, "_hooked", "hooks", around=True)
+        self._wrap(StreamForwardPasses, "_hooked", "hooks", around=True)
         gc.callbacks.append(self._collects)
         self._undo.append(lambda: gc.callbacks.remove(self._collects))
         return self

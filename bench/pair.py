@@ -165,7 +165,7 @@ def timed_step(
 ) -> list[dict[str, Any]]:
     """A row for a captured step of each number of rows after `columns`."""
     runner = after(model, columns)
-    floor = answer.min_step_s(model, cache_bytes(model, columns), bench.rate)
+    floor = answer.min_decode_step_s(model, cache_bytes(model, columns), bench.rate)
     found = []
     for count in rows:
         ids = torch.ones(1, count, dtype=torch.long, device=model.device)

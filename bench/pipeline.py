@@ -67,7 +67,7 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
     def alone(options: argparse.Namespace, log: Log) -> None:
         once = decode([bench.runner], [None], [bench.columns, 0], bench.tokens, 1)
         bench.found["alone"] = once["tokens_per_s"]
-        floor = answer.min_step_s(bench.target, cache_bytes(bench.target, bench.columns), bench.rate)
+        floor = answer.min_decode_step_s(bench.target, cache_bytes(bench.target, bench.columns), bench.rate)
         tell(log, case="alone", **shape, **once, of_floor=1 / once["tokens_per_s"] / floor)
 
     def ahead(window: int | None) -> Callable[[argparse.Namespace, Log], None]:
@@ -342,7 +342,7 @@ def sharded_part(bench: Bench) -> Iterator[Step]:
         whole = read_and_say(model, replayed.question(options.target, bench.columns, options.device))
         tell(log, case="sharded end", shape=options.target, devices=[options.device], **whole)
         for devices in ([options.device, bench.other], [bench.other, options.device]):
-            undo = loading.spread_layers(model, devices)
+            undo = loading.spread_layers_over_devices(model, devices)
             try:
                 rows = timed_step(bench, model, bench.columns, (1, 5), case="sharded", shape=options.target)
                 inputs = replayed.question(options.target, bench.columns, devices[0])

@@ -118,13 +118,13 @@ class Prompt:
     def call(self, fast: mmaccel.Accelerated) -> Callable[[], None]:
         """The same under a recipe that is attached."""
         from mmaccel.models.attention import cache_of
-        from mmaccel.models.hf import NOTE, Note
+        from mmaccel.models.hf import NOTE, ForwardPassInfo
 
         text = fast.adapter.text(self.model)
 
         def run() -> None:
             cache = cache_of(self.model, self.family, fast.open_state())
-            told = {NOTE: Note(layout=self.layout), "past_key_values": cache, "use_cache": True}
+            told = {NOTE: ForwardPassInfo(layout=self.layout), "past_key_values": cache, "use_cache": True}
             with torch.no_grad():
                 text(inputs_embeds=self.embeds, position_ids=self.positions, **told)
 

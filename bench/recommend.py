@@ -36,7 +36,7 @@ from timing import Log
 import mmaccel
 from mmaccel.backends.select import Store
 from mmaccel.core import costs
-from mmaccel.core.rates import Device, Surplus
+from mmaccel.core.rates import Device, MeasuredOverhead
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import rehearsal, shapes
 from mmaccel.models.processor import Processor
@@ -59,7 +59,7 @@ HELD: dict[str, tuple[Any, Any]] = {}
 
 FOLDER = Path(tempfile.mkdtemp())
 STORE = Store(FOLDER / "rates.json", Device.from_dict)
-SESSIONS = Store(FOLDER / "sessions.json", Surplus.from_dict)
+SESSIONS = Store(FOLDER / "sessions.json", MeasuredOverhead.from_dict)
 
 
 def cpu_seconds(work: Any, device: torch.device) -> float:
@@ -118,7 +118,7 @@ def run(
     clock = time.perf_counter if model.device.type == "cuda" else time.process_time
     taken = rehearsal.run_measured(model, processor, recipe, film, work, QUESTION, RATE, clock)
     question, token = (statistics.median(some) for some in zip(*taken.asked, strict=True))
-    if not costs.in_session(recipe, work):
+    if not costs.needs_session(recipe, work):
         return taken.step_tokens, {"read_s": taken.read_s, "token_s": token}
     first = taken.asked[0][0] + work.answer * taken.asked[0][1]
     parts = {"read_s": taken.read_s, "question_s": question, "token_s": token, "first_s": first}
@@ -192,7 +192,7 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
         f"({errors[1]:+.0%})",
         flush=True,
     )
-    of = {**asdict(cost), "first_s": cost.asked_s + sum(cost.once_s[:1])}
+    of = {**asdict(cost), "first_s": cost.question_and_answer_s + sum(cost.once_s[:1])}
     told = {name: f"{parts[name]:.4f}, {of[name]:.4f}" for name in parts}
     print("   measured, predicted:", "; ".join(f"{name} {both}" for name, both in told.items()), flush=True)
 

@@ -28,15 +28,15 @@ from held import answering, counting
 from mmaccel.core.adapter import Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, Prompt
-from mmaccel.core.decoding.generate import Speculation, decode_in_turn
-from mmaccel.core.decoding.worker import READY, SocketEnd, Worker
+from mmaccel.core.decoding.generate import Speculation, decode_round_robin
+from mmaccel.core.decoding.worker import READY, MessageSocket, Worker
 from mmaccel.models import decode as decoding
 from mmaccel.models import prompt_stream, runner, shapes
 from mmaccel.models import step as steps
 from mmaccel.models.attention import cache_of
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
-from mmaccel.models.together import StepsTogether
+from mmaccel.models.together import BatchedDecodeSteps
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder
 
@@ -73,7 +73,7 @@ class CountingTogether:
     """Steps that counting runners of one model share, whose answers are written over, too; see `Runner.together`."""
 
     def __init__(self, runner: HFRunner) -> None:
-        self.steps = StepsTogether(runner)
+        self.steps = BatchedDecodeSteps(runner)
 
     @property
     def warm(self) -> bool:
@@ -129,7 +129,7 @@ def after(
         sizes = count, own.num_v_heads, own.head_k_dim, own.head_v_dim
         one.restore((columns, (conv, conv.new_zeros(sizes, dtype=torch.float32))))
     if rows is None:
-        rows = ROWS if decoding.can_capture(model, family, cache, also=("cpu",)) else ()
+        rows = ROWS if decoding.can_capture_decode(model, family, cache, also=("cpu",)) else ()
     return Counting(model, family, cache, rows, **choices)
 
 
@@ -200,7 +200,7 @@ def replaying(target: nn.Module, keep: float, seed: int) -> Iterator[None]:
     """While inside, the runners that `generate` opens are counting ones, `target`'s with chance `keep`."""
 
     def opened(model: nn.Module, family: Any, cache: Any) -> HFRunner:
-        if not decoding.can_capture(model, family, cache):
+        if not decoding.can_capture_decode(model, family, cache):
             raise RuntimeError("steps of this model cannot be captured.")
         return Counting(model, family, cache, ROWS, keep=keep if model is target else None, seed=seed)
 
@@ -263,7 +263,7 @@ def decode(
         sequence.advance()
     wait(device)
     began = time.perf_counter()
-    decode_in_turn(sequences)
+    decode_round_robin(sequences)
     seconds = time.perf_counter() - began
     rounds = [one for meter in meters for one in meter.rounds]
     return {
@@ -277,7 +277,7 @@ def decode(
     }
 
 
-def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
+def serve(wire: MessageSocket, options: dict[str, Any]) -> None:
     """The second process: a counting draft of a shape, for prompts that are assumed and for real ones."""
     given = argparse.Namespace(**json.loads(options["model"]))
     device = torch.device(options["device"])

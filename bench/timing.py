@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mmaccel.core.report import RowFile, environment, read_rows, write_atomically
+from mmaccel.core.report import JsonlFile, environment, read_rows, write_atomically
 
 __all__ = ["Log", "Times", "compare", "environment", "measure", "read_rows", "told", "write_rows"]
 
@@ -73,7 +73,7 @@ class Log:
 
     def __init__(self, path: str | Path, device: torch.device | str = "cpu") -> None:
         self.path = Path(path)
-        self._rows = RowFile(self.path)
+        self._rows = JsonlFile(self.path)
         self._rows.add({"environment": environment(device)})
 
     def row(self, **fields: Any) -> None:

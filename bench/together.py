@@ -25,13 +25,13 @@ from timing import Log, measure
 
 from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.decoding.batch import LENGTHS, TRIED, Batch, DraftLength
+from mmaccel.core.decoding.batch import LENGTHS, TRIED, Batch, DraftLengthTuner
 from mmaccel.core.decoding.draft import DraftState
 from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.report import Meter
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
-from mmaccel.models.together import StepsTogether
+from mmaccel.models.together import BatchedDecodeSteps
 from mmaccel.policies.draft import Sequential
 
 COUNTS = (1, 2, 4, 8)
@@ -53,7 +53,7 @@ def together_part(bench: Bench) -> Iterator[Step]:
             said += paces[-1][1]
         one = statistics.median(alone)
         for runner in runners:
-            runner.together = runners[0].together or StepsTogether.of(runner)
+            runner.together = runners[0].together or BatchedDecodeSteps.of(runner)
         for count in COUNTS:
             some = runners[:count]
             taken = [pace(some, columns, bench.tokens) for _ in range(1 + min(options.repeats, 3))][1:]
@@ -67,7 +67,7 @@ def together_part(bench: Bench) -> Iterator[Step]:
             for runner in some:
                 runner.truncate(columns)
             times = measure(step, warmup=3, repeats=max(options.repeats, 2), device=model.device)
-            floor = answer.min_step_s(model, count * cache_bytes(model, columns), bench.rate)
+            floor = answer.min_decode_step_s(model, count * cache_bytes(model, columns), bench.rate)
             paces = [one for one, _ in taken]
             pairs = zip(taken[-1][1], said, strict=False)
             same = [int((a == b).long().cumprod(0).sum()) for a, b in pairs]
@@ -85,7 +85,7 @@ WINDOW, WARMUPS = 15, 2
 """Tokens that a draft proposes at most, as often as that pays; and generations of each way before those that count."""
 
 
-class EachWindow(DraftLength):
+class EachWindow(DraftLengthTuner):
     """Takes each window for as many rounds as it is tried, so that what it needs is compiled and captured."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class EachWindow(DraftLength):
         return next(self._turns)
 
 
-class Watched(DraftLength):
+class Watched(DraftLengthTuner):
     """Counts rounds by their window, and what targets kept."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ def verified_part(bench: Bench) -> Iterator[Step]:
             told |= {"drafted_per_s": mean, "error_per_s": error, "over_plain": mean / bare}
             told |= {"plain_each": plain, "drafted_each": drafted}
             told |= {"kept_share": load.kept / max(load.tried, 1), "rounds_by_window": dict(load.windows)}
-            tell(log, case="verified", **told, window_ms=load.round_times(count))
+            tell(log, case="verified", **told, window_ms=load.median_round_ms(count))
 
         return run
 
@@ -165,7 +165,7 @@ def pace(
     columns: int,
     tokens: int,
     drafts: Sequence[DraftState] = (),
-    load: DraftLength | None = None,
+    load: DraftLengthTuner | None = None,
 ) -> tuple[float, list[torch.Tensor]]:
     """Tokens a second in all until the first sequence has `tokens`, which ends the others, too: where requests come all the
     time, others take their places. And what each said; those without a shared step take turns."""

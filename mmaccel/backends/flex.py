@@ -19,11 +19,11 @@ from mmaccel.backends.ops.block_attend import (
     FULL,
     Call,
     Part,
+    append_span_keys,
     define,
     in_query_order,
     lse_dtype,
-    unpacks_call,
-    with_own_keys,
+    with_unpacked_args,
 )
 
 
@@ -36,13 +36,13 @@ def unusable(device: torch.device) -> str | None:
     return None
 
 
-@unpacks_call
+@with_unpacked_args
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend.define` by FlexAttention; compiled on CUDA, eager on CPU (no lse when compiled)."""
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     (B, H), q_row = query.shape[:2], part.q_row
     mask, _ = make_block_mask(part, block_q, block_k, (B, H))
-    key, value, rows_of = with_own_keys(key, value, part.spans)
+    key, value, rows_of = append_span_keys(key, value, part.spans)
     k_rows = _concat_broadcast(rows_of, B, H)
     score = None
     if any(s.bias is not None for s in part.spans):

@@ -26,7 +26,7 @@ Bench = Callable[..., float]
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """Attention shape of one layer: query heads, key/value heads, head size, dtype."""
 
     heads: int
@@ -113,7 +113,7 @@ def bench(run: Callable[[], Any], device: torch.device, busy_s: float = 0.0) -> 
     return min(taken[2:])
 
 
-def launch_seconds(run: Callable[[], Any], device: torch.device) -> float:
+def host_launch_seconds(run: Callable[[], Any], device: torch.device) -> float:
     """Host seconds to launch `run` on CUDA: the minimum of three after one warm-up; 0 on CPU."""
     if device.type != "cuda":
         return 0.0
@@ -126,9 +126,9 @@ def launch_seconds(run: Callable[[], Any], device: torch.device) -> float:
     return min(taken[1:])
 
 
-def measured_costs(
+def measure_costs(
     device: torch.device,
-    shape: Shape,
+    shape: AttentionShape,
     backends: Mapping[str, Callable[..., tuple[Tensor, Tensor]]],
     plan: Callable[[int], Callable[[], Any]] | None = None,
     *,
@@ -149,7 +149,7 @@ def measured_costs(
         return LinearCost.through_points((short, bench(first, device)), (long, bench(second, device)))
 
     def plans(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[LinearCost, float]:
-        host = launch_seconds(second, device)
+        host = host_launch_seconds(second, device)
         more = {"busy_s": AHEAD * host} if host else {}
         early, late = (bench(one, device, **more) for one in (first, second))
         # What does not grow between two prompts does not grow beyond them.
@@ -173,7 +173,7 @@ def measured_costs(
             continue
 
         def blocks(n: int, kernel: Callable[..., Any] = kernel) -> tuple[float, Callable[[], Any]]:
-            listed, part = near_blocks(n, shape.heads, device, block)
+            listed, part = nearest_blocks_part(n, shape.heads, device, block)
             made = prepare(kernel, part, *tensors[n][:2], block, block, 0)
             return listed * block**2, lambda: kernel(*tensors[n], *part.pack(), block, block, scale, 0, *made)
 
@@ -184,7 +184,7 @@ def measured_costs(
     return Costs(costs_dense, found, costs_plan, untried, host)
 
 
-def _tensors(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _tensors(shape: AttentionShape, n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(heads: int) -> Tensor:
@@ -194,7 +194,7 @@ def _tensors(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor
     return draw(shape.heads), draw(shape.groups), draw(shape.groups)
 
 
-def near_blocks(n: int, heads: int, device: torch.device, size: int = BLOCK) -> tuple[int, Part]:
+def nearest_blocks_part(n: int, heads: int, device: torch.device, size: int = BLOCK) -> tuple[int, Part]:
     """Build a plan part for benchmarks, in which each query block of `size` tokens lists the nearest eighth of the key
     blocks; return how many blocks it lists, and the part."""
     m = n // size

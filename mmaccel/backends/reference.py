@@ -20,11 +20,11 @@ from mmaccel.backends.ops.block_attend import (
     TEST,
     Call,
     Part,
+    append_span_keys,
     define,
     in_query_order,
     lse_dtype,
-    unpacks_call,
-    with_own_keys,
+    with_unpacked_args,
 )
 
 # Most scores held at a time: small enough for a processor's cache to matter, large enough to hide Python.
@@ -111,12 +111,12 @@ class _Lists:
         return self.block[where].masked_fill(~inside, -1), self.span[where], self.kind[where]
 
 
-@unpacks_call
+@with_unpacked_args
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend.define` in plain PyTorch. Reads list lengths on the host."""
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     B, H, n_query, D = query.shape
-    key, value, k_row = with_own_keys(key, value, part.spans)
+    key, value, k_row = append_span_keys(key, value, part.spans)
     G, n_key = key.shape[1:3]
     P = part.q_row.shape[-1]
     M = P // block_q

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from mmaccel.backends.measure import BLOCK, Costs, LinearCost, Shape, measured_costs
+from mmaccel.backends.measure import BLOCK, AttentionShape, Costs, LinearCost, measure_costs
 from mmaccel.core.errors import RecipeError, UnknownName
 
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
@@ -81,7 +81,7 @@ def choose(device: torch.device | str) -> str:
 def decide(
     name: str,
     device: torch.device | str,
-    shape: Shape,
+    shape: AttentionShape,
     *,
     plan: Callable[[int], Callable[[], Any]] | None = None,
     label: str = "",
@@ -96,7 +96,7 @@ def decide(
     block    block size of the pattern: backends that do not support it are not chosen
     measure  whether "auto" measures; by default only on CUDA
     store    cache of measured costs; by default a file in the user's cache folder
-    how      further arguments of `measured_costs`
+    how      further arguments of `measure_costs`
 
     Raises as `get` does.
     """
@@ -115,7 +115,7 @@ def decide(
     costs = kept.get(key)
     again = costs is not None
     if costs is None or not costs.sparse:
-        costs = measured_costs(device, shape, {n: get(n, device) for n in tried}, plan, block=block, **how)
+        costs = measure_costs(device, shape, {n: get(n, device) for n in tried}, plan, block=block, **how)
         kept.put(key, costs)
     if not costs.sparse:
         return Choice("reference", ", ".join(f"{n}: {reason}" for n, reason in costs.untried.items()), None)
@@ -144,7 +144,7 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
     return op
 
 
-def serving_extra(kernel: BlockAttend, device: torch.device) -> BlockAttend:
+def with_extended_support(kernel: BlockAttend, device: torch.device) -> BlockAttend:
     """`kernel` if it supports parts with `Part.extra`, else the first backend's operator on `device` that does."""
     if getattr(kernel, "extra", True):
         return kernel
@@ -155,7 +155,7 @@ def _candidates(device: torch.device) -> Iterator[str]:
     return (n for n in PREFERENCE.get(device.type, ("reference",)) if _why_not(n, device) is None)
 
 
-def _reason(costs: Costs, best: str, shape: Shape, again: bool) -> str:
+def _reason(costs: Costs, best: str, shape: AttentionShape, again: bool) -> str:
     def rate(line: LinearCost) -> str:
         return f"{4 * shape.size / line.each / 1e12:.3g} TFLOP/s"
 
@@ -217,7 +217,7 @@ class Store(Generic[Kept]):
         return found if isinstance(found, dict) else {}
 
 
-def key_of(device: torch.device, shape: Shape, backends: tuple[str, ...], label: str) -> str:
+def key_of(device: torch.device, shape: AttentionShape, backends: tuple[str, ...], label: str) -> str:
     """Cache key that names all that measured costs depend on: device (of a processor also its threads), shape, versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     if device.type == "cpu":

@@ -70,11 +70,11 @@ def ask(
     recipe: Recipe | None = None,
     **how: Any,
 ) -> Answer:
-    """The greedy answer to the first prompt of `inputs`; further arguments as in `ask_each`."""
-    return ask_each(model, processor, inputs, recipe, **how)[0]
+    """The greedy answer to the first prompt of `inputs`; further arguments as in `answer_prompts`."""
+    return answer_prompts(model, processor, inputs, recipe, **how)[0]
 
 
-def ask_each(
+def answer_prompts(
     model: nn.Module | Accelerated,
     processor: Any,
     inputs: Mapping[str, Tensor],
@@ -120,7 +120,7 @@ def end_token_ids(model: nn.Module, tokenizer: Any) -> set[int]:
     return set(told) if isinstance(told, list | tuple) else {told}
 
 
-def draft_figures(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
+def draft_metrics(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
     """JSON-ready figures of a generation of one prompt with a draft, beside a `plain` one without, if that was run.
 
     kept          accepted tokens per round, mean: M without the target's own token (SpecVLM, PEARL)
@@ -241,7 +241,7 @@ def memory_bandwidth(device: torch.device | str = "cpu", size: int = 1 << 28) ->
     return best
 
 
-def min_step_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
+def min_decode_step_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
     """Lower bound of a decode step in seconds: reading the language model's weights and the cache once."""
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()

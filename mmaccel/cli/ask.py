@@ -18,14 +18,28 @@ from mmaccel.cli import choices
 from mmaccel.cli.answer import Answer, prompt_inputs
 from mmaccel.cli.answer import ask as answer
 from mmaccel.cli.choices import MAX_FRAMES, Device, Draft, Dtype, Fps, Frames, Json, Longest, Model, Timeout
-from mmaccel.cli.console import bars, column_groups, format_number, out, plural, print_json, size, why_cut_off
-from mmaccel.cli.report import Page, check_report_path, write_page
+from mmaccel.cli.console import (
+    format_number,
+    group_table_columns,
+    out,
+    plural,
+    print_json,
+    progress_bars,
+    size,
+    why_cut_off,
+)
+from mmaccel.cli.report import Page, check_report_path, write_html_page
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import RecipeError, VideoError, check_question
-from mmaccel.core.prefill.prune import candidate_columns, count_of_share
+from mmaccel.core.prefill.prune import candidate_columns, share_token_count
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.report_page import describe_draft, describe_memory, format_head_counts, format_share
+from mmaccel.core.report_page import (
+    describe_draft,
+    describe_memory,
+    format_attention_share,
+    format_head_counts,
+)
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -91,11 +105,11 @@ def ask(
     for one in chosen.values():
         choices.check(one, model, device)
     processor = choices.load_supported_processor(model)
-    with bars() as progress:
+    with progress_bars() as progress:
         load, first = partial(choices.load, model, device, dtype), next(iter(chosen.values()))
         how = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
-        loaded, seen = choices.model_and_video(load, first, video, processor, progress, **how)
-        answers, tokens = answer_under_each(
+        loaded, seen = choices.load_model_and_video(load, first, video, processor, progress, **how)
+        answers, tokens = answer_with_each_recipe(
             loaded, processor, seen, question, chosen, progress, max_new_tokens
         )
     height, width = seen.frames.shape[-2:]
@@ -107,10 +121,10 @@ def ask(
     else:
         out().print(comparison_tables(answers, facts, tokens))
     if report is not None:
-        write_page(told, report, seen)
+        write_html_page(told, report, seen)
 
 
-def answer_under_each(
+def answer_with_each_recipe(
     model: nn.Module,
     processor: Any,
     video: Video,
@@ -217,7 +231,7 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
         ("ends", lambda a: why_cut_off(a.finish_reason, a.report.new_tokens)),
         ("first token", lambda a: format_number(a.report.ttft_s, ".2f", " s")),
         ("then", lambda a: format_number(a.report.tokens_per_s, ".1f", " tokens/s")),
-        ("attention kept", lambda a: format_share(a.report.kept)),
+        ("attention kept", lambda a: format_attention_share(a.report.kept)),
         ("heads", lambda a: format_head_counts(a.report.heads())),
         ("drafted", lambda a: describe_draft(a.report.draft)),
         ("video", lambda a: _pruned(_count_video_tokens(a, tokens))),
@@ -226,7 +240,7 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
         ("notes", lambda a: "\n".join([*a.report.draft["notes"], *a.report.notes])),
     )
     tables = []
-    for names in column_groups(list(answers), room=out().width - LABELS, wide=COLUMN):
+    for names in group_table_columns(list(answers), room=out().width - LABELS, wide=COLUMN):
         table = Table("", *(Column(name, overflow="fold") for name in names))
         for label, show in rows:
             cells = [show(answers[name]) for name in names]
@@ -248,7 +262,7 @@ def _count_video_tokens(answer: Answer, whole: int) -> dict[str, int]:
     pruner = draft.get("prune")
     if pruner is not None and draft.get("prune_when") != "measured":
         # Every pruner of drafts leaves its quota; what is measured says in the draft's notes which share it was.
-        told["in the draft"] = count_of_share(pruner["retention"], whole)
+        told["in the draft"] = share_token_count(pruner["retention"], whole)
     return told
 
 

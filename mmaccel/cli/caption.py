@@ -11,7 +11,7 @@ from typer import Argument, Option
 from mmaccel.cli import answer, choices
 from mmaccel.cli.answer import RoundingCheck
 from mmaccel.cli.choices import Device, Draft, Dtype, Fps, Frames, Json, Model, Timeout
-from mmaccel.cli.console import bars, format_number, out, plural, print_json, why_cut_off
+from mmaccel.cli.console import format_number, out, plural, print_json, progress_bars, why_cut_off
 from mmaccel.core.attach import accelerate
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import RecipeError
@@ -41,15 +41,15 @@ def caption(
         raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")
     choices.check(chosen, model, device)
     processor = choices.load_supported_processor(model)
-    with bars() as progress:
+    with progress_bars() as progress:
         load = partial(choices.load, model, device, dtype)
         how = {"fps": fps, "frames": frames, "timeout": timeout}
-        loaded, seen = choices.model_and_video(load, chosen, video, processor, progress, **how)
+        loaded, seen = choices.load_model_and_video(load, chosen, video, processor, progress, **how)
     text = {"type": "text", "text": request or CAPTION_REQUEST}
     inputs = answer.prompt_inputs(processor, [{"type": "video", "video": seen}, text], loaded)
     show = (lambda piece: None) if as_json else partial(print, end="", flush=True)
     streamer = TextStreamer(processor.decode, (), show, Deadline())
-    with bars() as progress:
+    with progress_bars() as progress:
         drafting = choices.attach(loaded, chosen, progress)
     with drafting as fast:
         run = answer.generate(fast, inputs, max_new_tokens=max_new_tokens, streamer=streamer)
@@ -60,13 +60,13 @@ def caption(
         # A draft changes nothing of what its recipe would say without it; a sparse pattern or a pruner may.
         with accelerate(loaded, replace(chosen, draft=registry("draft").build("off"))) as bare:
             plain = answer.generate(bare, inputs, max_new_tokens=max_new_tokens)
-    told = answer.draft_figures(run, plain)
+    told = answer.draft_metrics(run, plain)
     certificate = None
     if plain is not None and not told["same"] and chosen.sparse.dense and chosen.prune is None:
         window = max(report.draft["windows"], default=1) + 1
         certificate = answer.check_rounding(loaded, inputs, ids, plain[0][0], window)
     rate = answer.memory_bandwidth(device)
-    floor = answer.min_step_s(loaded, report.kv.get("bytes", 0.0), rate)
+    floor = answer.min_decode_step_s(loaded, report.kv.get("bytes", 0.0), rate)
     facts = {
         "model": model,
         "recipe": recipe,

@@ -17,11 +17,11 @@ from rich.table import Table
 from typer import Argument, Option
 
 from mmaccel.backends import select
-from mmaccel.cli.choices import has_field
+from mmaccel.cli.choices import policy_has_field
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.recipe import FORMER, MAIN_PRESETS, VERSION, Recipe, check_sequences, presets, stream_policy
-from mmaccel.core.registry import BASES, DEFAULTS, KINDS, PARTS, Limit, limits_of, policy, registry
+from mmaccel.core.registry import BASES, DEFAULTS, KINDS, PARTS, FieldLimit, field_limits, policy, registry
 from mmaccel.models import shipped
 from mmaccel.models.shapes import SHAPES
 
@@ -30,7 +30,7 @@ RECIPE = "recipe"
 DESCRIBED = tuple(kind for kind in KINDS if kind != "model")
 
 
-def catalogue() -> dict[str, Any]:
+def names_by_kind() -> dict[str, Any]:
     """Kind -> registered names; for backends name -> None if it runs here, else why not."""
     return {
         **{kind: list(registry(kind)) for kind in DESCRIBED},
@@ -50,7 +50,7 @@ def list_names(
     if pairs:
         print(_combination_tables(), end="")
         return
-    found = catalogue()
+    found = names_by_kind()
     if as_json:
         print_json({**found, "abilities": _family_features()})
         return
@@ -105,7 +105,7 @@ def describe(
     ],
 ) -> None:
     """Describe a name: its text, its fields with types and defaults, or its YAML."""
-    name, found = FORMER.get(name, name), catalogue()
+    name, found = FORMER.get(name, name), names_by_kind()
     kinds = [kind for kind in DESCRIBED if name in registry(kind)]
     texts = []
     if name in found["recipe"]:
@@ -134,13 +134,13 @@ def _class(kind: str, name: str) -> str:
     cls = registry(kind)[name]
     lines = [f"{name} ({'family' if kind == 'model' else kind})", "", inspect.getdoc(cls) or ""]
     if dataclasses.is_dataclass(cls):
-        limits = {} if kind == "model" else limits_of(cls)
+        limits = {} if kind == "model" else field_limits(cls)
         fields = [_field(one, limits.get(one.name)) for one in dataclasses.fields(cls) if one.init]
         lines += ["", "fields", *(fields or ["  none"])]
     return "\n".join(lines)
 
 
-def _field(field: dataclasses.Field[Any], limit: Limit | None) -> str:
+def _field(field: dataclasses.Field[Any], limit: FieldLimit | None) -> str:
     # A string, unless the file of the class has its annotations evaluated.
     kind = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
     default = "(required)"
@@ -204,14 +204,14 @@ SLOTS = {"sparse": "sparse", "kv": "memory (kv)", "draft": "draft", "prune": "pr
 YES = "yes"
 
 
-def build_with_defaults(slot: str, name: str, **fields: Any) -> Any:
+def build_default_policy(slot: str, name: str, **fields: Any) -> Any:
     """Build a policy with default fields; a draft that needs a model gets a placeholder name."""
-    if has_field(slot, name, "model"):
+    if policy_has_field(slot, name, "model"):
         fields = {"model": "a-draft", **fields}
     return policy(slot, {"name": name, **fields})
 
 
-def refusal_or_yes(works: Callable[[], object], names: Iterable[str] = ()) -> str:
+def why_call_refused(works: Callable[[], object], names: Iterable[str] = ()) -> str:
     """Return `YES` if `works` raises no `RecipeError`, else its message, with the policy `names` taken out, so that equal
     reasons compare equal."""
     try:
@@ -240,7 +240,7 @@ def names_by_field() -> dict[str, list[str]]:
 def why_use_refused(use: str, names: Iterable[str] = (), **parts: Any) -> str:
     """Return `YES`, or why a recipe with the policies `parts` does not support `use` ("generate" or "VideoSession"), without
     the policy `names`."""
-    return refusal_or_yes(lambda: USES[use](Recipe(**parts)), names)
+    return why_call_refused(lambda: USES[use](Recipe(**parts)), names)
 
 
 def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
@@ -248,7 +248,7 @@ def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
 
     told = [
         why_use_refused(
-            use, (a, b), **{one: build_with_defaults(one, a), other: build_with_defaults(other, b)}
+            use, (a, b), **{one: build_default_policy(one, a), other: build_default_policy(other, b)}
         )
         for use in USES
     ]
@@ -257,12 +257,12 @@ def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
 
 def why_pruner_refused(draft: str, prune: str) -> str:
     """`YES`, or why a draft cannot take a pruner for its own prompt."""
-    return refusal_or_yes(lambda: build_with_defaults("draft", draft, prune=prune), (draft, prune))
+    return why_call_refused(lambda: build_default_policy("draft", draft, prune=prune), (draft, prune))
 
 
 def _why_policy_refused(slot: str, name: str, use: str) -> str:
     """`YES`, or why a recipe with one policy and defaults otherwise does not support `use`: "generate" or "VideoSession"."""
-    return why_use_refused(use, (name,), **{slot: build_with_defaults(slot, name)})
+    return why_use_refused(use, (name,), **{slot: build_default_policy(slot, name)})
 
 
 def _combination_tables() -> str:

@@ -20,9 +20,9 @@ from mmaccel.cli.console import add_bar, plural, remark
 from mmaccel.core.attach import Accelerated, accelerate, family_of
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, VideoError, VideoStalled, VideoWarning
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.recipe import Recipe, fields_of, file_extensions, list_recipes, stream_policy
+from mmaccel.core.recipe import Recipe, fields_of, list_recipes, recipe_file_extensions, stream_policy
 from mmaccel.core.registry import registry
-from mmaccel.core.streams.session_io import load_dtype
+from mmaccel.core.streams.session_io import load_model_dtype
 from mmaccel.core.streams.sources import StreamEvent, clips_with_reconnect
 from mmaccel.models import load_processor, loading
 
@@ -72,7 +72,7 @@ Timeout = Annotated[float | None, Option(help="Seconds that an address or a pipe
 Longest = Annotated[int, Option("--max-new-tokens", min=1, help="Longest answer.")]
 
 
-def has_field(kind: str, name: str, field: str) -> bool:
+def policy_has_field(kind: str, name: str, field: str) -> bool:
     """Return whether the policy `name` of `kind` has the field `field`."""
     return any(one.name == field for one in dataclasses.fields(registry(kind)[name]))
 
@@ -90,7 +90,7 @@ def load_recipe(text: str, draft: str | None = None) -> Recipe:
     name = chosen.get("name")
     if name == "off":
         chosen = {"name": "sequential", "model": draft}
-    elif isinstance(name, str) and name in registry("draft") and has_field("draft", name, "model"):
+    elif isinstance(name, str) and name in registry("draft") and policy_has_field("draft", name, "model"):
         chosen["model"] = draft
     return Recipe.load({**fields, "draft": chosen})
 
@@ -99,7 +99,7 @@ def load_recipes(texts: Sequence[str], draft: str | None = None) -> dict[str, Re
     """Load recipes, keyed by the name they are shown under: the text given, or a file's name without its suffix."""
     found: dict[str, Recipe] = {}
     for text in texts:
-        name = Path(text).stem if text.endswith(file_extensions()) else text
+        name = Path(text).stem if text.endswith(recipe_file_extensions()) else text
         if name in found:
             raise RecipeError(f"recipe {name!r} is given twice; give each once, or rename one of the files.")
         found[name] = load_recipe(text, draft)
@@ -111,7 +111,9 @@ KeepSeconds = Annotated[
 ]
 
 
-def with_retention(recipe: Recipe, keep_seconds: float | None, host_bytes: str | None, field: str) -> Recipe:
+def set_frame_retention(
+    recipe: Recipe, keep_seconds: float | None, host_bytes: str | None, field: str
+) -> Recipe:
     """Set in a recipe for streams how many seconds of frames are kept, and the memory cap `field` ("host_bytes" or
     "process_bytes") beyond which the oldest are dropped; raises `RecipeError` for a KV policy that cannot drop frames."""
     kv: Any = recipe.kv
@@ -169,7 +171,7 @@ def load_supported_processor(model: str) -> Any:
 def load(model: str, device: str, dtype: str, saved: Path | None = None) -> nn.Module:
     """Load a model on a device, in a dtype ("auto": that of the session `saved`, or else float32 on CPU and the checkpoint's
     own on others). Raises `ModelError` for another dtype than that of `saved`."""
-    if saved is not None and (own := load_dtype(saved)) in DTYPES:
+    if saved is not None and (own := load_model_dtype(saved)) in DTYPES:
         if dtype not in ("auto", own):
             raise ModelError(
                 f"--dtype: {saved} was saved from a model in {own}, not {dtype}; give {own}, or leave --dtype out."
@@ -216,13 +218,13 @@ def read_video(
         frames, told = most_frames(processor, model, path, recipe)
         remark(told.replace("frames='auto'", "--frames auto"))
     how: dict[str, Any] = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
-    with options_in_errors():
+    with name_options_in_errors():
         return sample(
             processor, path, **how, faster=fps is None, progress=add_bar(progress, "decode", "frames")
         )
 
 
-def model_and_video(
+def load_model_and_video(
     load: Callable[[], nn.Module], recipe: Recipe, path: str, processor: Any, progress: Progress, **how: Any
 ) -> tuple[nn.Module, Video]:
     """Load the model by `load` and the frames by `read_video`; frames first, unless their number needs the model."""
@@ -232,7 +234,7 @@ def model_and_video(
 
 
 @contextmanager
-def options_in_errors() -> Iterator[None]:
+def name_options_in_errors() -> Iterator[None]:
     """Context in which errors and warnings of `media.read` name command-line options instead of the function's arguments."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", VideoWarning)
@@ -245,7 +247,7 @@ def options_in_errors() -> Iterator[None]:
         warnings.warn(told, one.category, stacklevel=3)
 
 
-def rate_text(fps: float, own: float | None) -> str:
+def frame_rate_text(fps: float, own: float | None) -> str:
     """Return the line that tells how many frames per second are read; `own` is the source's mean rate, None if unknown."""
     if own is not None and fps > 1.001 * own:
         return (
@@ -260,7 +262,7 @@ def rate_text(fps: float, own: float | None) -> str:
     )
 
 
-def connected_clips(
+def reconnecting_clips(
     opens: Callable[[], Any], note: Callable[[StreamEvent], None]
 ) -> Generator[Video, None, None]:
     """Clips of a camera or URL that is reopened whenever it ends; each break is reported to `note` and to the user."""
@@ -297,7 +299,7 @@ def clips_until_stall(
                         f"of {video}; give no more."
                     )
                 if not quiet:
-                    remark(rate_text(fps, own))
+                    remark(frame_rate_text(fps, own))
             begun = True
             yield part
     except VideoError as error:

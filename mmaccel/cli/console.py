@@ -91,7 +91,7 @@ def error_sentence(error: Exception) -> str | None:
 
 
 @contextmanager
-def bars() -> Iterator[Progress]:
+def progress_bars() -> Iterator[Progress]:
     """Context with progress bars on standard error, removed when done; without a terminal a line every `EVERY_S` s."""
     columns = (
         TextColumn("{task.description:<8}"),
@@ -125,7 +125,7 @@ def _lines(progress: Progress) -> Iterator[None]:
 
 
 def _line(tasks: Sequence[Task], seconds: float) -> str:
-    """The tasks that are under way, and the seconds since `bars` opened."""
+    """The tasks that are under way, and the seconds since `progress_bars` opened."""
     shown = []
     for task in tasks:
         if task.visible and not task.finished:
@@ -159,7 +159,7 @@ def bar_callback(progress: Progress, unit: str = "frames") -> Callable[[str, int
     return update
 
 
-def column_groups(names: Sequence[str], room: int, wide: int) -> Iterator[Sequence[str]]:
+def group_table_columns(names: Sequence[str], room: int, wide: int) -> Iterator[Sequence[str]]:
     """Split table columns into groups of equal size, one table each; a table has `room` characters, a column needs
     `wide`."""
     begin, tables = 0, -(-len(names) // max(1, room // wide))

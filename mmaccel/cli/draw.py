@@ -13,8 +13,8 @@ from typer import Argument, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Fps, Model
-from mmaccel.cli.console import bar_callback, bars, plural, say
-from mmaccel.cli.search import Most, Texts, Videos, check_videos, sample_prompt
+from mmaccel.cli.console import bar_callback, plural, progress_bars, say
+from mmaccel.cli.search import Most, Texts, Videos, build_sample_prompt, check_videos
 from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, shown
 from mmaccel.core.files import outside
@@ -73,7 +73,12 @@ def draw_pictures(
     clusters: the cluster of each watched frame (timeline), and the frames that its questions retrieve (retrieved).
     """
     from mmaccel.search.measure import CapturedLayer, visit_layers
-    from mmaccel.search.picture import head_picture, plan_picture, small_fields, table_map
+    from mmaccel.search.picture import (
+        demo_field_differences,
+        draw_head_attention,
+        draw_head_pattern_map,
+        draw_pattern_plan,
+    )
 
     if form not in FORMATS:
         raise UnknownName("format", form, FORMATS)
@@ -83,10 +88,10 @@ def draw_pictures(
         layers, title = ([], "") if is_pattern else _named(what)
         if not output.parent.is_dir():
             raise RecipeError(f"--out: the folder {output.parent} does not exist; create it first.")
-        save(plan_picture(what) if is_pattern else table_map(layers, title), output)
+        save(draw_pattern_plan(what) if is_pattern else draw_head_pattern_map(layers, title), output)
         say(str(output))
         if is_pattern:
-            say(f"for so short a prompt, in place of the (default): {small_fields(what)}")
+            say(f"for so short a prompt, in place of the (default): {demo_field_differences(what)}")
         return
     figure(1, 1)  # says at once where matplotlib is missing
     if output.exists() and not output.is_dir():
@@ -103,9 +108,9 @@ def draw_pictures(
     shape = from_config(model).geometry
     wanted = _wanted(layer, head, shape.layers, shape.heads)
     processor = choices.load_supported_processor(model)
-    with bars() as progress:
+    with progress_bars() as progress:
         loaded = choices.load(model, choices.available_device(device), choices.dtype(dtype))
-        inputs, _ = sample_prompt(loaded, processor, video or [], text or [], max_tokens, fps, progress)
+        inputs, _ = build_sample_prompt(loaded, processor, video or [], text or [], max_tokens, fps, progress)
         output.mkdir(parents=True, exist_ok=True)
         tell, done, whole = bar_callback(progress, "heads"), 0, sum(map(len, wanted.values()))
 
@@ -113,7 +118,7 @@ def draw_pictures(
             nonlocal done
             for one in wanted[inside.layer]:
                 path = output / f"layer{inside.layer:02d}-head{one:02d}.{form}"
-                save(head_picture(inside, one, resolution), path)
+                save(draw_head_attention(inside, one, resolution), path)
                 done += 1
                 tell("draw", done, whole)
 
@@ -221,7 +226,7 @@ def words(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-def runs_by_cluster(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+def entry_runs_by_cluster(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     """Cluster -> its runs (begin, end) of consecutive entries, in order of each cluster's first entry."""
     found: dict[int, list[tuple[int, int]]] = {}
     begin = 0
@@ -242,7 +247,7 @@ def plot_cluster_timeline(
     """
     end = shown[-1] + (shown[-1] - shown[0]) / max(1, len(shown) - 1)
     owners = {name: rows[min(layer, len(rows) - 1)].tolist() for name, rows in clusters.items()}
-    lanes = {name: _lanes(runs_by_cluster(owner)) for name, owner in owners.items()}
+    lanes = {name: _lanes(entry_runs_by_cluster(owner)) for name, owner in owners.items()}
     heights = [0.5] * (truth is not None) + [0.4 + 0.09 * len(one) for one in lanes.values()]
     drawn = figure(9.0, 0.8 + sum(heights))
     plots = drawn.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]

@@ -20,7 +20,7 @@ from mmaccel.cli.console import error_sentence, plural, remark
 from mmaccel.cli.program import delay_sigterm
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.files import outside
-from mmaccel.core.files.checkpoint_io import sync_to_disk, write_private
+from mmaccel.core.files.checkpoint_io import sync_to_disk, write_owner_only_text
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS
 
@@ -41,7 +41,7 @@ class WatchSource:
 
 
 @dataclass(frozen=True)
-class ReadingPoint:
+class ReadProgress:
     """How far a video was read: up to second `until` of it, which is second `until` + `shift` of the session.
 
     frames   frames of the session; `session` is the CRC-32 of its session.json (None: the save did not finish)
@@ -62,7 +62,7 @@ def journal_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.mmaccel-journal")
 
 
-def find_resume_point(folder: Path, reading: WatchSource) -> ReadingPoint | None:
+def find_resume_point(folder: Path, reading: WatchSource) -> ReadProgress | None:
     """Find in the journal where the session in `folder` stopped reading this video; None if it read another one, or with
     other options.
 
@@ -85,12 +85,12 @@ def find_resume_point(folder: Path, reading: WatchSource) -> ReadingPoint | None
     return replace(last, whole=False)
 
 
-def _of_session(folder: Path) -> ReadingPoint | None:
+def _of_session(folder: Path) -> ReadProgress | None:
     """The line of the journal that belongs to the session in `folder`; None of a damaged journal."""
     path = journal_path(folder)
     try:
         lines = map(json.loads, outside.read_text(path, path.name, MmaccelError, most=LIMIT).splitlines())
-        points = [ReadingPoint(**one | {"reading": WatchSource(**one["reading"])}) for one in lines]
+        points = [ReadProgress(**one | {"reading": WatchSource(**one["reading"])}) for one in lines]
         facts = (folder / FACTS).read_bytes()
         frames = json.loads(facts)["frames"]
     except (MmaccelError, OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -103,7 +103,7 @@ def _of_session(folder: Path) -> ReadingPoint | None:
     return next(iter(sealed + unsealed), None)
 
 
-def _is_sound(point: ReadingPoint) -> bool:
+def _is_sound(point: ReadProgress) -> bool:
     """Whether each value is of its kind, and the times are some."""
     reading = point.reading
     kinds: dict[tuple[type, ...], tuple[object, ...]] = {
@@ -130,7 +130,7 @@ class PeriodicSaver:
         session: VideoSession,
         folder: Path | None,
         source: WatchSource | None,
-        point: ReadingPoint | None,
+        point: ReadProgress | None,
         every: float,
     ) -> None:
         self._session, self._folder, self._source = session, folder, source
@@ -168,7 +168,7 @@ class PeriodicSaver:
                 if len(session) > self._begun:
                     # Half a tick later, so that rounding does not bring a frame twice.
                     until = session.seconds - shift + 0.5 / self._source.fps
-                point = ReadingPoint(self._source, until, shift, whole, len(session))
+                point = ReadProgress(self._source, until, shift, whole, len(session))
                 self._note(folder, point, _of_session(folder))
             session.save(folder)
             self._saved = len(session)
@@ -187,7 +187,7 @@ class PeriodicSaver:
             return f"the first {plural(self._saved, 'frame')} are saved to {self._folder}, the rest is not"
         return f"saved to {self._folder}"
 
-    def _note(self, folder: Path, *points: ReadingPoint | None) -> None:
+    def _note(self, folder: Path, *points: ReadProgress | None) -> None:
         """Write the journal, or remove it where there is nothing to say; a session is saved without one too."""
         path = journal_path(folder)
         lines = [json.dumps(asdict(one)) + "\n" for one in points if one is not None]
@@ -197,7 +197,7 @@ class PeriodicSaver:
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f"{path.name}-part")
-            write_private(part, "".join(lines))
+            write_owner_only_text(part, "".join(lines))
             os.replace(part, path)
             sync_to_disk(path.parent)
         except OSError as error:

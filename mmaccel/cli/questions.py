@@ -17,7 +17,7 @@ from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
 from mmaccel.core.files import outside
 from mmaccel.core.report import Report
-from mmaccel.core.report_page import describe_draft, format_head_counts, format_share
+from mmaccel.core.report_page import describe_draft, format_attention_share, format_head_counts
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -98,7 +98,7 @@ def read_piped(given: Sequence[str]) -> list[Asked]:
     return found
 
 
-def cut_at_due(part: Video, asked: list[Asked]) -> Iterator[Piece]:
+def split_at_questions(part: Video, asked: list[Asked]) -> Iterator[Piece]:
     """Cut a clip after each frame at which a question is due; yield the pieces with their questions, and remove these from
     `asked`."""
     times, start = part.clock.tolist(), 0
@@ -115,7 +115,7 @@ def cut_at_due(part: Video, asked: list[Asked]) -> Iterator[Piece]:
         start = max(start, stop)
 
 
-class TypedQuestions:
+class TerminalQuestions:
     """Reads questions typed on the terminal while the command is working."""
 
     def __init__(self, listen: bool) -> None:
@@ -181,7 +181,9 @@ def stream_status_lines(report: Report) -> list[str]:
     if seen is not None:
         parts.append(f"each frame saw {seen:.0%} of those before it")
     if report.kept is not None:
-        parts.append(f"attention kept {format_share(report.kept)} ({format_head_counts(report.heads())})")
+        parts.append(
+            f"attention kept {format_attention_share(report.kept)} ({format_head_counts(report.heads())})"
+        )
     if drafted := describe_draft({**draft, "notes": ()}):
         parts.append(f"the last answer's draft: {drafted}")
     return [*(["; ".join(parts)] if parts else []), *draft["notes"], *report.notes]

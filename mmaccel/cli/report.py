@@ -12,7 +12,7 @@ from mmaccel.cli.console import remark
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.files import outside
 from mmaccel.core.report import write_atomically
-from mmaccel.core.report_page import policy_names, render_page
+from mmaccel.core.report_page import format_policy_names, render_page
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -41,7 +41,7 @@ def report(
     told = outside.read_json(run, f"run {shown(run, outside.PATH)}", RecipeError, fix=FIX)
     output = Path(run).with_suffix(".html") if output is None else output
     try:
-        write_page(told, output, told["video"] if video is None else video)
+        write_html_page(told, output, told["video"] if video is None else video)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise RecipeError(f"{shown(run, outside.PATH)} is no run; {FIX}.") from error
 
@@ -54,7 +54,7 @@ def check_report_path(path: Path | None) -> None:
         raise RecipeError(f"--report: {path} is a folder; give a file, such as page.html.")
 
 
-def write_page(told: Mapping[str, Any], path: Path, video: str | Video | None) -> None:
+def write_html_page(told: Mapping[str, Any], path: Path, video: str | Video | None) -> None:
     """Write the HTML page of a run `told`, the --json output of ask or watch; `video` is read for thumbnails."""
     from mmaccel.media import thumbnails
 
@@ -68,7 +68,10 @@ def write_page(told: Mapping[str, Any], path: Path, video: str | Video | None) -
             return None if shift and seconds <= began else picture(seconds - shift)
 
         text = render_page(
-            {policy_names(told["recipe"]): {**told, "kv": told["counters"]}}, told["answers"], facts, moved
+            {format_policy_names(told["recipe"]): {**told, "kv": told["counters"]}},
+            told["answers"],
+            facts,
+            moved,
         )
     else:
         runs = {run["recipe"]: run for run in (told.get("dense"), *told.get("runs", (told,))) if run}

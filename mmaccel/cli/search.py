@@ -18,11 +18,11 @@ from mmaccel.backends import select
 from mmaccel.cli import choices
 from mmaccel.cli.answer import prompt_inputs
 from mmaccel.cli.choices import Device, Dtype, Fps, Json
-from mmaccel.cli.console import bar_callback, bars, plural, print_json, say, size
+from mmaccel.cli.console import bar_callback, plural, print_json, progress_bars, say, size
 from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.report import read_rows
-from mmaccel.core.report_page import format_head_counts, format_share
+from mmaccel.core.report_page import format_attention_share, format_head_counts
 
 REQUEST = "Describe the video."
 """What is asked of the sample unless told otherwise."""
@@ -62,7 +62,7 @@ def search(
     """
     from mmaccel.search import Settings
     from mmaccel.search import search as run
-    from mmaccel.search.run import head_pattern_names, main_pattern, progress_path
+    from mmaccel.search.run import head_pattern_names, main_pattern_name, progress_path
     from mmaccel.search.space import KINDS
 
     named = tuple(boundaries.replace(",", " ").split()) or KINDS
@@ -85,9 +85,9 @@ def search(
     processor = choices.load_supported_processor(model)
     parts = progress_path(output)
     try:
-        with bars() as progress:
+        with progress_bars() as progress:
             loaded = choices.load(model, device, dtype)
-            inputs, told = sample_prompt(
+            inputs, told = build_sample_prompt(
                 loaded, processor, video or [], text or [], max_tokens, fps, progress
             )
             table = run(
@@ -106,7 +106,7 @@ def search(
         "layers": len(table["layers"]),
         "heads": len(every),
         "tokens": table["sample"]["tokens"],
-        "patterns": dict(Counter(main_pattern(head["pattern"]) for head in every).most_common()),
+        "patterns": dict(Counter(main_pattern_name(head["pattern"]) for head in every).most_common()),
         "boundaries": dict(Counter(head["kind"] for head in every).most_common()),
         "kept": sum(head["share"] for head in every) / len(every),
         "error": sum(head["score"] for head in every) / len(every),
@@ -121,7 +121,7 @@ def search(
     say(f"{output}: {layers}, {count} on {facts['tokens']} tokens")
     say(f"heads: {heads}")
     say(
-        f"kept {format_share(facts['kept'])}, mean error {facts['error']:.3f}, {facts['seconds']:.0f} s, "
+        f"kept {format_attention_share(facts['kept'])}, mean error {facts['error']:.3f}, {facts['seconds']:.0f} s, "
         f"peak memory {size(facts['peak_bytes'])} on {table['device']}"
     )
 
@@ -132,7 +132,7 @@ def check_videos(videos: Sequence[str] | None) -> None:
         raise RecipeError("--video: name at least one video file of the sample.")
 
 
-def sample_prompt(
+def build_sample_prompt(
     model: nn.Module,
     processor: Any,
     videos: Sequence[str],

@@ -67,7 +67,7 @@ def serve(
         from mmaccel.serve.settings import Settings
 
         if ray:
-            from mmaccel.serve.replicas import deploy
+            from mmaccel.serve.replicas import serve_on_ray
     except ImportError as error:
         extra = "ray" if ray else "serve"
         raise MmaccelError(
@@ -89,12 +89,12 @@ def serve(
     chosen = choices.load_recipes(recipe or list(DEFAULT), draft)
     lets_go = [name for name, one in chosen.items() if hasattr(one.kv, "keep_seconds")]
     for name in lets_go or list(chosen):
-        chosen[name] = choices.with_retention(chosen[name], keep_seconds, host_bytes, "process_bytes")
+        chosen[name] = choices.set_frame_retention(chosen[name], keep_seconds, host_bytes, "process_bytes")
     for one in chosen.values():
         choices.check(one, model, device)
     make = partial(_engine, model, device, dtype, chosen, settings)
     if ray:
-        deploy(make, settings, replicas, (device != "cpu") if gpus is None else gpus)
+        serve_on_ray(make, settings, replicas, (device != "cpu") if gpus is None else gpus)
     else:
         run(make())
 

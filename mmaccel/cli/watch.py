@@ -15,22 +15,22 @@ from typer import Argument, Exit, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
-from mmaccel.cli.console import add_bar, bars, error_sentence, out, plural, print_json, remark, say
+from mmaccel.cli.console import add_bar, error_sentence, out, plural, print_json, progress_bars, remark, say
 from mmaccel.cli.journal import EVERY_S, PeriodicSaver, WatchSource, find_resume_point
 from mmaccel.cli.program import INTERRUPTED, delay_sigterm, delay_stop_signals
 from mmaccel.cli.questions import (
     INPUT,
     Asked,
     Piece,
-    TypedQuestions,
-    cut_at_due,
+    TerminalQuestions,
     evidence_footer,
     evidence_table,
     parse_question,
     read_piped,
+    split_at_questions,
     stream_status_lines,
 )
-from mmaccel.cli.report import Page, check_report_path, write_page
+from mmaccel.cli.report import Page, check_report_path, write_html_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
@@ -38,7 +38,7 @@ from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, check_writable, load_recipe
 from mmaccel.core.streams.sources import StreamEvent
-from mmaccel.core.streams.timed_text import TimedText, read_lines, shifted
+from mmaccel.core.streams.timed_text import TimedText, read_timed_lines, shifted
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -107,12 +107,12 @@ def watch(
     """
     from mmaccel import media
     from mmaccel.media.address import is_url
-    from mmaccel.models.taking import warn_foreign
+    from mmaccel.models.taking import warn_tiny_model_video
 
     if video is None and load is None:
         raise VideoError("watch: there is no video; name one, or a saved session with --load.")
     check_report_path(page)
-    lines = read_lines(subtitles)
+    lines = read_timed_lines(subtitles)
     asked = [parse_question(text) for text in question or [] if text != INPUT]
     if load is not None and recipe is not None:
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
@@ -122,13 +122,13 @@ def watch(
         chosen = choices.load_stream_recipe(recipe or RECIPE) if load is None else load_recipe(load)
         if load is not None and (keep_seconds is not None or host_bytes is not None):
             raise RecipeError("--keep-seconds, --host-bytes: a saved session has its own; leave them out.")
-        chosen = choices.with_retention(chosen, keep_seconds, host_bytes, "host_bytes")
+        chosen = choices.set_frame_retention(chosen, keep_seconds, host_bytes, "host_bytes")
         processor = choices.load_supported_processor(model)
         clips: Iterator[Video] = iter(())
         reading, point, broken, stored = None, None, list[VideoError](), False
         breaks: list[StreamEvent] = []
         if video is not None:
-            warn_foreign(processor, video, format is not None)
+            warn_tiny_model_video(processor, video, format is not None)
             # What is live runs away while a model is loaded, and cannot be gone on with.
             comes = format is not None or is_url(video)
             if reconnect and not comes:
@@ -145,7 +145,7 @@ def watch(
             if point is None or not point.whole:
                 count = clip or (STORED if stored else LIVE)
                 opens = partial(media.clips, video, fps=fps, frames_per_clip=count, start=start, **how)
-                clips = choices.connected_clips(opens, breaks.append) if reconnect else opens()
+                clips = choices.reconnecting_clips(opens, breaks.append) if reconnect else opens()
             # Of a camera, or of a file that grows, the rate is a guess.
             clips = choices.clips_until_stall(
                 clips, video, fps, broken, guess=follow or format is not None, quiet=as_json
@@ -168,18 +168,18 @@ def watch(
         what = f"the session in {save} is as it was" if is_there else f"nothing was saved to {save}"
         remark(f"stopped before the first frame; {what}.")
         raise Exit(INTERRUPTED) from None
-    typed = TypedQuestions(terminal)
+    typed = TerminalQuestions(terminal)
     stopped, kept, whole, failed = False, False, False, list[Exception]()
     with session, freeze_garbage_collector():
         keeper = PeriodicSaver(session, save, reading, point, every)
         work = WatchRun(session, asked, fps, max_new_tokens, evidence, as_json)
         work.lines = lines
         try:
-            with bars() as progress:
+            with progress_bars() as progress:
                 seen = add_bar(progress, "ingest" if stored else "watch", "frames")
                 pieces = work.pieces(clips, keeper)
                 for piece in pieces:
-                    work.feed_piece(piece, pieces if stored else None, seen, keeper.is_due)
+                    work.feed_clip_piece(piece, pieces if stored else None, seen, keeper.is_due)
                     if piece[0] is not None:
                         keeper.save_if_due()
                     for text in typed.read():
@@ -260,7 +260,7 @@ def watch(
             closing += "; the source is over" if follow and not stopped else ""
             remark(closing + (f"; {saved}" if saved else ""))
     if page is not None:
-        write_page(facts, page, video)
+        write_html_page(facts, page, video)
     if failed:
         if saved:
             remark(f"saved {frames} to {save}" if kept else saved)
@@ -308,9 +308,9 @@ class WatchRun:
             self.lines = shifted(given, keeper.shift)
             for one in part.events:
                 self.uneven.add(one.kind, one.time, one.seconds)
-            yield from cut_at_due(replace(part, clock=part.clock + keeper.shift), self.asked)
+            yield from split_at_questions(replace(part, clock=part.clock + keeper.shift), self.asked)
 
-    def feed_piece(
+    def feed_clip_piece(
         self,
         piece: Piece,
         rest: Iterator[Piece] | None,

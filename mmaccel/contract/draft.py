@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.contract.prefill import check_counters, require
+from mmaccel.contract.prefill import check_counters_are_floats, require
 from mmaccel.core.adapter import Branches, Geometry, ModelAdapter, ModelView, Runner
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import speculate
@@ -161,7 +161,7 @@ def check_draft(strategy: DraftStrategy) -> None:
         not most or most + 1 <= max_rollback,
         f"{who}: {most} tokens were proposed and max_rollback is {max_rollback}; give one more than the most proposed.",
     )
-    check_counters(who, draft.counters())
+    check_counters_are_floats(who, draft.counters())
     notes = draft.report_notes()
     require(
         isinstance(notes, list) and all(isinstance(note, str) for note in notes),

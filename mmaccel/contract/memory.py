@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.contract.prefill import check_counters, require
+from mmaccel.contract.prefill import check_counters_are_floats, require
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import PositionIds, TokenLayout
@@ -72,7 +72,7 @@ def _check_lengths(policy: KVPolicy) -> None:
         0 < state.held_columns() <= state.length() and state.nbytes() > 0,
         f"{who}: held_columns is {state.held_columns()} and nbytes {state.nbytes()}; count columns and bytes that are held.",
     )
-    check_counters(who, state.counters())
+    check_counters_are_floats(who, state.counters())
     for name in ("truncate", "accept"):
         with suppress(ModelError):
             getattr(state, name)(1000)
@@ -235,7 +235,7 @@ def _check_stream(policy: StreamPolicy) -> None:
         )
         state.restore(mark)
         trial.same(first, trial.ask(), "what a snapshot was asked leaves a trace; let it keep that to itself")
-    check_counters(who, state.counters())
+    check_counters_are_floats(who, state.counters())
     state.close()
 
 

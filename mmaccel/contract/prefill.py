@@ -15,12 +15,12 @@ from torch import Tensor
 from mmaccel.backends.ops.block_attend import ABSENT, FULL, KeySpan, Part
 from mmaccel.core.errors import RecipeError, warn
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.core.prefill.plan import AttentionPlan, check_sizes
+from mmaccel.core.prefill.plan import AttentionPlan, check_plan_sizes
 from mmaccel.core.prefill.prune import (
     Signals,
     Stage,
     TokenPruner,
-    checked_columns,
+    check_kept_columns,
     checked_stages,
     kept_layout,
     observation_columns,
@@ -38,7 +38,7 @@ def require(kept: object, sentence: str) -> None:
         raise RecipeError(sentence)
 
 
-def check_counters(who: str, counters: Mapping[str, object]) -> None:
+def check_counters_are_floats(who: str, counters: Mapping[str, object]) -> None:
     """Raise `RecipeError` unless all figures for the report are floats."""
     floats = all(isinstance(value, float) for value in counters.values())
     require(floats, f"{who}: counters gives {counters}; give a float for each name.")
@@ -150,7 +150,7 @@ def check_plan(
     plan = pattern.plan_layer(query, key, key, q_layout, k_layout)
     if plan is None:
         return None
-    check_sizes(plan, pattern.name, query, key, whole=not k_layout.has_padding)
+    check_plan_sizes(plan, pattern.name, query, key, whole=not k_layout.has_padding)
     _rows(plan, who, q_layout)
     listed = torch.zeros(plan.batch, plan.heads, dtype=torch.long)
     for part in plan.parts:
@@ -184,7 +184,7 @@ def _rows(plan: AttentionPlan, who: str, queries: TokenLayout) -> None:
         f"{who}: q_row holds a row that is padding; put -1 in its place (`sequence_order` does).",
     )
     require(
-        plan.may_overlap or int(served.max()) <= 1,
+        plan.may_share_rows or int(served.max()) <= 1,
         f"{who}: a row stands in two parts; give the second another merge_group, or each row one part.",
     )
 
@@ -265,7 +265,7 @@ def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
         for name in signals.keys() - pruner.needs:
             del signals[name]
         kept = pruner.prune(signals, left, stage, total)
-        columns = checked_columns(pruner, kept.columns, left)
+        columns = check_kept_columns(pruner, kept.columns, left)
         require(
             torch.equal(columns, pruner.keep(signals, left, stage, total)),
             f"{who}: keep and cut keep different columns, or differ from call to call; let them agree.",

@@ -69,7 +69,7 @@ class Columns:
     delta: Tensor
     ids: Tensor | None = None
 
-    def with_new_turn(self, new: TokenLayout) -> TokenLayout:
+    def append_turn(self, new: TokenLayout) -> TokenLayout:
         """Return the layout followed by `new` [1, n], the next turn of a conversation; only its words count as `asked`."""
         text, visual = (new.modality == TEXT) & new.valid, (new.modality != TEXT).long()
         after = text & (visual.cumsum(1) == visual.sum(1, keepdim=True))
@@ -270,8 +270,8 @@ class ModelAdapter(ABC):
         return mask
 
     def pass_note(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
-        """Return `note` (`Note`: facts of a forward pass for its layers) with facts read from the model's arguments
-        `kwargs`; may remove some of these."""
+        """Return `note` (`ForwardPassInfo`: facts of a forward pass for its layers) with facts read from the model's
+        arguments `kwargs`; may remove some of these."""
         return note
 
     def placeholders(self, model: nn.Module) -> tuple[int, ...]:

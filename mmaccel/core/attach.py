@@ -266,7 +266,7 @@ class Accelerated:
             return self.recipe.kv.open(replace(shape, layers=layers), self.view, self.view.device)
 
         if self.context is not None:
-            return self.context.share_state(state(shape.layers))
+            return self.context.wrap_kv_state(state(shape.layers))
         prune = self.recipe.prune
         return PrunedKVState(prune, shape.layers, state) if prune else self.adapter.memory(self.view, state)
 

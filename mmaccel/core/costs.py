@@ -10,7 +10,7 @@ launches   starting the operators of a layer: in parallel with the device's work
 decode     weights and visible keys and values, read once a token
 wire       retrieved keys and values, copied from the host
 pinning    host memory, taken while units leave the device: a process pays it once, for the most that it keeps
-surplus    what short sessions of a few layers took beyond all of these, where they were measured (`rates.Surplus`)
+surplus    what short sessions of a few layers took beyond all of these, where they were measured (`rates.MeasuredOverhead`)
 
 Letters: n rows of a pass, N columns that they see, L layers.
 """
@@ -26,7 +26,7 @@ import torch
 
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prefill.attention import MIN_ROWS
-from mmaccel.core.rates import Device, Sizes, plane_seconds
+from mmaccel.core.rates import Device, Sizes, predict_plane_seconds
 from mmaccel.core.recipe import Recipe
 
 STEP_S, RETRIEVE_S, ANSWER_S = 16e-6, 6e-4, 4e-5
@@ -95,23 +95,27 @@ class Cost:
     @property
     def total_s(self) -> float:
         """Predicted seconds for reading the video and answering all questions, one after the other."""
-        return self.read_s + self.work.questions * self.asked_s + sum(self.once_s[: self.work.questions])
+        return (
+            self.read_s
+            + self.work.questions * self.question_and_answer_s
+            + sum(self.once_s[: self.work.questions])
+        )
 
     @property
-    def asked_s(self) -> float:
+    def question_and_answer_s(self) -> float:
         """Predicted seconds for one question with its whole answer."""
         return self.question_s + self.work.answer * self.token_s
 
 
-def in_session(recipe: Recipe, work: Workload) -> bool:
+def needs_session(recipe: Recipe, work: Workload) -> bool:
     """Return whether a `VideoSession` serves `work`, not a call of `generate`."""
     return work.live or work.questions > 1 or not recipe.kv.sequences
 
 
 def surplus_key(recipe: Recipe, work: Workload) -> str:
-    """Return the key under which a `Device` keeps the measured `Surplus` of `recipe` for this kind of `work`: live, session
-    or one call, and the recipe's fields except the draft."""
-    how = "live" if work.live else "session" if in_session(recipe, work) else "call"
+    """Return the key under which a `Device` keeps the measured `MeasuredOverhead` of `recipe` for this kind of `work`: live,
+    session or one call, and the recipe's fields except the draft."""
+    how = "live" if work.live else "session" if needs_session(recipe, work) else "call"
     told = {name: part for name, part in recipe.to_dict().items() if name != "draft"}
     return f"{how} {json.dumps(told, sort_keys=True, default=str)}"
 
@@ -130,7 +134,7 @@ class _Estimate:
     ) -> None:
         self.recipe, self.sizes, self.work, self.device, self.draft = recipe, sizes, work, device, draft
         self.kept = recipe.kv.footprint(sizes.tokens, sizes.pace)
-        self.session = in_session(recipe, work)
+        self.session = needs_session(recipe, work)
         self.units = -(-work.frames // sizes.pace)
         self.units = min(self.units, self._of(self.kept.shown)) if self.kept.deferred else self.units
         self.size = sizes.dtype.itemsize
@@ -148,9 +152,9 @@ class _Estimate:
         if (told := self.device.sessions.get(surplus_key(self.recipe, self.work))) is not None:
             size = self.sizes.layers, self.units
             # What was measured at other sizes is taken to halve a term at most.
-            read = max(read + plane_seconds(told.read, *size), read / 2)
-            question = max(question + plane_seconds(told.question, *size), question / 2)
-            token = max(token + plane_seconds(told.step, *size), token / 2)
+            read = max(read + predict_plane_seconds(told.read, *size), read / 2)
+            question = max(question + predict_plane_seconds(told.question, *size), question / 2)
+            token = max(token + predict_plane_seconds(told.step, *size), token / 2)
             once = tuple(max(0.0, base + each * self.sizes.layers) for base, each in told.first)
         held, passing, leaving, host = self._bytes()
         if self.other is not None:
@@ -229,7 +233,7 @@ class _Estimate:
     def _tower(self) -> float:
         """Patches through the vision tower: products, attention within a unit, and what else reads and writes them."""
         s, device, patches = self.sizes, self.device, self.units * self.sizes.patches
-        products = 2 * s.tower_weights * patches / device.product_rate(s.tower_width)
+        products = 2 * s.tower_weights * patches / device.matmul_flops_per_s(s.tower_width)
         pairs = s.patches * patches * s.tower_width * s.tower_layers * device.attend.dense.each / s.head_dim
         traffic = (
             patches * s.tower_layers * (12 * s.tower_width + 3 * s.tower_inner) * self.size / device.copy
@@ -243,7 +247,7 @@ class _Estimate:
 
     def _pass(self, n: int, seen: int) -> float:
         s, device = self.sizes, self.device
-        products = 2 * s.layer_weights * n / device.product_rate(s.hidden)
+        products = 2 * s.layer_weights * n / device.matmul_flops_per_s(s.hidden)
         wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
         elements = n * (10 * s.hidden + 3 * s.inner + 4 * wide) + 4 * seen * narrow
         traffic = s.layers * elements * self.size / device.copy
@@ -284,7 +288,7 @@ class _Estimate:
         s, device, n = self.sizes, self.device, self.work.words
         if not self.session:
             return TOKEN_S  # the prompt's pass holds it
-        work = max(self._weights_s(), 2 * s.layer_weights * n / device.product_rate(s.hidden))
+        work = max(self._weights_s(), 2 * s.layer_weights * n / device.matmul_flops_per_s(s.hidden))
         shown = self._shown * s.kv_bytes_per_token / device.copy
         work += shown + s.layers * device.attend.dense(n * self._shown * s.heads)
         starts = s.layers * self._launch_s * (SEARCHED if self.kept.recalled else ASKED)

@@ -199,7 +199,7 @@ class VideoWarning(MmaccelWarning):
     """Frames of a video were lost; the message says how many."""
 
 
-def note_frames_kept(error: Exception, frames: int) -> None:
+def add_frames_kept_note(error: Exception, frames: int) -> None:
     """Add to the message of `error` that the `frames` frames before it were kept."""
     text = f"the {frames} frames before it are kept"
     if isinstance(error, MmaccelError):

@@ -132,7 +132,7 @@ class TokenLayout:
             facts[name] = read()
         return facts[name]
 
-    def share_facts(self, equal: TokenLayout) -> None:
+    def share_host_values(self, equal: TokenLayout) -> None:
         """Know from now on what is known of an `equal` layout, on any device."""
         self.memo["facts"] = equal.memo.setdefault("facts", {})
 
@@ -175,7 +175,7 @@ class TokenLayout:
     def to(self, device: torch.device | str) -> TokenLayout:
         """Return the layout on `device`; what the host knows of one, it knows of both."""
         moved = self._map(lambda t: t.to(device))
-        moved.share_facts(self)
+        moved.share_host_values(self)
         return moved
 
 
@@ -197,9 +197,9 @@ class PositionIds:
     after one unit, `slope` how much a further unit adds to it; `limit` the length the model was made for; `after` [A, t]
     what the first t columns of the text add to its first position, if images are among them (None: their number).
 
-    With `pace`, positions are seconds: `record_times` says when units were shown, and each has an *own* position from its
-    time, counted in slots, intervals of the even rate since the first unit; a unit of an even stream is in the slot of its
-    number. A unit between two slots gets the position of its second, one beyond `limit` that at the limit.
+    With `pace`, positions are seconds: `record_unit_times` says when units were shown, and each has an *own* position from
+    its time, counted in slots, intervals of the even rate since the first unit; a unit of an even stream is in the slot of
+    its number. A unit between two slots gets the position of its second, one beyond `limit` that at the limit.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class PositionIds:
 
     # Units at times of their own.
 
-    def record_times(self, first: int, times: Sequence[float]) -> None:
+    def record_unit_times(self, first: int, times: Sequence[float]) -> None:
         """Record the times, in seconds, of units (frames) from `first` on; forget the times of later ones."""
         pace = self._pace
         if pace is None or first > len(self._slots):
@@ -266,7 +266,7 @@ class PositionIds:
         steps = torch.tensor([self._step(slot) for slot in slots[begin:]])
         self._own[begin : len(slots)] = steps.to(self._own.device)
 
-    def time_slot(self, unit: int) -> float:
+    def unit_time_slot(self, unit: int) -> float:
         """Return the slot of a unit (frame): its time in intervals of the even rate. Unknown times follow the last one."""
         if self._odd is None:
             return unit
@@ -275,7 +275,7 @@ class PositionIds:
 
     def slot_count(self, count: int) -> int:
         """Return the number of time slots up to the last of `count` units (frames); it is `count` if the stream is even."""
-        return math.floor(self.time_slot(count - 1)) + 1 if count else 0
+        return math.floor(self.unit_time_slot(count - 1)) + 1 if count else 0
 
     @property
     def has_even_rate(self) -> bool:
@@ -288,7 +288,7 @@ class PositionIds:
             return self.by_range(first - base, count)
         if not base:
             return self._placed(self._own[first : first + count])
-        steps = [self._step(self.time_slot(unit) - base) for unit in range(first, first + count)]
+        steps = [self._step(self.unit_time_slot(unit) - base) for unit in range(first, first + count)]
         return self._placed(torch.tensor(steps, dtype=torch.long, device=self._own.device))
 
     def _step(self, slot: float) -> int:
@@ -304,7 +304,7 @@ class PositionIds:
 
     # Units by number: all of them at an even rate, or ranks among those that are seen.
 
-    def head_positions(self) -> Tensor:
+    def prompt_head_positions(self) -> Tensor:
         """Return the positions [h] or [3, h] of the prompt before the video."""
         return self._shaped(self._head)
 
@@ -348,7 +348,7 @@ class PositionIds:
         """Return the largest position of `units` units (frames) and a text token after them. `own`: by the units' times."""
         last = max(units, 1) - 1
         self._upto(last + 1)
-        step = self._step(self.time_slot(last)) if own and self._odd is not None else self._known[last]
+        step = self._step(self.unit_time_slot(last)) if own and self._odd is not None else self._known[last]
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
     def last_position(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
@@ -363,16 +363,16 @@ class PositionIds:
             most = max(last, first + int(self.follows.max()))
         return last, max(most, self.largest(whole, own)) + 1
 
-    def admits_pass(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
+    def pass_within_limit(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
         """Return whether the model has positions for a pass of `rows` columns and one more token (see `last_position`)."""
         last, taken = self.last_position(units, pending, rows, own)
         return last + 1 < self.limit and taken <= self.limit
 
-    def table_units(self, count: int, own: bool = False) -> int:
+    def position_table_capacity(self, count: int, own: bool = False) -> int:
         """Return for how many units (frames), at least `count`, the position table has entries; more rebuild it."""
         return self._table(count, own).numel()
 
-    def table_address(self, count: int) -> tuple[int, int]:
+    def position_table_address(self, count: int) -> tuple[int, int]:
         """Return the address of the position table of `count` units (frames); it changes when the table is rebuilt."""
         return self._upto(count).data_ptr(), 0 if self._odd is None else self._own.data_ptr()
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mmaccel.backends import measure, select
-from mmaccel.backends.measure import Bench, Costs, LinearCost, Shape, bench, measured_costs
+from mmaccel.backends.measure import AttentionShape, Bench, Costs, LinearCost, bench, measure_costs
 from mmaccel.backends.select import Store
 from mmaccel.core.memory.buffers import host_total
 from mmaccel.core.prefill.sparse import planning_benchmark
@@ -71,7 +71,7 @@ Plane = tuple[float, float, float, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surplus:
+class MeasuredOverhead:
     """Measured seconds minus predicted ones, of short sessions of a reduced model, as `Plane`s over its layers and the units
     of the video: to read it, to a question's first token, per step of an answer. `first`: for each of the first questions,
     seconds beyond later ones (fixed, per layer)."""
@@ -82,8 +82,8 @@ class Surplus:
     first: tuple[tuple[float, float], ...]
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Surplus:
-        """Recreate a `Surplus` from its `dataclasses.asdict` form."""
+    def from_dict(cls, found: Mapping[str, Any]) -> MeasuredOverhead:
+        """Recreate a `MeasuredOverhead` from its `dataclasses.asdict` form."""
         planes = [tuple(map(float, found[name])) for name in ("read", "question", "step")]
         first = tuple((float(base), float(each)) for base, each in found["first"])
         if any(len(plane) != 6 for plane in planes):
@@ -91,28 +91,28 @@ class Surplus:
         return cls(read=planes[0], question=planes[1], step=planes[2], first=first)  # type: ignore[arg-type]
 
 
-class Surpluses:
-    """A file of measured `Surplus`es of models of `sizes` on one device, by `costs.surplus_key`; `label` says how the
-    sessions were run."""
+class OverheadFile:
+    """A file of measured `MeasuredOverhead`es of models of `sizes` on one device, by `costs.surplus_key`; `label` says how
+    the sessions were run."""
 
     def __init__(
-        self, device: torch.device, sizes: Sizes, label: str, store: Store[Surplus] | None = None
+        self, device: torch.device, sizes: Sizes, label: str, store: Store[MeasuredOverhead] | None = None
     ) -> None:
-        self._store = Store("sessions.json", Surplus.from_dict) if store is None else store
-        shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
+        self._store = Store("sessions.json", MeasuredOverhead.from_dict) if store is None else store
+        shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
         told = ", ".join(f"{name} {value}" for name, value in vars(sizes).items())
         self._key = select.key_of(device, shape, (select.choose(device),), f"{label} | {told}")
 
-    def get(self, way: str) -> Surplus | None:
+    def get(self, way: str) -> MeasuredOverhead | None:
         """Return the surplus stored under `way` (`costs.surplus_key`), or None."""
         return self._store.get(f"{self._key} | {way}")
 
-    def put(self, way: str, made: Surplus) -> None:
+    def put(self, way: str, made: MeasuredOverhead) -> None:
         """Store the measured surplus `made` under `way` (`costs.surplus_key`)."""
         self._store.put(f"{self._key} | {way}", made)
 
 
-def fit_plane(
+def fit_cost_plane(
     seconds: Mapping[tuple[int, int], float], grows: bool = True, least: int = 0, pairs: bool = False
 ) -> Plane:
     """Fit seconds as a function of (layers, units) through `seconds`, four measurements: two numbers of layers times two of
@@ -143,8 +143,8 @@ def _line(begin: int, end: int, low: float, high: float) -> tuple[float, float]:
     return low - slope * begin, slope
 
 
-def plane_seconds(plane: Plane, layers: int, units: int) -> float:
-    """Return the seconds of `plane` (from `fit_plane`) at these numbers of layers and units, at least 0."""
+def predict_plane_seconds(plane: Plane, layers: int, units: int) -> float:
+    """Return the seconds of `plane` (from `fit_cost_plane`) at these numbers of layers and units, at least 0."""
     base, unit, square = (plane[n] + plane[n + 3] * layers for n in range(3))
     found = base + unit * units + square * units**2
     return max(found, 0.0) if base < 0 < unit else found
@@ -166,13 +166,13 @@ class Device:
     few: float
     memory: int
     pin: float
-    sessions: Mapping[str, Surplus] = field(default_factory=dict)
+    sessions: Mapping[str, MeasuredOverhead] = field(default_factory=dict)
 
     @property
     def cuda(self) -> bool:
         return self.name != "cpu"
 
-    def product_rate(self, width: int) -> float:
+    def matmul_flops_per_s(self, width: int) -> float:
         """Return FLOP/s of a product of `width`, interpolated between measured ones; it falls with a narrower width."""
         (low, slow), (high, fast) = sorted(self.products.items())
         share = (math.log(width) - math.log(low)) / (math.log(high) - math.log(low))
@@ -183,7 +183,7 @@ class Device:
         """Recreate a `Device` from its `dataclasses.asdict` form."""
         products = {int(width): float(rate) for width, rate in found["products"].items()}
         rates = {name: float(found[name]) for name in ("copy", "wire", "layer", "few", "pin")}
-        told = {way: Surplus.from_dict(one) for way, one in found.get("sessions", {}).items()}
+        told = {way: MeasuredOverhead.from_dict(one) for way, one in found.get("sessions", {}).items()}
         parts = {"products": products, "attend": Costs.from_dict(found["attend"]), "sessions": told}
         return cls(**{**found, **rates, **parts})
 
@@ -215,7 +215,7 @@ def measure_device(
     """Return the rates of `device` for heads like the model's: from `store`, or measured in a few seconds and stored there.
     `step` runs that many small decoder layers on one row, `few` in a session's captured step; on CUDA, this and planning of
     `pattern` are timed too."""
-    shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
+    shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     store = Store("rates.json", Device.from_dict) if store is None else store
     cuda = device.type == "cuda"
     backend = select.choose(device)
@@ -225,7 +225,7 @@ def measure_device(
         kernels = {backend: select.get(backend, device)}
         lengths = measure.LENGTHS if cuda else (1024, 2048)
         plan = planning_benchmark(pattern, shape, device) if cuda else None
-        attend = measured_costs(device, shape, kernels, plan, lengths=lengths, bench=bench)
+        attend = measure_costs(device, shape, kernels, plan, lengths=lengths, bench=bench)
         found = Device(
             name=torch.cuda.get_device_name(device) if cuda else "cpu",
             products={

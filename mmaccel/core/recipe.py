@@ -87,7 +87,7 @@ class Recipe:
         if not isinstance(layers, list | tuple) or any(type(n) is not int or n < 0 for n in layers):
             raise RecipeError(f"dense_layers: {shown(layers)}; give a list of layer numbers, 0 or more.")
         object.__setattr__(self, "dense_layers", tuple(layers))
-        check_parts_fit(self)
+        check_policies_compatible(self)
 
     @classmethod
     def load(cls, source: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any) -> Recipe:
@@ -123,7 +123,7 @@ class Recipe:
         return yaml.safe_dump({"version": VERSION, **self.to_dict()}, sort_keys=False)
 
 
-def saved_recipe(where: Path, saved: Mapping[str, Any], again: bool = False) -> Recipe:
+def load_session_recipe(where: Path, saved: Mapping[str, Any], again: bool = False) -> Recipe:
     """Return the recipe of the session saved in folder `where`; raises `ModelError` if it is invalid.
 
     Warns of fields of earlier versions, unless `again` says that the same recipe has warned before.
@@ -145,7 +145,7 @@ _heard: set[str] = set()
 """The memories of sessions that were read, whose former fields have been warned of."""
 
 
-def check_parts_fit(recipe: Recipe) -> None:
+def check_policies_compatible(recipe: Recipe) -> None:
     """Raise `RecipeError` for the first two choices that exclude each other. Every rule is about two choices."""
     sparse, kv, draft = recipe.sparse, recipe.kv, recipe.draft
     if recipe.prune is not None:
@@ -157,14 +157,16 @@ def check_parts_fit(recipe: Recipe) -> None:
             f"query sees, and does not ingest; set sparse to {DEFAULTS['sparse']!r} or kv to {DEFAULTS['kv']!r}."
         )
     if "memory" in draft.needs and not kv.sequences:
-        caches = registry("kv").names_where(lambda cls: cls.sequences)
+        caches = registry("kv").matching_names_text(lambda cls: cls.sequences)
         raise RecipeError(
             f"draft {draft.name!r} copies columns out of a prompt's own cache, and kv {kv.name!r} takes a prompt in as a "
             f"stream; set kv to {caches}."
         )
     for where, memory in (("kv", kv), ("draft.kv", draft.kv)):
         if "branches" in draft.needs and isinstance(memory, StreamPolicy) and not memory.allows_branches:
-            chains = registry("draft").names_where(lambda cls: cls.active and "branches" not in cls.needs)
+            chains = registry("draft").matching_names_text(
+                lambda cls: cls.active and "branches" not in cls.needs
+            )
             raise RecipeError(
                 f"draft {draft.name!r} proposes trees and {where} {memory.name!r} takes chains alone (allows_branches is "
                 f"not True); choose a draft that proposes chains: {chains}."
@@ -206,7 +208,7 @@ def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
     """Raise `RecipeError` for a pruner that has no part in what a question on a stream recalls."""
     acts = prune.on_stream()
     if acts is None:
-        others = registry("prune").names_where(
+        others = registry("prune").matching_names_text(
             lambda cls: cls.stage == "layer" and cls.needs <= {"attention"}
         )
         raise RecipeError(
@@ -247,7 +249,7 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
     """The memory of a recipe that reads a video as a stream, a session's or a prompt's."""
     kv, draft = recipe.kv, recipe.draft
     if not isinstance(kv, StreamPolicy):
-        streams = registry("kv").names_where(lambda cls: issubclass(cls, StreamPolicy))
+        streams = registry("kv").matching_names_text(lambda cls: issubclass(cls, StreamPolicy))
         raise RecipeError(f"kv {kv.name!r} cannot hold a stream; set kv to {streams}.")
     if not (recipe.sparse.dense or kv.ingests):
         raise RecipeError(
@@ -264,7 +266,7 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
     own = draft.pruner if draft.active else None
     scored = isinstance(own, ScorePruner) and own.needs == {"hidden"}
     if own is not None and not (scored or own.needs <= {"attention"}):
-        others = registry("prune").names_where(
+        others = registry("prune").matching_names_text(
             lambda cls: cls.stage == "draft" and cls.needs <= {"attention"}
         )
         raise RecipeError(
@@ -287,7 +289,7 @@ def list_recipes() -> dict[str, str]:
     return {**found, **dict.fromkeys(presets(), "preset")}
 
 
-def file_extensions() -> tuple[str, ...]:
+def recipe_file_extensions() -> tuple[str, ...]:
     """Return the file extensions that `Recipe.load` reads: YAML, and those that policies declare (`Policy.file`)."""
     own = (cls.file for kind in BASES for cls in registry(kind).values())
     return (".yaml", ".yml", *(file[0] for file in own if file is not None))
@@ -322,7 +324,7 @@ def fields_of(source: str | Path) -> dict[str, Any]:
         for kind in BASES:
             if text in registry(kind):
                 return {kind: text}
-        meant = next(filter(None, (registry(kind).meaning_elsewhere(text) for kind in BASES)), None)
+        meant = next(filter(None, (registry(kind).explain_foreign_name(text) for kind in BASES)), None)
         raise UnknownName("recipe", text, list_recipes(), list_recipes(), own=True, meant=meant)
     fields = outside.read_yaml(content, where)
     example = f"sparse: {next(iter(registry('sparse')))}"

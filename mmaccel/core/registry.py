@@ -99,7 +99,7 @@ class Policy(metaclass=_TakesFormerFields):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limit:
+class FieldLimit:
     """The allowed values of a policy's field: `fits` tests a value, `give` says in words what is allowed."""
 
     fits: Callable[[Any], bool]
@@ -115,20 +115,20 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real)
 
 
-def at_least(least: float, of: str = "") -> Limit:
-    """Return a `Limit` that allows numbers >= `least`; `of` is appended to its description."""
-    return Limit(lambda value: _is_number(value) and value >= least, f"at least {least}{of}")
+def at_least(least: float, of: str = "") -> FieldLimit:
+    """Return a `FieldLimit` that allows numbers >= `least`; `of` is appended to its description."""
+    return FieldLimit(lambda value: _is_number(value) and value >= least, f"at least {least}{of}")
 
 
-def one_of(*choices: object, why: str = "") -> Limit:
-    """Return a `Limit` that allows the given choices; `why` is appended to its description."""
+def one_of(*choices: object, why: str = "") -> FieldLimit:
+    """Return a `FieldLimit` that allows the given choices; `why` is appended to its description."""
     *most, last = map(repr, choices)
-    return Limit(choices.__contains__, f"{', '.join(most)} or {last}{why}")
+    return FieldLimit(choices.__contains__, f"{', '.join(most)} or {last}{why}")
 
 
-def in_range(least: float, most: float, give: str) -> Limit:
-    """Return a `Limit` that allows numbers from `least` to `most`, both included; `give` says so in its error."""
-    return Limit(
+def in_range(least: float, most: float, give: str) -> FieldLimit:
+    """Return a `FieldLimit` that allows numbers from `least` to `most`, both included; `give` says so in its error."""
+    return FieldLimit(
         lambda value: _is_number(value) and not isinstance(value, bool) and least <= value <= most, give
     )
 
@@ -136,7 +136,7 @@ def in_range(least: float, most: float, give: str) -> Limit:
 SHARE = in_range(0, 1, "a share from 0 to 1")
 
 
-def limited(default: Any, limit: Limit) -> Any:
+def limited(default: Any, limit: FieldLimit) -> Any:
     """Return a dataclass field with a `default` and a `limit` on its values, checked when the policy is created."""
     return dataclasses.field(default=default, metadata={"limit": limit})
 
@@ -144,12 +144,12 @@ def limited(default: Any, limit: Limit) -> Any:
 def check_limits(who: str, fields: Any) -> None:
     """Raise `RecipeError`, beginning with `who`, for the first field of dataclass `fields` that violates its `limited`."""
     kind: Any = type(fields)
-    for name, limit in limits_of(kind).items():
+    for name, limit in field_limits(kind).items():
         limit.check(who, name, getattr(fields, name))
 
 
 @functools.cache
-def limits_of(cls: type) -> dict[str, Limit]:
+def field_limits(cls: type) -> dict[str, FieldLimit]:
     """Field -> what it may be: the choices of its type, or the `limited` of its class or of the next base with one. A field
     that may be None may be so too."""
     try:
@@ -169,9 +169,9 @@ def limits_of(cls: type) -> dict[str, Limit]:
     return found
 
 
-def _or_null(limit: Limit) -> Limit:
+def _or_null(limit: FieldLimit) -> FieldLimit:
     give = limit.give if "null" in limit.give else f"{limit.give}, or null"
-    return Limit(lambda value: value is None or limit.fits(value), give)
+    return FieldLimit(lambda value: value is None or limit.fits(value), give)
 
 
 def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping[str, Any]:
@@ -221,7 +221,11 @@ class Registry(Mapping[str, type[Any]]):
             return self._classes[name]
         except KeyError:
             raise UnknownName(
-                self.kind, name, self._classes, own=self.kind != "model", meant=self.meaning_elsewhere(name)
+                self.kind,
+                name,
+                self._classes,
+                own=self.kind != "model",
+                meant=self.explain_foreign_name(name),
             ) from None
 
     def __iter__(self) -> Iterator[str]:
@@ -233,21 +237,23 @@ class Registry(Mapping[str, type[Any]]):
     def __contains__(self, name: object) -> bool:
         return name in self._classes
 
-    def meaning_elsewhere(self, name: str) -> str | None:
+    def explain_foreign_name(self, name: str) -> str | None:
         """Return what `name` means elsewhere and what to use instead, if a class of this kind declares it (`Policy.words`);
         else None."""
         meanings = (getattr(cls, "words", {}).get(name) for cls in self._classes.values())
         return next((meaning for meaning in meanings if meaning is not None), None)
 
-    def names_where(self, fits: Callable[[Any], bool]) -> str:
+    def matching_names_text(self, fits: Callable[[Any], bool]) -> str:
         """Return the names of this kind's classes for which `fits` is true, as words for an error's sentence: "'one' or
         'two'"."""
         return " or ".join(repr(name) for name, cls in self.items() if fits(cls))
 
-    def refuse_part(self, name: str, field: str, part: Any) -> None:
+    def reject_unused_part(self, name: str, field: str, part: Any) -> None:
         """Raise `RecipeError` for the policy `name`, which has no use for a policy `part` as its `field`, if others have."""
 
-        if having := self.names_where(lambda cls: field in {one.name for one in dataclasses.fields(cls)}):
+        if having := self.matching_names_text(
+            lambda cls: field in {one.name for one in dataclasses.fields(cls)}
+        ):
             named = part.get("name") if isinstance(part, Mapping) else getattr(part, "name", part)
             raise RecipeError(
                 f"{self.kind} {name!r} has no use for {field} {shown(named)}; leave it out, or take {self.kind} {having}."
@@ -263,13 +269,13 @@ class Registry(Mapping[str, type[Any]]):
         known = [f.name for f in dataclasses.fields(cls) if f.init]
         if given and not known:
             field = next(iter(given))
-            having = self.names_where(lambda one: field in {f.name for f in dataclasses.fields(one)})
+            having = self.matching_names_text(lambda one: field in {f.name for f in dataclasses.fields(one)})
             more = f", or take {self.kind} {having}" if having else ""
             raise RecipeError(f"{self.kind} {name!r} has no fields; remove {shown(field)}{more}.")
         for field in given:
             if field not in known:
                 if field in BASES:
-                    self.refuse_part(name, field, given[field])
+                    self.reject_unused_part(name, field, given[field])
                 unknown = field if isinstance(field, str) else shown(field)
                 parts = [one for kind in PARTS if kind in known for one in registry(kind).values()]
                 own = [one.name for part in parts for one in dataclasses.fields(part)]

@@ -213,12 +213,12 @@ class Meter(DraftRounds):
         if sentence not in self.notes:
             self.notes.append(sentence)
 
-    def note_unplanned(self, pattern: Any, heads: int) -> None:
+    def note_unplanned_layers(self, pattern: Any, heads: int) -> None:
         """Note that `pattern` planned nothing for a layer, unless all its heads are dense by choice."""
         if set(pattern.head_pattern_names(heads)) != {DEFAULTS["sparse"]}:
             self.add_note(f"sparse: {pattern.name} planned nothing for some layers; these are dense")
 
-    def add_counts_of(self, other: Meter) -> None:
+    def merge_counts(self, other: Meter) -> None:
         """Add to this meter the query-key pairs and the notes that the meter `other` has counted."""
         for layer, names in other.names.items():
             for listed, causal in zip(other.listed[layer], other.causal[layer], strict=True):
@@ -231,7 +231,7 @@ class Meter(DraftRounds):
         """Return these figures with the query-key pairs and notes of `other` too; `video`: the stream's tokens and units."""
         whole = replace(self, listed={}, causal={}, names={}, notes=[], idle={}, video=video)
         for one in (other, self):
-            whole.add_counts_of(one)
+            whole.merge_counts(one)
         return whole
 
     def kept_by_head(self) -> tuple[tuple[float, ...], ...]:
@@ -301,7 +301,7 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class RowFile:
+class JsonlFile:
     """A file of measurements, one JSON object (row) a line, to which rows are appended as they are measured.
 
     A line that was cut off when a run was killed is skipped; at the end of the file the next row replaces it. `first` is the

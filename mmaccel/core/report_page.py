@@ -72,11 +72,11 @@ class HtmlReport:
             }
             for text, said in (answers or {}).items()
         ]
-        text = render_page({policy_names(self.recipe): self.to_dict()}, told, thumbnails=thumbnails)
+        text = render_page({format_policy_names(self.recipe): self.to_dict()}, told, thumbnails=thumbnails)
         Path(path).write_text(text, encoding="utf-8")
 
 
-def policy_names(recipe: Fields) -> str:
+def format_policy_names(recipe: Fields) -> str:
     """Return the names of a recipe's policies that differ from the unaccelerated model's, joined by " + "."""
     names = [value["name"] for value in recipe.values() if isinstance(value, Mapping)]
     return " + ".join(name for name in names if name not in DEFAULTS.values()) or DEFAULTS["sparse"]
@@ -266,7 +266,7 @@ def describe_run(run: Fields) -> str:
     lines = [
         f"prompt {run['prompt_tokens']} tokens, {run['new_tokens']} new; first token after {show(run['ttft_s'], '.3f')} s, "
         f"then {show(run['tokens_per_s'], '.1f')} tokens/s",
-        f"attention: kept {format_share(run['kept'])} in prefill ({heads or unused}), backend {run['backend']}",
+        f"attention: kept {format_attention_share(run['kept'])} in prefill ({heads or unused}), backend {run['backend']}",
         ", ".join([f"memory: peak {run['peak_bytes'] / 2**20:.0f} MiB", *counters]),
     ]
     if run["backend_why"].startswith("measured"):
@@ -298,7 +298,7 @@ def format_head_counts(heads: Mapping[str, int]) -> str:
     return ", ".join(f"{name} x {n}" for name, n in sorted(heads.items()))
 
 
-def format_share(kept: float | None) -> str:
+def format_attention_share(kept: float | None) -> str:
     """Format the share of attention computed in percent; above 100% with the reason."""
     percent = "-" if kept is None else f"{kept:.1%}"
     return f"{percent} (blocks count whole)" if kept and kept > 1 and percent != "100.0%" else percent

@@ -29,14 +29,14 @@ def local_path(path: str) -> str:
     return "/" + path[7:].lstrip("/") if path[:7].lower() == "file://" else path
 
 
-def shown_path(path: str) -> str:
+def format_path_for_error(path: str) -> str:
     """Format a path for an error message: one line, at most about 240 characters."""
     return path if 0 < len(path) <= 240 and path.isprintable() else shown(path, 240)[1:-1] or '""'
 
 
 def is_file(name: str, may_be_empty: bool = False) -> bool:
     """Whether `name` is a regular file that can be opened; raises `VideoError` for a path that can never be read."""
-    path, name = name, shown_path(name)
+    path, name = name, format_path_for_error(name)
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
@@ -66,7 +66,7 @@ def os_reason(error: Exception) -> str:
     return str(text).rstrip(".").lower()
 
 
-def is_silence(error: Exception) -> bool:
+def is_read_timeout(error: Exception) -> bool:
     """Whether an error means that a source sent no data within its timeout."""
     return isinstance(error, (av.error.ExitError, TimeoutError))
 
@@ -79,14 +79,14 @@ def is_pipe(name: str) -> bool:
         return False
 
 
-def has_data(number: int, seconds: float) -> bool:
+def wait_for_data(number: int, seconds: float) -> bool:
     """Whether a file descriptor can be read at once (it has data, or is at its end) within `seconds`."""
     asked = select.poll()  # `select` refuses the files of a program that has many open
     asked.register(number, select.POLLIN)
     return bool(asked.poll(min(1e3 * seconds, LONGEST_MS)))
 
 
-def is_finished(file: int) -> bool:
+def has_no_writer(file: int) -> bool:
     """Whether no process has the file, or the pipe at its end, open for writing; False if the system cannot tell."""
     if stat.S_ISFIFO(os.fstat(file).st_mode):
         return True
@@ -120,7 +120,7 @@ class Pipe(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         # Not ready before the first writer; ready, with nothing to read, once the last has gone.
-        if not has_data(self._number, self._timeout):
+        if not wait_for_data(self._number, self._timeout):
             raise TimeoutError(f"nothing came for {self._timeout:g} s")
         return self._data(size)
 

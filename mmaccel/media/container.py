@@ -55,7 +55,7 @@ class Source(AbstractContextManager["Source"]):
         wait: Callable[[float], bool] | None = None,
     ) -> None:
         self._where = where = address.local_path(os.fspath(path))
-        self.name = address.shown_path(where)
+        self.name = address.format_path_for_error(where)
         self.live = live
         self.local = file is None and not address.is_url(where) and format is None and address.is_file(where)
         if not self.local and timeout is None:
@@ -121,7 +121,7 @@ class Source(AbstractContextManager["Source"]):
                 said = ("is not a video that can be read: it is another kind of file, or was cut short.",)
             elif isinstance(error, av.error.EOFError):
                 said = ("has no frames: its data ends before the first.",)
-            elif address.is_silence(error):
+            elif address.is_read_timeout(error):
                 longer = ArgumentNames("timeout", sign="")
                 said = "sent nothing in the time allowed: check the address, or raise ", longer, "."
             raise VideoError(f"{self.name} ", *said) from error
@@ -242,7 +242,7 @@ class Source(AbstractContextManager["Source"]):
                 if time <= last and not restarted and (not settled or self.damaged):
                     # Behind a seek, or out of order after damage.
                     continue
-                settled, length = True, self.frame_seconds(frame)
+                settled, length = True, self.frame_duration(frame)
                 if restarted:
                     self.restarted = True
                     # A camera that restarts, or joined recordings, begin their clock anew; ours goes on.
@@ -283,7 +283,7 @@ class Source(AbstractContextManager["Source"]):
         else:
             self.gap = FOREVER
 
-    def frame_seconds(self, frame: av.VideoFrame) -> float:
+    def frame_duration(self, frame: av.VideoFrame) -> float:
         """Seconds for which a video frame is shown."""
         if frame.duration:
             return float(frame.duration * self._unit)
@@ -296,13 +296,13 @@ class Source(AbstractContextManager["Source"]):
         corrupt = 0 if self.restarted else sum(dts * self._unit < last for dts in self.corrupt)
         return max(sum(time < last for time in self.damaged), corrupt)
 
-    def is_complete(self, end: float) -> bool:
+    def is_full_duration(self, end: float) -> bool:
         """Whether frames up to `end` seconds are all frames of the source, up to rounding."""
         return self.duration is not None and end > self.duration - 1.5 / (self.rate or 25.0)
 
-    def frame_end(self, time: float, frame: av.VideoFrame) -> float:
+    def frame_end_time(self, time: float, frame: av.VideoFrame) -> float:
         """When a frame shown at `time` ends; the last frame of a file may claim a longer time than the file's."""
-        end = time + self.frame_seconds(frame)
+        end = time + self.frame_duration(frame)
         return end if self.duration is None or time >= self.duration else min(end, self.duration)
 
     def _decode(self) -> Iterator[av.VideoFrame]:
@@ -315,7 +315,7 @@ class Source(AbstractContextManager["Source"]):
             except (av.error.FFmpegError, OSError) as error:
                 if self.live:
                     yield from self._flush()
-                    if not address.is_silence(error) or self._wait is None:
+                    if not address.is_read_timeout(error) or self._wait is None:
                         raise VideoError(f"{self.name} broke off: {address.os_reason(error)}.") from error
                     if not self._wait(self._timeout or 0.0):
                         return
@@ -328,7 +328,7 @@ class Source(AbstractContextManager["Source"]):
                 packet = None
                 if self.local or isinstance(error, av.error.InvalidDataError):
                     self.damaged.append(self._read)
-                elif address.is_silence(error):
+                elif address.is_read_timeout(error):
                     stalled = f"it stalled: nothing came for {self._timeout:g} s; raise "
                     self.stopped = (stalled, ArgumentNames("timeout", sign=""), " to wait longer")
                 else:

@@ -95,10 +95,10 @@ def resize(frames: Tensor, size: tuple[int, int], resample: int = 3) -> Tensor:
     native = frames.device.type == "cpu" and (mode != "bilinear" or fast)
     if frames.is_floating_point() or native or not smooth:
         return F.interpolate(frames, size=size, mode=mode, **options)
-    return through_floats(frames, size, mode)
+    return resize_in_float(frames, size, mode)
 
 
-def through_floats(frames: Tensor, size: tuple[int, int], mode: str) -> Tensor:
+def resize_in_float(frames: Tensor, size: tuple[int, int], mode: str) -> Tensor:
     """Resize uint8 frames by float interpolation and rounding, as torchvision does for modes without a uint8 kernel."""
     result = F.interpolate(frames.float(), size=size, mode=mode, align_corners=False, antialias=True)
     return result.clamp_(0, 255).round_().to(frames.dtype)
@@ -248,7 +248,7 @@ def to_tiles(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
     return torch.cat([to_frames(tile[None], pixels, **where) for tile in (overview[0], *tiles)])
 
 
-def to_square(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
+def to_square_pixels(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
     """Pad an image `[3, H, W]` to a square of the mean colour and resize it: `[1, 3, h, w]`. Used where a prompt has several
     images."""
     height, width = image.shape[-2:]
@@ -282,7 +282,7 @@ def _cuts(pixels: Pixels) -> tuple[int, int, int]:
     return pixels.patch_size, pixels.merge_size, pixels.temporal_patch_size
 
 
-def as_frames(
+def load_frames(
     video: Any, fps: float | None = None, max_frames: int | None = None, frames: int | None = None
 ) -> tuple[Tensor, float | None]:
     """Frames uint8 `[T, 3, H, W]` and their rate, of a path or URL (read at `fps`), a `Video`, an array or tensor `[T, 3, H,
@@ -327,7 +327,7 @@ def _stack(video: Any) -> Tensor:
     return tensor.expand(-1, 3, -1, -1).contiguous()
 
 
-def as_image(image: Any) -> Tensor:
+def load_image(image: Any) -> Tensor:
     """A uint8 image `[3, H, W]` of a path, a PIL image, or an array or tensor `[3, H, W]`, `[H, W, 3]` or `[H, W]`;
     transparency becomes white."""
     return _checked(_image(image), "image")

@@ -21,10 +21,10 @@ from mmaccel.media.sampling import (
     TIE,
     evenly_spaced_frames,
     half_tick,
+    log_sampling_gaps,
+    make_times_increasing,
     nearest_items,
-    sample_at_ticks,
-    strictly_rising,
-    tick_times,
+    sampling_times,
 )
 from mmaccel.media.video import FrameConverter, Gaps, Progress, Video, stack_frames
 
@@ -84,7 +84,7 @@ def read(
     if fps is not None and isinstance(frames, int):
         raise VideoError("fps and frames exclude each other: give one of them.")
     counts = {"frames": None if callable(frames) else frames, "max_frames": max_frames, "max_side": max_side}
-    check_arguments(fps, gaps, size, timeout, start, stop, **counts)
+    check_read_arguments(fps, gaps, size, timeout, start, stop, **counts)
     with Source(path, options=options, timeout=timeout) as source:
         if fps is not None and not faster and fps > max(FASTEST, 1.001 * source.rate):
             raise VideoError(
@@ -123,7 +123,7 @@ def read(
                 if drawn is not frame:
                     drawn, drawing = frame, picture.convert(frame)
                 kept.append((tick, time, drawing))
-            end = source.frame_end(time, frame)
+            end = source.frame_end_time(time, frame)
             done += 1
             total = plan.total if plan.total is None or done <= plan.total else None
             if progress is not None:
@@ -132,14 +132,14 @@ def read(
                 _check_memory(source, picture, AHEAD if plan.most is None else min(AHEAD, plan.most - done))
         if not kept:
             raise VideoError(*_nothing(source, start, stop))
-        warn_of_loss(source, plan, done + skipped, end, stop)
+        warn_of_lost_frames(source, plan, done + skipped, end, stop)
         if not fitted:
             warn_of_shrinking(source, picture)
         clock, times, drawings = (list(of) for of in zip(*kept, strict=True))
         kept.clear()
         del drawing
         if fps is None:
-            clock = strictly_rising(times, 1.0 / (source.rate or 25.0))
+            clock = make_times_increasing(times, 1.0 / (source.rate or 25.0))
         rate = (plan.rate or source.rate) / step or len(times) / max(end - times[0], 1e-9)
         whole = source.duration
         return Video(
@@ -189,15 +189,15 @@ def _by_rate(
     total = max(0, math.ceil((end - start) * fps - 1e-6)) if end is not None else None
     if total is not None and end is not None and most is not None and total > most:
         fps, total = most / (end - start), most
-    times = tick_times(start, fps, stop)
-    each = nearest_items(source.frames(start), times, source.seek, source.frame_end, half_tick(fps))
+    times = sampling_times(start, fps, stop)
+    each = nearest_items(source.frames(start), times, source.seek, source.frame_end_time, half_tick(fps))
     if most is not None and total == most:
         # A length that is rounded down should not cost every second frame.
-        each = skip_if_last(each, most)
-    return ReadingPlan(sample_at_ticks(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
+        each = drop_item_if_last(each, most)
+    return ReadingPlan(log_sampling_gaps(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
 
 
-def skip_if_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
+def drop_item_if_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
     """Yield the items of `stream`, but leave out item `number` if it is the last one."""
     for place, (item, after) in enumerate(itertools.pairwise(itertools.chain(stream, [None]))):
         if place != number or after is not None:
@@ -213,7 +213,9 @@ def _by_number(
     missing, slack = "", 0 if source.count else 1
     if times is not None:
         there = due = len(times)
-        whole = source.is_complete(source.end or 0.0)  # a header counts frames that an edit list hides, too
+        whole = source.is_full_duration(
+            source.end or 0.0
+        )  # a header counts frames that an edit list hides, too
         if source.count and not whole:
             due = source.count
         elif source.duration is not None and times and not whole:
@@ -254,7 +256,7 @@ def _by_number(
     numbers, rate = evenly_spaced_frames(total, keep), keep / total * source.rate
     if times is not None:
         targets = [times[number] for number in numbers]
-        kept = nearest_items(source.frames(targets[0]), targets, source.seek, source.frame_end)
+        kept = nearest_items(source.frames(targets[0]), targets, source.seek, source.frame_end_time)
         return ReadingPlan(((time, time, frame) for time, frame in kept), keep, rate, missing, slack)
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
     pairs = (pair for _, pair in nearest_items(numbered, map(float, numbers)))
@@ -277,7 +279,9 @@ def _all(source: Source, start: float, stop: float | None) -> ReadingPlan:
     return ReadingPlan(stream(), total, source.rate, end=end)
 
 
-def warn_of_loss(source: Source, plan: ReadingPlan, kept: int, end: float, stop: float | None = None) -> None:
+def warn_of_lost_frames(
+    source: Source, plan: ReadingPlan, kept: int, end: float, stop: float | None = None
+) -> None:
     """Warn how many frames before `stop` could not be read; `end` is when the last frame that was read ends."""
     told, lost = f"{kept} frames could be read", True
     if plan.missing:
@@ -290,7 +294,7 @@ def warn_of_loss(source: Source, plan: ReadingPlan, kept: int, end: float, stop:
         lost = (missing := (plan.end - end) * source.rate) > 2
         told += f" up to {end:.2f} of {plan.end:.2f} s, about {missing:.0f} were lost" if lost else ""
     elif lost := (plan.total or kept) - kept > plan.slack and not (
-        source.is_complete(end) and not source.damaged
+        source.is_full_duration(end) and not source.damaged
     ):
         # A header counts frames that an edit list hides, too.
         told = f"{kept} of {plan.total} frames could be read, {(plan.total or 0) - kept} were lost"
@@ -354,7 +358,7 @@ def video_metadata(path: str | os.PathLike[str]) -> tuple[int, float, int, int]:
         return count, source.rate, source.height, source.width
 
 
-def read_comment(path: str | os.PathLike[str]) -> str:
+def read_metadata_comment(path: str | os.PathLike[str]) -> str:
     """Return the comment in the metadata of a local video file; "" if there is none, or no such file."""
     if not os.path.isfile(path):
         return ""
@@ -362,7 +366,7 @@ def read_comment(path: str | os.PathLike[str]) -> str:
         return source.comment
 
 
-def check_arguments(
+def check_read_arguments(
     fps: float | None,
     gaps: str,
     size: tuple[int, int] | None,

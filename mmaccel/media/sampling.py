@@ -44,7 +44,7 @@ def evenly_spaced_frames(total: int, count: int) -> list[int]:
     return [number * total // count for number in range(count)]
 
 
-def tick_times(start: float, fps: float, stop: float | None = None) -> Iterator[float]:
+def sampling_times(start: float, fps: float, stop: float | None = None) -> Iterator[float]:
     """Yield the sampling times `start + k / fps` before `stop`; without end if that is None."""
     times = (start + step / fps for step in itertools.count())
     return times if stop is None else itertools.takewhile(lambda time: time < stop, times)
@@ -113,7 +113,7 @@ class EventLog:
         return tuple(sorted(given, key=lambda one: one.time))
 
 
-def sample_at_ticks(
+def log_sampling_gaps(
     stream: Iterable[tuple[float, Item]], start: float, fps: float, log: EventLog, gaps: Gaps
 ) -> Iterator[tuple[float, float, Item | None]]:
     """Turn (time, item) for each tick `start + k / fps` into (tick, time, item). Where an item repeats that of the tick
@@ -127,7 +127,7 @@ def sample_at_ticks(
         yield tick, time, None if stands and gaps == "skip" else item
 
 
-def strictly_rising(times: Sequence[float], step: float) -> list[float]:
+def make_times_increasing(times: Sequence[float], step: float) -> list[float]:
     """Make times strictly rising: equal times are spread evenly up to the next time, the last ones by `step`."""
     found: list[float] = []
     runs = [(time, len(list(run))) for time, run in itertools.groupby(times)]

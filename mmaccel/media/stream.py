@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from mmaccel.core.errors import VideoError, VideoStalled
-from mmaccel.media.address import Pipe, has_data, is_file, is_finished, is_pipe, is_url, local_path
+from mmaccel.media.address import Pipe, has_no_writer, is_file, is_pipe, is_url, local_path, wait_for_data
 from mmaccel.media.container import Source
-from mmaccel.media.reader import ReadingPlan, check_arguments, warn_of_loss, warn_of_shrinking
-from mmaccel.media.sampling import TIE, EventLog, half_tick, nearest_items, sample_at_ticks, tick_times
+from mmaccel.media.reader import ReadingPlan, check_read_arguments, warn_of_lost_frames, warn_of_shrinking
+from mmaccel.media.sampling import TIE, EventLog, half_tick, log_sampling_gaps, nearest_items, sampling_times
 from mmaccel.media.video import Event, FrameConverter, Gaps, Progress, Video, stack_frames
 
 AHEAD = 8
@@ -71,7 +71,7 @@ def clips(
     breaks or no frame can be read. Damaged parts of a file are left out, with a `VideoWarning` at the end.
     """
     source, counts = local_path(os.fspath(source)), {"frames_per_clip": frames_per_clip, "max_side": max_side}
-    check_arguments(gaps=gaps, fps=fps, start=start, size=size, timeout=timeout, **counts)
+    check_read_arguments(gaps=gaps, fps=fps, start=start, size=size, timeout=timeout, **counts)
     if follow and (is_url(source) or format is not None):
         raise VideoError(f"follow=True is for a file that grows, and {source} is none: leave it out.")
     follow, picture = follow or is_pipe(source), FrameConverter(size, max_side)
@@ -183,13 +183,13 @@ class GrowingFile(Pipe):
         patience = time.monotonic() + self._timeout
         while not (self._over or self._queue.closed):
             # A file is always ready; a pipe is when there is data or nobody writes any more.
-            is_ready = has_data(self._number, POLL_S)
+            is_ready = wait_for_data(self._number, POLL_S)
             with suppress(BlockingIOError):  # another reader of the pipe was first
                 if is_ready and (data := self._data(size)):
                     return data
             if time.monotonic() >= patience:
                 # FFmpeg asks several times before it believes in an end.
-                self._over = (is_ready and is_finished(self._number)) or (
+                self._over = (is_ready and has_no_writer(self._number)) or (
                     self._queue.is_starved() and not self._queue.wait(self._timeout)
                 )
                 patience = time.monotonic() + self._timeout
@@ -230,9 +230,13 @@ class _Reading:
                 self.source = source = self._open(stack, queue)
                 frames = itertools.takewhile(lambda _: not queue.closed, source.frames())
                 each = nearest_items(
-                    frames, tick_times(0.0, self.fps), source.seek, source.frame_end, half_tick(self.fps)
+                    frames,
+                    sampling_times(0.0, self.fps),
+                    source.seek,
+                    source.frame_end_time,
+                    half_tick(self.fps),
                 )
-                for tick, time, frame in sample_at_ticks(each, 0.0, self.fps, source.log, self.gaps):
+                for tick, time, frame in log_sampling_gaps(each, 0.0, self.fps, source.log, self.gaps):
                     self.seen += 1
                     if frame is None:
                         continue
@@ -340,7 +344,7 @@ class Clips(Iterator[Video]):
         if source is not None and not isinstance(end, VideoError):
             fps = self._reading.fps
             due = round(source.duration * fps) if source.duration and not source.live else None
-            warn_of_loss(source, ReadingPlan((), due, fps, slack=1), self._reading.seen, 0.0)
+            warn_of_lost_frames(source, ReadingPlan((), due, fps, slack=1), self._reading.seen, 0.0)
             warn_of_shrinking(source, self._reading.picture)
         self._reading.source, self._end = None, StopIteration()
         raise end

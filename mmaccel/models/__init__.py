@@ -41,7 +41,7 @@ def load_processor(
 
     if not isinstance(name, str | Path):
         kind = None if like is None else like.config.model_type  # type: ignore[union-attr]
-        return stock.as_processor(name, kind, special_tokens=special_tokens)  # type: ignore[arg-type]
+        return stock.wrap_processor(name, kind, special_tokens=special_tokens)  # type: ignore[arg-type]
     return stock.load(name, revision, special_tokens=special_tokens)
 
 

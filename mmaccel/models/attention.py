@@ -28,7 +28,7 @@ from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.memory.kv import KVState, KVView
 from mmaccel.core.prefill.attention import PASS, ForwardPass
 from mmaccel.core.recipe import Recipe
-from mmaccel.models.packed import PackedPass
+from mmaccel.models.packed import PackedForwardPass
 from mmaccel.models.prompt_layout import LAYERS
 
 ATTENTION = "mmaccel"
@@ -56,7 +56,7 @@ def accelerated_attention(
     It returns attention weights if asked. A call without `PASS` comes from another thread while a stream's pass runs: it
     gets the attention that the model's own config names.
     """
-    run: ForwardPass | PackedPass | None = kwargs.pop(PASS, None)
+    run: ForwardPass | PackedForwardPass | None = kwargs.pop(PASS, None)
     if run is None:
         return _plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     gives = kwargs.get("output_attentions") and not getattr(run, "stream", False)
@@ -65,7 +65,7 @@ def accelerated_attention(
     layer = getattr(module.config, LAYERS, {}).get(layer, layer)  # type: ignore[union-attr]
     asks = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if torch.compiler.is_compiling() and run.ticket is not None and not gives and not asks:
-        return layer_attend(run.ticket, layer, query, key, value, scale), None
+        return attend_layer(run.ticket, layer, query, key, value, scale), None
     # Whoever plans and attends chooses the types: under autocast they come mixed, and are not to be changed on the way.
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
@@ -81,7 +81,7 @@ AttentionInterface.register(ATTENTION, accelerated_attention)
 
 
 @torch.library.custom_op("mmaccel::layer_attend", mutates_args=(), tags=_HOST)
-def layer_attend(
+def attend_layer(
     ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
     """Custom operator for torch.compile: the attention [B, n, H, D] of one layer, by the pass that has this ticket."""
@@ -89,24 +89,24 @@ def layer_attend(
     return out.transpose(1, 2).contiguous()
 
 
-@layer_attend.register_fake
+@attend_layer.register_fake
 def _(ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
 @torch.library.custom_op("mmaccel::layer_append", mutates_args=("ticket",), tags=_HOST)
-def layer_append(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
+def append_layer_kv(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
     """Custom operator for torch.compile: append keys and values [B, G, n, D] to the KV memory of the pass with this ticket.
-    It declares that it mutates `ticket`, so the compiler neither drops it nor moves `layer_attend` before it."""
+    It declares that it mutates `ticket`, so the compiler neither drops it nor moves `attend_layer` before it."""
     _passes[int(ticket)].state.append(layer, key, value)
 
 
-@layer_append.register_fake
+@append_layer_kv.register_fake
 def _(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
     return None
 
 
-def ticket_of(run: Any) -> Tensor:
+def issue_pass_ticket(run: Any) -> Tensor:
     """Give `run` a new ticket: a scalar tensor by which the operators of a compiled layer find `run` while it is alive."""
     number = next(_numbers)
     _passes[number] = run
@@ -142,7 +142,7 @@ class ForwardOnlyAttention(torch.autograd.Function):
     """Autograd function for attention while gradients are enabled: forward works, backward raises `ModelError`."""
 
     @staticmethod
-    def forward(ctx: Any, run: ForwardPass | PackedPass, *given: Any) -> Tensor:
+    def forward(ctx: Any, run: ForwardPass | PackedForwardPass, *given: Any) -> Tensor:
         return run.attend(*given)
 
     @staticmethod
@@ -154,13 +154,13 @@ class ForwardOnlyAttention(torch.autograd.Function):
 
 @torch.no_grad()
 def attention_weights(
-    run: ForwardPass | PackedPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    run: ForwardPass | PackedForwardPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
     """Attention weights [B, H, n, N] of `layer`, in the dtype of the values, for the arguments that `attend` gets.
 
     Rows of padding are zero; transformers spreads their weight evenly.
     """
-    if isinstance(run, PackedPass):
+    if isinstance(run, PackedForwardPass):
         whole = value.new_zeros(*query.shape[:3], key.shape[2])
         for b, columns, one in run.runs:
             q, k, v = (x[b : b + 1, :, columns] for x in (query, key, value))
@@ -179,14 +179,14 @@ def attention_weights(
         valid = run.layout.valid.to(query.device)[:, at]
         unseen = (unseen | ~valid[:, None] | ~valid[:, -rows:, None])[:, None]
     if run.images is not None and (images := run.images.of(layer, run.start, run.layout)) is not None:
-        unseen = images.unhide_images(unseen.expand(len(query), 1, rows, -1), at)
+        unseen = images.unmask_image_pairs(unseen.expand(len(query), 1, rows, -1), at)
     heads = query.to(value.dtype).unflatten(1, (key.shape[1], -1))
     scores = (heads @ key.to(value.dtype)[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale
     weights = scores.float().masked_fill(unseen, float("-inf")).softmax(-1)
     return weights.nan_to_num(0.0).to(value.dtype)
 
 
-def check_forward(recipe: Recipe, kwargs: Mapping[str, Any], layers: nn.ModuleList) -> None:
+def check_forward_arguments(recipe: Recipe, kwargs: Mapping[str, Any], layers: nn.ModuleList) -> None:
     """Raise `ModelError` for an argument of `forward` that `recipe` does not support, or if gradient checkpointing is on (it
     runs layers without the cache)."""
     if any(getattr(layer, "gradient_checkpointing", False) and layer.training for layer in layers):
@@ -227,7 +227,7 @@ def packed_sequence_ids(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: b
     return find_packed_sequence_indices(positions)
 
 
-def chunks_of(run: ForwardPass, chunk: int) -> Iterator[tuple[int, int]]:
+def token_chunk_ranges(run: ForwardPass, chunk: int) -> Iterator[tuple[int, int]]:
     """Split the new tokens of `run` into chunks (begin, end) of `chunk` tokens; a chunk is a little longer rather than split
     an image."""
     begin, count = 0, run.layout.length - run.start
@@ -279,7 +279,7 @@ class _Layer(CacheLayerMixin):
                 "start from a new cache."
             )
         if torch.compiler.is_compiling() and self.door.ticket is not None:
-            layer_append(self.door.ticket, self.index, key_states, value_states)
+            append_layer_kv(self.door.ticket, self.index, key_states, value_states)
         else:
             self.state.append(self.index, key_states, value_states)
         return key_states, value_states
@@ -361,19 +361,19 @@ def cache_of(model: nn.Module, family: Any, state: KVState | None = None) -> Any
     states, layers = family.recurrent_layers(model), family.geometry(model).layers
     if not states:
         return DynamicCache() if state is None else KVCache(state, layers)
-    from mmaccel.models.recurrent import RecurrentCacheLayer, rollback_cache
+    from mmaccel.models.recurrent import RecurrentCacheLayer, make_rollback_cache
 
     if state is None:
-        return rollback_cache(model, states)
+        return make_rollback_cache(model, states)
     return KVCache(state, layers, {number: RecurrentCacheLayer(module) for number, module in states.items()})
 
 
-def without_cache(out: Any) -> Any:
+def drop_past_key_values(out: Any) -> Any:
     """Return a copy of a model output that lacks `past_key_values` (a field set to None would remain among its keys)."""
     return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})
 
 
-class MaxLength(StoppingCriteria):
+class MaxPositionCriteria(StoppingCriteria):
     """Stopping criterion: end sequence b at `ends`[b] tokens, where the model's positions run out, and warn once.
 
     padded  whether the batch has a padding token; without one and without an end-of-text token, transformers lets a

@@ -12,7 +12,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.models.prompt_layout import Inputs
 
 
-class WithoutVision:
+class TextModelMixin:
     """Mixin of a `Family` for text-only models: the whole model is the language model, and prompts are text alone."""
 
     name = "text"

@@ -23,7 +23,7 @@ from mmaccel.core import errors
 from mmaccel.core.errors import ModelError, check_text
 from mmaccel.core.files import outside
 from mmaccel.core.streams.sources import Clip
-from mmaccel.models.taking import warn_foreign
+from mmaccel.models.taking import warn_tiny_model_video
 
 SECONDS = 5.0
 """Seconds that a template may run."""
@@ -226,7 +226,7 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
 
-def clips_of(
+def iterate_video_clips(
     processor: Any, video: Any, fps: float | None, check: Callable[[], None] | None = None
 ) -> Generator[Clip, None, None]:
     """Yield the clips of a video: of a path as they are read, of an iterator (of frames, of lists of images, or of
@@ -238,7 +238,7 @@ def clips_of(
         for one in video:
             yield _clip(one, fps, part=True)
     elif isinstance(video, str | os.PathLike):
-        warn_foreign(processor, video)
+        warn_tiny_model_video(processor, video)
         rate = READ_FPS if fps is None else fps
         read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
         with closing(read):
@@ -250,13 +250,13 @@ def clips_of(
 
 def _clip(video: Any, fps: float | None, part: bool = False) -> Clip:
     from mmaccel.media import Video
-    from mmaccel.media.preprocess import as_frames
+    from mmaccel.media.preprocess import load_frames
 
     if isinstance(video, Video):
         return Clip(video.frames, video.clock.tolist(), video.fps if fps is None else fps, part)
     if hasattr(video, "__len__") and not len(video):
         return Clip(torch.empty(0, 3, 1, 1, dtype=torch.uint8), None, fps, part)  # refused by who takes it in
-    return Clip(as_frames(video, fps)[0], None, fps, part)
+    return Clip(load_frames(video, fps)[0], None, fps, part)
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:

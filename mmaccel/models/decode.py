@@ -14,28 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.layer_ops import WINDOW, Caches
+from mmaccel.backends.ops.layer_ops import WINDOW, SeparateKVCaches
 from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import attached
-from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
-from mmaccel.models.fingerprint import can_fuse, hooked
+from mmaccel.models.fingerprint import can_fuse_layers, hooked
 from mmaccel.models.layer_step import (
+    FusedDeltaNetStep,
     HiddenRows,
     LayerStep,
-    StateStep,
     StepStates,
     Weights,
-    as_plain_norm,
-    layer_steps,
+    as_standard_rms_norm,
+    build_layer_steps,
     project,
     weights,
 )
 from mmaccel.models.modules import is_plain_linear
-from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restored_on_error
+from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restore_states_on_error
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
@@ -43,9 +43,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 Buffers = list[tuple[Tensor, Tensor]]
 
 
-def can_capture(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) -> bool:
+def can_capture_decode(model: nn.Module, family: Any, cache: Any, also: Sequence[str] = ()) -> bool:
     """Whether decode steps of `model` on `cache` can be captured as CUDA graphs. Needed are: CUDA devices (or device types
-    in `also`), one for each layer and one for embedding and head; layers that `fingerprint.can_fuse` accepts, without
+    in `also`), one for each layer and one for embedding and head; layers that `fingerprint.can_fuse_layers` accepts, without
     foreign modules or hooks; and a KV cache written in place."""
     from transformers import DynamicCache
 
@@ -66,7 +66,7 @@ def can_capture(model: nn.Module, family: Any, cache: Any, also: Sequence[str] =
         return False
     layers: list[Any] = list(getattr(family.text(model), "layers", ()))
     activation = getattr(family.text(model).config, "hidden_act", "")
-    if not layers or not can_fuse(layers, activation, family):
+    if not layers or not can_fuse_layers(layers, activation, family):
         return False
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     ends: list[Any] = [model.get_input_embeddings(), family.text(model).norm, head]  # type: ignore[operator]
@@ -79,7 +79,7 @@ def can_capture(model: nn.Module, family: Any, cache: Any, also: Sequence[str] =
 
 
 @dataclass(frozen=True, eq=False)
-class CachedTokens:
+class CachedSequenceInfo:
     """Where the layers on one device keep a sequence's tokens.
 
     lacks  prompt tokens that a pruner dropped before these layers: their cache index is this much below the token's number
@@ -93,14 +93,14 @@ class CachedTokens:
 
 
 @dataclass(eq=False)
-class DeviceStep:
+class DeviceDecodeStep:
     """The layers on one device as a function of tensors of fixed shapes, for one decode step.
 
     number   index of this part in the model
     replays  the CUDA graphs of all parts on its device
     row_indices  [1, WINDOW] long, 0 to WINDOW - 1: the numbers of a step's rows
     layers   the steps of its layers, in order; a model on one device has a single part
-    buffers  keys and values [B, G, capacity, D] of each attention layer, written in place; or `Caches` of each
+    buffers  keys and values [B, G, capacity, D] of each attention layer, written in place; or `SeparateKVCaches` of each
     held     how each of these layers keeps the sequence
     words    the input embedding; None: hidden states come in
     ends     the final norm and the LM head's weights; None: hidden states go out
@@ -108,11 +108,11 @@ class DeviceStep:
     """
 
     number: int
-    replays: Replays
+    replays: CudaGraphCache
     row_indices: Tensor
-    layers: list[LayerStep | StateStep]
-    buffers: Sequence[tuple[Tensor | Caches, Tensor]]
-    held: list[CachedTokens]
+    layers: list[LayerStep | FusedDeltaNetStep]
+    buffers: Sequence[tuple[Tensor | SeparateKVCaches, Tensor]]
+    held: list[CachedSequenceInfo]
     words: Any
     ends: tuple[Any, Weights] | None
     looks: Tensor | None
@@ -131,10 +131,10 @@ class DeviceStep:
         `sees` [n] is that of `decode_attend`; `carried` what layers with a running state are given.
         """
         x = HiddenRows(given if self.words is None else self.words(given).flatten(0, 1))
-        held: CachedTokens | None = None
+        held: CachedSequenceInfo | None = None
         attended = iter(zip(self.buffers, self.held, strict=True))
         for layer in self.layers:
-            if isinstance(layer, StateStep):
+            if isinstance(layer, FusedDeltaNetStep):
                 assert carried is not None
                 x = layer(x, carried)
                 continue
@@ -186,7 +186,7 @@ class DeviceStep:
         return self.replays((self.number, width, tree, lies), work, lasting=False)[0]
 
 
-class SequenceSteps:
+class SequenceDecodeSteps:
     """Decode steps of one sequence; on CUDA one graph for each number of rows, replayed at every length.
 
     rows  the numbers of rows that graphs exist for: a shorter step is padded to the next one. Padding rows write behind the
@@ -197,7 +197,7 @@ class SequenceSteps:
         if not rows or min(rows) < 1 or max(rows) > WINDOW:
             raise ModelError(f"rows {list(rows)}: give numbers from 1 to {WINDOW}.")
         self.model, self.family, self.rows = model, family, sorted(set(rows))
-        self.parts: list[DeviceStep] = []
+        self.parts: list[DeviceDecodeStep] = []
         self._buffers: Buffers = []
         self._laid: Any = None
         self._state_slots: StateSlots | None = None
@@ -222,7 +222,7 @@ class SequenceSteps:
         the running states `carried`."""
         held, count = state.length(), ids.shape[1]
         out, parts, own = ids, self.build_steps(state, delta, width), None
-        with restored_on_error(carried):
+        with restore_states_on_error(carried):
             if carried:
                 self._state_slots = self._state_slots or StateSlots([one.module for one in carried])
                 own = self._state_slots, self._state_slots.begin_step(carried, count)
@@ -234,7 +234,7 @@ class SequenceSteps:
         state.note_written(count)
         return out[:, :count].clone()
 
-    def build_steps(self, state: KVState, delta: int, room: int) -> list[DeviceStep]:
+    def build_steps(self, state: KVState, delta: int, room: int) -> list[DeviceDecodeStep]:
         """Build the decode steps, device by device, over KV buffers with room for `room` more tokens. Graphs that were
         captured over buffers since replaced are dropped."""
         buffers = state.buffers(room)
@@ -253,27 +253,29 @@ class SequenceSteps:
             cuts += [(device, numbers[:after])]
             cuts += [(device, numbers[after:])] if after < len(numbers) else []
         # Of all captures on a device none is at work beside another, and what each gives is copied at once.
-        shared = {device: (Replays(device), torch.arange(WINDOW, device=device)[None]) for device, _ in cuts}
+        shared = {
+            device: (CudaGraphCache(device), torch.arange(WINDOW, device=device)[None]) for device, _ in cuts
+        }
         held = self._holds(state, delta, buffers, scoring, home)
-        sizes, parts = family.geometry(model), list[DeviceStep]()
+        sizes, parts = family.geometry(model), list[DeviceDecodeStep]()
         for number, (device, some) in enumerate(cuts):
             ends = norm_and_head(model, family) if number == len(cuts) - 1 else None
-            steps = part_steps(model, family, some, ends is not None)
+            steps = build_device_layer_steps(model, family, some, ends is not None)
             own, holds = [buffers[n] for n in some], [held[n] for n in some]
             looks = own[-1][0].new_zeros(1, sizes.heads, 1, sizes.head_dim) if scoring in some[-1:] else None
             first = words if number == 0 else None
-            parts.append(DeviceStep(number, *shared[device], steps, own, holds, first, ends, looks))
+            parts.append(DeviceDecodeStep(number, *shared[device], steps, own, holds, first, ends, looks))
         self.parts, self._laid, self._buffers = parts, laid, list(buffers)
         return parts
 
     def _holds(
         self, state: KVState, delta: int, buffers: Buffers, scoring: int | None, home: torch.device
-    ) -> list[CachedTokens]:
+    ) -> list[CachedSequenceInfo]:
         """How each layer holds the sequence: one for all layers that hold it alike on one device."""
-        family, known, layers = self.family, dict[Any, CachedTokens](), list[CachedTokens]()
+        family, known, layers = self.family, dict[Any, CachedSequenceInfo](), list[CachedSequenceInfo]()
         for layer, (like, _) in enumerate(buffers):
             lacks, after = state.count_dropped(layer), scoring is not None and layer > scoring
-            anew = isinstance(state, PrunedKVState) and state.has_renumbered(layer)
+            anew = isinstance(state, PrunedKVState) and state.has_renumbered_positions(layer)
             name = like.device, like.shape[2], lacks, anew, after
             if name not in known:
                 # Text after the prompt has the same position on every axis.
@@ -284,11 +286,13 @@ class SequenceSteps:
                 if after:
                     assert isinstance(state, PrunedKVState)
                     bias = torch.zeros(state.prompt - lacks, device=like.device)
-                known[name] = CachedTokens(lacks, rope.to(like.device), bias)
+                known[name] = CachedSequenceInfo(lacks, rope.to(like.device), bias)
             layers.append(known[name])
         return layers
 
-    def _look(self, state: PrunedKVState, part: DeviceStep, looks: Tensor, held: int, count: int) -> None:
+    def _look(
+        self, state: PrunedKVState, part: DeviceDecodeStep, looks: Tensor, held: int, count: int
+    ) -> None:
         """Between the layer at which a pruner glances and the next one: what a token sees of the video from there on."""
         last = part.buffers[-1][0]
         assert isinstance(last, Tensor)
@@ -302,9 +306,9 @@ class SequenceSteps:
                     one.bias[shown.to(one.bias.device)] = 0.0
 
 
-def part_steps(
+def build_device_layer_steps(
     model: nn.Module, family: Any, numbers: Sequence[int], last: bool
-) -> list[LayerStep | StateStep]:
+) -> list[LayerStep | FusedDeltaNetStep]:
     """Steps of the layers with these attention-layer indices, which follow each other, and of recurrent layers before each;
     `last`: all others and the model's final norm follow them."""
     if not numbers:  # a device of the embeddings or of the head alone
@@ -314,13 +318,13 @@ def part_steps(
     ends = [0, *(n + 1 for n in range(len(layers)) if n not in states)]
     first = ends[numbers[0]]
     some = layers[first : None if last else ends[numbers[-1] + 1]]
-    return layer_steps(some, family, family.text(model).norm if last else None, first - numbers[0])
+    return build_layer_steps(some, family, family.text(model).norm if last else None, first - numbers[0])
 
 
 def norm_and_head(model: nn.Module, family: Any) -> tuple[Any, Weights]:
     """The model's final norm and the weights of its LM head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
-    return as_plain_norm(family.text(model).norm, family), weights(head)
+    return as_standard_rms_norm(family.text(model).norm, family), weights(head)
 
 
 def _words(branches: Branches, width: int) -> Tensor:

@@ -34,7 +34,7 @@ def split_rows(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
     return rows, {WHERE: torch.ones(1, len(rows), dtype=torch.bool, device=rows.device), FEATURES: levels}
 
 
-def join_rows(given: Mapping[str, Any]) -> Tensor:
+def join_prompt_deepstack(given: Mapping[str, Any]) -> Tensor:
     """Concatenate a prompt's embeddings and DeepStack levels to [B, S, E * (1 + levels)]: the inverse of `split_rows`."""
     embeds, where = given[ENTERING[0]], given.get(WHERE)
     levels = [] if where is None else [torch.zeros_like(embeds) for _ in given[FEATURES]]
@@ -43,7 +43,7 @@ def join_rows(given: Mapping[str, Any]) -> Tensor:
     return torch.cat([embeds, *levels], -1)
 
 
-def concatenate_prompts(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def concatenate_prompt_embeds(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Concatenate embeddings and DeepStack features of two prompts along the sequence; one may have no features."""
     both, embeds = (one, other), ENTERING[0]
     out: dict[str, Any] = {embeds: torch.cat([x[embeds] for x in both], 1)}
@@ -58,7 +58,7 @@ def concatenate_prompts(one: Mapping[str, Any], other: Mapping[str, Any]) -> dic
     return out
 
 
-def join_levels(out: Any) -> Any:
+def join_tower_deepstack(out: Any) -> Any:
     """Return the visual features of each image or video from a vision tower's output `out`, concatenated with its DeepStack
     levels: [n, E * (1 + levels)] each, or [n, E] without levels."""
     levels: Any = out.get("deepstack_features")
@@ -70,8 +70,8 @@ def join_levels(out: Any) -> Any:
     return [torch.cat(rows, -1) for rows in zip(out.pooler_output, *split, strict=True)]
 
 
-def split_levels(rows: Sequence[Tensor], like: Any) -> dict[str, Any]:
-    """Split features made by `join_levels` into the output fields of a vision tower that returned `like`."""
+def split_tower_deepstack(rows: Sequence[Tensor], like: Any) -> dict[str, Any]:
+    """Split features made by `join_tower_deepstack` into the output fields of a vision tower that returned `like`."""
     levels: Any = like.get("deepstack_features")
     if not levels:
         return {"pooler_output": rows}

@@ -52,7 +52,7 @@ def question_messages(question: Any) -> tuple[Messages, Messages, list[Any]]:
     return led(turns), led([*turns[:-1], {**turns[-1], "content": silent}]), images
 
 
-def with_images(adapter: Any, question: Question, images: Sequence[Any]) -> Question:
+def expand_image_placeholders(adapter: Any, question: Question, images: Sequence[Any]) -> Question:
     """Expand `question`, whose ids have one placeholder for each of `images`, to all image tokens with their embeddings."""
     processor, family, model = adapter.processor, adapter.family, adapter.model
     tokenizer, where = processor.tokenizer, {"device": adapter.device, "dtype": adapter.dtype}
@@ -74,7 +74,7 @@ def with_images(adapter: Any, question: Question, images: Sequence[Any]) -> Ques
     if kinds is not None:
         inputs["mm_token_type_ids"] = family.token_modalities(model.config, ids[None]).int()
     with adapter.busy():
-        embeds = deepstack.join_rows(family.forward_inputs(model, inputs))[0]
+        embeds = deepstack.join_prompt_deepstack(family.forward_inputs(model, inputs))[0]
     layout = family.layout(model, inputs)
     layout = replace(layout, position=torch.arange(len(ids), device=layout.device)[None]).to(adapter.device)
     visual = (layout.modality[0] == IMAGE).nonzero()[:, 0]

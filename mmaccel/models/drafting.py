@@ -12,33 +12,33 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.decoding.draft import Prompt
-from mmaccel.core.decoding.generate import Ended, GuardedDraft, Speculation, decode_in_turn
+from mmaccel.core.decoding.generate import Ended, GuardedDraft, Speculation, decode_round_robin
 from mmaccel.core.errors import DraftError, warn
-from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import PIXELS, new_inputs, prompt_length
-from mmaccel.models.prompt_stream import PromptRunner, runner_of
+from mmaccel.models.hf import ModelAttachment
+from mmaccel.models.prompt_layout import PIXELS, inputs_after_past, prompt_length
+from mmaccel.models.prompt_stream import PromptStreamRunner, open_prompt_runner
 from mmaccel.models.sequences import (
     STATEFUL,
-    ConversationDraft,
+    CachedDraftState,
     Sampling,
     StreamCache,
-    allowed_tokens_of,
+    allowed_tokens_for_sequence,
     cache_length,
-    cached_columns,
-    check_single,
+    check_single_row,
     drop_padding,
     split_batch,
+    unpadded_cache_layout,
 )
-from mmaccel.models.signals import SignalProbe
+from mmaccel.models.signals import DraftPruningProbe
 
 
-def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False) -> Any:
+def generate(attachment: ModelAttachment, kwargs: dict[str, Any], lasts: bool = False) -> Any:
     """Run the model's own `generate` up to its decoding loop, and our loop in its place; no beam search. `lasts`: the caller
     keeps the cache, so another turn may follow.
 
-    Sequences of a batch (or several of one prompt) are prepared one by one without padding and decoded by `decode_in_turn`,
-    each as if alone, with its own cache and random numbers; no `past_key_values` is returned. After an answer's end follows
-    the padding token, or 0 if the model has none.
+    Sequences of a batch (or several of one prompt) are prepared one by one without padding and decoded by
+    `decode_round_robin`, each as if alone, with its own cache and random numbers; no `past_key_values` is returned. After an
+    answer's end follows the padding token, or 0 if the model has none.
     """
     _read_stop_strings(attachment, kwargs)
     begun: list[_Sequence] = []
@@ -46,11 +46,11 @@ def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False
     try:
         try:
             for row, generator in sequences:
-                seconds = attachment.time_left()
+                seconds = attachment.generate_time_left()
                 row = row if seconds is None else {**row, "max_time": seconds}
                 begun.append(_Sequence(attachment, row, generator, lasts and len(sequences) == 1))
                 if not attachment.owner.recipe.kv.sequences:  # one memory of a stream after the other
-                    decode_in_turn([begun[-1].decoding])
+                    decode_round_robin([begun[-1].decoding])
                     begun[-1].end()
         except Ended:
             if not begun:
@@ -61,7 +61,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False
         if seat is not None and not seat.alone:
             seat.decode(decodings)
         else:
-            decode_in_turn(decodings)
+            decode_round_robin(decodings)
             tokens = sum(one.ids.shape[1] for one in decodings) - before
             attachment.draft_times.record_drafted(prompt_length(kwargs), time.perf_counter() - began, tokens)
     finally:
@@ -70,10 +70,12 @@ def generate(attachment: Attachment, kwargs: dict[str, Any], lasts: bool = False
     unread = [row["input_ids"] for row, _ in sequences[len(begun) :]]
     if count := len(unread):
         warn(f"max_time: {count} of {len(sequences)} prompts were not read in time; give more seconds.")
-    return _outputs(attachment, begun, unread, attachment.generate_option("use_cache", kwargs))
+    return _outputs(attachment, begun, unread, attachment.get_generate_option("use_cache", kwargs))
 
 
-def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor], keeps: bool | None) -> Any:
+def _outputs(
+    attachment: ModelAttachment, begun: list[_Sequence], unread: list[Tensor], keeps: bool | None
+) -> Any:
     """What `generate` returns of sequences that have ended, and of prompts `unread` [1, S], whose time was over; `keeps` is
     the argument use_cache."""
     rows = [torch.cat([one.given, one.decoding.ids[:, one.read :]], 1) for one in begun]
@@ -106,12 +108,12 @@ def _steps(rows: list[Tensor], unread: int) -> tuple[Tensor, ...]:
 
 
 def _sequences(
-    attachment: Attachment, kwargs: dict[str, Any]
+    attachment: ModelAttachment, kwargs: dict[str, Any]
 ) -> list[tuple[dict[str, Any], torch.Generator | None]]:
     """The arguments of `generate` for each sequence of a batch by itself, and where its random numbers come from."""
     ids, times = kwargs["input_ids"], 1
-    if attachment.generate_option("do_sample", kwargs):  # else transformers refuses more than one
-        times = attachment.generate_option("num_return_sequences", kwargs) or 1
+    if attachment.get_generate_option("do_sample", kwargs):  # else transformers refuses more than one
+        times = attachment.get_generate_option("num_return_sequences", kwargs) or 1
     if ids.shape[0] * times == 1:
         seat = attachment.owner.seat
         return [(kwargs, None if seat is None or seat.alone else seat.generator)]
@@ -134,7 +136,7 @@ def _sequences(
     rows = [dict(row) for row in prompts for _ in range(times)]
     if (allowed := kwargs.get("prefix_allowed_tokens_fn")) is not None:
         for number, row in enumerate(rows):
-            row["prefix_allowed_tokens_fn"] = partial(allowed_tokens_of, allowed, number)
+            row["prefix_allowed_tokens_fn"] = partial(allowed_tokens_for_sequence, allowed, number)
     return [(row, torch.Generator(device).manual_seed(seed)) for row, seed in zip(rows, seeds, strict=True)]
 
 
@@ -148,10 +150,14 @@ class _Sequence:
     """
 
     decoding: Speculation
-    _listener: SignalProbe | None = None
+    _listener: DraftPruningProbe | None = None
 
     def __init__(
-        self, attachment: Attachment, kwargs: dict[str, Any], generator: torch.Generator | None, lasts: bool
+        self,
+        attachment: ModelAttachment,
+        kwargs: dict[str, Any],
+        generator: torch.Generator | None,
+        lasts: bool,
     ) -> None:
         """Read the prompt, and commit its first token."""
         self._attachment, self._generator, self._lasts = attachment, generator, lasts
@@ -162,7 +168,7 @@ class _Sequence:
             kwargs["past_key_values"] = attachment.cache()
             attachment.prepare_layout(kwargs)
         kwargs = drop_padding(attachment, kwargs)
-        kwargs = kwargs if streams else attachment.limit_length(kwargs)
+        kwargs = kwargs if streams else attachment.limit_to_max_positions(kwargs)
         self._raw = dict(kwargs)
         # transformers shows it the prompt, and leaves the rest to the loop
         self._streamer = self._raw.pop("streamer", None)
@@ -209,16 +215,16 @@ class _Sequence:
             self.cache = self._raw.get("past_key_values")
         given, past = self._raw, None
         if held := cache_length(self.cache):
-            given, past = new_inputs(self._raw, held), cached_columns(attachment, self.cache)
+            given, past = inputs_after_past(self._raw, held), unpadded_cache_layout(attachment, self.cache)
             assert past is not None
-        self._turn = turn = ConversationDraft.stored_with(self.cache, draft)
+        self._turn = turn = CachedDraftState.from_cache(self.cache, draft)
         self.options, self.processors, self.read = options, logits_processor, input_ids.shape[1]
-        self.runner = runner = runner_of(attachment, model, self.cache, most)
+        self.runner = runner = open_prompt_runner(attachment, model, self.cache, most)
         if (seat := owner.seat) is not None and not seat.alone:
-            from mmaccel.models.together import StepsTogether
+            from mmaccel.models.together import BatchedDecodeSteps
 
-            assert not isinstance(runner, PromptRunner)
-            seat.batch.share_steps(runner, StepsTogether.of)
+            assert not isinstance(runner, PromptStreamRunner)
+            seat.batch.register_shared_runner(runner, BatchedDecodeSteps.of)
         warped = options.do_sample or logits_processor
         prompt = Prompt(
             inputs=given if past is None else {**given, "position_ids": None},
@@ -227,7 +233,7 @@ class _Sequence:
             generator=self._generator,
             max_new_tokens=most,
             past=past,
-            previous_state=turn.take_state(),
+            previous_state=turn.pop_state(),
             lasts=self._lasts,
             deadline=getattr(attachment.running, "deadline", None),
         )
@@ -266,7 +272,7 @@ class _Sequence:
 
         pruner = probe = listener = None
         # A memory of streams has a draft's own stream read the prompt, and asks it with the target.
-        streamed = isinstance(runner, PromptRunner) and "video" in draft.needs
+        streamed = isinstance(runner, PromptStreamRunner) and "video" in draft.needs
         try:
             if not streamed:
                 begin_draft(prompt)
@@ -276,8 +282,8 @@ class _Sequence:
             if pruner is not None:
                 layout, new = attachment.family.layout(attachment.model, given), None
                 if past is not None:
-                    layout, new = past.with_new_turn(layout), layout.length
-                self._listener = listener = SignalProbe(
+                    layout, new = past.append_turn(layout), layout.length
+                self._listener = listener = DraftPruningProbe(
                     owner, pruner, layout, keep, careful.drop, new, turn.heard, self._lasts
                 )
             probes = [one for one in (probe, listener) if one is not None]
@@ -288,7 +294,7 @@ class _Sequence:
             self.cache = runner.cache
             if listener is not None:
                 listener.close()
-            if isinstance(runner, PromptRunner):
+            if isinstance(runner, PromptStreamRunner):
                 stopping_criteria.append(runner.position_limit(self.read))
                 if streamed:
                     words = {"input_ids": input_ids}
@@ -303,7 +309,7 @@ class _Sequence:
                 prompt,
                 first,
                 stop=lambda ids: bool(
-                    check_single("stopping_criteria", stopping_criteria(ids, scores_to(ids))).all()
+                    check_single_row("stopping_criteria", stopping_criteria(ids, scores_to(ids))).all()
                 ),
                 emit=emit,
                 meter=self.meter,
@@ -329,9 +335,9 @@ class _Sequence:
         self.decoding.close()
         self._leave()
         if isinstance(self.cache, StreamCache) and self._lasts and self.decoding.ended:
-            self.cache.note_turn(self.decoding.ids[:, :-1])
+            self.cache.record_turn(self.decoding.ids[:, :-1])
         self.runner.sync_cache()
-        if isinstance(self.runner, PromptRunner):
+        if isinstance(self.runner, PromptStreamRunner):
             self.meter.kv = self.runner.counters
         elif (state := getattr(self.cache, "state", None)) is not None:
             self.meter.kv = state.counters()
@@ -347,7 +353,7 @@ class _Sequence:
         return torch.cat(self._scores or [])
 
 
-def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
+def _read_stop_strings(attachment: ModelAttachment, kwargs: dict[str, Any]) -> None:
     """Turn `stop_strings` into a criterion here: a decoding loop of one's own makes transformers lose the tokenizer."""
     from transformers import StoppingCriteriaList, StopStringCriteria
 

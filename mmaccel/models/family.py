@@ -31,12 +31,12 @@ from mmaccel.models.prompt_layout import (
     ByFrame,
     Grid,
     Inputs,
-    ProcessorStyle,
+    ProcessorSpec,
     has_sliding_window,
     is_given,
-    question_mask,
+    question_token_mask,
     rope_parameters_of,
-    token_fields,
+    token_grid_fields,
 )
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
@@ -52,8 +52,8 @@ class Family(ModelFamily):
     mrope                   whether positions have three coordinates (M-RoPE)
     extra_inputs            processor outputs beside ids, mask and pixels, such as `video_grid_thw`
     required_extras         pixel input -> the extra input that must come with it
-    processors              model type -> its `ProcessorStyle`
-    vision_tower_reader     the `signals.VisionTowerReader` of its vision tower, or by model type, for pruners; None: none
+    processors              model type -> its `ProcessorSpec`
+    vision_tower_reader     the `signals.VisionScorer` of its vision tower, or by model type, for pruners; None: none
     decoder_layers          decoder layers that `layer_step.py` can compute: norms, biases and projections as in Qwen2
     centred_norms           norms of these layers that scale by ``1 + weight``
     rms_norms               RMSNorm classes: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
@@ -71,7 +71,7 @@ class Family(ModelFamily):
     mrope: ClassVar[bool] = False
     extra_inputs: ClassVar[frozenset[str]] = frozenset()
     required_extras: ClassVar[Mapping[str, str]] = {}
-    processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
+    processors: ClassVar[Mapping[str, ProcessorSpec]] = {}
     vision_tower_reader: ClassVar[Any] = None
     decoder_layers: ClassVar[frozenset[str]] = frozenset()
     centred_norms: ClassVar[frozenset[str]] = frozenset()
@@ -88,10 +88,10 @@ class Family(ModelFamily):
     split_images: ClassVar[Any] = None  # where frames come as images: see `generic.py`
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
-        from mmaccel.models.generate import DraftTimes, generate
-        from mmaccel.models.hf import Attachment
+        from mmaccel.models.generate import DecodeTimings, generate
+        from mmaccel.models.hf import ModelAttachment
 
-        return Attachment(owner, generate, DraftTimes()).remove
+        return ModelAttachment(owner, generate, DecodeTimings()).remove
 
     def runner(self, model: nn.Module, state: KVState | None = None) -> Runner:
         from mmaccel.models.runner import HFRunner
@@ -201,7 +201,7 @@ class Family(ModelFamily):
         """Layer index -> module, for layers with a recurrent state in place of keys and values (such as Gated DeltaNet)."""
         return {}
 
-    def attention_indices(self, model: nn.Module) -> dict[str, dict[int, int]]:
+    def attention_layer_indices(self, model: nn.Module) -> dict[str, dict[int, int]]:
         """Return, by the name in a config, layer index -> index among attention layers; {} without recurrent layers."""
         modules: list[Any] = self.attentions(model) if self.recurrent_layers(model) else []
         return {LAYERS: {one.layer_idx: n for n, one in enumerate(modules)}} if modules else {}
@@ -285,8 +285,8 @@ class Family(ModelFamily):
         if not bool((modality != TEXT).any()):
             return TokenLayout.build(modality, valid=valid)
         images, videos = self.grids(model, inputs)
-        fields = token_fields(modality, {IMAGE: iter(images), VIDEO: iter(videos)})
-        asked = question_mask(model, ids, modality, fields["segment"])
+        fields = token_grid_fields(modality, {IMAGE: iter(images), VIDEO: iter(videos)})
+        asked = question_token_mask(model, ids, modality, fields["segment"])
         return TokenLayout.build(modality, valid=valid, asked=asked, **fields)
 
     def positions(self, model: nn.Module, inputs: Inputs) -> Tensor:
@@ -396,5 +396,5 @@ class Family(ModelFamily):
             x.copy_(self.apply_rope(x, angles))
 
 
-class CausalLM(causal.WithoutVision, Family):
+class CausalLM(causal.TextModelMixin, Family):
     """Any ``AutoModelForCausalLM`` whose KV cache can be truncated (text only)."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmaccel.models.install import PromptHook
+from mmaccel.models.install import PrefillHook
 from mmaccel.models.modules import is_plain_linear
 from mmaccel.models.prompt_layout import has_sliding_window
 
@@ -42,10 +42,10 @@ class ModuleFingerprint:
 
 def hooked(modules: Iterable[nn.Module]) -> bool:
     """Whether any of `modules` has a forward hook that a fused decode step must run. Not counted are our prompt hooks
-    (`PromptHook`), hooks of a stream's pass (they serve its thread alone), and those that transformers leaves installed
+    (`PrefillHook`), hooks of a stream's pass (they serve its thread alone), and those that transformers leaves installed
     after `output_attentions` or `output_hidden_states`, which a step does not return."""
     return any(
-        not isinstance(hook, PromptHook)
+        not isinstance(hook, PrefillHook)
         and getattr(getattr(hook, "func", hook), "__module__", "") not in _OTHERS
         for tables in filter(any, map(_HOOKS, modules))
         for table in tables
@@ -61,16 +61,16 @@ _OTHERS = (
 )
 
 
-def can_fuse(layers: Iterable[Any], activation: str, family: Any) -> bool:
+def can_fuse_layers(layers: Iterable[Any], activation: str, family: Any) -> bool:
     """Whether `layer_step` computes the same as `layers`: their classes are the family's `decoder_layers`, each layer is on
     one device, linear modules are plain, and projections that are fused all have a bias or all have none."""
     return activation == "silu" and all(
         type(layer).__name__ in family.decoder_layers
         and not (hasattr(layer, "self_attn") and _slides(layer.self_attn))
-        and all(is_plain_linear(linear) for some in linear_groups(layer) for linear in some)
+        and all(is_plain_linear(linear) for some in fusable_linear_groups(layer) for linear in some)
         and (not has_experts(layer) or _loose(layer.mlp.experts))
         and len({p.device for p in layer.parameters()}) == 1
-        and all(len({one.bias is None for one in some}) == 1 for some in linear_groups(layer))
+        and all(len({one.bias is None for one in some}) == 1 for some in fusable_linear_groups(layer))
         for layer in layers
     )
 
@@ -91,7 +91,7 @@ def has_experts(layer: Any) -> bool:
     return hasattr(layer.mlp, "experts")
 
 
-def linear_groups(layer: Any) -> list[list[Any]]:
+def fusable_linear_groups(layer: Any) -> list[list[Any]]:
     """The linear modules of a layer in groups that one kernel computes together: q, k, v; output; then, unless the MLP is a
     mixture of experts, gate and up (or both in one); down. A linear-attention layer has its input projections, its output
     projection and its gate projection in place of the first two groups."""

@@ -107,9 +107,9 @@ class Gemma3(Generic):
         return list(range(self.geometry(model).layers))
 
     def memory(self, view: ModelView, state: Callable[[int], Any]) -> Any:
-        from mmaccel.models.sliding import SlidingState
+        from mmaccel.models.sliding import SlidingWindowKVState
 
-        return SlidingState(view, self.kv_owners(view.model), self.sliding_layers(view.model), state)
+        return SlidingWindowKVState(view, self.kv_owners(view.model), self.sliding_layers(view.model), state)
 
     def bidirectional_image_layers(self, model: nn.Module) -> frozenset[int]:
         return frozenset(range(self.geometry(model).layers))

@@ -19,7 +19,7 @@ from mmaccel.core.errors import DraftError, MmaccelError, ModelError, warn
 from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import KVCache
-from mmaccel.models.hf import Attachment
+from mmaccel.models.hf import ModelAttachment
 from mmaccel.models.next_turn import check_next_turn
 from mmaccel.models.prompt_layout import bind_args, prompt_length
 
@@ -72,9 +72,9 @@ OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache"
 """Arguments of `generate` that ask for more than the loop without a draft gives, beside those of `DRAFT`."""
 
 
-def is_set(attachment: Attachment, name: str, kwargs: Mapping[str, Any]) -> bool:
+def is_set(attachment: ModelAttachment, name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether the argument `name` of a `generate` call is set to a value other than its neutral one."""
-    value = attachment.generate_option(name, kwargs)
+    value = attachment.get_generate_option(name, kwargs)
     if isinstance(value, Tensor):
         return True
     if name == "penalty_alpha":
@@ -82,7 +82,7 @@ def is_set(attachment: Attachment, name: str, kwargs: Mapping[str, Any]) -> bool
     return value is not None and value != NEUTRAL.get(name)
 
 
-def _check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
+def _check_generate(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> None:
     """Raise for an argument of `generate` that the recipe does not support: `DraftError` if its draft does not, else
     `ModelError`."""
     recipe = attachment.owner.recipe
@@ -90,7 +90,7 @@ def _check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
         raise ModelError(
             "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
         )
-    chunk = attachment.generate_option("prefill_chunk_size", kwargs)
+    chunk = attachment.get_generate_option("prefill_chunk_size", kwargs)
     if chunk is not None and (type(chunk) is not int or chunk < 1):
         raise ModelError("prefill_chunk_size: it is a number of tokens; give at least 1, or leave it out.")
     if chunk is not None and recipe.prune is not None and recipe.prune.stage == "layer":
@@ -114,14 +114,14 @@ def _check_generate(attachment: Attachment, kwargs: Mapping[str, Any]) -> None:
             raise error(f"input_ids: {part} reads token ids; give them.")
 
 
-def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
+def generate(attachment: ModelAttachment, *args: Any, **kwargs: Any) -> Any:
     """`generate` of an accelerated model, also with a `max_time` that covers the prefill.
 
     transformers checks the time after each token. A chunked prefill may also stop between chunks: then the result has no new
     token, a warning says so, and the caller's cache is unchanged.
     """
     kwargs = bind_args(attachment.generate, args, kwargs)
-    seconds = attachment.generate_option("max_time", kwargs)
+    seconds = attachment.get_generate_option("max_time", kwargs)
     if not seconds or seconds < 0:
         return _untimed(attachment, kwargs)
     cache = kwargs.get("past_key_values")
@@ -144,9 +144,9 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
         attachment.running.deadline = outer
 
 
-def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
+def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
     _check_generate(attachment, kwargs)
-    caches = attachment.generate_option("use_cache", kwargs) is not False
+    caches = attachment.get_generate_option("use_cache", kwargs) is not False
     given = kwargs.get("past_key_values") is not None
     if attachment.pruning is not None and not caches:
         # Without a memory each token would have the prompt pruned anew, by a question that has grown.
@@ -174,7 +174,7 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         attachment.owner.clear_figures()
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
     held = 0 if cache is None else cache.get_seq_length()
-    if chunk := attachment.generate_option("prefill_chunk_size", kwargs):
+    if chunk := attachment.get_generate_option("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
     if not streams and isinstance(ids, Tensor) and ids.shape[1] > held:
         attachment.prepare_layout(kwargs, held)
@@ -188,14 +188,18 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         if ours or _in_turns(attachment, kwargs):
             from mmaccel.models import drafting
 
-            lasts = caches and (given or bool(attachment.generate_option("return_dict_in_generate", kwargs)))
+            lasts = caches and (
+                given or bool(attachment.get_generate_option("return_dict_in_generate", kwargs))
+            )
             with cache.at_work() if streams and cache is not None else nullcontext():
                 return _noted(cache, drafting.generate(attachment, kwargs, lasts and (draft or streams)))
         if not is_set(attachment, "num_beams", kwargs):
             kwargs["streamer"] = TokenCounter(meter.count_tokens, kwargs.get("streamer"))
-        out = attachment.generate(**attachment.limit_length(kwargs))
+        out = attachment.generate(**attachment.limit_to_max_positions(kwargs))
         if rests and not held:
-            attachment.draft_times.record_plain(_sequences(attachment, kwargs), prompt_length(kwargs), meter)
+            attachment.draft_times.record_without_draft(
+                _sequences(attachment, kwargs), prompt_length(kwargs), meter
+            )
         return _noted(cache, out)
     finally:
         # A model may be its own assistant, and be asked while it is at work.
@@ -212,23 +216,25 @@ def _noted(cache: Any, out: Any) -> Any:
     return out
 
 
-def _mask_of_padding(attachment: Attachment, ids: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+def _mask_of_padding(
+    attachment: ModelAttachment, ids: Tensor, kwargs: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """The `attention_mask` that transformers infers for ids [B, S] given without one: 0 at padding, if no answer ends with
     that token; empty where there is none to infer."""
-    pad, ends = (attachment.generate_option(name, kwargs) for name in ("pad_token_id", "eos_token_id"))
+    pad, ends = (attachment.get_generate_option(name, kwargs) for name in ("pad_token_id", "eos_token_id"))
     ends = ends if isinstance(ends, list | tuple) else [ends]
     padding = ids == (-1 if pad is None or pad in ends else pad)
     return {"attention_mask": (~padding).long()} if bool(padding.any()) else {}
 
 
-def _sequences(attachment: Attachment, kwargs: Mapping[str, Any]) -> int:
+def _sequences(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> int:
     """How many sequences a call of `generate` writes."""
     ids = kwargs.get("input_ids")
     prompts = len(ids) if isinstance(ids, Tensor) else 1
-    return prompts * (attachment.generate_option("num_return_sequences", kwargs) or 1)
+    return prompts * (attachment.get_generate_option("num_return_sequences", kwargs) or 1)
 
 
-def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
+def _draft_rests(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of `generate` runs without the draft; adds a note and, the first time, a warning.
 
     False where the recipe or the call needs our loop. True for a sampled batch: a measured time must not change which
@@ -237,9 +243,9 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     owner, times = attachment.owner, attachment.draft_times
     count, choice = _sequences(attachment, kwargs), owner.recipe.draft.in_batches
     if kwargs["past_key_values"].get_seq_length():
-        from mmaccel.models.sequences import why_undrafted
+        from mmaccel.models.sequences import why_draft_skipped
 
-        why = why_undrafted(attachment, kwargs, count)
+        why = why_draft_skipped(attachment, kwargs, count)
         if why is not None:
             owner.attention.meter.add_note(f"draft: it does not draft in this turn: {why}")
             warn(f"draft {owner.recipe.draft.name!r} does not draft in this turn: {why}.")
@@ -249,11 +255,11 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     # A memory that counts columns takes no padding, a pruned target no batch; the rest is refused under a draft.
     ours = not owner.recipe.kv.exact or owner.recipe.prune is not None or kwargs.get("streamer") is not None
     # Plain decoding without a cache reads the prompt anew at each step.
-    if ours or attachment.generate_option("use_cache", kwargs) is False:
+    if ours or attachment.get_generate_option("use_cache", kwargs) is False:
         return False
     if choice == "never":
         why = "in_batches is 'never'"
-    elif attachment.generate_option("do_sample", kwargs):
+    elif attachment.get_generate_option("do_sample", kwargs):
         why = "tokens are sampled, and measured times must not change them"
     elif shard_count(attachment.model) > 1:
         why = "under tensor parallelism processes that go by their own clocks would part"
@@ -269,7 +275,7 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
-def _in_turns(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
+def _in_turns(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call that does not draft decodes its sequences each by itself, in our loop: a pruned prompt is one sequence,
     and in a memory that lets columns go padding would take the place of tokens."""
     recipe, cache, mask = attachment.owner.recipe, kwargs.get("past_key_values"), kwargs.get("attention_mask")
@@ -281,7 +287,7 @@ def _in_turns(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     return apart and not any(is_set(attachment, name, kwargs) for name in DRAFT)
 
 
-def _captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
+def _captures(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call without a draft is decoded in our loop: where steps are captured, which one row after the other gains
     most from, and nothing is asked for that the loop has not."""
     if attachment.owner.view.device.type not in step.DEVICES:
@@ -291,12 +297,12 @@ def _captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
         return False
     if any(is_set(attachment, name, kwargs) for name in (*DRAFT, *OUTPUTS)):
         return False
-    from mmaccel.models.decode import can_capture
+    from mmaccel.models.decode import can_capture_decode
 
-    return can_capture(attachment.model, attachment.family, cache)
+    return can_capture_decode(attachment.model, attachment.family, cache)
 
 
-def _alone(attachment: Attachment, kwargs: Mapping[str, Any]) -> str | None:
+def _alone(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> str | None:
     """Why a call of `generate` is decoded by itself, not in steps that it shares with other calls; None: it shares them."""
     recipe, cache, ids = attachment.owner.recipe, kwargs.get("past_key_values"), kwargs.get("input_ids")
     if "branches" in recipe.draft.needs:
@@ -312,13 +318,13 @@ def _alone(attachment: Attachment, kwargs: Mapping[str, Any]) -> str | None:
     return why_not(attachment.model, attachment.family, cache)
 
 
-def _nothing(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
+def _nothing(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
     """The result of a `generate` without a new token."""
     ids: Tensor = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs"]
-    ids = ids.repeat_interleave(attachment.generate_option("num_return_sequences", kwargs) or 1, 0)
+    ids = ids.repeat_interleave(attachment.get_generate_option("num_return_sequences", kwargs) or 1, 0)
     if (streamer := kwargs.get("streamer")) is not None:
         streamer.end()
-    if not attachment.generate_option("return_dict_in_generate", kwargs):
+    if not attachment.get_generate_option("return_dict_in_generate", kwargs):
         return ids
     from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -326,7 +332,7 @@ def _nothing(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
 
 
 @dataclass
-class DraftTimes:
+class DecodeTimings:
     """Measured decoding times of one accelerated model, and from them whether a draft speeds up a batch.
 
     Times depend on the prompt's length, so they are grouped by its number of binary digits: 1,024 to 2,047 tokens are one
@@ -346,7 +352,7 @@ class DraftTimes:
         if tokens >= STEPS:
             self.drafted_s[length.bit_length()] = seconds / tokens
 
-    def record_plain(self, batch: int, length: int, meter: Meter) -> None:
+    def record_without_draft(self, batch: int, length: int, meter: Meter) -> None:
         """Record a call without draft: `batch` sequences with prompts of `length` tokens, timed by `meter`."""
         steps, key = meter.new_tokens - 1, (batch, length.bit_length())
         if steps >= STEPS and meter.first is not None and meter.last is not None:

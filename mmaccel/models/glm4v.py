@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
-from mmaccel.models.prompt_layout import WIDE, ProcessorStyle, Words, timestamp
+from mmaccel.models.prompt_layout import WIDE, ProcessorSpec, Words, timestamp
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, TOWER, VID
 
@@ -37,7 +37,7 @@ class Glm4V(Qwen25VL):
 
     model_types: ClassVar[tuple[str, ...]] = ("glm4v", "glm46v")
     extra_inputs = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
-    processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
+    processors: ClassVar[Mapping[str, ProcessorSpec]] = {}
     mixes_modalities = False
     decoder_layers = frozenset({"Glm4vTextDecoderLayer"})
     rms_norms = frozenset({"Glm4vRMSNorm", "Glm4vMoeRMSNorm"})

@@ -1,4 +1,4 @@
-"""`Attachment`: the forward methods of an accelerated model, wrapped on the instance.
+"""`ModelAttachment`: the forward methods of an accelerated model, wrapped on the instance.
 
 Nothing global is patched. One attention name is registered with transformers for the process; it serves only models whose
 text modules hold our copy of their config. An accelerated model has: that copy, and instance wrappers of `generate`, of
@@ -25,29 +25,29 @@ from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.attention import PASS, ForwardPass
-from mmaccel.core.prefill.prune import NOTE, Note
+from mmaccel.core.prefill.prune import NOTE, ForwardPassInfo
 from mmaccel.models.attention import (
     ATTENTION,
     Columns,
     KVCache,
-    MaxLength,
-    PackedPass,
+    MaxPositionCriteria,
+    PackedForwardPass,
     cache_of,
-    check_forward,
-    chunks_of,
+    check_forward_arguments,
+    drop_past_key_values,
+    issue_pass_ticket,
     packed_sequence_ids,
-    ticket_of,
-    without_cache,
+    token_chunk_ranges,
 )
-from mmaccel.models.install import Attaching, gate_of
-from mmaccel.models.modules import batch_tower, chunk_tokens, rotate_by
-from mmaccel.models.prompt_layout import bind_args, max_positions, new_inputs, slice_inputs
-from mmaccel.models.pruning import Pruning
+from mmaccel.models.install import AttachmentBase, model_lock
+from mmaccel.models.modules import batch_tower, process_in_token_chunks, rotate_by
+from mmaccel.models.prompt_layout import bind_args, inputs_after_past, max_positions, slice_inputs
+from mmaccel.models.pruning import PrefillTokenPruning
 from mmaccel.models.recurrent import hook_inputs
 from mmaccel.models.signals import hook_hidden_states
 
 
-class Attachment(Attaching):
+class ModelAttachment(AttachmentBase):
     """A recipe installed on one model: its wrapped `forward` and `generate` methods.
 
     sequences  token layouts of the transformers caches (`DynamicCache`) in use
@@ -55,10 +55,10 @@ class Attachment(Attaching):
     """
 
     def __init__(self, owner: Accelerated, generate: Callable[..., Any], draft_times: Any) -> None:
-        """`generate` is given this and the arguments of the model's own; `draft_times` are its `DraftTimes`."""
+        """`generate` is given this and the arguments of the model's own; `draft_times` are its `DecodeTimings`."""
         model, family = owner.model, owner.adapter
         self.multimodal, self.text = family.multimodal(model), family.text(model)
-        super().__init__(model, gate_of(self.text))
+        super().__init__(model, model_lock(self.text))
         self.family: Any = family
         self.owner, self._generate = owner, generate
         self.depth = owner.view.geometry.layers
@@ -67,7 +67,7 @@ class Attachment(Attaching):
         self.draft_times = draft_times
         self.opened: Any = torch.compiler.disable(owner.register_state)
         _untraced()
-        self.pruning: Pruning | None = None
+        self.pruning: PrefillTokenPruning | None = None
         self.attach(self._lay)
 
     def _lay(self) -> None:
@@ -78,22 +78,24 @@ class Attachment(Attaching):
         self.multimodal_forward = self.multimodal.forward
         hooks.wrap(model, "generate", self._call, functools.partial(self._generate, self))
         hooks.wrap(self.multimodal, "forward", self._call, self._multimodal_forward)
-        self.refuse_copies(model, self.multimodal, self.text)
+        self.forbid_copying(model, self.multimodal, self.text)
         self.gate.drain("accelerate", (model, self.multimodal, self.text))
         hooks.callback(self._rope_back, self.multimodal.__dict__.get("rope_deltas"))
         self.shared: Any = self.text.config
-        hooks.set_attention(self.text.modules(), self.shared, ATTENTION, **family.attention_indices(model))
+        hooks.set_attention(
+            self.text.modules(), self.shared, ATTENTION, **family.attention_layer_indices(model)
+        )
         self.states = family.recurrent_layers(model)
         if self.states:
             hook_inputs(hooks, self.states.values())
         # Inside a pruner that listens to the tower: it hears of all frames at once.
         batch_tower(hooks, family, model, context=self.owner.context)
         if recipe.prune is not None and recipe.kv.sequences:
-            self.pruning = Pruning(hooks, model, family, recipe.prune, self.depth)
+            self.pruning = PrefillTokenPruning(hooks, model, family, recipe.prune, self.depth)
             self._pruned: Any = torch.compiler.disable(self.pruning.forward)
         if recipe.draft.pruner is not None:
             hook_hidden_states(hooks, family.attended_layers(model), recipe.draft.pruner)
-        chunk_tokens(hooks, family.pointwise(model), family)
+        process_in_token_chunks(hooks, family.pointwise(model), family)
         rotate_by(hooks, family.attentions(model), family.rotate_function)
         self.forward = self.text.forward
         if self.owner.context is not None:
@@ -119,7 +121,7 @@ class Attachment(Attaching):
     def _noted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the multimodal model's forward by name: with layout of the new columns, positions, cache."""
         kwargs = bind_args(type(self.multimodal).forward.__get__(self.multimodal), args, kwargs)
-        note: Note = kwargs.pop(NOTE, None) or Note()
+        note: ForwardPassInfo = kwargs.pop(NOTE, None) or ForwardPassInfo()
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
         if cache is None and self._caches(kwargs):
             cache = kwargs["past_key_values"] = self.cache()
@@ -144,7 +146,7 @@ class Attachment(Attaching):
             return cache.sequence
         return self.sequences.get(cache) if cache is not None else None
 
-    def generate_option(self, name: str, kwargs: Mapping[str, Any]) -> Any:
+    def get_generate_option(self, name: str, kwargs: Mapping[str, Any]) -> Any:
         """Look up the value of `generate`'s argument `name`: in `kwargs`, else in its generation config, else in the
         model's; None if it is nowhere."""
         if name in kwargs:
@@ -154,7 +156,7 @@ class Attachment(Attaching):
 
     def prepare_layout(self, inputs: Mapping[str, Any], past: int = 0) -> None:
         """Compute the token layout of the prompt of the coming `generate` call, after `past` cached tokens."""
-        new = new_inputs(inputs, past) if past else inputs
+        new = inputs_after_past(inputs, past) if past else inputs
         self.running.layout = past, new["input_ids"], self.family.layout(self.model, new)
 
     def _promised(self, ids: Tensor, past: int) -> TokenLayout | None:
@@ -180,7 +182,7 @@ class Attachment(Attaching):
         new = layout.position
         return (new.expand(3, -1, -1) if self.family.mrope else new) + start
 
-    def limit_length(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def limit_to_max_positions(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Add to the arguments of `generate` a stopping criterion at the model's last position, if it can be reached. Raises
         `ModelError` for a prompt that leaves no position."""
         ids, most = kwargs.get("input_ids"), max_positions(self.text.config)
@@ -193,7 +195,7 @@ class Attachment(Attaching):
         elif known is None or known.layout.batch != ids.shape[0] or ids.shape[1] <= past:
             return kwargs
         else:
-            new = new_inputs(kwargs, past)
+            new = inputs_after_past(kwargs, past)
             positions = self._continued(known, past, self.family.layout(self.model, new), new)
             if self.family.mrope and kwargs.get("position_ids") is None:
                 # transformers goes on from the last prompt that it read, which may have been another.
@@ -214,25 +216,25 @@ class Attachment(Attaching):
             kwargs.get(name) is not None or getattr(config, name, None) is not None
             for name in ("pad_token_id", "eos_token_id")
         )
-        end = MaxLength(ids.shape[1] + most - 1 - last.cpu(), most, padded)
+        end = MaxPositionCriteria(ids.shape[1] + most - 1 - last.cpu(), most, padded)
         given = list(kwargs.get("stopping_criteria") or [])
         return {**kwargs, "stopping_criteria": StoppingCriteriaList([*given, end])}
 
     def _text_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The text model's forward: builds the pass, and goes over long prompts in chunks when the recipe says so."""
         run, kwargs, lent = self._begun(args, kwargs)
-        if isinstance(run, PackedPass):
+        if isinstance(run, PackedForwardPass):
             return self._pass(run, kwargs)
         out = self._go(run, kwargs) if self.pruning is None else self._pruned(run, kwargs, self._go)
-        return without_cache(out) if lent else out
+        return drop_past_key_values(out) if lent else out
 
     def _begun(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[ForwardPass | PackedPass, dict[str, Any], bool]:
+    ) -> tuple[ForwardPass | PackedForwardPass, dict[str, Any], bool]:
         """The pass of a call of the text model, its arguments by name, and whether its memory is not to be returned."""
         kwargs = bind_args(self.forward, args, kwargs)
         recipe, mask = self.owner.recipe, kwargs.pop("attention_mask", None)
-        note: Note = kwargs.pop(NOTE, None) or Note()
+        note: ForwardPassInfo = kwargs.pop(NOTE, None) or ForwardPassInfo()
         if isinstance(mask, dict) and all(one is None for one in mask.values()):
             mask = note.mask
         if getattr(self.text.config, "_attn_implementation", None) != ATTENTION:
@@ -241,7 +243,7 @@ class Attachment(Attaching):
             )
         if getattr(self.shared, "output_attentions", False):
             kwargs.setdefault("output_attentions", True)
-        check_forward(recipe, kwargs, self.family.layers(self.model))
+        check_forward_arguments(recipe, kwargs, self.family.layers(self.model))
         if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim != 2):
             raise ModelError(
                 "attention_mask: an accelerated model takes a mask of shape [batch, length]; static caches and 4-D masks "
@@ -296,7 +298,7 @@ class Attachment(Attaching):
         if self.states and mask is not None:
             kwargs["attention_mask"] = mask
         if packed is not None:
-            return PackedPass.of(run, packed), kwargs, False
+            return PackedForwardPass.of(run, packed), kwargs, False
         return run, kwargs, lent and not self._caches(kwargs)
 
     def _own(self, cache: Any, kwargs: dict[str, Any], new: TokenLayout, packed: Tensor | None) -> KVCache:
@@ -330,16 +332,16 @@ class Attachment(Attaching):
         last = layout.valid[:, -positions.shape[1] :].long().cumsum(1).argmax(1, keepdim=True)
         return positions.gather(1, last.to(end.device)) + 1 - end
 
-    def _pass(self, run: ForwardPass | PackedPass, kwargs: dict[str, Any]) -> Any:
+    def _pass(self, run: ForwardPass | PackedForwardPass, kwargs: dict[str, Any]) -> Any:
         fed = self._fed(run, kwargs)
         try:
             return self.forward(**{PASS: run}, **kwargs)
         finally:
             self._left(fed)
 
-    def _fed(self, run: ForwardPass | PackedPass, kwargs: dict[str, Any]) -> KVCache | None:
+    def _fed(self, run: ForwardPass | PackedForwardPass, kwargs: dict[str, Any]) -> KVCache | None:
         """The memory of a pass, if it is ours, whose layers may be fed until `_left`."""
-        cache, ticket = kwargs.get("past_key_values"), ticket_of(run)
+        cache, ticket = kwargs.get("past_key_values"), issue_pass_ticket(run)
         if not isinstance(cache, KVCache):
             return None
         cache.door.open, cache.door.ticket = True, ticket
@@ -359,7 +361,7 @@ class Attachment(Attaching):
         if own:
             kwargs["past_key_values"] = self.cache()
             run = replace(run, state=kwargs["past_key_values"].state)
-        outputs = [self._pass(*self._piece(run, kwargs, *part)) for part in chunks_of(run, chunk)]
+        outputs = [self._pass(*self._piece(run, kwargs, *part)) for part in token_chunk_ranges(run, chunk)]
         whole = outputs[-1]
         if outputs[0].last_hidden_state.shape[1] > 1 or chunk == 1:  # else layers ran the last row alone
             whole.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
@@ -367,16 +369,16 @@ class Attachment(Attaching):
             whole.hidden_states = tuple(
                 torch.cat(h, 1) for h in zip(*(o.hidden_states for o in outputs), strict=True)
             )
-        return without_cache(whole) if own else whole
+        return drop_past_key_values(whole) if own else whole
 
     def _piece(
         self, run: ForwardPass, kwargs: dict[str, Any], begin: int, end: int
     ) -> tuple[ForwardPass, dict[str, Any]]:
         """The pass over new columns ``begin .. end`` of `run`, and its arguments; raises `Ended` where the time is up."""
-        self.time_left()
-        return run.slice_columns(begin, end), slice_inputs(kwargs, slice(begin, end), run.start)
+        self.generate_time_left()
+        return run.slice_new_columns(begin, end), slice_inputs(kwargs, slice(begin, end), run.start)
 
-    def time_left(self) -> float | None:
+    def generate_time_left(self) -> float | None:
         """Seconds left of this thread's `generate` call, or None without a limit; raises `Ended` when the time is over."""
         deadline: Deadline | None = getattr(self.running, "deadline", None)
         if deadline is None:
@@ -391,8 +393,8 @@ def _untraced() -> None:
     model is one graph."""
     from torch._dynamo.decorators import skip  # here, for it loads the compiler, and Triton with it
 
-    skip(Attaching._call)
+    skip(AttachmentBase._call)
     for name in ("_multimodal_forward", "_text_forward", "_go", "_pass"):
-        skip(vars(Attachment)[name])
+        skip(vars(ModelAttachment)[name])
     for name in ("_noted", "_begun", "_piece", "_fed", "_left"):
-        setattr(Attachment, name, torch.compiler.disable(vars(Attachment)[name]))
+        setattr(ModelAttachment, name, torch.compiler.disable(vars(ModelAttachment)[name]))

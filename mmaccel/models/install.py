@@ -1,9 +1,9 @@
 """Installs our hooks on a model and removes them, all or none and never during a call: the only code that changes instances.
 
 Changed are methods of one instance, the config that modules hold, and forward hooks; classes are not. Each text model has a
-`Gate`, which calls enter and leave. Attaching and detaching wait until no call is inside, and new calls wait until they are
-done. Calls that began before a recipe was attached entered no gate: they are found on the stacks of their threads, so a
-plain model needs no hook.
+`ModelReadWriteLock`, which calls enter and leave. Attaching and detaching wait until no call is inside, and new calls wait
+until they are done. Calls that began before a recipe was attached entered no gate: they are found on the stacks of their
+threads, so a plain model needs no hook.
 
 A running call may itself wait for a new call of a helper thread, so blocking new calls for good could deadlock. A new call
 waits at most `FIRST_S` seconds for a change that waits for older calls, and then runs. Once those older calls have ended,
@@ -38,7 +38,7 @@ LONG_S = 60.0
 """Seconds after which a change that waits says for which call."""
 
 _CALLS = {"_call_impl", "_wrapped_call_impl", "generate", "_call"}
-"""Names of the functions that run a module: of `nn.Module`, of generation in transformers, and of `Attaching`."""
+"""Names of the functions that run a module: of `nn.Module`, of generation in transformers, and of `AttachmentBase`."""
 _ABSENT = object()
 
 _Calls = dict[object, int]
@@ -98,7 +98,7 @@ class Hooks(ExitStack):
         module.register_forward_hook(hook, with_kwargs=with_kwargs)
 
 
-class PromptHook:
+class PrefillHook:
     """Base of our forward hooks that matter in a prefill only, so that a fused decode step may skip them."""
 
 
@@ -129,7 +129,7 @@ def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None])
                 known.pop(name)[0].close()
 
 
-def current_frames() -> dict[int, FrameType]:
+def current_stack_frames() -> dict[int, FrameType]:
     """Return the innermost Python stack frame of every thread, by thread id.
 
     Garbage collection is off meanwhile: before Python 3.12.4 a collection inside `sys._current_frames` can deadlock (CPython
@@ -145,23 +145,23 @@ def current_frames() -> dict[int, FrameType]:
                 gc.enable()
 
 
-class Gate:
+class ModelReadWriteLock:
     """Readers-writer lock of a text model: calls are readers, attaching and detaching are writers. A nested call of the same
     thread enters at once."""
 
     def __init__(self) -> None:
         self._state = threading.Condition()
         self._inside: dict[int, tuple[object, int]] = {}  # thread -> its outermost call, and how many within
-        self._waiting: dict[int, Attaching | None] = {}
+        self._waiting: dict[int, AttachmentBase | None] = {}
         self._let_in: set[int] = set()
         self._alone: int | None = None  # the thread that changes the model
         self._ends: Collection[nn.Module] = ()  # whose calls without the gate it waits for
-        self.last: Callable[[], Attaching | None] = lambda: None
+        self.last: Callable[[], AttachmentBase | None] = lambda: None
         # Here and not as decorators, which load the compiler, and Triton with it, when the package is imported.
         self.enter: Callable[..., bool] = torch.compiler.disable(self._enter)
         self.leave: Callable[[], None] = torch.compiler.disable(self._leave)
 
-    def _enter(self, attaching: Attaching | None = None) -> bool:
+    def _enter(self, attaching: AttachmentBase | None = None) -> bool:
         """Begin a call; waits while the model is changed. False: the call runs plain and must not call `leave`, because
         `attaching` is over, or because it belongs to a generation that began before, or may be what such a one waits for."""
         me = threading.get_ident()
@@ -208,7 +208,7 @@ class Gate:
                 self.leave()
 
     @contextmanager
-    def hold_exclusively(self, what: str) -> Iterator[None]:
+    def exclusive_access(self, what: str) -> Iterator[None]:
         """Context that holds the gate exclusively: running calls end first, new ones wait. Raises `ModelError` in a call."""
         me = threading.get_ident()
         with self._state:
@@ -228,7 +228,7 @@ class Gate:
                 self._state.notify_all()
 
     def drain(self, what: str, modules: Collection[nn.Module]) -> None:
-        """Inside `hold_exclusively`: wait for running calls of `modules` that entered no gate, as they began before any hook
+        """Inside `exclusive_access`: wait for running calls of `modules` that entered no gate, as they began before any hook
         was there."""
         if _call_of(sys._getframe(), modules):
             raise _within(what)
@@ -271,7 +271,7 @@ class Gate:
         """The calls of other threads that entered no gate, by their outermost frames, and whether there may be others."""
         found: _Calls = {}
         unsure = False
-        for thread, frame in current_frames().items():
+        for thread, frame in current_stack_frames().items():
             attaching = self._waiting.get(thread)
             # Whether it waits to enter, and goes on waiting if it is woken now.
             waits = thread in self._waiting and not (attaching and attaching.over)
@@ -281,7 +281,7 @@ class Gate:
             if call := _call_of(frame, self._ends):
                 found[call] = thread
             # A frame that has returned meanwhile no longer knows who called it: then the look says nothing.
-            unsure |= current_frames().get(thread) is not frame
+            unsure |= current_stack_frames().get(thread) is not frame
         return found, unsure
 
     def reset_after_fork(self) -> None:
@@ -294,16 +294,16 @@ class Gate:
             self._alone, self._ends = None, ()
 
     @property
-    def attached(self) -> Attaching | None:
-        """The recipe's `Attaching` that is installed on the model, or None."""
+    def attached(self) -> AttachmentBase | None:
+        """The recipe's `AttachmentBase` that is installed on the model, or None."""
         attaching = self.last()
         return None if attaching is None or attaching.over else attaching
 
 
 _shared: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
-_gates: WeakKeyDictionary[nn.Module, Gate] = WeakKeyDictionary()
+_gates: WeakKeyDictionary[nn.Module, ModelReadWriteLock] = WeakKeyDictionary()
 hooks_lock = threading.RLock()
-"""Of both. Reentrant: a garbage collection under it may run a finalizer that removes hooks (`close_in_finalizer`)."""
+"""Of both. Reentrant: a garbage collection under it may run a finalizer that removes hooks (`close_hooks_in_finalizer`)."""
 
 
 def _forked() -> None:
@@ -317,26 +317,26 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-def gate_of(text: nn.Module) -> Gate:
+def model_lock(text: nn.Module) -> ModelReadWriteLock:
     """The gate of a text model, which several multimodal models may share."""
     with hooks_lock:
-        return _gates.setdefault(text, Gate())
+        return _gates.setdefault(text, ModelReadWriteLock())
 
 
-class Attaching:
+class AttachmentBase:
     """A recipe installed on a model, from `attach` to `remove`. Wrappers are partials of its methods; it cannot be copied.
 
     over  whether it was removed: wrappers of ours inside a user's wrapper then call the plain methods
     """
 
-    def __init__(self, model: nn.Module, gate: Gate) -> None:
+    def __init__(self, model: nn.Module, gate: ModelReadWriteLock) -> None:
         self.model, self.gate = model, gate
         self.over = False
         self.hooks = Hooks()
 
     def attach(self, change: Callable[[], None]) -> None:
         """Call `change`, which changes the model through `hooks`; if it raises, all its changes are undone."""
-        with self.gate.hold_exclusively("accelerate"):
+        with self.gate.exclusive_access("accelerate"):
             if (other := self.gate.attached) is not None:
                 raise ModelError(
                     "the model is accelerated already; call detach() on what accelerate returned, then attach anew."
@@ -353,7 +353,7 @@ class Attaching:
 
     def remove(self) -> None:
         """Restore the model once running calls have ended; a second call does nothing."""
-        with self.gate.hold_exclusively("detach"):
+        with self.gate.exclusive_access("detach"):
             self.over = True
             self.hooks.close()
 
@@ -363,7 +363,7 @@ class Attaching:
             "a model with a recipe can neither be copied nor pickled; detach the recipe, and attach it to the copy."
         )
 
-    def refuse_copies(self, *modules: nn.Module) -> None:
+    def forbid_copying(self, *modules: nn.Module) -> None:
         """Make copying and pickling of `modules` raise too, as for the accelerated model."""
         for module in modules:
             # Copy and pickle ask the instance, before they look at what is in it.
@@ -393,7 +393,7 @@ def _call_of(
     while frame is not None:
         if frame.f_code.co_name in names:
             who = frame.f_locals.get("self")
-            who = who.model if isinstance(who, Attaching) else who
+            who = who.model if isinstance(who, AttachmentBase) else who
             if any(who is one for one in modules):
                 found = frame
         frame = frame.f_back

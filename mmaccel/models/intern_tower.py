@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.models.signals import VisionTowerReader
+from mmaccel.models.signals import VisionScorer
 
 
-class InternTowerReader(VisionTowerReader):
+class InternTowerReader(VisionScorer):
     """Vision-tower signals for frames or tiles (batch entries of a class token and P patches), of which 2 x 2 patches become
     a token: what the class token attends to."""
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from mmaccel.backends.ops import layer_ops
 from mmaccel.backends.ops.delta import delta_rows
 from mmaccel.backends.ops.experts import expert_rows
-from mmaccel.backends.ops.layer_ops import Caches
+from mmaccel.backends.ops.layer_ops import SeparateKVCaches
 from mmaccel.models import recurrent
-from mmaccel.models.fingerprint import has_experts, linear_groups
+from mmaccel.models.fingerprint import fusable_linear_groups, has_experts
 
 Weights = tuple[list[Tensor], list[Tensor]]
 """Weights of products that are made together, and their biases, if any."""
@@ -53,12 +53,12 @@ class _Step:
 
     def __init__(self, layer: Any, family: Any, follows: Any) -> None:
         norms = layer.input_layernorm, layer.post_attention_layernorm, follows
-        self.before, self.between, self.follows = (as_plain_norm(norm, family) for norm in norms)
+        self.before, self.between, self.follows = (as_standard_rms_norm(norm, family) for norm in norms)
         self.ends = [
             getattr(layer, name, None) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
         ]
         self.mixed = _Mixture(layer.mlp) if has_experts(layer) else None
-        self.enters, self.out, *rest = (weights(*some) for some in linear_groups(layer))
+        self.enters, self.out, *rest = (weights(*some) for some in fusable_linear_groups(layer))
         if self.mixed is not None:
             return
         *_, self.gate_up, self.down = rest
@@ -77,7 +77,7 @@ class _Step:
         return _added(inner, self.down, x.rows, self.follows, self.ends[1])
 
 
-class StateStep(_Step):
+class FusedDeltaNetStep(_Step):
     """Fused step of a Gated DeltaNet layer: `project_rows` twice, `delta_rows`, then output projection and MLP."""
 
     def __init__(self, layer: Any, family: Any, follows: Any, number: int) -> None:
@@ -90,7 +90,7 @@ class StateStep(_Step):
         """What leaves the layer for its input x, B * n rows."""
         made, gate = (project(x, self.before, some) for some in (self.enters, self.gate))
         journal, state = carried.layers[self.number]
-        conv, decay, shift, gain, eps = recurrent.delta_weights(self.own)
+        conv, decay, shift, gain, eps = recurrent.deltanet_weights(self.own)
         out = delta_rows(made, gate, conv, decay, shift, gain, eps, carried.bounds, journal, state)
         return self.finish(x, out)
 
@@ -107,7 +107,7 @@ class LayerStep(_Step):
         own = layer.self_attn
         self.turn = None if family.rotate_function else family.apply_rope
         found = [getattr(own, name, None) for name in ("q_norm", "k_norm")]
-        self.norms = [as_plain_norm(norm, family) for norm in found if norm is not None]
+        self.norms = [as_standard_rms_norm(norm, family) for norm in found if norm is not None]
         self.size, heads = own.head_dim, own.o_proj.in_features
         # Of each head of queries its gate stands behind it.
         self.gated = own.q_proj.out_features == 2 * heads
@@ -124,7 +124,7 @@ class LayerStep(_Step):
         x: HiddenRows | None,
         rope: Tensor,
         columns: Tensor,
-        key: Tensor | Caches,
+        key: Tensor | SeparateKVCaches,
         value: Tensor,
         sees: Tensor | None = None,
         bias: Tensor | None = None,
@@ -135,7 +135,7 @@ class LayerStep(_Step):
         x        hidden states of B * n rows; unused if `qkv` is given
         rope     cosines and sines [2, B, n, D] of the rows
         columns  [B, n] long, cache slots of `key` and `value` [B, G, capacity, D] that the rows are written to; where each
-                 sequence has its own cache, `key` is the `Caches` of all and `value` is unused
+                 sequence has its own cache, `key` is the `SeparateKVCaches` of all and `value` is unused
         sees, bias  tree mask and score bias, as in `decode_attend`
         qkv      `project` of x, where a KV policy had to read it first; None: computed here
         """
@@ -147,7 +147,7 @@ class LayerStep(_Step):
             rows, gain, squares = _normed_by(x, self.before)
             eps = self.before.variance_epsilon
             entered = rows, *self.enters, gain, squares, eps, rope, columns
-            if isinstance(key, Caches):
+            if isinstance(key, SeparateKVCaches):
                 query = layer_ops.qkv_rope_rows_each(*entered, key)
             else:
                 query = layer_ops.qkv_rope_rows(*entered, key, value)
@@ -158,16 +158,16 @@ class LayerStep(_Step):
             if self.turn is not None:
                 rows, rope = self._turned(rows, rope)
             turned = rows, rope[0], rope[1], indices, columns
-            if isinstance(key, Caches):
+            if isinstance(key, SeparateKVCaches):
                 query = layer_ops.rope_rows_each(*turned, key)
             else:
                 query = layer_ops.rope_rows(*turned, key, value)
         scale = query.shape[-1] ** -0.5
-        if isinstance(key, Caches):
+        if isinstance(key, SeparateKVCaches):
             out = layer_ops.decode_attend_each(query, key, columns, scale)
         else:
             out = layer_ops.decode_attend(query, key, value, columns, scale, sees, bias)
-        return self.apply_gates(out.transpose(1, 2).reshape(columns.numel(), -1), qkv), query
+        return self.apply_attention_gates(out.transpose(1, 2).reshape(columns.numel(), -1), qkv), query
 
     def project(self, x: HiddenRows) -> Tensor:
         """Queries, keys and values before RoPE, side by side: [R, (H + 2 G) * D] of the rows, and H * D gate columns for
@@ -185,7 +185,7 @@ class LayerStep(_Step):
         ]
         return torch.cat([*(some.flatten(1) for some in heads), values, *(one.flatten(1) for one in gate)], 1)
 
-    def apply_gates(self, attended: Tensor, qkv: Tensor | None) -> Tensor:
+    def apply_attention_gates(self, attended: Tensor, qkv: Tensor | None) -> Tensor:
         """Multiply attention output [R, H * D] by the sigmoid of the gates in `qkv`, if the layer has gated attention."""
         return attended * qkv[:, -self.sizes[0] :].sigmoid() if self.gated and qkv is not None else attended
 
@@ -230,20 +230,23 @@ class _Centred:
         return self._one + self.norm.weight  # type: ignore[no-any-return]
 
 
-def as_plain_norm(norm: Any, family: Any) -> Any:
+def as_standard_rms_norm(norm: Any, family: Any) -> Any:
     """A norm module of the family with `weight` and `variance_epsilon`; norms that scale by ``1 + weight`` are wrapped."""
     return _Centred(norm) if type(norm).__name__ in family.centred_norms else norm
 
 
-def layer_steps(
+def build_layer_steps(
     layers: Sequence[Any], family: Any, follows: Any = None, states: int = 0
-) -> list[LayerStep | StateStep]:
+) -> list[LayerStep | FusedDeltaNetStep]:
     """Build the fused steps of consecutive `layers`; `follows` is the norm after the last one, or None, and `states` the
     number of layers with a state before the first."""
-    norms, steps = [*(layer.input_layernorm for layer in layers[1:]), follows], list[LayerStep | StateStep]()
+    norms, steps = (
+        [*(layer.input_layernorm for layer in layers[1:]), follows],
+        list[LayerStep | FusedDeltaNetStep](),
+    )
     for layer, norm in zip(layers, norms, strict=False):
         if hasattr(layer, "linear_attn"):
-            steps.append(StateStep(layer, family, norm, states))
+            steps.append(FusedDeltaNetStep(layer, family, norm, states))
             states += 1
         else:
             steps.append(LayerStep(layer, family, norm))

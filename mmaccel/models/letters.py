@@ -17,7 +17,7 @@ OPEN, CLOSE = "user: ", " model: "
 """Around what a user says."""
 
 
-class LetterTokenizer:
+class CharTokenizer:
     """A character-level test tokenizer with ids from `begin` to below `end`."""
 
     def __init__(self, begin: int, end: int) -> None:
@@ -30,7 +30,7 @@ class LetterTokenizer:
         return " ".join(map(str, ids))
 
 
-class LetterProcessor(Processor):
+class CharProcessor(Processor):
     """A test processor that makes prompts for tiny models of `config`; an image or video becomes the tokens of
     `Family.tiny_visual`."""
 
@@ -38,7 +38,7 @@ class LetterProcessor(Processor):
 
     def __init__(self, family: Any, config: Any, words: tuple[int, int]) -> None:
         self.family, self.config, self.model_type = family, config, config.model_type
-        self.tokenizer = LetterTokenizer(*words)
+        self.tokenizer = CharTokenizer(*words)
 
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
         text = "".join(piece.get("text", "") for one in as_messages(content) for piece in one["content"])

@@ -16,26 +16,26 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Features
-from mmaccel.models.prompt_layout import PIXELS, Budget, ByFrame, Grid, Inputs, Made, ProcessorStyle
-from mmaccel.models.signals import VisionTowerReader, received_attention
+from mmaccel.models.prompt_layout import PIXELS, Budget, ByFrame, Grid, Inputs, Made, ProcessorSpec
+from mmaccel.models.signals import VisionScorer, mean_received_attention
 from mmaccel.models.tiny import IMG, TEXT, VID
 
 
 def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Mapping[str, Any]) -> Made:
-    """See `ProcessorStyle`: a base view of each image, and finer tiles of one that is alone in its text."""
-    from mmaccel.media.preprocess import best_resolution, to_square, to_tiles
+    """See `ProcessorSpec`: a base view of each image, and finer tiles of one that is alone in its text."""
+    from mmaccel.media.preprocess import best_resolution, to_square_pixels, to_tiles
 
     per_tile = _tokens_per_tile(extra)
     less = 1 if extra.get("vision_feature_select_strategy") == "default" else 0
     most = int("".join(filter(str.isdigit, extra.get("vision_aspect_ratio", "anyres_max_9"))))
     side, tiled, counts = math.isqrt(per_tile), [], []
     for image, alone in [(image, len(row) == 1) for row in visuals for image in row]:
-        tiles = (to_tiles if alone else to_square)(image, pixels, **where)
+        tiles = (to_tiles if alone else to_square_pixels)(image, pixels, **where)
         finer = 1
         if alone:
             best = best_resolution(pixels, *image.shape[1:])
             grid = best[0] // int(tiles.shape[2]), best[1] // int(tiles.shape[3])
-            rows, columns = tiled_shape(grid, side, image.shape[1:], most)
+            rows, columns = tiled_token_grid(grid, side, image.shape[1:], most)
             finer = rows * (columns + 1)
         tiled.append(tiles)
         counts.append(per_tile + finer - less)
@@ -47,7 +47,7 @@ def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Map
     return made, counts
 
 
-def tiled_shape(grid: Sequence[int], side: int, image: Sequence[int], most: int) -> tuple[int, int]:
+def tiled_token_grid(grid: Sequence[int], side: int, image: Sequence[int], most: int) -> tuple[int, int]:
     """Token rows and columns of an image (height, width) cut into `grid` (down, across) tiles of `side` x `side` tokens,
     after padding is removed, and shrunk if they exceed `most` tiles. Each row is followed by one newline token."""
     height, width = image
@@ -61,7 +61,7 @@ def tiled_shape(grid: Sequence[int], side: int, image: Sequence[int], most: int)
 
 
 def _framed(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Mapping[str, Any]) -> Made:
-    """See `ProcessorStyle`: frames of one size, as many of each video."""
+    """See `ProcessorSpec`: frames of one size, as many of each video."""
     from mmaccel.media.preprocess import to_frames
 
     lengths = sorted({len(frames) for frames in visuals})
@@ -103,7 +103,7 @@ def _pools_by_element(features: Tensor) -> bool:
     return features.is_cuda and features.dtype != torch.float32
 
 
-class LlavaTowerReader(VisionTowerReader):
+class LlavaVisionScorer(VisionScorer):
     """Vision-tower signals for frames (batch entries of P patches) that are pooled 2 x 2; one token ends each video.
 
     An image's base view and its tiles are a batch entry each; their signals are joined as their features are.
@@ -123,7 +123,7 @@ class LlavaTowerReader(VisionTowerReader):
             made(hidden).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
             for made in (module.q_proj, module.k_proj)
         )
-        score = received_attention(query, key, query.shape[-1] ** -0.5)
+        score = mean_received_attention(query, key, query.shape[-1] ** -0.5)
         return torch.cat([score[..., None], key.float().mean(1)], -1)
 
     def to_tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:
@@ -159,8 +159,8 @@ class LlavaOnevision(Family):
     extra_inputs = frozenset({"image_sizes", "image_sizes_videos", "batch_num_images"})
     required_extras: ClassVar[Mapping[str, str]] = {"pixel_values": "image_sizes"}
     replaced_methods: ClassVar[Mapping[str, Callable[..., Any]]] = {"apply_pooling": pool_frames}
-    processors: ClassVar[Mapping[str, ProcessorStyle]] = {
-        "llava_onevision": ProcessorStyle(
+    processors: ClassVar[Mapping[str, ProcessorSpec]] = {
+        "llava_onevision": ProcessorSpec(
             budget=Budget(fps=None, most=32),  # as in LLaVA-OneVision (arXiv 2408.03326), section 3.2
             processor="LlavaOnevisionProcessor",
             image="LlavaOnevisionImageProcessor",
@@ -176,7 +176,7 @@ class LlavaOnevision(Family):
             video_settings={"size": {"height": 384, "width": 384}},
         )
     }
-    vision_tower_reader = LlavaTowerReader
+    vision_tower_reader = LlavaVisionScorer
     pixels_alone = True
     decoder_layers = frozenset({"Qwen2DecoderLayer"})
     rms_norms = frozenset({"Qwen2RMSNorm"})
@@ -255,7 +255,7 @@ class LlavaOnevision(Family):
         grid = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, tile)
         aspect = inputs.get("vision_aspect_ratio") or config.vision_aspect_ratio
         side, most = tile // config.vision_config.patch_size, int(aspect.removeprefix("anyres_max_"))
-        rows, columns = tiled_shape(grid, side, size, most)
+        rows, columns = tiled_token_grid(grid, side, size, most)
         return (rows, columns) if rows * (columns + 1) == marks else None
 
     def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:

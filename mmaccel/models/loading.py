@@ -1,8 +1,8 @@
 """Loads models from a folder, the hub, or the tiny models of mmaccel-lab; spreads a model's layers over several devices.
 
 If a model exceeds one device, its decoder layers are placed in consecutive runs, one a device in order. All else (vision
-tower, embeddings, final norm, LM head) is on the first device, where prompts enter and logits leave. `MoveInputs` moves the
-hidden state, and the arguments shared by all layers, from device to device.
+tower, embeddings, final norm, LM head) is on the first device, where prompts enter and logits leave. `MoveInputsHook` moves
+the hidden state, and the arguments shared by all layers, from device to device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
-from mmaccel.models.install import Hooks, PromptHook
+from mmaccel.models.install import Hooks, PrefillHook
 
 UNREACHED = frozenset(
     {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException"}
@@ -128,7 +128,7 @@ def load_model(
     given = {name: value for name, value in how.items() if value is not None}
     model = _read(AutoModelForImageTextToText, source, dtype, trust_remote_code=trust_remote_code, **given)
     if places is not None:
-        spread_layers(model, places)
+        spread_layers_over_devices(model, places)
     elif device_map is None and quantization_config is None:
         model.to(first)
     return model.eval()  # type: ignore[no-any-return]
@@ -210,7 +210,7 @@ def check_recipe(recipe: Recipe | str | Path | Mapping[str, Any], name: str | Pa
 
 
 @dataclass(eq=False)
-class MoveInputs(PromptHook):
+class MoveInputsHook(PrefillHook):
     """Forward pre-hook that moves a module's arguments to `device`; keyword arguments, which all layers share, only once.
 
     memo  (device, argument) -> last tensor and its moved copy; shared by all layers of a model
@@ -245,13 +245,13 @@ class MoveInputs(PromptHook):
         return x
 
 
-def drop_unread_rows(thread: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def skip_unused_norm_rows(thread: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook that leaves a module no rows of a call by `thread`: of a final norm whose output nobody reads, which
     a spread model's first device would otherwise wait for before its next pass."""
     return ((args[0][:, :0], *args[1:]), kwargs) if threading.get_ident() == thread else None
 
 
-def assign_layers(sizes: Sequence[int], ends: int, count: int) -> list[int]:
+def balance_layers_over_devices(sizes: Sequence[int], ends: int, count: int) -> list[int]:
     """Assign layers of `sizes` bytes to `count` devices: a device index for each; the first device also holds `ends` bytes.
 
     Layers stay in order, each device gets at least one, and bytes are as even as whole layers allow.
@@ -280,7 +280,7 @@ def device_runs(places: Sequence[torch.device], home: torch.device) -> list[tupl
     return found
 
 
-def spread_layers(model: nn.Module, devices: Sequence[torch.device | str]) -> Callable[[], None]:
+def spread_layers_over_devices(model: nn.Module, devices: Sequence[torch.device | str]) -> Callable[[], None]:
     """Move the decoder layers of `model` over `devices`, and everything else to the first one. Returns a function that
     removes the hooks and leaves the weights in place. Raises `ModelError` for fewer layers than devices."""
     family: Any = adapter_for(model)
@@ -292,7 +292,7 @@ def spread_layers(model: nn.Module, devices: Sequence[torch.device | str]) -> Ca
         )
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     ends = sum(p.nbytes for p in model.parameters()) - sum(sizes)
-    chosen = [places[which] for which in assign_layers(sizes, ends, len(places))]
+    chosen = [places[which] for which in balance_layers_over_devices(sizes, ends, len(places))]
     # One layer after the other, so that no device ever holds more than its own.
     for layer, place in zip(layers, chosen, strict=True):
         layer.to(place)
@@ -303,11 +303,14 @@ def spread_layers(model: nn.Module, devices: Sequence[torch.device | str]) -> Ca
                 weight.data = weight.data.to(places[0])
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(places[0]))
-    return move_hooks(model, chosen, places[0])
+    return install_input_move_hooks(model, chosen, places[0])
 
 
-def move_hooks(model: nn.Module, chosen: Sequence[torch.device], first: torch.device) -> Callable[[], None]:
-    """Hook layers placed on `chosen`, and the final norm on `first`, by `MoveInputs`; returns a function that unhooks."""
+def install_input_move_hooks(
+    model: nn.Module, chosen: Sequence[torch.device], first: torch.device
+) -> Callable[[], None]:
+    """Hook layers placed on `chosen`, and the final norm on `first`, by `MoveInputsHook`; returns a function that
+    unhooks."""
     family: Any = adapter_for(model)
     memo: dict[tuple[torch.device, str], tuple[Any, Any]] = {}
     if all(place == first for place in chosen):
@@ -315,7 +318,7 @@ def move_hooks(model: nn.Module, chosen: Sequence[torch.device], first: torch.de
     modules = [*zip(family.layers(model), chosen, strict=True), (family.text(model).norm, first)]
     hooks = Hooks()
     for module, place in modules:
-        hooks.add_pre_hook(module, MoveInputs(place, memo, module is modules[-1][0]), prepend=True)
+        hooks.add_pre_hook(module, MoveInputsHook(place, memo, module is modules[-1][0]), prepend=True)
     return hooks.close
 
 

@@ -66,7 +66,7 @@ _FUSED: WeakSet[nn.Module] = WeakSet()
 """Towers with fewer kernels by now."""
 
 
-def chunk_tokens(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
+def process_in_token_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
     """Let `modules`, which act on each token alone, process inputs [B, n, E] in chunks of `ROWS` tokens."""
     for module in modules:
         if _is_gated(module, family):
@@ -222,13 +222,13 @@ def _joined(
 
     def encode(part: tuple[Tensor, Mapping[str, Any]]) -> Any:
         made[:] = [whole(**{**given, pixels: part[0], **part[1], "return_dict": True})]
-        return deepstack.join_levels(made[0])
+        return deepstack.join_tower_deepstack(made[0])
 
     others = {name: x for name, x in given.items() if name != pixels}
     joined = family.encode_pixels(
         model, kind, given[pixels], others, most, functools.partial(run_each, encode)
     )
-    return type(made[0])(**deepstack.split_levels(joined, made[0]))
+    return type(made[0])(**deepstack.split_tower_deepstack(joined, made[0]))
 
 
 def _batch_windows(hooks: Hooks, family: Any, model: nn.Module) -> None:
@@ -279,7 +279,7 @@ def window_attention(
         return sdpa(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     scale, plain = kwargs.get("scaling"), attention_mask is None and not kwargs.get("dropout")
     if torch.compiler.is_compiling() and plain and scale is not None and not torch.is_grad_enabled():
-        return window_attend(query, key, value, cu_seq_lens_q, scale), None
+        return window_attention_op(query, key, value, cu_seq_lens_q, scale), None
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         kwargs.pop(name, None)
     # Layers are given one tensor, which keeps its batches until it is written to; an inference tensor's values tell that.
@@ -310,13 +310,13 @@ class _Whole:
 
 
 @torch.library.custom_op("mmaccel::window_attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def window_attend(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
+def window_attention_op(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
     """`window_attention` as a custom operator for torch.compile; `ends` holds the windows' bounds."""
     whole: Any = _Whole
     return window_attention(whole, query, key, value, None, ends, scaling=scale, is_causal=False)[0]
 
 
-@window_attend.register_fake
+@window_attention_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError
-from mmaccel.models.hf import Attachment
+from mmaccel.models.hf import ModelAttachment
 from mmaccel.models.prompt_layout import PIXELS, is_given
 
 
-def check_next_turn(attachment: Attachment, kwargs: Mapping[str, Any], ids: Tensor) -> None:
+def check_next_turn(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids: Tensor) -> None:
     """Raise `ModelError` for a prompt `ids` [B, S] that does not go on from the caller's cache, or that brings the pixels of
     what the cache has read. New tokens alone, with a longer attention mask, are taken as they are."""
     cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")

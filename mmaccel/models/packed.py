@@ -15,7 +15,7 @@ from mmaccel.core.prefill.attention import ForwardPass
 
 
 @dataclass(frozen=True, eq=False)
-class PackedPass:
+class PackedForwardPass:
     """A prefill of packed sequences without cache, each attending to itself alone.
 
     runs  (batch row, columns, `ForwardPass`) of each sequence; together they cover the batch
@@ -25,7 +25,7 @@ class PackedPass:
     ticket: Tensor | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, run: ForwardPass, packed: Tensor) -> PackedPass:
+    def of(cls, run: ForwardPass, packed: Tensor) -> PackedForwardPass:
         """Split `run`, a batch's forward pass, at changes of the sequence number `packed` [B, S] of its tokens."""
         runs = []
         for b, row in enumerate(packed):
@@ -47,7 +47,7 @@ class PackedPass:
         return out
 
 
-class JoinedStreams:
+class BatchedStreamPass:
     """Passes of several streams as one, in the place of a `ForwardPass` and of a memory.
 
     passes  each stream's `ForwardPass`, its number of rows, and whether it takes hidden states; rows follow one another

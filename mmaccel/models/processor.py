@@ -21,10 +21,10 @@ from mmaccel.core import errors
 from mmaccel.core.errors import ModelError, check_text, warn
 from mmaccel.core.files import outside
 from mmaccel.core.registry import registry
-from mmaccel.media.preprocess import Pixels, as_frames, as_image
+from mmaccel.media.preprocess import Pixels, load_frames, load_image
 from mmaccel.models.chat import ChatText, as_messages, conversations, image_sets, render, tokenize, video_list
 from mmaccel.models.loading import local_folder, read_config, read_json
-from mmaccel.models.prompt_layout import ProcessorStyle
+from mmaccel.models.prompt_layout import ProcessorSpec
 from mmaccel.models.taking import most_frames, sample
 
 
@@ -154,7 +154,7 @@ class Processor:
             raise ModelError("text is an empty list: give at least one text.")
         if padding_side not in ("left", "right"):
             raise ModelError(f"padding_side={padding_side!r} must be 'left' or 'right'.")
-        pictures = [[as_image(image) for image in row] for row in image_sets(images)]
+        pictures = [[load_image(image) for image in row] for row in image_sets(images)]
         shown, rates = self._read(video_list(videos), fps, frames, model)
         self._match(texts, {"image": sum(map(len, pictures)), "video": len(shown)})
         where = {"device": device, "dtype": dtype}
@@ -291,7 +291,7 @@ class Processor:
 
     def _frames(self, video: Any, rate: float | None, frames: Any, model: Any) -> tuple[Tensor, float | None]:
         if not isinstance(video, str | os.PathLike):
-            return as_frames(video, rate, frames=None if frames == "auto" else frames)
+            return load_frames(video, rate, frames=None if frames == "auto" else frames)
         if frames == "auto":
             frames, told = most_frames(self, model, video)
             warn(f"{told}.")
@@ -380,15 +380,15 @@ def _implied(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return cuts, extra
 
 
-def processor_styles() -> dict[str, ProcessorStyle]:
-    """Model type -> `ProcessorStyle`, of all registered families."""
-    known: dict[str, ProcessorStyle] = {}
+def processor_styles() -> dict[str, ProcessorSpec]:
+    """Model type -> `ProcessorSpec`, of all registered families."""
+    known: dict[str, ProcessorSpec] = {}
     for family in registry("model").values():
         known.update(getattr(family, "processors", {}))
     return known
 
 
-def _style_of(model_type: str) -> ProcessorStyle:
+def _style_of(model_type: str) -> ProcessorSpec:
     """The style of a model type; raises `ModelError` where no family has one."""
     if model_type not in (known := processor_styles()):
         raise ModelError(

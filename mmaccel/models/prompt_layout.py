@@ -110,7 +110,7 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessorStyle:
+class ProcessorSpec:
     """How the processor of one model type makes inputs.
 
     processor, image, video      transformers' class names, as written in processor files
@@ -178,7 +178,7 @@ def max_positions(config: Any) -> int | None:
     return max(most, int(before * (rope.get("factor") or 1)))
 
 
-def stream_positions(
+def derive_stream_positions(
     family: Any, model: nn.Module, prompts: Sequence[tuple[Any, Tensor, Tensor, int]], alone: bool
 ) -> PositionIds:
     """Return the positions of a stream by those of `prompts` of one, two and three units: inputs, positions of the head and
@@ -208,7 +208,7 @@ def has_sliding_window(config: Any) -> bool:
     return "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))
 
 
-def new_inputs(kwargs: Inputs, past: int) -> dict[str, Any]:
+def inputs_after_past(kwargs: Inputs, past: int) -> dict[str, Any]:
     """The arguments of a call, cut to the tokens after the first `past`, without attention mask."""
     length = kwargs["input_ids"].shape[1]
     new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
@@ -219,7 +219,7 @@ def new_inputs(kwargs: Inputs, past: int) -> dict[str, Any]:
     return new
 
 
-def unpadded(inputs: Inputs) -> dict[str, Any]:
+def remove_padding(inputs: Inputs) -> dict[str, Any]:
     """The inputs of one sequence without padding tokens and attention mask."""
     inputs = dict(inputs)
     mask = inputs.pop("attention_mask", None)
@@ -238,7 +238,7 @@ def is_given(value: Any) -> bool:
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
-def token_fields(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Tensor]:
+def token_grid_fields(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Tensor]:
     """Segment, frame, grid row and grid column of each token, from its modality [B, S]; -1 where it has none. Text between
     the frames of a video belongs to the video's segment. Raises `ModelError` if placeholders and grids do not match.
 
@@ -310,7 +310,7 @@ def slice_inputs(kwargs: Mapping[str, Any], columns: slice | Tensor, past: int =
     return part if part.get(deepstack.WHERE) is None else {**part, **deepstack.slice_features(part, columns)}
 
 
-def question_columns(
+def question_token_indices(
     ids: list[int], at: list[int], visual: list[int], ends: Collection[int], marks: Collection[int]
 ) -> list[int]:
     """Columns of the question: the words of messages with images or videos. [] if there are none or the markup is unknown.
@@ -345,7 +345,7 @@ def question_columns(
     return words + [column for column in at if later and column > visual[-1]]
 
 
-def last_words(
+def last_message_span(
     ids: list[int], text: list[bool], ends: Collection[int], marks: Collection[int], first: int
 ) -> tuple[int, int]:
     """(begin, end) of the words of the last complete message, within the last tokens `ids` [n] of a prompt; (0, n) if it has
@@ -378,7 +378,7 @@ def markup_ids(model: nn.Module) -> tuple[set[int], set[int]]:
     return ends, {n for name in names for n in token_ids(getattr(config, name, None))}
 
 
-def question_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment: Tensor) -> Tensor:
+def question_token_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment: Tensor) -> Tensor:
     """Which tokens [B, S] of prompts `ids` are words of the question (`TokenLayout.asked`); all arguments are [B, S]."""
     ends, marks = markup_ids(model)
     # What stands between the frames of a video is no word of a question.
@@ -389,7 +389,7 @@ def question_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment: Tens
         # Of each run of neighbours the first and the last.
         apart, end = visual.diff() > 1, torch.ones_like(visual[:1], dtype=torch.bool)
         edges = visual[torch.cat([end, apart]) | torch.cat([apart, end])]
-        at = question_columns(row[text].tolist(), text.tolist(), edges.tolist(), ends, marks)
+        at = question_token_indices(row[text].tolist(), text.tolist(), edges.tolist(), ends, marks)
         out[torch.tensor(at, dtype=torch.long, device=ids.device)] = True
     return found
 

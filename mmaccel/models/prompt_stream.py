@@ -22,33 +22,33 @@ from mmaccel.core.decoding.watching import DraftStreamSettings
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, PositionIds, TokenLayout
 from mmaccel.core.memory.kv import StreamState
-from mmaccel.core.prefill.prune import Probe
+from mmaccel.core.prefill.prune import ForwardProbe
 from mmaccel.core.streams.asking import QuestionRunner, run_question
 from mmaccel.core.streams.draft_stream import PromptAdapter
 from mmaccel.core.streams.parts import Moment, Question, concat_padded
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
 from mmaccel.models import deepstack, units
-from mmaccel.models.attention import MaxLength
-from mmaccel.models.hf import Attachment
+from mmaccel.models.attention import MaxPositionCriteria
+from mmaccel.models.hf import ModelAttachment
 from mmaccel.models.prompt_layout import (
     PIXELS,
     Inputs,
-    last_words,
+    last_message_span,
     markup_ids,
     max_positions,
-    question_mask,
-    unpadded,
+    question_token_mask,
+    remove_padding,
 )
 from mmaccel.models.runner import HFRunner, open_runner
 from mmaccel.models.sequences import StreamCache
-from mmaccel.models.step import StreamSteps
-from mmaccel.models.stream import StreamPasses
+from mmaccel.models.step import CapturedStreamSteps
+from mmaccel.models.stream import StreamForwardPasses
 
 NO_FRAMES = (0, 1, 1, 1)
 """The shape of the frames of a prompt without video."""
 
 
-class PromptModel(StreamPasses, PromptAdapter):  # type: ignore[override]
+class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[override]
     """The target's `PromptAdapter`, of its `attachment`, or a draft's.
 
     inputs  those given; without pixels once they have been read
@@ -61,7 +61,7 @@ class PromptModel(StreamPasses, PromptAdapter):  # type: ignore[override]
         family: Any,
         inputs: Inputs,
         keeper: ModelView,
-        attachment: Attachment | None = None,
+        attachment: ModelAttachment | None = None,
     ) -> None:
         super().__init__(model, family, attachment)
         self._keeper = keeper
@@ -101,7 +101,7 @@ class PromptModel(StreamPasses, PromptAdapter):  # type: ignore[override]
             with self.busy():
                 given = self.family.forward_inputs(self.model, {**others, "input_ids": rest[None]})
                 levels = deepstack.WHERE in given
-                self._rest = (deepstack.join_rows(given) if levels else given["inputs_embeds"])[0]
+                self._rest = (deepstack.join_prompt_deepstack(given) if levels else given["inputs_embeds"])[0]
         else:
             self._rest = self.token_embeds(rest)
 
@@ -116,12 +116,12 @@ class PromptModel(StreamPasses, PromptAdapter):  # type: ignore[override]
         if not torch.equal(ids, self.ids):
             begun, self.ids = len(self.begun), ids
             layout = self.layout.select_tokens(slice(0, begun)).extend(ids.shape[1] - begun)
-            asked = question_mask(self.model, ids.to(layout.device), layout.modality, layout.segment)
+            asked = question_token_mask(self.model, ids.to(layout.device), layout.modality, layout.segment)
             self.layout = replace(layout, asked=asked)
         tail = ids[0, self._tail :]
         own = self.layout.select_tokens(slice(self._tail, None)).to(self.device)
         is_text = (own.modality[0] == TEXT).tolist()
-        words = last_words(tail.tolist(), is_text, *markup_ids(self.model), int(ids[0, 0]))
+        words = last_message_span(tail.tolist(), is_text, *markup_ids(self.model), int(ids[0, 0]))
         own = replace(own, position=torch.arange(own.length, device=own.device)[None])
         rows = concat_padded([self._rest[self._head :], self.token_embeds(tail[self._seen :])])
         return Question(tail, words, rows, self._seen, own)
@@ -133,9 +133,9 @@ class PromptModel(StreamPasses, PromptAdapter):  # type: ignore[override]
         self.inputs, self.frames = {}, torch.empty(NO_FRAMES)
 
     @property
-    def _few(self) -> StreamSteps:  # type: ignore[override]
+    def _few(self) -> CapturedStreamSteps:  # type: ignore[override]
         """One for all prompts of the recipe, whose steps are then captured once."""
-        made = partial(StreamSteps, self.model, self.family)
+        made = partial(CapturedStreamSteps, self.model, self.family)
         name = f"steps of prompts {id(self.model)}"
         return self._keeper.cached(name, made, lambda steps: steps.model is self.model)  # type: ignore[no-any-return]
 
@@ -151,13 +151,13 @@ class PromptModel(StreamPasses, PromptAdapter):  # type: ignore[override]
         if self._video is None:
             ends, marks = markup_ids(self.model)
             text = (layout.modality[0] == TEXT).tolist()
-            begin = min(max(1, last_words(ids, text, ends, marks, ids[0])[0]), len(ids) - 1)
+            begin = min(max(1, last_message_span(ids, text, ends, marks, ids[0])[0]), len(ids) - 1)
             return begin, begin, begin
         mine = layout.segment[0] == self._video
         columns = mine.nonzero()[:, 0]
         begin, stop = int(columns[0]), int(columns[-1]) + 1
         if self.family.stamped:
-            self._part, words, (start, end) = units.longest_even_part(layout, mine)
+            self._part, words, (start, end) = units.longest_evenly_spaced_frames(layout, mine)
             self.text_around_unit = words, 0
             if words:
                 return start, end, end
@@ -264,7 +264,7 @@ class PromptModel(StreamPasses, PromptAdapter):  # type: ignore[override]
         return alone, int(self.family.positions(self.model, alone).flatten(0, -2)[0, inside])
 
 
-class PromptRunner(Runner):
+class PromptStreamRunner(Runner):
     """Runs one prompt of `generate` on a KV policy for streams, from `prefill` to `sync_cache`.
 
     cache     holds the stream: that of the turn before; None: `prefill` begins one
@@ -272,7 +272,7 @@ class PromptRunner(Runner):
     drafts    the draft's stream, which was asked too, after `prefill`
     """
 
-    def __init__(self, attachment: Attachment, cache: StreamCache | None, room: int) -> None:
+    def __init__(self, attachment: ModelAttachment, cache: StreamCache | None, room: int) -> None:
         """`room` tokens may follow the prompt."""
         self._attachment, self.cache, self._room = attachment, cache, room
         self._open = ExitStack()
@@ -288,13 +288,13 @@ class PromptRunner(Runner):
         inputs: Mapping[str, Any],
         keep: Tensor | None = None,
         compact: bool = False,
-        probes: Sequence[Probe] = (),
+        probes: Sequence[ForwardProbe] = (),
     ) -> Tensor:
         attachment, owner = self._attachment, self._attachment.owner
         deadline = getattr(attachment.running, "deadline", None) or Deadline()
         with self._plainly():
             try:
-                before, inputs = self.cache, unpadded(inputs)
+                before, inputs = self.cache, remove_padding(inputs)
                 ids = inputs["input_ids"].to(owner.view.device)
                 if before is not None:
                     ids = torch.cat([before.ids, ids], 1)
@@ -312,7 +312,7 @@ class PromptRunner(Runner):
             except BaseException:
                 self.sync_cache()
                 raise
-            owner.attention.meter.add_counts_of(self._question.meter)
+            owner.attention.meter.merge_counts(self._question.meter)
             return self._question.logits
 
     def _begun(self, inputs: Inputs) -> StreamCache:
@@ -320,9 +320,9 @@ class PromptRunner(Runner):
         attachment, recipe = self._attachment, self._attachment.owner.recipe
         chunk = getattr(attachment.running, "chunk", None) or recipe.chunk
         view, kv = attachment.owner.view, recipe.kv
-        prompt = PromptModel(attachment.model, attachment.family, inputs, view, attachment)
+        prompt = PromptStreamModel(attachment.model, attachment.family, inputs, view, attachment)
         live = StreamRunner.begin(prompt, kv, chunk, prompt.frames, None, True, quiet=True)  # type: ignore[arg-type]
-        told = DraftStreamSettings(None, kv, chunk, prompt=(PromptModel, inputs))  # type: ignore[arg-type]
+        told = DraftStreamSettings(None, kv, chunk, prompt=(PromptStreamModel, inputs))  # type: ignore[arg-type]
         live.draft_stream = GuardedDraftStream.of(recipe.draft, view, told)
         return StreamCache(attachment, prompt, live)
 
@@ -337,9 +337,9 @@ class PromptRunner(Runner):
         assert self._question is not None
         return self._question
 
-    def position_limit(self, read: int) -> MaxLength:
+    def position_limit(self, read: int) -> MaxPositionCriteria:
         """Stopping criterion at the model's last position, for the answer to a prompt of `read` tokens."""
-        return MaxLength(torch.tensor([read + self._at_work().tokens_left]), self._positions, True)
+        return MaxPositionCriteria(torch.tensor([read + self._at_work().tokens_left]), self._positions, True)
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         with self._plainly():
@@ -367,10 +367,12 @@ class PromptRunner(Runner):
             self.cache.close()
 
 
-def runner_of(attachment: Attachment, model: nn.Module, cache: Any, room: int) -> HFRunner | PromptRunner:
+def open_prompt_runner(
+    attachment: ModelAttachment, model: nn.Module, cache: Any, room: int
+) -> HFRunner | PromptStreamRunner:
     """The runner of one prompt of a call on `cache`; if None, on a KV policy for streams with `room` tokens to follow."""
     if cache is None or isinstance(cache, StreamCache):
-        return PromptRunner(attachment, cache, room)
+        return PromptStreamRunner(attachment, cache, room)
     runner, columns = open_runner(model, attachment.family, cache), attachment.columns_of(cache)
     if columns is not None and cache.get_seq_length():
         runner.delta = int(columns.delta)

@@ -27,15 +27,15 @@ from mmaccel.core.prefill.prune import (
     Signals,
     Stage,
     TokenPruner,
-    checked_columns,
+    check_kept_columns,
     kept_layout,
     observation_columns,
 )
 from mmaccel.core.prefill.recalled import warn_idle_pruner
 from mmaccel.models import deepstack
-from mmaccel.models.install import Hooks, PromptHook
+from mmaccel.models.install import Hooks, PrefillHook
 from mmaccel.models.prompt_layout import slice_inputs
-from mmaccel.models.signals import VisionProbe, reads_vision_tower
+from mmaccel.models.signals import VisionAttentionProbe, reads_vision_tower
 
 Go = Callable[[ForwardPass, dict[str, Any]], Any]
 
@@ -63,7 +63,7 @@ class _Work:
 
 
 @dataclass(eq=False)
-class Entering(PromptHook):
+class LayerInputHook(PrefillHook):
     """Forward pre-hook of decoder layer `index`: in passes of a pruned prompt it calls `enter` with the layer's inputs."""
 
     index: int
@@ -76,13 +76,13 @@ class Entering(PromptHook):
         return self.enter(self.index, module, args, kwargs, run.pruning)
 
 
-class Pruning:
+class PrefillTokenPruning:
     """Applies the recipe's token pruner in the forward passes of one accelerated model."""
 
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any, pruner: TokenPruner, depth: int) -> None:
         self.pruner, self.family, self.model = pruner, family, model
         self.stages = {stage.layer: stage for stage in pruner.stages(depth)}
-        self.vision = VisionProbe(hooks, model, family) if reads_vision_tower(pruner) else None
+        self.vision = VisionAttentionProbe(hooks, model, family) if reads_vision_tower(pruner) else None
         self._here = threading.local()
         if hasattr(text := family.text(model), DEEPSTACK):
             hooks.wrap(text, DEEPSTACK, self._add_features)
@@ -90,7 +90,7 @@ class Pruning:
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
             for index, layer in enumerate(family.attended_layers(model)):
                 if index >= first:
-                    hooks.add_pre_hook(layer, Entering(index, self._enter))
+                    hooks.add_pre_hook(layer, LayerInputHook(index, self._enter))
 
     def forward(self, run: ForwardPass, kwargs: dict[str, Any], go: Go) -> Any:
         """Run the text model on new tokens, dropping those that the pruner rejects; `go` runs the unpruned forward."""
@@ -111,7 +111,7 @@ class Pruning:
             raise ModelError(
                 "output_hidden_states and output_attentions: the layers of a pruned prompt differ in length; leave them out."
             )
-        state.expect_pass(count)
+        state.expect_new_columns(count)
         total = 0
         if prompt:
             state.begin_prompt(run.layout)
@@ -227,7 +227,7 @@ class Pruning:
 
     def _go_on(self, index: int, kwargs: dict[str, Any], work: _Work) -> dict[str, Any]:
         """From here to the next cut the layers get the thinned run, and their angles."""
-        part = work.state.part_of(index)
+        part = work.state.part_index_of_layer(index)
         if work.state.kept[part] is None:
             return kwargs
         run, angles = self._thin(work.run, work.state, part), kwargs["position_embeddings"]
@@ -245,10 +245,10 @@ class Pruning:
 
     def _cut(self, work: _Work, stage: Stage, signals: Signals, states: Tensor) -> Kept | None:
         """Ask the pruner, and write down what it keeps; None when that is everything, as it was."""
-        layout, part, kept = work.layout, work.state.part_of(stage.layer), None
+        layout, part, kept = work.layout, work.state.part_index_of_layer(stage.layer), None
         if work.total:
             kept = self.pruner.prune(signals, layout, stage, work.total)
-            checked_columns(self.pruner, kept.columns, layout)
+            check_kept_columns(self.pruner, kept.columns, layout)
         if kept is None or (kept.columns.numel() == layout.length and kept.states is None):
             work.state.keep_columns(part, None, layout)
             return None
@@ -268,7 +268,9 @@ class Pruning:
 
     @staticmethod
     def _thin(run: ForwardPass, state: PrunedKVState, part: int) -> ForwardPass:
-        return replace(run, layout=state.layout_of(part, run.layout), start=state.held_count(part, run.start))
+        return replace(
+            run, layout=state.layout_of(part, run.layout), start=state.count_held_in_part(part, run.start)
+        )
 
 
 def _numbered(run: ForwardPass) -> Tensor:
@@ -279,7 +281,7 @@ def _numbered(run: ForwardPass) -> Tensor:
     return run.branches.depth.to(device) + run.start - (run.branches.sees.shape[1] - rows)
 
 
-def kept_tokens(pruner: TokenPruner, tokens: int) -> int:
+def kept_tokens_per_frame(pruner: TokenPruner, tokens: int) -> int:
     """How many of a frame's `tokens` `pruner` keeps on a stream; raises `RecipeError` if none."""
     left = pruner.kept_token_count(tokens)
     if not left:
@@ -291,11 +293,16 @@ def kept_tokens(pruner: TokenPruner, tokens: int) -> int:
 
 
 def prune_frames(
-    pruner: TokenPruner, shape: Geometry, rows: Tensor, frames: int, tokens: int, vision: VisionProbe | None
+    pruner: TokenPruner,
+    shape: Geometry,
+    rows: Tensor,
+    frames: int,
+    tokens: int,
+    vision: VisionAttentionProbe | None,
 ) -> tuple[Tensor, Tensor]:
     """Apply `pruner` to visual features `rows` [frames * tokens + m, E], frames then m separators: the units [n, P, E] that
     are left, one for each group of frames and all of equal length, and the separators [m, E]."""
-    inside, left, each = frames * tokens, kept_tokens(pruner, tokens), tokens * pruner.group
+    inside, left, each = frames * tokens, kept_tokens_per_frame(pruner, tokens), tokens * pruner.group
     place = torch.arange(len(rows), device=rows.device)[None]
     frame = torch.where(place < inside, place // tokens, -1)
     layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=frame)
@@ -303,7 +310,7 @@ def prune_frames(
     if vision is not None:
         signals.update(vision.take_signals(layout))
     kept = pruner.prune(signals, layout, pruner.stages(shape.layers)[0])
-    columns = checked_columns(pruner, kept.columns, layout)
+    columns = check_kept_columns(pruner, kept.columns, layout)
     counts = torch.bincount(columns[columns < inside] // each, minlength=inside // each)
     if bool((counts != left).any()):
         raise RecipeError(

@@ -16,14 +16,14 @@ from mmaccel.core.layout import IMAGE, VIDEO, TimeScale
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features
-from mmaccel.models.prompt_layout import PIXELS, Budget, ByFrame, Grid, Inputs, Made, ProcessorStyle
-from mmaccel.models.signals import VisionTowerReader, received_attention
+from mmaccel.models.prompt_layout import PIXELS, Budget, ByFrame, Grid, Inputs, Made, ProcessorSpec
+from mmaccel.models.signals import VisionScorer, mean_received_attention
 
 _GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 
 
 def _patched(kind: int, pixels: Any, extra: Any, visuals: list[Any], where: Mapping[str, Any]) -> Made:
-    """See `ProcessorStyle`: patches of all images (IMAGE) or videos (VIDEO) in a row, and their grids."""
+    """See `ProcessorSpec`: patches of all images (IMAGE) or videos (VIDEO) in a row, and their grids."""
     from mmaccel.media.preprocess import to_patches
 
     frames = visuals if kind == VIDEO else [image[None] for row in visuals for image in row]
@@ -62,7 +62,7 @@ _PROCESSOR: dict[str, Any] = {
 }
 
 
-class QwenTowerReader(VisionTowerReader):
+class QwenTowerReader(VisionScorer):
     """Vision-tower signals for packed patches in window order, where four patches merge into one token."""
 
     def __init__(self, multimodal: Any) -> None:
@@ -79,7 +79,7 @@ class QwenTowerReader(VisionTowerReader):
             shape = len(list(same)), size
             some = slice(start, start + math.prod(shape))
             q, k = (x[:, some].unflatten(1, shape).transpose(0, 1) for x in (query, key))
-            score = received_attention(q, k, q.shape[-1] ** -0.5)
+            score = mean_received_attention(q, k, q.shape[-1] ** -0.5)
             looks.append(torch.cat([score[..., None], k.mean(1)], -1).flatten(0, 1))
             start = some.stop
         return torch.cat(looks)
@@ -113,9 +113,9 @@ class Qwen25VL(Family):
         "pixel_values": "image_grid_thw",
         "pixel_values_videos": "video_grid_thw",
     }
-    processors: ClassVar[Mapping[str, ProcessorStyle]] = {
-        "qwen2_vl": ProcessorStyle(processor="Qwen2VLProcessor", **_PROCESSOR),
-        "qwen2_5_vl": ProcessorStyle(processor="Qwen2_5_VLProcessor", seconds=True, **_PROCESSOR),
+    processors: ClassVar[Mapping[str, ProcessorSpec]] = {
+        "qwen2_vl": ProcessorSpec(processor="Qwen2VLProcessor", **_PROCESSOR),
+        "qwen2_5_vl": ProcessorSpec(processor="Qwen2_5_VLProcessor", seconds=True, **_PROCESSOR),
     }
     vision_tower_reader: ClassVar[Any] = QwenTowerReader
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {

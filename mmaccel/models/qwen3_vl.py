@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import home_of
 from mmaccel.core.registry import register
 from mmaccel.models import deepstack
-from mmaccel.models.prompt_layout import Inputs, ProcessorStyle, Words, timestamp
+from mmaccel.models.prompt_layout import Inputs, ProcessorSpec, Words, timestamp
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import ASIDE, BEGIN, END, MROPE, TEXT, TOWER
 
@@ -26,7 +26,7 @@ class Qwen3VL(Qwen25VL):
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     extra_inputs = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
-    processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
+    processors: ClassVar[Mapping[str, ProcessorSpec]] = {}
     stamped = True
     decoder_layers = frozenset({"Qwen3VLTextDecoderLayer", "Qwen3VLMoeTextDecoderLayer"})
     rms_norms = frozenset({"Qwen3VLTextRMSNorm", "Qwen3VLMoeTextRMSNorm"})
@@ -54,4 +54,4 @@ class Qwen3VL(Qwen25VL):
             inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
         )
         dtype = self.token_embedding(model).weight.dtype
-        return torch.cat(deepstack.join_levels(out)).to(home_of(model), dtype)
+        return torch.cat(deepstack.join_tower_deepstack(out)).to(home_of(model), dtype)

@@ -24,7 +24,7 @@ from mmaccel.core.recipe import MAIN_PRESETS, Recipe, stream_policy
 from mmaccel.core.registry import policy
 from mmaccel.models import loading, shapes, stock
 from mmaccel.models.prompt_layout import max_positions
-from mmaccel.models.stream import StreamPasses
+from mmaccel.models.stream import StreamForwardPasses
 
 LOSSLESS = ("exact", "captions")
 """Presets that say what the plain model says."""
@@ -80,7 +80,7 @@ def sizes_of(
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     wide = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
     if processor is None:
-        patches, tokens = shapes.patches_and_tokens(str(model), *size)
+        patches, tokens = shapes.count_patches_and_tokens(str(model), *size)
         side = vision.patch_size
         pixels = patches * 3 * (side[0] if isinstance(side, list | tuple) else side) ** 2 * pace
     else:
@@ -174,7 +174,7 @@ def _measured(place: torch.device, sizes: rates.Sizes, **how: Any) -> rates.Devi
 def _few_rows(model: nn.Module) -> Callable[[], Any]:
     """A step of one row of a session that keeps all, after a prompt of one token and a frame of one."""
     family: Any = adapter_for(model)
-    passes, line = StreamPasses(model, family), torch.arange(2, device=home_of(model))[None]
+    passes, line = StreamForwardPasses(model, family), torch.arange(2, device=home_of(model))[None]
     positions = PositionIds.evenly_spaced(line[:, :1], line[:, 1:], 2, 1, 1 << 15)
     told = Stream(tokens_per_unit=1, head=1, pace=1, positions=positions, dtype=passes.dtype)
     state = stream_policy(Recipe()).open_stream(told, family.geometry(model), passes.view, passes.device)

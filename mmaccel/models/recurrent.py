@@ -4,7 +4,7 @@ A recurrent state cannot be truncated. So a layer keeps a checkpoint of its stat
 restores the checkpoint and runs the remaining inputs again. It keeps two checkpoints, at least `REACH` tokens apart. The
 rows of a token tree are run path by path from the state before it, which contains none of them until one path is accepted.
 
-In captured decode steps (`layer_step.StateStep`) a sequence has a slot: a ring buffer ("journal") of its last rows,
+In captured decode steps (`layer_step.FusedDeltaNetStep`) a sequence has a slot: a ring buffer ("journal") of its last rows,
 and a state that lags behind them (`ops.delta.delta_rows`). A short rollback only changes a number; a longer one restores a
 copy of the state. Any other use of the layer, such as the model's forward, first applies the journal and frees the slot.
 """
@@ -104,7 +104,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         journal, state = self._room()
         none, gate = journal[:0], journal.new_empty(0, state.shape[0] * state.shape[2])
         told = torch.tensor([[self.length, self._base, self.length, 0]], device=state.device)
-        delta_rows(none, gate, *delta_weights(self.module), told, journal[None], state[None])
+        delta_rows(none, gate, *deltanet_weights(self.module), told, journal[None], state[None])
         taps = self.module.conv_kernel_size
         conv = journal[self._last(journal, taps), : self.module.conv_dim].T[None]
         self.slots, self._marks = None, []
@@ -120,7 +120,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         """The rows of `journal` of the last `count` columns."""
         return torch.arange(self.length - count, self.length, device=journal.device) % len(journal)
 
-    def record_rows(self, rows: Tensor) -> None:
+    def record_input_rows(self, rows: Tensor) -> None:
         """Record input `rows` [B, n, E] of the layer, from which a rollback runs it again."""
         count = rows.shape[1]
         if self._again:
@@ -285,7 +285,7 @@ class StateSlots:
 
 
 @contextmanager
-def restored_on_error(layers: Iterable[RecurrentCacheLayer]) -> Iterator[None]:
+def restore_states_on_error(layers: Iterable[RecurrentCacheLayer]) -> Iterator[None]:
     """Context of a decode step that restores the recurrent states of `layers` if the step raises."""
     before = [(one, one.length) for one in layers]
     try:
@@ -296,7 +296,7 @@ def restored_on_error(layers: Iterable[RecurrentCacheLayer]) -> Iterator[None]:
         raise
 
 
-def delta_weights(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+def deltanet_weights(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     """The weights of a Gated DeltaNet that `delta_rows` takes: convolution, decay, time-step bias, norm weight, eps."""
     own = module.conv1d.weight[:, 0], module.A_log, module.dt_bias, module.norm.weight
     return *own, module.norm.variance_epsilon
@@ -313,7 +313,7 @@ def record_input(
         return None
     layer.cache, rows = ref(cache), args[0] if args else kwargs["hidden_states"]
     if (branches := getattr(cache, "branches", None)) is None:
-        layer.record_rows(rows)
+        layer.record_input_rows(rows)
         return None
     spread, paths = layer.spread_tree(rows, branches)
     return (), {**kwargs, "hidden_states": spread, "cache_params": paths, "attention_mask": None}
@@ -326,7 +326,7 @@ def hook_inputs(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
         hooks.add_hook(module, gather_tree, with_kwargs=True)
 
 
-def rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
+def make_rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
     """A transformers `DynamicCache` for the plain `model` whose recurrent layers `states` can be rolled back."""
     cache: Any = DynamicCache(config=model.config)  # type: ignore[arg-type]
     cache.states = {number: RecurrentCacheLayer(module) for number, module in states.items()}
@@ -334,11 +334,11 @@ def rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
         cache.layers[number] = state
     heard = ExitStack()
     heard.enter_context(shared_hooks(model, "noted", lambda hooks: hook_inputs(hooks, states.values())))
-    finalize(cache, close_in_finalizer, heard.close).atexit = False
+    finalize(cache, close_hooks_in_finalizer, heard.close).atexit = False
     return cache
 
 
-def close_in_finalizer(close: Callable[[], None]) -> None:
+def close_hooks_in_finalizer(close: Callable[[], None]) -> None:
     """Close shared hooks in a finalizer. It waits for nobody, as a collection may run it in an import that the thread which
     changes hooks waits for: then a thread of its own closes them."""
     if not (lock := install.hooks_lock).acquire(blocking=False):
@@ -350,7 +350,7 @@ def close_in_finalizer(close: Callable[[], None]) -> None:
         lock.release()
 
 
-class StreamStates(RunningStates):
+class StreamRecurrentStates(RunningStates):
     """The recurrent states of one stream, by layer index, on the model of `passes`."""
 
     def __init__(self, passes: Any, modules: Mapping[int, nn.Module]) -> None:

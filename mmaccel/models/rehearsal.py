@@ -2,7 +2,7 @@
 pass and beside it, and what a first question makes.
 
 The model's own layers are run with random weights; what a session takes beyond the prediction at both depths and at two
-lengths of video gives a `Surplus`, which is kept on disk for this device, model and frame size.
+lengths of video gives a `MeasuredOverhead`, which is kept on disk for this device, model and frame size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ QUESTION = "What happens in the video?"
 
 
 @dataclass(frozen=True)
-class MeasuredRun:
+class RunTimings:
     """Measured seconds: `read_s` to read the video (of a `generate` call, up to its first token); `asked`: for each
     question, to the first token and per token after it. `step_tokens`: tokens per step of the model."""
 
@@ -55,7 +55,7 @@ class MeasuredRun:
     step_tokens: float
 
 
-_Cases = dict[tuple[int, int], tuple[MeasuredRun, costs.Cost]]
+_Cases = dict[tuple[int, int], tuple[RunTimings, costs.Cost]]
 """By layers and units, what a session took and what is predicted of it."""
 
 
@@ -68,10 +68,10 @@ def run_measured(
     question: str = QUESTION,
     fps: float = RATE,
     clock: Callable[[], float] = time.perf_counter,
-) -> MeasuredRun:
+) -> RunTimings:
     """Read the frames `film` and answer all questions, as `costs.cost` takes them; every answer has ``work.answer``
     tokens."""
-    if not costs.in_session(recipe, work):
+    if not costs.needs_session(recipe, work):
         inputs = processor.chat(question, videos=film, fps=fps, device=model.device)
         with accelerate(model, recipe) as fast, torch.no_grad():
             began = clock(), time.perf_counter()
@@ -95,7 +95,7 @@ def run_measured(
                 asked.append((words, rest / work.answer))
             draft = stream.report().draft
     told = (work.answer - 1) / draft["target_steps"] if draft["rounds"] else 1.0
-    return MeasuredRun(read, tuple(asked), told)
+    return RunTimings(read, tuple(asked), told)
 
 
 def _split(
@@ -121,12 +121,13 @@ def with_measured_surplus(
     clock: Callable[[], float] = time.perf_counter,
     say: Callable[[str], None] = lambda text: None,
 ) -> rates.Device:
-    """`device` with the `Surplus` of each of `recipes` for `work`, from `store`, or measured now and stored there.
+    """`device` with the `MeasuredOverhead` of each of `recipes` for `work`, from `store`, or measured now and stored there.
 
     `model` as `sizes_of` takes it, for frames of (height, width). Nothing is measured of recipes with a draft model, whose
-    `Surplus` is that of the same recipe without it, nor where that would take more than `LIMIT_S` or the memory free.
+    `MeasuredOverhead` is that of the same recipe without it, nor where that would take more than `LIMIT_S` or the memory
+    free.
     """
-    kept = rates.Surpluses(place, sizes, f"sessions of {DEPTHS} layers", store)
+    kept = rates.OverheadFile(place, sizes, f"sessions of {DEPTHS} layers", store)
     found, missing = dict(device.sessions), dict[str, Recipe]()
     for recipe in recipes:
         way = costs.surplus_key(recipe, work)
@@ -214,7 +215,7 @@ class _Plan:
         weights = self.sizes.weights - self.sizes.layer_weights + part
         sizes = replace(self.sizes, layers=layers, layer_weights=part, weights=weights)
         # A call answers one question.
-        asked = QUESTIONS if costs.in_session(recipe, self.work) else 1
+        asked = QUESTIONS if costs.needs_session(recipe, self.work) else 1
         work = replace(self.work, frames=units * sizes.pace, questions=asked, answer=ANSWER)
         return sizes, replace(work, step_tokens=None)
 
@@ -255,7 +256,7 @@ class _Plan:
         return found
 
 
-def _surplus(found: _Cases, grows: bool, window: int, captures: bool) -> rates.Surplus:
+def _surplus(found: _Cases, grows: bool, window: int, captures: bool) -> rates.MeasuredOverhead:
     """`grows`: whether a question and a token see all of the video; `window`: units before any leaves."""
     read, question, step = (dict[tuple[int, int], float]() for _ in range(3))
     first = [dict[tuple[int, int], float]() for _ in range(FIRST)]
@@ -272,11 +273,11 @@ def _surplus(found: _Cases, grows: bool, window: int, captures: bool) -> rates.S
         question[at], step[at] = words - told.question_s, (token - told.token_s) * taken.step_tokens
         for number, (one, each) in enumerate(taken.asked[:FIRST]):
             first[number][at] = one - words + told.work.answer * (each - token)
-    once = [rates.fit_plane(one, grows=False)[::3] for one in first if one]
-    return rates.Surplus(
-        read=rates.fit_plane(read, least=window, pairs=not window),
-        question=rates.fit_plane(question, grows),
-        step=rates.fit_plane(step, grows),
+    once = [rates.fit_cost_plane(one, grows=False)[::3] for one in first if one]
+    return rates.MeasuredOverhead(
+        read=rates.fit_cost_plane(read, least=window, pairs=not window),
+        question=rates.fit_cost_plane(question, grows),
+        step=rates.fit_cost_plane(step, grows),
         first=tuple((base, layer) for base, layer in once),
     )
 

@@ -17,12 +17,12 @@ from mmaccel.core.attach import attached
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import KVState
-from mmaccel.core.prefill.prune import NOTE, Note, Probe
+from mmaccel.core.prefill.prune import NOTE, ForwardPassInfo, ForwardProbe
 from mmaccel.core.registry import DEFAULTS, registry
 from mmaccel.models import decode, deepstack
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import tower_batched
-from mmaccel.models.prompt_layout import Inputs, slice_inputs, unpadded
+from mmaccel.models.prompt_layout import Inputs, remove_padding, slice_inputs
 
 
 class HFRunner(Runner):
@@ -32,12 +32,12 @@ class HFRunner(Runner):
     """
 
     def __init__(self, model: nn.Module, family: Any, cache: Any, rows: Sequence[int] = ()) -> None:
-        """`rows`: the numbers of rows of which steps are captured (`SequenceSteps`); all others go through the model, which
-        prompts always do."""
+        """`rows`: the numbers of rows of which steps are captured (`SequenceDecodeSteps`); all others go through the model,
+        which prompts always do."""
         self.model, self.family, self.cache = model, family, cache
         self.delta = self._last = 0
         self._whole: tuple[dict[str, Any], Tensor] | None = None  # what enters, and positions, of all prompts
-        self.steps = decode.SequenceSteps(model, family, rows) if rows else None
+        self.steps = decode.SequenceDecodeSteps(model, family, rows) if rows else None
         self.laid: Any = None  # where its memory lies, as `together` last saw it
         self._moved: KVState | None = None
 
@@ -62,7 +62,11 @@ class HFRunner(Runner):
 
     @torch.no_grad()
     def prefill(
-        self, inputs: Inputs, keep: Tensor | None = None, compact: bool = False, probes: Sequence[Probe] = ()
+        self,
+        inputs: Inputs,
+        keep: Tensor | None = None,
+        compact: bool = False,
+        probes: Sequence[ForwardProbe] = (),
     ) -> Tensor:
         """Run the whole prompt and return the logits [1, V] of its last token. Arguments as in `Runner.prefill`; `probes`
         read hidden states or attention of an accelerated model's layers."""
@@ -80,7 +84,7 @@ class HFRunner(Runner):
         if keep is not None:
             return self._prefill_kept(inputs, positions, keep.to(positions.device), compact)
         if probes:
-            inputs[NOTE] = Note(probes=tuple(probes))
+            inputs[NOTE] = ForwardPassInfo(probes=tuple(probes))
         shown = self.family.given_modalities(inputs)
         with tower_batched(self.family, self.model) if shown else nullcontext():
             return self._read(positions, **inputs)
@@ -92,7 +96,7 @@ class HFRunner(Runner):
         loose = any(p.kind is p.VAR_KEYWORD for p in known.values())
         takes = {*known, "mm_token_type_ids"} if loose else set(known)
         takes -= {"past_key_values", "use_cache", "logits_to_keep"}
-        kept = {k: v for k, v in unpadded(inputs).items() if v is not None and k in takes}
+        kept = {k: v for k, v in remove_padding(inputs).items() if v is not None and k in takes}
         positions = kept.pop("position_ids", None)
         if positions is None:
             positions = self.family.positions(self.model, kept)
@@ -117,7 +121,7 @@ class HFRunner(Runner):
         with tower_batched(self.family, self.model):
             entering = self.family.forward_inputs(self.model, inputs)
         if self._whole is not None:
-            entering = deepstack.concatenate_prompts(self._whole[0], entering)
+            entering = deepstack.concatenate_prompt_embeds(self._whole[0], entering)
             positions = torch.cat([self._whole[1], positions], -1)
             self.truncate(0)
         if self.lasting:
@@ -161,7 +165,7 @@ class HFRunner(Runner):
             positions = positions.expand(3, -1, -1)
         more: dict[str, Any] = {}
         if attached(self.model) is not None:
-            more[NOTE] = Note(verify=True, branches=branches)
+            more[NOTE] = ForwardPassInfo(verify=True, branches=branches)
         elif branches is not None:
             # [1, 1, n, N]: what a plain model adds to its scores.
             sees, dtype = branches.sees.to(ids.device), next(self.model.parameters()).dtype
@@ -253,5 +257,7 @@ class HFRunner(Runner):
 
 
 def open_runner(model: nn.Module, family: Any, cache: Any) -> HFRunner:
-    """A runner of `model` on `cache`, with CUDA-graph decode steps if `decode.can_capture` them."""
-    return HFRunner(model, family, cache, decode.ROWS if decode.can_capture(model, family, cache) else ())
+    """A runner of `model` on `cache`, with CUDA-graph decode steps if `decode.can_capture_decode` them."""
+    return HFRunner(
+        model, family, cache, decode.ROWS if decode.can_capture_decode(model, family, cache) else ()
+    )

@@ -1,7 +1,7 @@
 """Splits a `generate` call into single sequences: from a batch, without padding, and continuing a given cache.
 
 A returned cache holds the earlier turns. In the next call `input_ids` are the whole conversation, and pixels those of new
-images and videos; the draft's state stays with the cache (`ConversationDraft`).
+images and videos; the draft's state stays with the cache (`CachedDraftState`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mmaccel.core.adapter import Columns
 from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.models.hf import Attachment
-from mmaccel.models.prompt_layout import A_TOKEN, PIXELS, is_given, unpadded
+from mmaccel.models.hf import ModelAttachment
+from mmaccel.models.prompt_layout import A_TOKEN, PIXELS, is_given, remove_padding
 
 TURN = "mmaccel_turn"
-"""The attribute of a cache that holds its `ConversationDraft`."""
+"""The attribute of a cache that holds its `CachedDraftState`."""
 
 STATEFUL = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
@@ -36,7 +36,7 @@ STATEFUL = {
 draft asks about tokens that are refused, too, and about the same place twice."""
 
 
-class ConversationDraft:
+class CachedDraftState:
     """What a conversation's cache keeps of its draft between two turns: the draft's state, and the attention that its pruner
     read. Copies of the cache share it: each turn rolls the draft back to the prefix shared with the last one, so that one
     draft serves all."""
@@ -49,23 +49,21 @@ class ConversationDraft:
     ) -> None:
         self.choice, self.state, self.heard = choice, state, heard
 
-    def __deepcopy__(self, memo: Any) -> ConversationDraft:
+    def __deepcopy__(self, memo: Any) -> CachedDraftState:
         return self
 
     def __reduce__(self) -> Any:
-        return ConversationDraft, ()  # a draft's memory is not saved
+        return CachedDraftState, ()  # a draft's memory is not saved
 
     @staticmethod
-    def stored_with(cache: Any, choice: DraftStrategy) -> ConversationDraft:
-        """The `ConversationDraft` stored with `cache`, or an empty one if there is none or it belongs to another draft."""
+    def from_cache(cache: Any, choice: DraftStrategy) -> CachedDraftState:
+        """The `CachedDraftState` stored with `cache`, or an empty one if there is none or it belongs to another draft."""
         held = getattr(cache, TURN, None)
         return (
-            held
-            if isinstance(held, ConversationDraft) and held.choice == choice
-            else ConversationDraft(choice)
+            held if isinstance(held, CachedDraftState) and held.choice == choice else CachedDraftState(choice)
         )
 
-    def take_state(self) -> Any:
+    def pop_state(self) -> Any:
         """Take the draft's stored state out for one call; a call that runs beside it finds none."""
         state, self.state = self.state, None
         return state
@@ -84,14 +82,14 @@ class StreamCache(Cache):
     or video; what follows is its question, by which the memory recalls anew. No call changes the memory, so that several
     conversations may part from one cache. It is freed by `close`, or when nothing holds the cache any more.
 
-    prompt, live  the `PromptModel` and its `StreamRunner`; None once it is closed
+    prompt, live  the `PromptStreamModel` and its `StreamRunner`; None once it is closed
     ids    [1, n] of the last conversation, prompt and answer, as far as they were run
     lasts  whether it outlives the call that opened it
     """
 
     is_compileable = False
 
-    def __init__(self, attachment: Attachment, prompt: Any, live: Any) -> None:
+    def __init__(self, attachment: ModelAttachment, prompt: Any, live: Any) -> None:
         super().__init__(layers=[])
         self.prompt, self.live, self.ids, self.lasts = prompt, live, prompt.ids, False
         self._attachment, self._call, self._free = attachment, threading.Lock(), finalize(self, live.close)
@@ -113,7 +111,7 @@ class StreamCache(Cache):
             self.prompt = self.live = None
             self._free()
 
-    def begin_turn(self, attachment: Attachment, inputs: Mapping[str, Any]) -> None:
+    def begin_turn(self, attachment: ModelAttachment, inputs: Mapping[str, Any]) -> None:
         """Go back to what the prompt `inputs` has in common with the last conversation. Raises `ModelError` for one that
         cannot go on from this cache."""
         if self._attachment is not attachment:
@@ -142,9 +140,9 @@ class StreamCache(Cache):
                 "input_ids: they show an image or a video that past_key_values has not read, and it takes no more; leave "
                 "past_key_values out, and give all pixels."
             )
-        self.note_turn(ids[:, :same])
+        self.record_turn(ids[:, :same])
 
-    def note_turn(self, ids: Tensor) -> None:
+    def record_turn(self, ids: Tensor) -> None:
         """Note that the conversation has come to `ids` [1, n], from where the next call may go on."""
         layout = self.prompt.layout.select_tokens(slice(0, ids.shape[1]))
         layout = layout.extend(ids.shape[1] - layout.length)
@@ -173,7 +171,7 @@ def cache_length(cache: Any) -> int:
     return 0 if cache is None else int(cache.get_seq_length())
 
 
-def cached_columns(attachment: Attachment, cache: Any) -> Columns | None:
+def unpadded_cache_layout(attachment: ModelAttachment, cache: Any) -> Columns | None:
     """Layout of the tokens in `cache`, if it holds one sequence without padding that is known; else None."""
     found, past = attachment.columns_of(cache), cache_length(cache)
     if found is None or found.layout.batch != 1 or found.layout.length < past:
@@ -182,12 +180,12 @@ def cached_columns(attachment: Attachment, cache: Any) -> Columns | None:
     return None if layout.has_padding else Columns(layout, found.delta)
 
 
-def why_undrafted(attachment: Attachment, kwargs: Mapping[str, Any], count: int) -> str | None:
+def why_draft_skipped(attachment: ModelAttachment, kwargs: Mapping[str, Any], count: int) -> str | None:
     """Why a call of `count` sequences on a filled cache runs without the draft; None if it drafts."""
     cache, ids, mask = kwargs["past_key_values"], kwargs.get("input_ids"), kwargs.get("attention_mask")
     if count > 1:
         return "past_key_values is of several sequences, and it reads one at a time"
-    if cached_columns(attachment, cache) is None:
+    if unpadded_cache_layout(attachment, cache) is None:
         return "past_key_values holds padding, or another model filled it"
     if not isinstance(ids, Tensor) or (mask is not None and mask.shape != ids.shape):
         return "input_ids are not the whole conversation"
@@ -243,18 +241,20 @@ def _tiles(family: Any, inputs: Mapping[str, Any], layout: TokenLayout, count: i
     return [some // each for some in tokens] if each and not any(some % each for some in tokens) else None
 
 
-def allowed_tokens_of(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
+def allowed_tokens_for_sequence(
+    allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor
+) -> Any:
     """Adapter of `prefix_allowed_tokens_fn` for a batch that is decoded one by one: passes the sequence's true `number`."""
     return allowed(number, ids)
 
 
-def drop_padding(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
+def drop_padding(attachment: ModelAttachment, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `generate` for one sequence without its padding on the left."""
     mask = kwargs.get("attention_mask")
     if mask is None or bool(mask.all()):
         return kwargs
     count = int((mask[0] == 0).sum())
-    kwargs = unpadded(kwargs)
+    kwargs = remove_padding(kwargs)
     # A padding token within the prompt is a token like others: without a mask transformers would take it for padding.
     kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
     if not cache_length(kwargs.get("past_key_values")):
@@ -274,7 +274,7 @@ def drop_padding(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, An
     return kwargs
 
 
-def check_single(field: str, verdict: Tensor) -> Tensor:
+def check_single_row(field: str, verdict: Tensor) -> Tensor:
     """Check that the result `verdict` of a processor or criterion given as `field` has one row; else raises `DraftError`."""
     if verdict.shape[0] != 1:
         raise DraftError(
@@ -293,7 +293,7 @@ class Sampling:
     sample: bool
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        scores = check_single("logits_processor", self.processors(ids[None], logits[None].float()))[0]
+        scores = check_single_row("logits_processor", self.processors(ids[None], logits[None].float()))[0]
         if self.sample:
             return torch.softmax(scores, -1)
         return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()

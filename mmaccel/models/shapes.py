@@ -18,7 +18,7 @@ from mmaccel.core.errors import ModelError, UnknownName
 
 
 @dataclass(frozen=True)
-class PublishedShape:
+class PublishedModelConfig:
     """A published model configuration: its family and the sizes of its language model and vision tower."""
 
     family: str
@@ -32,17 +32,19 @@ class PublishedShape:
     vision_intermediate: int = 3420
 
 
-SHAPES: dict[str, PublishedShape] = {
-    "qwen2.5-vl-3b": PublishedShape("qwen2_5_vl", 2048, 36, 16, 2, 11008, 151936, tied=True),
-    "qwen2.5-vl-7b": PublishedShape("qwen2_5_vl", 3584, 28, 28, 4, 18944, 152064),
-    "qwen2.5-vl-32b": PublishedShape("qwen2_5_vl", 5120, 64, 40, 8, 27648, 152064, vision_intermediate=3456),
-    "llava-onevision-0.5b": PublishedShape("llava_onevision", 896, 24, 14, 2, 4864, 152000, tied=True),
-    "llava-onevision-7b": PublishedShape("llava_onevision", 3584, 28, 28, 4, 18944, 152128),
-    "llava-onevision-72b": PublishedShape("llava_onevision", 8192, 80, 64, 8, 29568, 152128),
-    "qwen3-vl-8b": PublishedShape("qwen3_vl", 4096, 36, 32, 8, 12288, 151936),
-    "qwen3.5-9b": PublishedShape("qwen3_5", 4096, 32, 16, 4, 12288, 248320),
-    "internvl3.5-8b": PublishedShape("internvl", 4096, 36, 32, 8, 12288, 151936),
-    "glm-4.1v-9b": PublishedShape("glm4v", 4096, 40, 32, 2, 13696, 151552),
+SHAPES: dict[str, PublishedModelConfig] = {
+    "qwen2.5-vl-3b": PublishedModelConfig("qwen2_5_vl", 2048, 36, 16, 2, 11008, 151936, tied=True),
+    "qwen2.5-vl-7b": PublishedModelConfig("qwen2_5_vl", 3584, 28, 28, 4, 18944, 152064),
+    "qwen2.5-vl-32b": PublishedModelConfig(
+        "qwen2_5_vl", 5120, 64, 40, 8, 27648, 152064, vision_intermediate=3456
+    ),
+    "llava-onevision-0.5b": PublishedModelConfig("llava_onevision", 896, 24, 14, 2, 4864, 152000, tied=True),
+    "llava-onevision-7b": PublishedModelConfig("llava_onevision", 3584, 28, 28, 4, 18944, 152128),
+    "llava-onevision-72b": PublishedModelConfig("llava_onevision", 8192, 80, 64, 8, 29568, 152128),
+    "qwen3-vl-8b": PublishedModelConfig("qwen3_vl", 4096, 36, 32, 8, 12288, 151936),
+    "qwen3.5-9b": PublishedModelConfig("qwen3_5", 4096, 32, 16, 4, 12288, 248320),
+    "internvl3.5-8b": PublishedModelConfig("internvl", 4096, 36, 32, 8, 12288, 151936),
+    "glm-4.1v-9b": PublishedModelConfig("glm4v", 4096, 40, 32, 2, 13696, 151552),
 }
 
 
@@ -69,7 +71,7 @@ def config(name: str, layers: int | None = None, vision_layers: int | None = Non
     return AutoConfig.for_model(shape.family, text_config=text | tied, vision_config=vision, **others, **tied)
 
 
-def patches_and_tokens(name: str, height: int, width: int) -> tuple[int, int]:
+def count_patches_and_tokens(name: str, height: int, width: int) -> tuple[int, int]:
     """Numbers of patches and tokens of one time step (one frame, or two for Qwen and GLM) of (height, width) in a shape."""
     if (family := SHAPES[name].family) == "llava_onevision":  # resized to 384 x 384, pooled two by two
         return 27 * 27, 14 * 14
@@ -91,7 +93,7 @@ def build(
 ) -> nn.Module:
     """Build a published shape with random weights, in evaluation mode, directly on `device`.
 
-    With `devices` its layers are spread over these (see `loading.spread_layers`), each built on its device.
+    With `devices` its layers are spread over these (see `loading.spread_layers_over_devices`), each built on its device.
     """
     conf = config(name, layers, vision_layers)
     if devices is None or len(devices) == 1:
@@ -126,7 +128,7 @@ def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch
     from transformers import AutoModelForImageTextToText
 
     from mmaccel.core.attach import adapter_for
-    from mmaccel.models.loading import assign_layers, move_hooks
+    from mmaccel.models.loading import balance_layers_over_devices, install_input_move_hooks
 
     with torch.device(devices[0]):
         model: Any = AutoModelForImageTextToText.from_config(shallow, dtype=dtype)
@@ -139,20 +141,20 @@ def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch
     text.config.layer_types = model.config.text_config.layer_types = conf.text_config.layer_types
     size = sum(p.nbytes for p in first.parameters())
     ends = sum(p.nbytes for p in model.parameters()) - size
-    chosen = [devices[which] for which in assign_layers([size] * depth, ends, len(devices))]
+    chosen = [devices[which] for which in balance_layers_over_devices([size] * depth, ends, len(devices))]
     for number, device in enumerate(chosen[1:], 1):
         with torch.device(device):
             layer = type(first)(text.config, number)
         layer.apply(model._init_weights)
         text.layers.append(layer)
-    move_hooks(model, chosen, devices[0])
+    install_input_move_hooks(model, chosen, devices[0])
     return model  # type: ignore[no-any-return]
 
 
 _Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
-def _qwen(shape: PublishedShape, vision_layers: int | None) -> _Parts:
+def _qwen(shape: PublishedModelConfig, vision_layers: int | None) -> _Parts:
     tower = 32 if vision_layers is None else vision_layers
     layers = dict(depth=tower, fullatt_block_indexes=[n for n in (7, 15, 23, 31) if n < tower])
     sizes = dict(hidden_size=1280, intermediate_size=shape.vision_intermediate, out_hidden_size=shape.hidden)
@@ -161,7 +163,7 @@ def _qwen(shape: PublishedShape, vision_layers: int | None) -> _Parts:
     return {"rope_parameters": rope}, {**layers, **sizes, **cuts, "num_heads": 16, "tokens_per_second": 2}, {}
 
 
-def _llava(shape: PublishedShape, vision_layers: int | None) -> _Parts:
+def _llava(shape: PublishedModelConfig, vision_layers: int | None) -> _Parts:
     layers = dict(num_hidden_layers=26 if vision_layers is None else vision_layers, num_attention_heads=16)
     sizes = dict(hidden_size=1152, intermediate_size=4304, image_size=384, patch_size=14)
     vision = dict(model_type="siglip_vision_model", vision_use_head=False, **layers, **sizes)
@@ -176,7 +178,7 @@ def _llava(shape: PublishedShape, vision_layers: int | None) -> _Parts:
     return {"model_type": "qwen2", "rope_parameters": rope}, vision, others
 
 
-def _others(shape: PublishedShape, vision_layers: int | None) -> _Parts:
+def _others(shape: PublishedModelConfig, vision_layers: int | None) -> _Parts:
     """Of families whose published towers are the defaults of their configurations."""
     theta, rest = _ROPES[shape.family]
     text: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **rest}}

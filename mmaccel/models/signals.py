@@ -20,16 +20,16 @@ from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import PASS, ForwardPass
 from mmaccel.core.prefill.prune import (
+    ForwardProbe,
     PrefillPass,
-    Probe,
     Signals,
     TokenPruner,
-    checked_columns,
+    check_kept_columns,
     kept_layout,
     observation_columns,
 )
 from mmaccel.core.prefill.recalled import warn_idle_pruner
-from mmaccel.models.install import Hooks, PromptHook
+from mmaccel.models.install import Hooks, PrefillHook
 from mmaccel.models.modules import METHODS
 from mmaccel.models.prompt_layout import PIXELS, bind_args
 
@@ -42,7 +42,7 @@ SCORES = 1 << 24
 
 
 @dataclass(eq=False)
-class HiddenStateHook(PromptHook):
+class HiddenStateHook(PrefillHook):
     """Forward hook of a decoder layer with attention that passes hidden states to the probes of the current prefill.
 
     index  the layer whose input it reports; the number of layers for the last layer's output
@@ -69,7 +69,7 @@ def hook_hidden_states(hooks: Hooks, layers: Sequence[nn.Module], *pruners: Toke
             hooks.add_hook(layers[-1], HiddenStateHook(index), with_kwargs=True)
 
 
-class SignalProbe(Probe):
+class DraftPruningProbe(ForwardProbe):
     """Collects the signals that a draft's pruner needs from the target's prefill, and reports once which tokens to keep.
 
     The prompt may come in several passes (chunks; video, then text). `on_kept` is called once with the kept columns [n], as
@@ -161,7 +161,9 @@ class SignalProbe(Probe):
         """Which columns a pruner of the target has left `layer`."""
         held, state = None, run.state
         if isinstance(state, PrunedKVState):
-            held = state.held_indices(state.part_of(min(layer, self.depth - 1)), self.layout.length)
+            held = state.held_indices(
+                state.part_index_of_layer(min(layer, self.depth - 1)), self.layout.length
+            )
         self.held[layer] = None if held is None else held.to(self.layout.device)
 
     def _add(self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
@@ -207,7 +209,9 @@ class SignalProbe(Probe):
         if self.heard:
             signals["attention"] = self.attention if left is None else self.attention[..., left]
         self.hidden, self.states = {}, self.states if self._lasts else {}
-        kept = checked_columns(self.pruner, self.pruner.keep(signals, layout, self.stage, self.total), layout)
+        kept = check_kept_columns(
+            self.pruner, self.pruner.keep(signals, layout, self.stage, self.total), layout
+        )
         self.on_kept(kept if left is None else left[kept])
 
     def _states(self, layer: int, left: Tensor | None) -> Tensor:
@@ -224,7 +228,7 @@ class SignalProbe(Probe):
                 raise ModelError(f"prune {self.pruner.name!r} received nothing from the target's prefill.")
 
 
-class VisionTowerReader(ABC):
+class VisionScorer(ABC):
     """Reads a family's vision tower for pruners: the attention that each visual token receives there, and its key vector.
 
     attention  the attention module whose input is given to `measure_patches`
@@ -247,11 +251,11 @@ class VisionTowerReader(ABC):
 
 
 def reads_vision_tower(pruner: TokenPruner) -> bool:
-    """Return whether `pruner` needs a `VisionProbe`."""
+    """Return whether `pruner` needs a `VisionAttentionProbe`."""
     return bool(pruner.needs & {"vision_attention", "vision_key"})
 
 
-def tower_reader(family: Any, model: Any) -> type[VisionTowerReader] | None:
+def tower_reader(family: Any, model: Any) -> type[VisionScorer] | None:
     """Return what reads the vision tower of `model`; None: nothing does."""
     found: Any = family.vision_tower_reader
     return found.get(model.config.model_type) if isinstance(found, Mapping) else found
@@ -266,7 +270,7 @@ def check_vision_tower(family: Any, model: Any, pruner: TokenPruner) -> None:
         )
 
 
-class VisionProbe:
+class VisionAttentionProbe:
     """Computes, while its hooks are installed, the attention that each visual token receives in the vision tower, and its
     key.
 
@@ -327,7 +331,7 @@ class VisionProbe:
         return {} if whole is None else {"vision_attention": whole[:, 0], "vision_key": whole[:, 1:]}
 
 
-def received_attention(query: Tensor, key: Tensor, scale: float) -> Tensor:
+def mean_received_attention(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Attention that each of the P patches of n frames receives, [n, P], averaged over heads and queries; query and key are
     [n, H, P, D]. At most `SCORES` scores are in memory at a time (at least one frame)."""
     each = query.shape[1] * query.shape[2] ** 2

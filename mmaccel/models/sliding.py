@@ -18,7 +18,7 @@ MARGIN = 128
 layer lets go as soon as it has been attended to."""
 
 
-class SlidingState(KVState):
+class SlidingWindowKVState(KVState):
     """A `KVState` that combines one for full-attention layers with one for each sliding-window size."""
 
     def __init__(

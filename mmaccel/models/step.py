@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import home_of
 from mmaccel.core.attach import Passes
-from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
-from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse
-from mmaccel.models.layer_step import HiddenRows, LayerStep, StateStep, StepStates, layer_steps
+from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse_layers
+from mmaccel.models.layer_step import FusedDeltaNetStep, HiddenRows, LayerStep, StepStates, build_layer_steps
 from mmaccel.models.modules import fused_norm
-from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restored_on_error
+from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restore_states_on_error
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
@@ -42,11 +42,11 @@ def _noted(errors: dict[int, Exception], seat: int) -> Iterator[None]:
         errors[seat] = error
 
 
-def shared_steps(stream: Any) -> StreamSteps:
-    """Return the `StreamSteps` that a model's streams share, made at the first call: so their answers can be decoded in one
-    step, and its CUDA graphs outlive a stream."""
+def shared_stream_steps(stream: Any) -> CapturedStreamSteps:
+    """Return the `CapturedStreamSteps` that a model's streams share, made at the first call: so their answers can be decoded
+    in one step, and its CUDA graphs outlive a stream."""
     turns = stream.turns
-    stream.each = found = turns.steps() or StreamSteps(stream.model, stream.family)
+    stream.each = found = turns.steps() or CapturedStreamSteps(stream.model, stream.family)
     turns.steps = ref(found)
     return found  # type: ignore[no-any-return]
 
@@ -57,7 +57,7 @@ def warm_up(stream: Any, state: StreamState, running: Any) -> None:
     steps, length = stream._few, state.length()
     for _ in range(2):
         state.begin_pass(StreamPass(kind="answer", rows=1))
-        new = steps.can_run(word) and not steps.is_captured(state.all_write_slot())
+        new = steps.can_run_fused(word) and not steps.is_captured(state.all_write_slot())
         if new:
             stream.run(state, word, few=True, running=running)
             if running is not None:
@@ -68,12 +68,12 @@ def warm_up(stream: Any, state: StreamState, running: Any) -> None:
             break
 
 
-class TowerSteps:
+class CapturedVisionTower:
     """Runs the vision tower on one or two frames as one CUDA graph, as the host takes longer to launch so little work than
     the device to do it. For families whose tower needs nothing but pixels (`Family.pixels_alone`)."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
-        self._model, self._family, self._replays = model, family, Replays(home_of(model))
+        self._model, self._family, self._replays = model, family, CudaGraphCache(home_of(model))
         self._watched: ModuleFingerprint | None = None
 
     def features(self, inputs: Mapping[str, Any]) -> Tensor | None:
@@ -100,7 +100,7 @@ class TowerSteps:
         return rows.clone()  # the next frame, of any stream, comes to lie there
 
 
-class StreamSteps:
+class CapturedStreamSteps:
     """Questions and answers of a stream by CUDA graphs: for a question one graph for the layers between two retrievals, for
     an answer, which retrieves nothing, one graph for all layers."""
 
@@ -109,20 +109,25 @@ class StreamSteps:
         self._shape, self._known, self._sure = family.geometry(model), False, False
         self._watched: ModuleFingerprint | None = None
         self._choices: Any = None
-        self._steps, self._layers = list[LayerStep | StateStep](), list[LayerStep]()
-        self._leads: list[list[StateStep]] = [[]]  # before each layer of attention, and behind the last
+        self._steps, self._layers = list[LayerStep | FusedDeltaNetStep](), list[LayerStep]()
+        self._leads: list[list[FusedDeltaNetStep]] = [
+            []
+        ]  # before each layer of attention, and behind the last
         self._state_slots: StateSlots | None = None
-        self._replays, self.tower = Replays(home_of(model)), TowerSteps(model, family)
+        self._replays, self.tower = CudaGraphCache(home_of(model)), CapturedVisionTower(model, family)
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._sides, self._lie = list[ref[Tensor]](), tuple[Any, ...]()
 
     def close(self) -> None:
         """Let go of what was captured."""
-        self._replays, self.tower = Replays(home_of(self.model)), TowerSteps(self.model, self._family)
+        self._replays, self.tower = (
+            CudaGraphCache(home_of(self.model)),
+            CapturedVisionTower(self.model, self._family),
+        )
 
-    def can_run(self, rows: Tensor, again: bool = False) -> bool:
-        """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.can_fuse` accepts, on their device,
-        no hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
+    def can_run_fused(self, rows: Tensor, again: bool = False) -> bool:
+        """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.can_fuse_layers` accepts, on their
+        device, no hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
         self._sure = self._sure and again
         if len(rows) > WIDTHS[-1] or self._sure:
             return len(rows) <= WIDTHS[-1]
@@ -134,13 +139,13 @@ class StreamSteps:
         choices = activation, windows
         if self._watched is None or choices != self._choices or not self._watched.same(layers):
             self._watched, self._choices = ModuleFingerprint(layers), choices
-            self._known = can_fuse(layers, activation, self._family)
+            self._known = can_fuse_layers(layers, activation, self._family)
             self._lay(layers if self._known else [])
         self._sure = (fits := self._known and not self._watched.hooked()) and again
         return fits
 
     def _lay(self, layers: list[Any]) -> None:
-        self._steps, self._layers, self._leads = layer_steps(layers, self._family), [], [[]]
+        self._steps, self._layers, self._leads = build_layer_steps(layers, self._family), [], [[]]
         for one in self._steps:
             if isinstance(one, LayerStep):
                 self._layers.append(one)
@@ -150,8 +155,8 @@ class StreamSteps:
         states = [one.own for some in self._leads for one in some]
         self._state_slots = StateSlots(states) if states else None
 
-    def recheck_layers(self) -> None:
-        """Mark the layers as unchecked, since the next pass is no answer; the next `can_run` checks them again."""
+    def invalidate_layer_check(self) -> None:
+        """Mark the layers as unchecked, since the next pass is no answer; the next `can_run_fused` checks them again."""
         self._sure, self._sides, self._lie = False, [], ()
 
     def run(
@@ -166,7 +171,7 @@ class StreamSteps:
         # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
         self._replays.bind_data(self._watched)
         states: list[RecurrentCacheLayer] = [] if running is None else [*running.states.values()]
-        with restored_on_error(states):
+        with restore_states_on_error(states):
             carried = self._carried(states, len(embeds)) if states else None
             if slots is not None:
                 return self._answer(slots, embeds, carried)
@@ -185,7 +190,7 @@ class StreamSteps:
         """Slots of recurrent states, which lie elsewhere when there are more of them: graphs are named by it."""
         return None if self._state_slots is None else len(self._state_slots.owners)
 
-    def run_answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
+    def run_batched_answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
         """Final hidden states [n, E] of answers on several streams, in one step; and the errors of failed ones, by index."""
         errors = dict[int, Exception]()
         for seat, (run, count, _) in enumerate(passes):
@@ -231,7 +236,7 @@ class StreamSteps:
                     if slot is None:
                         out = run.attend(number, query, key, value, size**-0.5)
                         out = out.transpose(1, 2).reshape(count, -1)
-                        attended[rows] = first.apply_gates(out, qkv[number][rows])
+                        attended[rows] = first.apply_attention_gates(out, qkv[number][rows])
                     elif len(passes) == 1:
                         self._whole(number, slot, x, qkv, carried)
                         whole = True

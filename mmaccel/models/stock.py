@@ -26,8 +26,8 @@ TEXT = -1
 """The number of a placeholder that is no token: stock code replaces its text before it is tokenized."""
 
 
-class StockProcessor(Processor):
-    """A transformers processor (`stock`) with the methods of `Processor`, also for families without a `ProcessorStyle`.
+class HFProcessor(Processor):
+    """A transformers processor (`stock`) with the methods of `Processor`, also for families without a `ProcessorSpec`.
 
     `image`, `video` and `extra` are None where the family has no style.
     """
@@ -172,8 +172,10 @@ def _as(value: Tensor, dtype: torch.dtype, device: torch.device | str | None) ->
     return value.to(device, dtype if value.is_floating_point() and value.ndim > 1 else value.dtype)
 
 
-def as_processor(processor: Any, model_type: str | None = None, *, special_tokens: bool = True) -> Processor:
-    """Return `processor` as a `Processor`: one of ours unchanged, one of transformers as a `StockProcessor` of the model
+def wrap_processor(
+    processor: Any, model_type: str | None = None, *, special_tokens: bool = True
+) -> Processor:
+    """Return `processor` as a `Processor`: one of ours unchanged, one of transformers as a `HFProcessor` of the model
     type `model_type` (None: inferred from its class). Raises `ModelError` for anything else."""
     if isinstance(processor, Processor):
         if special_tokens or not processor.special_tokens:
@@ -192,7 +194,7 @@ def as_processor(processor: Any, model_type: str | None = None, *, special_token
         served = {one for family in registry("model").values() for one in getattr(family, "model_types", ())}
         mine = [one for one, kind in PROCESSOR_MAPPING_NAMES.items() if kind == name]
         model_type = next((one for one in mine if one in served), mine[0] if mine else name)
-    return StockProcessor(processor, model_type, special_tokens=special_tokens)
+    return HFProcessor(processor, model_type, special_tokens=special_tokens)
 
 
 def load(source: str | Path, revision: str | None = None, *, special_tokens: bool = True) -> Processor:
@@ -202,7 +204,9 @@ def load(source: str | Path, revision: str | None = None, *, special_tokens: boo
     if stock is None:
         found = Processor.from_pretrained(place, special_tokens=special_tokens)
     else:
-        found = as_processor(stock, str(read_config(place).get("model_type")), special_tokens=special_tokens)
+        found = wrap_processor(
+            stock, str(read_config(place).get("model_type")), special_tokens=special_tokens
+        )
         whole = read_json(place / "processor_config.json") or {}
         apart = (place / "video_preprocessor_config.json").is_file()
         found.own_video_settings = apart or bool(whole.get("video_processor"))

@@ -31,20 +31,20 @@ from mmaccel.core.streams.sources import Clip
 from mmaccel.media.preprocess import resize
 from mmaccel.models import deepstack, dialogue, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
-from mmaccel.models.chat import clips_of, common_prefix, ids_around_video, plain_ids
-from mmaccel.models.install import Hooks, gate_of
-from mmaccel.models.loading import drop_unread_rows
-from mmaccel.models.modules import chunk_tokens, rotate_by, tower_batched
-from mmaccel.models.packed import JoinedStreams
+from mmaccel.models.chat import common_prefix, ids_around_video, iterate_video_clips, plain_ids
+from mmaccel.models.install import Hooks, model_lock
+from mmaccel.models.loading import skip_unused_norm_rows
+from mmaccel.models.modules import process_in_token_chunks, rotate_by, tower_batched
+from mmaccel.models.packed import BatchedStreamPass
 from mmaccel.models.processor import Processor
-from mmaccel.models.prompt_layout import stream_positions, token_ids
-from mmaccel.models.pruning import kept_tokens, prune_frames
-from mmaccel.models.signals import VisionProbe, reads_vision_tower
-from mmaccel.models.stock import as_processor
+from mmaccel.models.prompt_layout import derive_stream_positions, token_ids
+from mmaccel.models.pruning import kept_tokens_per_frame, prune_frames
+from mmaccel.models.signals import VisionAttentionProbe, reads_vision_tower
+from mmaccel.models.stock import wrap_processor
 from mmaccel.models.token_choice import build_token_choice
 
 
-class StreamPasses:
+class StreamForwardPasses:
     """The part of a stream's model that needs no processor; sessions and `generate` prompts share it. `attachment`: the
     recipe attached to the model, if this stream belongs to it; a pass under another recipe raises."""
 
@@ -61,7 +61,7 @@ class StreamPasses:
         plain = AttentionConfig(recipe, "auto", sliding_window_kernel(self.device, self.dtype))
         self.attention = plain if recipe.sparse.dense else attachment.owner.attention
         self.text: Any = family.text(model)
-        self._gate, self.turns = gate_of(self.text), fair_lock_of(self.text)
+        self._gate, self.turns = model_lock(self.text), fair_lock_of(self.text)
         self._between = partial(self.turns.yield_between_layers, self.device)
 
     def ready(self, state: Any, running: Any) -> None:
@@ -69,18 +69,18 @@ class StreamPasses:
             step.warm_up(self, state, running)
 
     @cached_property
-    def _few(self) -> step.StreamSteps:
+    def _few(self) -> step.CapturedStreamSteps:
         """The captured steps of questions, made where one is asked on a device that captures."""
-        return step.StreamSteps(self.model, self.family)
+        return step.CapturedStreamSteps(self.model, self.family)
 
     def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
         """Encode a video's `inputs`, `units` time steps of `unit` tokens: features [n, P, E] of the stream's units (time
         steps, or what the recipe's pruner keeps of each group of them), and [m, E] of separator tokens at the end."""
         with self.busy(), tower_batched(self.family, self.model, fuse=False), Hooks() as hooks:
             listens = self.frame_pruner and reads_vision_tower(self.frame_pruner)
-            vision = VisionProbe(hooks, self.model, self.family) if listens else None
+            vision = VisionAttentionProbe(hooks, self.model, self.family) if listens else None
             captures = not listens and self.device.type in step.DEVICES
-            rows = step.shared_steps(self).tower.features(inputs) if captures else None
+            rows = step.shared_stream_steps(self).tower.features(inputs) if captures else None
             if rows is None:
                 for block in self._tower:
                     hooks.add_pre_hook(block, self._between)
@@ -98,7 +98,7 @@ class StreamPasses:
 
     def new_running_states(self) -> Any:
         states = self.family.recurrent_layers(self.model)
-        return recurrent.StreamStates(self, states) if states else None
+        return recurrent.StreamRecurrentStates(self, states) if states else None
 
     @property
     def pace(self) -> int:  # type: ignore[override]
@@ -115,7 +115,7 @@ class StreamPasses:
         if self.frame_pruner is None:
             return made
         tokens = made.tokens - (words := sum(self.text_around_unit))
-        left = kept_tokens(self.frame_pruner, tokens)
+        left = kept_tokens_per_frame(self.frame_pruner, tokens)
         self.pruned_per_unit = tokens * self.frame_pruner.group - left
         return made.renumbered_positions(left + words)
 
@@ -147,8 +147,8 @@ class StreamPasses:
         steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
         slots = None if steps is None else state.all_write_slot()
         if slots is None and "_few" in self.__dict__:
-            self._few.recheck_layers()
-        if steps is not None and steps.can_run(embeds, slots is not None):
+            self._few.invalidate_layer_check()
+        if steps is not None and steps.can_run_fused(embeds, slots is not None):
             with self.busy():
                 return steps.run(run, embeds, hidden, slots, running)
         return self._forward(run, state, embeds, hidden, input_hooks or {}, few, running)
@@ -188,14 +188,14 @@ class StreamPasses:
 
     @property
     def shares(self) -> bool:  # type: ignore[override]
-        return step.shared_steps(self).can_run(torch.empty(1, 0, device=self.device))
+        return step.shared_stream_steps(self).can_run_fused(torch.empty(1, 0, device=self.device))
 
     def run_each(self, passes: Any, embeds: Tensor, units: bool = False) -> Any:
         if units:
-            joined = JoinedStreams(passes, self._between)
+            joined = BatchedStreamPass(passes, self._between)
             return self._forward(joined, joined, embeds, passes[0][2], {}), joined.errors
         with self.busy():
-            return step.shared_steps(self).run_answers(passes, embeds)
+            return step.shared_stream_steps(self).run_batched_answers(passes, embeds)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -239,8 +239,8 @@ class StreamPasses:
             if self._attachment is None:  # else all of this is there
                 # Where a module's own code can be told so, it does not even multiply by one.
                 rotate_by(hooks, inside, self.family.rotate_function, left)
-                chunk_tokens(hooks, self.family.pointwise(self.model), self.family)
-                facts = {PLAIN: shared, **self.family.attention_indices(self.model)}
+                process_in_token_chunks(hooks, self.family.pointwise(self.model), self.family)
+                facts = {PLAIN: shared, **self.family.attention_layer_indices(self.model)}
                 hooks.set_attention(inside, shared, ATTENTION, **facts)
                 if states := self.family.recurrent_layers(self.model):
                     recurrent.hook_inputs(hooks, states.values())
@@ -252,18 +252,18 @@ class StreamPasses:
                 else:
                     hooks.add_hook(layers[-1], partial(leaving, ear))
             if not few and len({*self.layer_devices}) > 1:
-                hooks.add_pre_hook(self.text.norm, partial(drop_unread_rows, thread), prepend=True)
+                hooks.add_pre_hook(self.text.norm, partial(skip_unused_norm_rows, thread), prepend=True)
             yield
 
 
-class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
+class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[override]
     """`StreamAdapter` for transformers: a model, its family and its processor."""
 
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
         if why := family.unable.get("streams"):
             raise ModelError(f"models of the family {family.name!r} {why}; ask by generate.")
         if not isinstance(processor, Processor):
-            processor = as_processor(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
+            processor = wrap_processor(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
         if processor.model_type not in family.model_types:
             raise ModelError(
                 f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."
@@ -275,7 +275,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
     def clips(
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
-        return clips_of(self.processor, video, fps, check)
+        return iterate_video_clips(self.processor, video, fps, check)
 
     def accepts_frames(self, frames: Tensor, size: tuple[int, int]) -> bool:
         height, width = frames.shape[-2:]
@@ -324,7 +324,7 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
         ids, words = self.tail_ids(text)
         asking = Question(ids, words, self.token_embeds(ids), suffix_length=self._template[2])
         images = [] if isinstance(text, str) else dialogue.question_messages(text)[2]
-        return dialogue.with_images(self, asking, images) if images else asking
+        return dialogue.expand_image_placeholders(self, asking, images) if images else asking
 
     def token_choice(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
         return build_token_choice(self, ids, most, settings, drafts)
@@ -359,7 +359,9 @@ class HFStreamAdapter(StreamPasses, StreamAdapter):  # type: ignore[override]
 
     def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         some = [self._positions(size, fps, units) for units in (1, 2, 3)]
-        return self._kept(stream_positions(self.family, self.model, some, not any(self.text_around_unit)))
+        return self._kept(
+            derive_stream_positions(self.family, self.model, some, not any(self.text_around_unit))
+        )
 
     def _positions(
         self, size: tuple[int, int], fps: float | None, units: int

@@ -31,7 +31,7 @@ STATES = 12
 """Vectors of the hidden size that a layer holds of each token while it runs, with its feed-forward block."""
 
 
-def budget_of(processor: Any) -> Budget:
+def processor_frame_budget(processor: Any) -> Budget:
     """The family's default `Budget`, updated by the video settings in the model's own folder."""
     known = Budget() if processor.style is None else processor.style.budget
     settings = processor.stock.video_processor if processor.video is None else processor.video
@@ -48,27 +48,27 @@ def budget_of(processor: Any) -> Budget:
     return known
 
 
-def budgeted_size(processor: Any, frames: int, height: int, width: int) -> tuple[int, int] | None:
+def budgeted_frame_size(processor: Any, frames: int, height: int, width: int) -> tuple[int, int] | None:
     """Return the (height, width) to which `frames` frames of a file are scaled by the model's `Budget`; None if the
     processor's own settings decide."""
     from mmaccel.media import preprocess
 
-    wanted = budget_of(processor).size(frames, height, width)
+    wanted = processor_frame_budget(processor).size(frames, height, width)
     if wanted is None or not processor.own_video_settings:
         return wanted
     own = preprocess.resized_size(processor.video, frames, height, width)
     return wanted if own[0] * own[1] > wanted[0] * wanted[1] else None
 
 
-def warn_foreign(processor: Any, path: Any, device: bool = False) -> None:
+def warn_tiny_model_video(processor: Any, path: Any, device: bool = False) -> None:
     """Warn, once per processor of a tiny model, that it understands only videos of `mmaccel-lab world`. Not if there is no
     file `path`, which the reader refuses, unless it names a `device`."""
     from mmaccel.media.address import is_url
-    from mmaccel.media.reader import read_comment
+    from mmaccel.media.reader import read_metadata_comment
 
     if not (device or is_url(os.fspath(path)) or os.path.lexists(path)):
         return
-    if processor.tiny is not None and read_comment(path) != WORLD:
+    if processor.tiny is not None and read_metadata_comment(path) != WORLD:
         name, processor.tiny = processor.tiny, None
         warn(f"{name} knows only the world of `mmaccel-lab world`; what it says of {path} means nothing.")
 
@@ -88,13 +88,13 @@ def sample(
     from mmaccel.media import preprocess
 
     def fit(count: int, height: int, width: int) -> tuple[int, int]:
-        found = budgeted_size(processor, count, height, width)
+        found = budgeted_frame_size(processor, count, height, width)
         if found is None and processor.video is not None:
             found = preprocess.resized_size(processor.video, count, height, width)
         return found or (height, width)
 
-    warn_foreign(processor, path)
-    usual = budget_of(processor)
+    warn_tiny_model_video(processor, path)
+    usual = processor_frame_budget(processor)
     if max_frames is not None:
         usual = replace(usual, most=max_frames, multiple=min(usual.multiple, max_frames) or 1)
     if frames is None and fps is None:
@@ -102,11 +102,11 @@ def sample(
     else:
         how.update(frames=frames, fps=fps, max_frames=max_frames)
     video = media.read(path, fit=fit, **how)
-    size = budgeted_size(processor, len(video), *video.frames.shape[-2:])
+    size = budgeted_frame_size(processor, len(video), *video.frames.shape[-2:])
     if size is None or size == tuple(video.frames.shape[-2:]):
         return video
     # Through floats, as qwen_vl_utils resizes; few at a time.
-    parts = (preprocess.through_floats(part, size, "bicubic") for part in video.frames.split(8))
+    parts = (preprocess.resize_in_float(part, size, "bicubic") for part in video.frames.split(8))
     return replace(video, frames=torch.cat(list(parts)))
 
 
@@ -127,8 +127,8 @@ def most_frames(
         raise VideoError(f"frames='auto': {path} does not tell its number of frames; give the number.")
     family: Any = adapter_for(model)
     text = family.text(model)
-    usual = budget_of(processor).count(total, rate)
-    size = budgeted_size(processor, usual, height, width) or (height, width)
+    usual = processor_frame_budget(processor).count(total, rate)
+    size = budgeted_frame_size(processor, usual, height, width) or (height, width)
     pace = family.pace(model)
     # The second unit as late as the last: where its time is written, that is the longest.
     late = rate / total

@@ -116,9 +116,9 @@ class Sampler:
 
     def processor(self, config: Any) -> Any:
         """A test processor for a model of `config`, as sessions need one."""
-        from mmaccel.models.letters import LetterProcessor
+        from mmaccel.models.letters import CharProcessor
 
-        return LetterProcessor(self.family, config, WORDS)
+        return CharProcessor(self.family, config, WORDS)
 
     @staticmethod
     def batch(prompts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

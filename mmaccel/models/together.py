@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops import operator
-from mmaccel.backends.ops.layer_ops import MOST, WINDOW, Caches
+from mmaccel.backends.ops.layer_ops import MOST, WINDOW, SeparateKVCaches
 from mmaccel.core.adapter import home_of
-from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import decode, loading
-from mmaccel.models.decode import Buffers, CachedTokens, DeviceStep
+from mmaccel.models.decode import Buffers, CachedSequenceInfo, DeviceDecodeStep
 from mmaccel.models.layer_step import StepStates
-from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restored_on_error
+from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restore_states_on_error
 from mmaccel.models.runner import HFRunner
 
 PLACES = 4096
@@ -39,19 +39,19 @@ def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
         return "its prompt is pruned, and each layer has columns of its own"
     if state is not None and not state.in_place:
         return "its memory is not written in place"
-    if not decode.can_capture(model, family, cache, also=("cpu",)):
+    if not decode.can_capture_decode(model, family, cache, also=("cpu",)):
         return "its layers are not of a kind that a shared step computes"
     home, dtype = home_of(model), next(model.parameters()).dtype
-    even = family.geometry(model).head_dim % Caches.aligned == 0
+    even = family.geometry(model).head_dim % SeparateKVCaches.aligned == 0
     if home.type == "cuda" and (dtype == torch.float64 or not even or operator.triton_unusable(home)):
         return "the kernels of a shared step do not run on this device, or in this type"
     return None
 
 
 @dataclass(frozen=True, eq=False)
-class KVAddress:
+class KVBufferAddresses:
     """Where the KV memory `state` of a sequence lies in memory. `pairs`: keys and values of each layer, `capacity` tokens
-    each; `table` [L, 4] long on the host, as in `Caches` but with addresses counted from 0."""
+    each; `table` [L, 4] long on the host, as in `SeparateKVCaches` but with addresses counted from 0."""
 
     state: KVState
     pairs: Buffers
@@ -59,9 +59,9 @@ class KVAddress:
     table: Tensor
 
     @staticmethod
-    def of(state: KVState, room: int) -> KVAddress:
+    def of(state: KVState, room: int) -> KVBufferAddresses:
         pairs = state.buffers(room)
-        return KVAddress(
+        return KVBufferAddresses(
             state, pairs, min(key.shape[2] for key, _ in pairs), torch.tensor([*map(_places, pairs)])
         )
 
@@ -75,7 +75,7 @@ def _places(pair: tuple[Tensor, Tensor]) -> list[int]:
     return [number for x in pair for number in (x.data_ptr() // x.element_size(), x.stride(1))]
 
 
-class StepsTogether:
+class BatchedDecodeSteps:
     """Batched decode steps of runners whose models share their weights; see `Runner.together`.
 
     Padding rows, of short sequences or missing ones, write to slots that are never read.
@@ -84,10 +84,10 @@ class StepsTogether:
     def __init__(self, runner: HFRunner) -> None:
         self.model, self.family = runner.model, runner.family
         self.weights = _addresses(runner.model)
-        self._parts: list[DeviceStep] = []
+        self._parts: list[DeviceDecodeStep] = []
         self._layers: list[list[int]] = []
-        self._replays: dict[torch.device, Replays] = {}
-        self._places, self._shown = 0, list[ref[KVAddress]]()
+        self._replays: dict[torch.device, CudaGraphCache] = {}
+        self._places, self._shown = 0, list[ref[KVBufferAddresses]]()
         states = [*runner.family.recurrent_layers(runner.model).values()]
         self._state_slots = StateSlots(states) if states else None
         self._nobody = [RecurrentCacheLayer(one) for one in states]
@@ -95,12 +95,12 @@ class StepsTogether:
         """Whether the last step was of a shape that steps are captured for, and was captured by then."""
 
     @staticmethod
-    def of(runner: Any, known: Sequence[StepsTogether] = ()) -> StepsTogether | None:
+    def of(runner: Any, known: Sequence[BatchedDecodeSteps] = ()) -> BatchedDecodeSteps | None:
         """The batched steps that `runner` can join: one of `known` with the same weights, or new ones; None if it cannot."""
         if not isinstance(runner, HFRunner) or why_not(runner.model, runner.family, runner.cache):
             return None
         weights = _addresses(runner.model)
-        return next((one for one in known if one.weights == weights), None) or StepsTogether(runner)
+        return next((one for one in known if one.weights == weights), None) or BatchedDecodeSteps(runner)
 
     @torch.no_grad()
     def __call__(self, runners: Sequence[HFRunner], ids: Sequence[Tensor]) -> list[Tensor]:
@@ -124,7 +124,7 @@ class StepsTogether:
         self._show(laid, count)
         out = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in ids])
         self.warm, states = True, self._state_slots and [one for runner in runners for one in _states(runner)]
-        with restored_on_error(states or ()):
+        with restore_states_on_error(states or ()):
             told = self._told(runners, ids, count)
             for part in self._parts:
                 out = self._run(part, out, starts, told, count, width)
@@ -136,11 +136,11 @@ class StepsTogether:
             runner.record_decode_step(own.shape[1])
         return [made[b : b + 1, : own.shape[1]] for b, own in enumerate(ids)]
 
-    def _laid(self, runner: HFRunner, count: int) -> KVAddress:
+    def _laid(self, runner: HFRunner, count: int) -> KVBufferAddresses:
         state, room = runner.memory(), _padded(count)  # padding is written, too
-        laid: KVAddress | None = runner.laid
+        laid: KVBufferAddresses | None = runner.laid
         if laid is None or laid.state is not state or state.length() + room > laid.capacity:
-            laid = runner.laid = KVAddress.of(state, room)
+            laid = runner.laid = KVBufferAddresses.of(state, room)
         return laid
 
     def _lay(self, like: Buffers, places: int) -> None:
@@ -156,19 +156,19 @@ class StepsTogether:
         rope = torch.stack([angle[0] for angle in angles])
         cuts = loading.device_runs([key.device for key, _ in like], home)
         for device in {device for device, _ in cuts}:
-            self._replays.setdefault(device, Replays(device)).bind_data(self._places)
+            self._replays.setdefault(device, CudaGraphCache(device)).bind_data(self._places)
         self._parts, self._layers, self._shown = [], [numbers for _, numbers in cuts], []
         for number, (device, numbers) in enumerate(cuts):
             ends = decode.norm_and_head(model, family) if number == len(cuts) - 1 else None
-            steps = decode.part_steps(model, family, numbers, ends is not None)
-            held = [CachedTokens(0, rope.to(device))] * len(numbers)
+            steps = decode.build_device_layer_steps(model, family, numbers, ends is not None)
+            held = [CachedSequenceInfo(0, rope.to(device))] * len(numbers)
             short = torch.arange(WINDOW, device=device)[None]
             first = words if number == 0 else None
             self._parts.append(
-                DeviceStep(number, self._replays[device], short, steps, [], held, first, ends, None)
+                DeviceDecodeStep(number, self._replays[device], short, steps, [], held, first, ends, None)
             )
 
-    def _show(self, laid: Sequence[KVAddress], count: int) -> None:
+    def _show(self, laid: Sequence[KVBufferAddresses], count: int) -> None:
         """Tell the parts where the memories lie, of `count` sequences with those that are not there."""
         if [id(one()) for one in self._shown] == [id(one) for one in laid]:
             return
@@ -188,7 +188,9 @@ class StepsTogether:
                 table[:, :count] = told.to(table.device)
             # What is captured reads the table alone; memories are not kept here.
             pairs = [[] if part.replays.works else [one.pairs[n] for one in laid] for n in numbers]
-            part.buffers = [(Caches(some, home, table[at, :count]), home) for at, some in enumerate(pairs)]
+            part.buffers = [
+                (SeparateKVCaches(some, home, table[at, :count]), home) for at, some in enumerate(pairs)
+            ]
         self._shown = [ref(one) for one in laid]
 
     def _hide(self) -> None:
@@ -211,7 +213,7 @@ class StepsTogether:
 
     def _run(
         self,
-        part: DeviceStep,
+        part: DeviceDecodeStep,
         given: Tensor,
         starts: list[tuple[int, int]],
         told: StepStates | None,
@@ -240,7 +242,7 @@ def _states(runner: HFRunner) -> list[RecurrentCacheLayer]:
     return [*runner.cache.states.values()]
 
 
-def share_weights(model: nn.Module) -> nn.Module:
+def copy_sharing_weights(model: nn.Module) -> nn.Module:
     """Copy the modules of `model` with shared weights."""
     memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo)

@@ -66,7 +66,9 @@ def build_token_choice(
     ends = sorted(adapter.end_token_ids())
     if (schema := given.pop("schema", None)) is not None:
         told["logits_processor"].append(
-            schema_processor(adapter.model, adapter.processor.tokenizer, schema, ends, ids.shape[1])
+            build_schema_logits_processor(
+                adapter.model, adapter.processor.tokenizer, schema, ends, ids.shape[1]
+            )
         )
 
     def caught(model: Any, input_ids: Tensor, **made: Any) -> Tensor:
@@ -97,7 +99,7 @@ def build_token_choice(
     return TokenChoice(warp, generator, lambda ids: bool(criteria(ids, ()).any()))
 
 
-class SchemaProcessor(LogitsProcessor):
+class JSONSchemaLogitsProcessor(LogitsProcessor):
     """Logits processor for one sequence that allows only tokens by which the answer can still become JSON of a schema.
 
     It depends only on the ids of each call, not on earlier calls, so drafted tokens can be rejected. It is pickled as its
@@ -117,7 +119,7 @@ class SchemaProcessor(LogitsProcessor):
         self._matcher = _matcher(tokenizer, vocabulary, ends, schema).deep_copy()
 
     def __reduce__(self) -> Any:
-        return SchemaProcessor, self._made_of
+        return JSONSchemaLogitsProcessor, self._made_of
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         ids = input_ids[0, self._start :].tolist()
@@ -140,7 +142,7 @@ class SchemaProcessor(LogitsProcessor):
         return self._matcher.consume_tokens(new[:count]) and count == len(new)
 
 
-def schema_processor(
+def build_schema_logits_processor(
     model: nn.Module, tokenizer: Any, schema: Mapping[str, Any] | str | type, ends: Iterable[int], start: int
 ) -> LogitsProcessor:
     """Logits processor that makes `model`'s answer, after `start` tokens, JSON by `schema` (a mapping, its JSON text, or a
@@ -155,7 +157,9 @@ def schema_processor(
     if len(text) > LONGEST:
         raise ModelError(f"schema: it has {len(text)} characters; give one of {LONGEST} at most.")
     size = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
-    return SchemaProcessor(tokenizer.backend_tokenizer.to_str(), size, tuple(sorted(ends)), text, start)
+    return JSONSchemaLogitsProcessor(
+        tokenizer.backend_tokenizer.to_str(), size, tuple(sorted(ends)), text, start
+    )
 
 
 @functools.lru_cache(maxsize=8)

@@ -19,7 +19,7 @@ Around = tuple[list[int], list[int]]
 """Ids before and behind the visual tokens of a unit."""
 
 
-class FrameText:
+class TextAroundUnits:
     """The text that a processor writes around each unit (frame, or pair of frames) of a stream, such as its time.
 
     ids(moment)  token ids before and after a unit. If a separator stands between units, unit 0 gets the last tokens of the
@@ -75,7 +75,7 @@ def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Seq
     return torch.cat([whole[0], features, whole[1]], 1)
 
 
-def longest_even_part(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
+def longest_evenly_spaced_frames(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
     """For the video at columns `mine` [S]: the frames of the longest part of it in which frames are equally far apart, the
     number of text tokens before each frame, and the columns where the part begins and ends."""
     text, frame = (layout.modality[0] == TEXT).tolist(), layout.frame[0].masked_fill(~mine, -1)
@@ -96,8 +96,8 @@ class FrameTextStream(HFStreamAdapter):
     """`HFStreamAdapter` for families whose prompts write text beside each frame (`Family.stamped`)."""
 
     @cached_property
-    def _written(self) -> FrameText:
-        return FrameText(self.family, self.model, self.processor, *super()._chat(""))
+    def _written(self) -> TextAroundUnits:
+        return TextAroundUnits(self.family, self.model, self.processor, *super()._chat(""))
 
     @property
     def text_around_unit(self) -> tuple[int, int]:  # type: ignore[override]

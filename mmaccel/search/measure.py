@@ -27,21 +27,21 @@ from mmaccel.core.attach import accelerate, adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.prefill.plan import AttentionPlan
-from mmaccel.core.prefill.prune import NOTE, Note, PrefillPass, Probe
+from mmaccel.core.prefill.prune import NOTE, ForwardPassInfo, ForwardProbe, PrefillPass
 from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
-from mmaccel.policies.sparse.per_head import LayerHeads
+from mmaccel.policies.sparse.per_head import LayerHeadPatterns
 from mmaccel.search.space import (
-    BoundarySlot,
-    Candidate,
+    ModalityPairSlot,
+    PatternCandidate,
     Tick,
-    boundary_slots,
     build_pattern,
-    compose_recipe,
-    slot_recipe,
+    recipe_for_slot,
+    recipe_from_slots,
+    slots_of_boundary_type,
 )
 
 R = TypeVar("R")
-Space = Mapping[str, Sequence[Candidate]]
+Space = Mapping[str, Sequence[PatternCandidate]]
 """The candidates of each boundary type."""
 Row = Mapping[str, Any]
 
@@ -86,7 +86,7 @@ def visit_layers(
     if layers is not None and not layers:
         return
 
-    class Visit(Probe):
+    class Visit(ForwardProbe):
         def read_attention_inputs(
             self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
         ) -> None:
@@ -96,7 +96,7 @@ def visit_layers(
                 raise _Enough
 
     with accelerate(model, "dense"):
-        note = {NOTE: Note(probes=(Visit(),))}
+        note = {NOTE: ForwardPassInfo(probes=(Visit(),))}
         try:
             with torch.no_grad():
                 adapter_for(model).multimodal(model)(**inputs, **note, use_cache=False)
@@ -104,7 +104,7 @@ def visit_layers(
             pass
 
 
-def frame_tokens(layout: TokenLayout) -> int:
+def max_frame_tokens(layout: TokenLayout) -> int:
     """Number of tokens of a prompt's largest frame; 0 if it has none."""
     return int((layout.cell.amax() + 1).item())
 
@@ -114,7 +114,7 @@ def modalities_present(layout: TokenLayout) -> list[int]:
     return [m for m in MODALITIES if layout.max_tokens_of[m]]
 
 
-def sample_facts(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
+def sample_prompt_facts(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
     """Facts of a sample prompt for the table: tokens by modality, frames, and a checksum of all inputs."""
     digest = hashlib.sha256()
     for name in sorted(inputs):
@@ -128,7 +128,7 @@ def sample_facts(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, An
         "tokens": layout.length,
         **{f"{MODALITIES[m]}_tokens": layout.max_tokens_of[m] for m in MODALITIES},
         "frames": int(layout.frame.amax()) + 1,
-        "tokens_a_frame": frame_tokens(layout),
+        "tokens_a_frame": max_frame_tokens(layout),
         "digest": digest.hexdigest()[:16],
     }
 
@@ -170,7 +170,7 @@ class LayerBenchmark:
             self._dense[modality] = dense_attend(one.query, key, value, one.scale, column=column)
         return self._dense[modality]
 
-    def errors(self, pattern: Mapping[str, Any], slot: BoundarySlot) -> tuple[Tensor, Tensor]:
+    def errors(self, pattern: Mapping[str, Any], slot: ModalityPairSlot) -> tuple[Tensor, Tensor]:
         """Two tensors [H] float64: relative error of the output against dense attention over the rows and keys of `slot`,
         and the share of causal pairs in listed blocks."""
         plan = self.plan(build_pattern(pattern))
@@ -199,18 +199,20 @@ class LayerBenchmark:
             [_time_call(partial(self.attend, each), device)[1] for each in plans] for _ in range(repeats)
         ]
         seconds = (
-            [round_figures(min(column)) for column in zip(*taken, strict=True)] if taken else (None, None)
+            [round_significant_figures(min(column)) for column in zip(*taken, strict=True)]
+            if taken
+            else (None, None)
         )
         whole = self.inside.layout.length * (self.inside.layout.length + 1) / 2
-        pairs = [round_figures(float(self.kept(each).mean()) * whole) for each in plans]
+        pairs = [round_significant_figures(float(self.kept(each).mean()) * whole) for each in plans]
         return {
             "pattern": dict(pattern),
             "seconds": seconds[0],
             "target_seconds": seconds[1],
-            "index_seconds": round_figures(index),
+            "index_seconds": round_significant_figures(index),
             "pairs": pairs[0],
             "target_pairs": pairs[1],
-            "share": round_figures(pairs[0] / whole),
+            "share": round_significant_figures(pairs[0] / whole),
         }
 
     def kept(self, plan: AttentionPlan | None) -> Tensor:
@@ -235,7 +237,7 @@ def relative_error(out: Tensor, exact: Tensor, rows: Tensor | None) -> Tensor:
     return torch.where(size > 0, (wrong / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt(), 0.0).cpu()
 
 
-def round_figures(value: float) -> float:
+def round_significant_figures(value: float) -> float:
     """Round to six significant figures, as stored in tables; candidates are compared by stored values."""
     return float(f"{value:.6g}")
 
@@ -269,34 +271,39 @@ def measure_all(
         {"scores": {}, "shares": {}, "errors": {}, "kept": {}} for _ in range(bench.num_heads)
     ]
     for kind, candidates in space.items():
-        for slot, candidate in product(boundary_slots(kind, modalities), candidates):
+        for slot, candidate in product(slots_of_boundary_type(kind, modalities), candidates):
             figures: list[list[float | None]] = [[None] * bench.num_heads] * 2
             if candidate.state != "dear":
-                pattern = slot_recipe(kind, slot, candidate.pattern, block)
-                figures = [list(map(round_figures, t.tolist())) for t in bench.errors(pattern, slot)]
+                pattern = recipe_for_slot(kind, slot, candidate.pattern, block)
+                figures = [
+                    list(map(round_significant_figures, t.tolist())) for t in bench.errors(pattern, slot)
+                ]
             for head, *pair in zip(heads, *figures, strict=True):
                 for name, value in zip(("scores", "shares"), pair, strict=True):
                     head[name].setdefault(kind, {}).setdefault(slot.name, []).append(value)
             tick()
     for kind in space:
         named = {
-            h: build_pattern(choose_slots(kind, space, head, block, tolerance)[0])
+            h: build_pattern(choose_slot_patterns(kind, space, head, block, tolerance)[0])
             for h, head in enumerate(heads)
         }
-        plan = bench.plan(LayerHeads(block=block, named=named))
+        plan = bench.plan(LayerHeadPatterns(block=block, named=named))
         whole = relative_error(bench.attend(plan)[0], bench.dense(None)[0], None)
         for head, error, kept in zip(heads, whole.tolist(), bench.kept(plan).tolist(), strict=True):
-            head["errors"][kind], head["kept"][kind] = round_figures(error), round_figures(kept)
+            head["errors"][kind], head["kept"][kind] = (
+                round_significant_figures(error),
+                round_significant_figures(kept),
+            )
         tick()
     return heads
 
 
-def count_ticks(space: Space, modalities: Sequence[int]) -> int:
+def count_progress_ticks(space: Space, modalities: Sequence[int]) -> int:
     """Number of times that `measure_all` calls `tick`."""
-    return sum(len(some) * len(boundary_slots(kind, modalities)) + 1 for kind, some in space.items())
+    return sum(len(some) * len(slots_of_boundary_type(kind, modalities)) + 1 for kind, some in space.items())
 
 
-def choose_slots(
+def choose_slot_patterns(
     kind: str, space: Space, head: Row, block: int, tolerance: float
 ) -> tuple[dict[str, Any], float]:
     """Compose the best pattern of boundary type `kind` for one head; also return its cost relative to the target.
@@ -335,9 +342,9 @@ def choose_slots(
     for slot, some in options.items():
         room = 1 + tolerance - cost() + some[chosen[slot]][1]
         chosen[slot] = _best(some, [n for n in some if some[n][1] <= room] or [chosen[slot]])
-    return compose_recipe(
+    return recipe_from_slots(
         kind, {slot: candidates[n].pattern for slot, n in chosen.items()}, block
-    ), round_figures(cost())
+    ), round_significant_figures(cost())
 
 
 def _best(options: Mapping[int, tuple[float, float]], among: Collection[int]) -> int:
@@ -351,14 +358,14 @@ def _tie_limit(errors: Iterable[float]) -> float:
     return min(errors) * (1 + SLACK) + NOISE
 
 
-def decide_head(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
+def choose_head_pattern(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
     """A head's measurements with the choice that follows: boundary type, pattern, score, cost and share.
 
     Of equal types the first wins, and no boundary comes first.
     """
     enough = _tie_limit(head["errors"][k] for k in space)
     kind = next(k for k in space if head["errors"][k] <= enough)
-    pattern, cost = choose_slots(kind, space, head, block, tolerance)
+    pattern, cost = choose_slot_patterns(kind, space, head, block, tolerance)
     measured = {name: head[name] for name in ("errors", "kept", "scores", "shares")}
     chosen = {"score": head["errors"][kind], "cost": cost, "share": head["kept"][kind]}
     return {"pattern": pattern, "kind": kind, **chosen, **measured}

@@ -20,7 +20,7 @@ from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.plan import AttentionPlan, element_mask
 from mmaccel.core.registry import policy, registry
 from mmaccel.figure import figure
-from mmaccel.search.measure import CapturedLayer, frame_tokens
+from mmaccel.search.measure import CapturedLayer, max_frame_tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +41,7 @@ COLOURS = {
 LETTERS = {"q_boundary": "Q", "k_boundary": "K", "boundary_2d": "2"}
 
 
-def table_map(layers: Sequence[Sequence[str]], title: str) -> Figure:
+def draw_head_pattern_map(layers: Sequence[Sequence[str]], title: str) -> Figure:
     """Map of layers by heads, with names as in a report: the colour is the pattern, the letter its boundary type."""
     depth, heads = len(layers), max(map(len, layers))
     drawn = figure(2.6 + 0.28 * heads, 1.4 + 0.28 * depth)
@@ -70,7 +70,7 @@ def table_map(layers: Sequence[Sequence[str]], title: str) -> Figure:
     return drawn
 
 
-def token_orders(layout: TokenLayout) -> dict[str, Tensor]:
+def drawing_token_orders(layout: TokenLayout) -> dict[str, Tensor]:
     """Return the token orders in which a head is drawn, [S] each: unchanged, by cell within the frame, by modality; those
     that change nothing are omitted.
 
@@ -78,7 +78,7 @@ def token_orders(layout: TokenLayout) -> dict[str, Tensor]:
     """
     place = torch.arange(layout.length, device=layout.device)
     found = {"as it stands": place}
-    size = frame_tokens(layout)
+    size = max_frame_tokens(layout)
     if size > 1:
         cell = layout.cell[0]
         begin = torch.where(cell == 0, place, 0).cummax(0).values
@@ -122,14 +122,14 @@ def _keys(inside: CapturedLayer, head: int) -> Tensor:
     return inside.key[0, head * inside.key.shape[1] // inside.query.shape[1]].float()
 
 
-def head_picture(inside: CapturedLayer, head: int, size: int = 256) -> Figure:
+def draw_head_attention(inside: CapturedLayer, head: int, size: int = 256) -> Figure:
     """Picture of one head: its last tokens at full resolution, then all tokens in each of `orders`."""
     length = inside.layout.length
     last = torch.arange(max(0, length - min(size, 192)), length, device=inside.query.device)
     panels = [("the last tokens", attention_weights(inside, head, last, _keys(inside, head))[:, last].cpu())]
     panels += [
         (name, pooled_attention(inside, head, order, size))
-        for name, order in token_orders(inside.layout).items()
+        for name, order in drawing_token_orders(inside.layout).items()
     ]
     drawn = figure(3.2 * len(panels), 4.2)
     from matplotlib.colors import LogNorm
@@ -168,7 +168,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
 """Budgets for so short a prompt, and what stands within boundaries; other patterns are drawn as they are by default."""
 
 
-def small_layout() -> TokenLayout:
+def demo_prompt_layout() -> TokenLayout:
     """Return the layout of the small prompt that patterns are drawn on: text and video frames by `SEGMENTS`."""
     modality = torch.cat([torch.full((count,), kind) for kind, count in SEGMENTS])
     video = modality == VIDEO
@@ -176,7 +176,7 @@ def small_layout() -> TokenLayout:
     return TokenLayout.build(modality[None], frame=frame[None])
 
 
-def small_fields(name: str) -> str:
+def demo_field_differences(name: str) -> str:
     """The fields that pattern `name` has otherwise in its picture than by default, in words: "block 16 (64), ..."."""
     defaults = {one.name: one.default for one in fields(registry("sparse")[name]) if one.init}
     told = {"block": BLOCK, **FIELDS.get(name, {})}
@@ -191,10 +191,10 @@ def _short(value: Any) -> str:
     return str(value["name"]) if isinstance(value, Mapping) and "name" in value else shown(value)
 
 
-def small_plan(name: str) -> AttentionPlan:
+def demo_pattern_plan(name: str) -> AttentionPlan:
     """The plan of the pattern `name` for the small prompt, one head. Raises `RecipeError` if its attention is dense."""
     pattern = policy("sparse", {**FIELDS.get(name, {}), "name": name, "block": BLOCK})
-    layout, rng = small_layout(), torch.Generator().manual_seed(0)
+    layout, rng = demo_prompt_layout(), torch.Generator().manual_seed(0)
     query, key = (2 * torch.randn(1, 1, layout.length, 16, generator=rng) for _ in range(2))
     plan: AttentionPlan | None = pattern.plan(query, key, layout, layout)
     if plan is None:
@@ -202,17 +202,17 @@ def small_plan(name: str) -> AttentionPlan:
     return plan
 
 
-def number_pairs_by_part(plan: AttentionPlan) -> Tensor:
+def part_number_matrix(plan: AttentionPlan) -> Tensor:
     """Number each query-key pair by the part of the plan that computes it: [n, n] int64, from 1; 0 for none."""
     numbers = torch.zeros(plan.n_query, plan.n_key, dtype=torch.long)
-    for number, (part, spans) in enumerate(zip(plan.parts, plan_pairs(plan), strict=True), 1):
+    for number, (part, spans) in enumerate(zip(plan.parts, pair_masks_by_span(plan), strict=True), 1):
         for span, (seen, _) in zip(part.spans, spans, strict=True):
             row, column = seen.nonzero(as_tuple=True)
             numbers[part.q_row[0, 0, row].long(), span.k_row[0, 0, column].long()] = number
     return numbers
 
 
-def plan_pairs(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
+def pair_masks_by_span(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
     """For each span of each part, in the plan's order: computed pairs, and pairs of listed blocks, [P, N] bool."""
     bq, bk = plan.block_q, plan.block_k
 
@@ -223,22 +223,22 @@ def plan_pairs(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
     return [[tiles(part, span) for span in part.spans] for part in plan.parts]
 
 
-def plan_picture(name: str) -> Figure:
+def draw_pattern_plan(name: str) -> Figure:
     """Picture of the plan of pattern `name` over a small prompt: left in the tokens' order, right in the plan's order. Each
     part has a colour: full for computed pairs, pale (right) for other pairs of listed blocks. Lines divide segments on the
     left, spans and parts on the right. Raises `RecipeError` for a dense pattern."""
-    plan = small_plan(name)
+    plan = demo_pattern_plan(name)
     drawn = figure(9.6, 5.2)
     left, right = drawn.subplots(1, 2)
     from matplotlib.colors import to_rgb
 
     colour = torch.tensor([(1.0, 1.0, 1.0), *(to_rgb(f"C{n % 10}") for n in range(len(plan.parts)))])
-    left.imshow(colour[number_pairs_by_part(plan)])
+    left.imshow(colour[part_number_matrix(plan)])
     for edge in list(accumulate(count for _, count in SEGMENTS))[:-1]:
         left.axhline(edge - 0.5, color="black", linewidth=0.4)
         left.axvline(edge - 0.5, color="black", linewidth=0.4)
     left.set_title("as the tokens stand", fontsize=9)
-    parts = plan_pairs(plan)
+    parts = pair_masks_by_span(plan)
     width = max(sum(seen.shape[1] for seen, _ in spans) for spans in parts)
     image, top = torch.ones(sum(spans[0][0].shape[0] for spans in parts), width, 3), 0
     for number, spans in enumerate(parts, 1):

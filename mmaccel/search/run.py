@@ -22,8 +22,8 @@ from mmaccel.backends import select
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName
 from mmaccel.core.layout import MODALITIES
-from mmaccel.core.registry import Limit, at_least, check_limits, limited
-from mmaccel.core.report import RowFile, environment, peak_bytes, write_atomically
+from mmaccel.core.registry import FieldLimit, at_least, check_limits, limited
+from mmaccel.core.report import JsonlFile, environment, peak_bytes, write_atomically
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, choices
 from mmaccel.search import measure as figures
 from mmaccel.search.measure import (
@@ -31,17 +31,17 @@ from mmaccel.search.measure import (
     LayerBenchmark,
     Row,
     Space,
-    decide_head,
+    choose_head_pattern,
     measure_all,
-    round_figures,
+    round_significant_figures,
 )
 from mmaccel.search.space import (
     KINDS,
     BudgetScale,
-    Candidate,
-    CostTable,
+    PatternCandidate,
+    PatternCostTable,
     Tick,
-    boundaries_of,
+    applicable_boundary_types,
     budget_rows,
     build_pattern,
     level_all,
@@ -72,10 +72,10 @@ class Settings:
 
     context: int | None = limited(None, at_least(256, " tokens"))
     boundaries: Sequence[str] = KINDS
-    tolerance: float = limited(0.05, Limit(lambda share: 0 < share < 1, "a share between 0 and 1"))
+    tolerance: float = limited(0.05, FieldLimit(lambda share: 0 < share < 1, "a share between 0 and 1"))
     cost: Literal["seconds", "pairs"] = "seconds"
     repeats: int = limited(3, at_least(1))
-    block: int = limited(64, Limit(lambda n: n >= 16 and not n & (n - 1), "a power of two, at least 16"))
+    block: int = limited(64, FieldLimit(lambda n: n >= 16 and not n & (n - 1), "a power of two, at least 16"))
     backend: str = "auto"
     extended: bool = False
 
@@ -119,7 +119,7 @@ def search(
         depth, block, tolerance = about["model"]["layers"], settings.block, settings.tolerance
         modalities = [m for m, name in MODALITIES.items() if name in about["modalities"]]
         missing = set(range(depth)) - parts.layers().keys()
-        tick = _ticking(progress, "score", figures.count_ticks(space, modalities) * len(missing))
+        tick = _ticking(progress, "score", figures.count_progress_ticks(space, modalities) * len(missing))
 
         def visit(inside: CapturedLayer) -> None:
             begin = time.perf_counter()
@@ -131,7 +131,7 @@ def search(
 
         figures.visit_layers(model, inputs, visit, missing)
         layers = parts.layers()
-        seconds = sum(parts.values_of("spent")) + sum(row["seconds"] for row in layers.values())
+        seconds = sum(parts.stored_values("spent")) + sum(row["seconds"] for row in layers.values())
         table = _build_table(about, measured, space, [layers[n]["heads"] for n in range(depth)])
         table["seconds"] = round(seconds, 3)
         table["peak_bytes"] = max(row["peak_bytes"] for row in layers.values())
@@ -147,7 +147,7 @@ def _levelled(
     sample: Mapping[str, Any],
     parts: SearchProgress,
     progress: Progress | None,
-) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[Candidate]]]:
+) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[PatternCandidate]]]:
     """What the search is about, all costs, and the candidates at the target's cost, measured on the layer in the middle,
     whose tensors are gone by then."""
     begin, adapter = time.perf_counter(), adapter_for(model)
@@ -169,9 +169,9 @@ def _levelled(
         )
     modalities = figures.modalities_present(layout)
     scale = BudgetScale(
-        settings.context or layout.length, figures.frame_tokens(layout), settings.block, settings.extended
+        settings.context or layout.length, figures.max_frame_tokens(layout), settings.block, settings.extended
     )
-    kinds = boundaries_of(settings.boundaries, modalities)
+    kinds = applicable_boundary_types(settings.boundaries, modalities)
     here = environment(device)
     about: dict[str, Any] = {
         "kind": KIND,
@@ -188,7 +188,7 @@ def _levelled(
         "modalities": [MODALITIES[m] for m in modalities],
         "measured_layer": inside.layer,
         "objective": "norm of (sparse - dense) attention output over the norm of dense, over all rows of the sample",
-        "sample": {**sample, **figures.sample_facts(inputs, layout)},
+        "sample": {**sample, **figures.sample_prompt_facts(inputs, layout)},
         "device": here["device"],
         "dtype": str(inside.query.dtype).removeprefix("torch."),
         "backend": backend,
@@ -203,7 +203,7 @@ def _levelled(
         parts.add({"measured": row})
         return row
 
-    ledger = CostTable(settings.cost, parts.values_of("measured"), measure)
+    ledger = PatternCostTable(settings.cost, parts.stored_values("measured"), measure)
     tick = _ticking(progress, "level", len(budget_rows(scale)) * len(kinds))
     space = level_all(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
     parts.add({"spent": time.perf_counter() - begin})
@@ -225,7 +225,7 @@ def progress_path(out: Path) -> Path:
     return out.with_name(out.name + ".parts")
 
 
-class SearchProgress(RowFile):
+class SearchProgress(JsonlFile):
     """Stored progress of a search: a row of its settings, then a row for each cost, time and layer."""
 
     @classmethod
@@ -259,7 +259,7 @@ class SearchProgress(RowFile):
     def begin(self, about: Mapping[str, Any]) -> None:
         """Start a search, or continue the stored one if its settings are equal; `RecipeError` if they differ."""
         now = json.loads(json.dumps(about))
-        known = self.values_of("about")
+        known = self.stored_values("about")
         if not known:
             self.add({"about": about})
         elif known[0] != now:
@@ -270,7 +270,7 @@ class SearchProgress(RowFile):
                 "another --out."
             )
 
-    def values_of(self, key: str) -> list[Any]:
+    def stored_values(self, key: str) -> list[Any]:
         """Return the values of `key` in all stored rows that have it, in order."""
         return [row[key] for row in self.rows if key in row]
 
@@ -306,12 +306,15 @@ def _build_table(
     about: Row, measured: Sequence[Row], space: Space, layers: Sequence[Sequence[Row]]
 ) -> dict[str, Any]:
     """Build the table: its settings, the measured costs, the candidates, and the choice for each head."""
-    choose = partial(decide_head, space, block=about["block"], tolerance=about["tolerance"])
+    choose = partial(choose_head_pattern, space, block=about["block"], tolerance=about["tolerance"])
     return {
         **about,
         "measured": [dict(row) for row in measured],
         "space": {
-            kind: [{**vars(one), "rows": list(one.rows), "cost": round_figures(one.cost)} for one in some]
+            kind: [
+                {**vars(one), "rows": list(one.rows), "cost": round_significant_figures(one.cost)}
+                for one in some
+            ]
             for kind, some in space.items()
         },
         "layers": [[choose(head) for head in layer] for layer in layers],
@@ -327,7 +330,7 @@ def recompute(table: Row) -> dict[str, Any]:
     # Tables of before have the rows of Table 3 alone, and do not say so.
     extended = table.get("extended", False)
     scale = BudgetScale(table["context"], table["sample"]["tokens_a_frame"], table["block"], extended)
-    ledger = CostTable(table["cost"], table["measured"], missing)
+    ledger = PatternCostTable(table["cost"], table["measured"], missing)
     modalities = [m for name in table["modalities"] for m in MODALITIES if MODALITIES[m] == name]
     space = level_all(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)
     return {**_build_table(table, table["measured"], space, table["layers"]), "target": scale.target()}
@@ -336,17 +339,17 @@ def recompute(table: Row) -> dict[str, Any]:
 def restrict_kinds(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
     """Layer -> head -> pattern: the choice among only some boundary types `kinds`, from the table's own figures."""
     space = {
-        kind: [Candidate(**{**one, "rows": tuple(one["rows"])}) for one in table["space"][kind]]
+        kind: [PatternCandidate(**{**one, "rows": tuple(one["rows"])}) for one in table["space"][kind]]
         for kind in kinds
     }
-    choose = partial(decide_head, space, block=table["block"], tolerance=table["tolerance"])
+    choose = partial(choose_head_pattern, space, block=table["block"], tolerance=table["tolerance"])
     return choices({"layers": [[choose(head) for head in layer] for layer in table["layers"]]})
 
 
 def agreement(one: Row, other: Row) -> float:
     """Share of heads to which two tables of a model give the same boundary type and the same main pattern name."""
     told = [
-        [(head["kind"], main_pattern(head["pattern"])) for layer in table["layers"] for head in layer]
+        [(head["kind"], main_pattern_name(head["pattern"])) for layer in table["layers"] for head in layer]
         for table in (one, other)
     ]
     return sum(a == b for a, b in zip(*told, strict=True)) / len(told[0])
@@ -360,7 +363,7 @@ def head_pattern_names(table: Row) -> list[tuple[str, ...]]:
     ]
 
 
-def main_pattern(pattern: Row) -> str:
+def main_pattern_name(pattern: Row) -> str:
     """Name of the pattern that covers most of a head's pairs: within a boundary that of video, or else of text."""
     for slot in ("video", "text"):
         inner = pattern.get(slot) or pattern.get("pairs", {}).get(f"{slot}>{slot}")

@@ -62,7 +62,7 @@ _OTHERS = {"image": ("video", "text"), "video": ("image", "text"), "text": ("vid
 
 
 @dataclass(frozen=True)
-class BoundarySlot:
+class ModalityPairSlot:
     """Queries of modality `query` with keys of modality `key`, which take one pattern; None means all."""
 
     name: str
@@ -70,25 +70,27 @@ class BoundarySlot:
     key: int | None
 
 
-def boundaries_of(wanted: Sequence[str], modalities: Sequence[int]) -> list[str]:
+def applicable_boundary_types(wanted: Sequence[str], modalities: Sequence[int]) -> list[str]:
     """Return those of the `wanted` boundary types that apply to a prompt with these modalities (with one modality only
     "no_boundary")."""
     return [k for k in KINDS if k in wanted] if len(modalities) > 1 else ["no_boundary"]
 
 
-def boundary_slots(kind: str, modalities: Sequence[int]) -> list[BoundarySlot]:
+def slots_of_boundary_type(kind: str, modalities: Sequence[int]) -> list[ModalityPairSlot]:
     """The slots of boundary type `kind` (of `KINDS`) in a prompt with these modalities: one for everything, one for each
     modality of queries or of keys, or one for each pair of both."""
     if kind == "no_boundary":
-        return [BoundarySlot("all", None, None)]
+        return [ModalityPairSlot("all", None, None)]
     if kind == "q_boundary":
-        return [BoundarySlot(MODALITIES[m], m, None) for m in modalities]
+        return [ModalityPairSlot(MODALITIES[m], m, None) for m in modalities]
     if kind == "k_boundary":
-        return [BoundarySlot(MODALITIES[m], None, m) for m in modalities]
-    return [BoundarySlot(f"{MODALITIES[q]}>{MODALITIES[k]}", q, k) for q in modalities for k in modalities]
+        return [ModalityPairSlot(MODALITIES[m], None, m) for m in modalities]
+    return [
+        ModalityPairSlot(f"{MODALITIES[q]}>{MODALITIES[k]}", q, k) for q in modalities for k in modalities
+    ]
 
 
-def compose_recipe(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
+def recipe_from_slots(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
     """Build the `sparse` part of a recipe: boundary type `kind`, with the pattern chosen for each slot.
 
     Modalities that the sample lacks take the pattern of one that it has: images that of videos, if there are any.
@@ -103,7 +105,9 @@ def compose_recipe(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: in
     return {"name": kind, "block": block, "pairs": pairs}
 
 
-def slot_recipe(kind: str, slot: BoundarySlot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
+def recipe_for_slot(
+    kind: str, slot: ModalityPairSlot, pattern: Mapping[str, Any], block: int
+) -> dict[str, Any]:
     """Build the `sparse` part of a recipe in which only one pair of modalities (`slot`) of boundary `kind` attends, by
     `pattern`."""
     if kind == "no_boundary":
@@ -114,11 +118,13 @@ def slot_recipe(kind: str, slot: BoundarySlot, pattern: Mapping[str, Any], block
     return {"name": kind, "block": block, **rest, slot.name: dict(pattern)}
 
 
-def all_slots_recipe(
+def recipe_for_all_slots(
     kind: str, pattern: Mapping[str, Any], modalities: Sequence[int], block: int
 ) -> dict[str, Any]:
     """Build the `sparse` part of a recipe: boundary type `kind`, with `pattern` in every slot."""
-    return compose_recipe(kind, {slot.name: pattern for slot in boundary_slots(kind, modalities)}, block)
+    return recipe_from_slots(
+        kind, {slot.name: pattern for slot in slots_of_boundary_type(kind, modalities)}, block
+    )
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -180,7 +186,7 @@ class BudgetScale:
 
 
 @dataclass(frozen=True)
-class BudgetRow:
+class BudgetTableRow:
     """One row of MMInference's Table 3, or one of ours: its label, `make` (budget step -> pattern, a recipe mapping), and
     `aim`, the share of the target's cost that its budget is chosen for."""
 
@@ -189,24 +195,24 @@ class BudgetRow:
     aim: float = 1.0
 
 
-def budget_rows(scale: BudgetScale) -> list[BudgetRow]:
+def budget_rows(scale: BudgetScale) -> list[BudgetTableRow]:
     """The 24 rows of Table 3 (12 grids, 3 A-shapes, 9 vertical-slashes), each grid also without window, and ours if
     `scale.extended`."""
     found = []
     for stride in ("frame", "free"):
         for lines in _GRIDS:
             on = "+".join(line for line, flag in zip(LINES, lines, strict=True) if flag)
-            found.append(BudgetRow(f"grid ({stride}, {on})", partial(scale._grid, lines, stride, 0)))
+            found.append(BudgetTableRow(f"grid ({stride}, {on})", partial(scale._grid, lines, stride, 0)))
             found.append(
-                BudgetRow(f"grid ({stride}, {on}, {LOCAL})", partial(scale._grid, lines, stride, LOCAL))
+                BudgetTableRow(f"grid ({stride}, {on}, {LOCAL})", partial(scale._grid, lines, stride, LOCAL))
             )
-    found += [BudgetRow(f"a_shape {each}", partial(scale._a_shape, *each)) for each in _WINDOWS]
+    found += [BudgetTableRow(f"a_shape {each}", partial(scale._a_shape, *each)) for each in _WINDOWS]
     for each in _COLUMNS:
         label = f"ours: vertical_slash {each}, first {FIRST}" if scale.extended else f"vertical_slash {each}"
-        found.append(BudgetRow(label, partial(scale._vertical_slash, *each)))
+        found.append(BudgetTableRow(label, partial(scale._vertical_slash, *each)))
     for share in SHARES if scale.extended else ():
         label = f"ours: first block and slash ({TARGET[1]}), {share:.0%}"
-        found.append(BudgetRow(label, scale._first_and_slash, aim=share))
+        found.append(BudgetTableRow(label, scale._first_and_slash, aim=share))
     return found
 
 
@@ -214,7 +220,7 @@ def budget_rows(scale: BudgetScale) -> list[BudgetRow]:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PatternCandidate:
     """A pattern whose budget was changed until it costs what the search aims at, so that all candidates cost the same.
 
     rows   names of the rows of the search space that it came from
@@ -238,7 +244,9 @@ Tick = Callable[[], None]
 """Is called as often as a step of the search is done."""
 
 
-def level_budget(row: BudgetRow, cost: Cost, tolerance: float, start: int = 0) -> tuple[int, Candidate]:
+def level_budget(
+    row: BudgetTableRow, cost: Cost, tolerance: float, start: int = 0
+) -> tuple[int, PatternCandidate]:
     """Find the budget step, from `start` on, at which `row` costs its share of the target; return it and the candidate.
 
     The result depends on the costs alone: equal costs give equal candidates.
@@ -253,10 +261,10 @@ def level_budget(row: BudgetRow, cost: Cost, tolerance: float, start: int = 0) -
     fits = {s: t for s, t in tried.items() if t <= 1 + tolerance}
     best = max(fits, key=lambda s: (fits[s], -s)) if fits else min(tried, key=lambda s: (tried[s], s))
     state = "dear" if not fits else "under" if tried[best] < 1 - tolerance else "level"
-    return best, Candidate((row.label,), row.make(best), tried[best] * row.aim, 1.0, state)
+    return best, PatternCandidate((row.label,), row.make(best), tried[best] * row.aim, 1.0, state)
 
 
-def _next(tried: Mapping[int, float], row: BudgetRow) -> int | None:
+def _next(tried: Mapping[int, float], row: BudgetTableRow) -> int | None:
     """The step to try after those tried: between a cheaper and a dearer one in proportion, outside them by their ratio."""
     below = max((s for s, t in tried.items() if t < 1), default=None)
     above = min((s for s, t in tried.items() if t >= 1 and (below is None or s > below)), default=None)
@@ -279,25 +287,25 @@ def _next(tried: Mapping[int, float], row: BudgetRow) -> int | None:
     return step if below < step < above else None
 
 
-def merge_equal(candidates: Collection[Candidate]) -> list[Candidate]:
+def merge_equal_candidates(candidates: Collection[PatternCandidate]) -> list[PatternCandidate]:
     """Merge candidate patterns that are equal into one that lists all their rows of Table 3."""
-    known: dict[str, Candidate] = {}
+    known: dict[str, PatternCandidate] = {}
     for one in candidates:
-        first = known.setdefault(pattern_key(one.pattern), one)
+        first = known.setdefault(pattern_json_key(one.pattern), one)
         if first is not one:
-            known[pattern_key(one.pattern)] = replace(first, rows=(*first.rows, *one.rows))
+            known[pattern_json_key(one.pattern)] = replace(first, rows=(*first.rows, *one.rows))
     return list(known.values())
 
 
-class CostTable:
+class PatternCostTable:
     """Costs of patterns relative to the target, in "seconds" or "pairs"; each is measured once."""
 
     def __init__(self, cost: str, measured: Sequence[Mapping[str, Any]], measure: Measure) -> None:
-        self.rows = {pattern_key(row["pattern"]): dict(row) for row in measured}
+        self.rows = {pattern_json_key(row["pattern"]): dict(row) for row in measured}
         self.cost, self.measure = cost, measure
 
     def __call__(self, pattern: Mapping[str, Any]) -> float:
-        name = pattern_key(pattern)
+        name = pattern_json_key(pattern)
         if name not in self.rows:
             self.rows[name] = self.measure(pattern)
         row = self.rows[name]
@@ -306,7 +314,7 @@ class CostTable:
 
     def share(self, pattern: Mapping[str, Any]) -> float:
         """The share of causal query-key pairs that a measured pattern lists."""
-        share: float = self.rows[pattern_key(pattern)]["share"]
+        share: float = self.rows[pattern_json_key(pattern)]["share"]
         return share
 
 
@@ -318,7 +326,7 @@ def level_all(
     tolerance: float,
     tick: Tick = lambda: None,
     share: Cost = lambda pattern: 1.0,
-) -> dict[str, list[Candidate]]:
+) -> dict[str, list[PatternCandidate]]:
     """Return, for each boundary type in `kinds`, the candidates of Table 3, each at the budget at which it costs as much as
     the target when it is used in every slot of the type.
 
@@ -328,28 +336,28 @@ def level_all(
     first = [0] * len(table)
     space = {}
     for kind in kinds:
-        whole = partial(all_slots_recipe, kind, modalities=modalities, block=scale.block)
+        whole = partial(recipe_for_all_slots, kind, modalities=modalities, block=scale.block)
 
         def taken(pattern: Mapping[str, Any], whole: Callable[..., dict[str, Any]] = whole) -> float:
             return cost(whole(pattern))
 
-        reached: list[tuple[int, Candidate]] = []
+        reached: list[tuple[int, PatternCandidate]] = []
         for row, start in zip(table, first, strict=True):
             reached.append(level_budget(row, taken, tolerance, start))
             tick()
-        candidates = merge_equal([candidate for _, candidate in reached])
+        candidates = merge_equal_candidates([candidate for _, candidate in reached])
         if any(one.state != "dear" for one in candidates):
             space[kind] = [replace(one, share=share(whole(one.pattern))) for one in candidates]
         elif kind == kinds[0]:
             # Nothing came down to the target's cost; the target itself is what is left.
             cost(scale.target())
-            space[kind] = [Candidate(("target",), scale.target(), 1.0, share(scale.target()), "level")]
+            space[kind] = [PatternCandidate(("target",), scale.target(), 1.0, share(scale.target()), "level")]
         # The other types cost much the same: they begin where the first one ended.
         first = [steps for steps, _ in reached]
     return space
 
 
-def pattern_key(pattern: Mapping[str, Any]) -> str:
+def pattern_json_key(pattern: Mapping[str, Any]) -> str:
     """A string that identifies a pattern mapping."""
     return json.dumps(pattern, sort_keys=True)
 

@@ -19,7 +19,7 @@ SPAN_S = 10.0
 """Seconds from which on calls say how fast frames come."""
 
 
-class StreamUsage(NamedTuple):
+class StreamUsageCounts(NamedTuple):
     """Frames that a stream has taken in; the bytes that it held then, in all and on the device; and questions so far."""
 
     frames: int
@@ -28,20 +28,20 @@ class StreamUsage(NamedTuple):
     questions: int = 0
 
 
-NOTHING = StreamUsage(0, 0)
+NOTHING = StreamUsageCounts(0, 0)
 
 
 @dataclass(eq=False)
 class StreamPromise:
     """What the server has promised a stream under `recipe`: compute for `fps` frames per second, for `seconds`. `first` and
-    `last` are its first and last `StreamUsage`; bytes that the first question added are added to `first` too. `calls`: when
-    frames came (`monotonic`), and how many in all."""
+    `last` are its first and last `StreamUsageCounts`; bytes that the first question added are added to `first` too. `calls`:
+    when frames came (`monotonic`), and how many in all."""
 
     recipe: str
     fps: float
     seconds: float
-    first: StreamUsage | None = None
-    last: StreamUsage = NOTHING
+    first: StreamUsageCounts | None = None
+    last: StreamUsageCounts = NOTHING
     calls: deque[tuple[float, int]] = field(default_factory=partial(deque, maxlen=TIMED))
 
     @property
@@ -51,7 +51,7 @@ class StreamPromise:
             return self.fps
         return max(self.fps, (self.calls[-1][1] - self.calls[0][1]) / span)
 
-    def memory_growth(self, device: bool = False) -> float:
+    def memory_bytes_per_frame(self, device: bool = False) -> float:
         """Memory growth of a stream in bytes per frame, in all or on the `device`, since the first measurement (stores grow
         by slabs of frames)."""
         first, last = self.first or self.last, self.last
@@ -77,16 +77,21 @@ class Admission:
         self._longest = dict[str, StreamPromise]()
 
     def record_call(
-        self, promise: StreamPromise, seconds: float, before: StreamUsage, now: StreamUsage, live: bool = True
+        self,
+        promise: StreamPromise,
+        seconds: float,
+        before: StreamUsageCounts,
+        now: StreamUsageCounts,
+        live: bool = True,
     ) -> None:
-        """Record a call that took `seconds` (without waiting), and the stream's `StreamUsage` `before` it and `now`.
+        """Record a call that took `seconds` (without waiting), and the stream's `StreamUsageCounts` `before` it and `now`.
         Frames that are not `live` are not counted in the cost of live ones."""
-        before, now = StreamUsage(*before), StreamUsage(*now)
+        before, now = StreamUsageCounts(*before), StreamUsageCounts(*now)
         new, promise.last = now.frames - before.frames, now
         first = (promise.first or before) if before.frames else now
         if before.frames and now.questions > before.questions == 0:
             # What a question takes comes with the first one, and is no growth by frames.
-            first = StreamUsage(
+            first = StreamUsageCounts(
                 *(one + more - less for one, more, less in zip(first, now, before, strict=True))
             )
         promise.first = first
@@ -105,7 +110,7 @@ class Admission:
         """Predict how many bytes a stream will hold in the end, in all or on the `device`: by its own growth, or, before it
         has any frames, by that of the longest stream of its recipe."""
         model = promise if promise.last.frames else self._longest.get(promise.recipe, promise)
-        seen, held, each = model.last.frames, model.last[1 + device], model.memory_growth(device)
+        seen, held, each = model.last.frames, model.last[1 + device], model.memory_bytes_per_frame(device)
         kv: Any = self._recipes[promise.recipe].kv
         seconds = min(promise.seconds, getattr(kv, "keep_seconds", None) or promise.seconds)
         frames = promise.fps * seconds

@@ -23,7 +23,7 @@ from mmaccel.core.errors import MmaccelError
 from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.serve import chat, socket, streams
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import Guard, error_response, validation_error
+from mmaccel.serve.guard import RequestGuard, error_response, validation_error
 from mmaccel.serve.settings import Refused, Settings
 
 log = logging.getLogger("mmaccel.serve")
@@ -65,7 +65,7 @@ def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = s
 
     _tell_errors(app, engine.settings.limits.seconds)
 
-    app.add_middleware(Guard, settings=engine.settings, metrics=engine.metrics)
+    app.add_middleware(RequestGuard, settings=engine.settings, metrics=engine.metrics)
     if origins := engine.settings.origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
@@ -98,7 +98,7 @@ def _tell_errors(app: FastAPI, seconds: float) -> None:
         return error_response(500, "the server failed; its log says why.")
 
 
-def connection_settings(settings: Settings) -> dict[str, Any]:
+def uvicorn_settings(settings: Settings) -> dict[str, Any]:
     """Connection settings for uvicorn; no message compression, since a small message could expand to a large one."""
     sockets = {
         "ws_max_size": settings.limits.message_bytes,
@@ -121,5 +121,5 @@ def run(engine: Engine) -> None:
             host=settings.host,
             port=settings.port,
             timeout_graceful_shutdown=10,
-            **connection_settings(settings),
+            **uvicorn_settings(settings),
         )

@@ -20,12 +20,12 @@ router = APIRouter(tags=["OpenAI"])
 Asks = Annotated[str, Depends(caller)]
 
 
-def engine_of(request: Request) -> Engine:
+def get_engine(request: Request) -> Engine:
     """FastAPI dependency: the server's engine."""
     return request.app.state.engine  # type: ignore[no-any-return]
 
 
-TheEngine = Annotated[Engine, Depends(engine_of)]
+TheEngine = Annotated[Engine, Depends(get_engine)]
 
 
 @router.get("/v1/models")

@@ -16,19 +16,19 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import Accelerated, accelerate, adapter_for
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.recipe import Recipe
-from mmaccel.models.together import share_weights
+from mmaccel.models.together import copy_sharing_weights
 
 CHECK_S = 0.1
 """Seconds between two looks of a thread that waits at whether its request goes on."""
 
 
-class ModelCopies:
+class ModelCopyPool:
     """Copies that share the weights of `model`, and of one draft model per recipe: at most `most` of each recipe, or one if
     its draft runs in a process."""
 
     def __init__(self, model: nn.Module, most: int) -> None:
         # Of one that is never called: a pass of a stream lends the model's modules other functions while it runs.
-        self._still, self._most = share_weights(model), most
+        self._still, self._most = copy_sharing_weights(model), most
         self._view = ModelView(self._still, adapter_for(model), adapter_for)
         self._idle: dict[str, queue.LifoQueue[Accelerated]] = defaultdict(queue.LifoQueue)
         self._made: dict[str, int] = defaultdict(int)
@@ -67,8 +67,8 @@ class ModelCopies:
                 peer = draft.peer(self._view).model
             finally:
                 self._loading.release()
-            recipe = replace(recipe, draft=replace(draft, model=share_weights(peer)))
-        return accelerate(share_weights(self._still), recipe)
+            recipe = replace(recipe, draft=replace(draft, model=copy_sharing_weights(peer)))
+        return accelerate(copy_sharing_weights(self._still), recipe)
 
     def close(self) -> None:
         """Detach the recipes from all idle copies of the model."""

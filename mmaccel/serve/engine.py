@@ -29,14 +29,14 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.live import await_or_cancel, run_in_thread
 from mmaccel.media.video import Video
 from mmaccel.models import load_processor
-from mmaccel.models.token_choice import end_tokens, schema_processor
+from mmaccel.models.token_choice import build_schema_logits_processor, end_tokens
 from mmaccel.serve import sources
-from mmaccel.serve.copies import CHECK_S, ModelCopies
-from mmaccel.serve.kept import StreamEntry, VideoCache, without_age_limit
+from mmaccel.serve.copies import CHECK_S, ModelCopyPool
+from mmaccel.serve.kept import StreamEntry, VideoCache, without_kv_age_limit
 from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits, Refused, Settings
-from mmaccel.serve.speech import StopTextFilter, TextStreamer, tokens_to_stop
+from mmaccel.serve.speech import StopTextFilter, TextStreamer, count_tokens_through_stop
 from mmaccel.serve.turns import FairQueue
 
 log = logging.getLogger("mmaccel.serve")
@@ -69,7 +69,7 @@ class ActiveRequest:
 
     request: ChatRequest
     recipe: str
-    fetched: list[sources.FetchedSource]
+    fetched: list[sources.FetchedMedia]
     most: int
     put: Put
     deadline: Deadline
@@ -103,7 +103,7 @@ class Engine:
         self._fetching: dict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, settings.limits.fetching)
         )
-        self.copies, self._drawing = ModelCopies(model, self.turns.most), threading.Lock()
+        self.copies, self._drawing = ModelCopyPool(model, self.turns.most), threading.Lock()
 
     def recipe(self, model: str | None, asked: str | None) -> str:
         """Resolve a request's recipe name from its `model` (NAME or NAME@RECIPE) and its field `asked`; raises `Refused`."""
@@ -147,7 +147,7 @@ class Engine:
         with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
             fetched = await self._fetched(request, caller, Path(folder), deadline)
             loop = asyncio.get_running_loop()
-            async with self.turns.hold_turn(caller) as leave:
+            async with self.turns.wait_for_turn(caller) as leave:
                 joined = partial(loop.call_soon_threadsafe, leave)
                 asked = ActiveRequest(request, name, fetched, most, told, deadline, joined)
                 try:
@@ -181,9 +181,9 @@ class Engine:
 
     async def _fetched(
         self, request: ChatRequest, caller: str, folder: Path, deadline: Deadline
-    ) -> list[sources.FetchedSource]:
+    ) -> list[sources.FetchedMedia]:
         """The sources of a request, in order, which together have no more bytes than one may have."""
-        found, limits = list[sources.FetchedSource](), self.settings.limits
+        found, limits = list[sources.FetchedMedia](), self.settings.limits
         for part in (part for message in request.messages for part in message.content):
             if isinstance(part, Text):
                 continue
@@ -202,7 +202,7 @@ class Engine:
         folder: Path,
         deadline: Deadline,
         settings: Settings | None = None,
-    ) -> sources.FetchedSource:
+    ) -> sources.FetchedMedia:
         """Download or open `url`. The number of concurrent fetches per caller is limited."""
         work = partial(sources.fetch, url, kind, folder, settings or self.settings, deadline)
         async with self._fetching[caller]:
@@ -210,7 +210,7 @@ class Engine:
 
     def read(
         self,
-        source: sources.FetchedSource,
+        source: sources.FetchedMedia,
         fps: float | None,
         frames: int | None,
         deadline: Deadline,
@@ -253,7 +253,7 @@ class Engine:
         request, deadline = asked.request, asked.deadline
         reading = partial(self.read, asked.fetched[0], request.fps, request.frames, deadline)
         video = await await_or_cancel(run_in_thread(reading), deadline)
-        parts = self.processor, without_age_limit(self.recipes[asked.recipe]), self.settings.limits
+        parts = self.processor, without_kv_age_limit(self.recipes[asked.recipe]), self.settings.limits
         kept = StreamEntry(self.model, *parts)
         try:
             stored = isinstance(kv := kept.recipe.kv, StreamPolicy) and kv.ingests
@@ -278,20 +278,20 @@ class Engine:
                 if not (text or kept.recipe.draft.active):
                     asked.joined()
                 text += piece
-                if said := cutter.next_piece(text):
+                if said := cutter.next_text_piece(text):
                     asked.put(said)
                 if cutter.stopped:
                     await reply.aclose()
                     break
             answer = await reply
             report = (await run_in_thread(kept.session.report)).to_dict()
-        if said := cutter.next_piece(text, whole=True):
+        if said := cutter.next_text_piece(text, whole=True):
             asked.put(said)
-        evidence = kept.evidence_json(answer.evidence, wanted.thumbnails) if wanted.evidence else None
+        evidence = kept.evidence_frames_json(answer.evidence, wanted.thumbnails) if wanted.evidence else None
         reason = "stop" if cutter.stopped else answer.finish_reason
         rows, new = report["prompt_tokens"], len(answer.ids)
         if cutter.stopped:
-            new = tokens_to_stop(self.processor.decode, answer.ids, asked.request.stop_texts)
+            new = count_tokens_through_stop(self.processor.decode, answer.ids, asked.request.stop_texts)
         return Completion(cutter.said, reason, rows, new, asked.recipe, report, evidence)
 
     # All others.
@@ -305,7 +305,9 @@ class Engine:
         how = {"max_new_tokens": asked.most, "max_time": deadline.seconds_left(), **request.options()}
         for schema in request.answer_schema.values():
             tokenizer = self.processor.tokenizer
-            how["logits_processor"] = [schema_processor(self.model, tokenizer, schema, ends, rows)]
+            how["logits_processor"] = [
+                build_schema_logits_processor(self.model, tokenizer, schema, ends, rows)
+            ]
         with ExitStack() as drawing, self._copy_of(asked.recipe, deadline) as fast, torch.no_grad():
 
             def joined() -> None:

@@ -84,7 +84,7 @@ def caller(request: Request) -> str:
     return str(request.state.caller)
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware that checks every request before the routes."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:

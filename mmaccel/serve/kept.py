@@ -18,7 +18,7 @@ from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams.live import AsyncVideoSession, run_in_thread
 from mmaccel.media.video import write_jpeg
-from mmaccel.serve.admission import StreamUsage
+from mmaccel.serve.admission import StreamUsageCounts
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits
 
@@ -49,7 +49,7 @@ class Thumbnails:
         return files[place - 1][1] if place else None
 
 
-def without_age_limit(recipe: Recipe) -> Recipe:
+def without_kv_age_limit(recipe: Recipe) -> Recipe:
     """`recipe` for a stored video: its KV policy drops no frames by age."""
     if getattr(recipe.kv, "keep_seconds", None) is None:
         return recipe
@@ -71,7 +71,7 @@ class StreamEntry:
         self.counters = await run_in_thread(self.session.counters)
         return self.counters
 
-    def evidence_json(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
+    def evidence_frames_json(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
         """Evidence frames, JSON-ready, highest attention first; each with a thumbnail as data URL if `pictures`."""
         order = sorted(found, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))[:EVIDENCE]
         told = [asdict(one) for one in order]
@@ -80,15 +80,15 @@ class StreamEntry:
                 one["image"] = "data:image/jpeg;base64," + base64.b64encode(file).decode()
         return told
 
-    async def measure(self) -> StreamUsage:
+    async def measure(self) -> StreamUsageCounts:
         """Count anew, and return `held`."""
         await self.count()
         return self.held()
 
-    def held(self) -> StreamUsage:
+    def held(self) -> StreamUsageCounts:
         """Return how many frames the stream has taken in, and the bytes that it holds, as last counted."""
         device, questions = (int(self.counters.get(name, 0)) for name in ("bytes", "questions"))
-        return StreamUsage(self.session.frames, self.bytes(), device, questions)
+        return StreamUsageCounts(self.session.frames, self.bytes(), device, questions)
 
     def bytes(self) -> int:
         """Bytes that the stream holds on the device, the host and the disk, as last counted."""

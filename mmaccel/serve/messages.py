@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from mmaccel.core.streams.timed_text import LONGEST, checked_line
+from mmaccel.core.streams.timed_text import LONGEST, make_timed_text
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -43,7 +43,7 @@ class StrictModel(BaseModel):
         return given
 
 
-class AddressObject(StrictModel):
+class MediaURL(StrictModel):
     """Where an image or video is: a URL or data URL (OpenAI's `image_url`; `detail` has no effect)."""
 
     url: str
@@ -51,12 +51,12 @@ class AddressObject(StrictModel):
 
 
 def _as_address(given: Any) -> Any:
-    if not isinstance(given, str | dict | AddressObject):
+    if not isinstance(given, str | dict | MediaURL):
         raise ValueError('it is no address; give a text, or {"url": ...}')
     return {"url": given} if isinstance(given, str) else given
 
 
-Address = Annotated[AddressObject, BeforeValidator(_as_address, json_schema_input_type=str | AddressObject)]
+Address = Annotated[MediaURL, BeforeValidator(_as_address, json_schema_input_type=str | MediaURL)]
 """An address, by itself or in OpenAI's object."""
 
 
@@ -116,15 +116,15 @@ class MmaccelOptions(StrictModel):
     thumbnails: bool = False
 
 
-class VideoIO(StrictModel):
+class VideoIOKwargs(StrictModel):
     fps: Rate | None = None
     num_frames: Annotated[int, Field(ge=1)] | None = None
 
 
-class MediaIO(StrictModel):
+class MediaIOKwargs(StrictModel):
     """vLLM's `media_io_kwargs`."""
 
-    video: VideoIO = VideoIO()
+    video: VideoIOKwargs = VideoIOKwargs()
 
 
 class StreamOptions(StrictModel):
@@ -143,14 +143,14 @@ class SchemaFormat(StrictModel):
     strict: bool | None = None
 
 
-class Format(StrictModel):
+class ResponseFormat(StrictModel):
     """Answer format: text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> Format:
+    def _whole(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema goes with the type json_schema, and with no other")
         return self
@@ -164,7 +164,7 @@ class Sampling(StrictModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stream: bool = False
-    response_format: Format | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def answer_schema(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class ChatRequest(Sampling):
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream_options: StreamOptions | None = None
     mmaccel: MmaccelOptions = MmaccelOptions()
-    media_io_kwargs: MediaIO = MediaIO()
+    media_io_kwargs: MediaIOKwargs = MediaIOKwargs()
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
     presence_penalty: Literal[0] | None = None
@@ -240,7 +240,7 @@ class SessionRequest(StrictModel):
     seconds: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 900.0
 
 
-class TextLine(StrictModel):
+class TimedTextLine(StrictModel):
     """Text that was said or read from `begin` to `end`, in seconds of the stream (null: at its last frame, at `begin`)."""
 
     text: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=LONGEST)]
@@ -248,8 +248,8 @@ class TextLine(StrictModel):
     end: Seconds | None = None
 
     @model_validator(mode="after")
-    def _can_be(self) -> TextLine:
-        checked_line(*self.triple(0.0), "text")
+    def _can_be(self) -> TimedTextLine:
+        make_timed_text(*self.triple(0.0), "text")
         return self
 
     def triple(self, now: float) -> tuple[float, float | None, str]:
@@ -263,7 +263,7 @@ class FramesRequest(StrictModel):
     """Frames for a stream, each a data URL or base64, with their times in seconds or their rate; or a video, watched at
     `fps` frames per second, or with `stored` ingested as a whole. `text` may come with them or alone."""
 
-    text: Annotated[list[TextLine], Field(max_length=256)] = []
+    text: Annotated[list[TimedTextLine], Field(max_length=256)] = []
     frames: list[str] = []
     times: list[Seconds] | None = None
     video_url: Address | None = None

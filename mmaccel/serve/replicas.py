@@ -80,7 +80,7 @@ def _choose_replica(number: str, replicas: Sequence[Any], name: Callable[[Any], 
     return max(replicas, key=weight)
 
 
-class SharedStreams(Streams):
+class ReplicatedStreams(Streams):
     """The open streams of one replica, each a copy of the state in the shared folder."""
 
     def __init__(self, engine: Engine, replica: str) -> None:
@@ -237,7 +237,7 @@ async def _tell(registry: Any) -> None:
         await asyncio.sleep(TELLS_S)
 
 
-def deploy(
+def serve_on_ray(
     make: Make, settings: Settings, replicas: str = "1", gpus: float = 1, blocking: bool = True
 ) -> None:
     """Serve on Ray until stopped. Each replica loads its model by `make` and has `gpus` GPUs; `replicas` is their number, or
@@ -252,7 +252,7 @@ def deploy(
 
     def app() -> Any:
         replica = serve.get_replica_context().replica_id.unique_id
-        return create_app(make(), partial(SharedStreams, replica=replica))
+        return create_app(make(), partial(ReplicatedStreams, replica=replica))
 
     scale: dict[str, Any] = {"num_replicas": least}
     if most != least:

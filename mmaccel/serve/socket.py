@@ -20,7 +20,7 @@ from mmaccel.serve.settings import Refused
 from mmaccel.serve.streams import Stream, Streams, router, stream_json
 
 
-class KeyMessage(StrictModel):
+class APIKeyMessage(StrictModel):
     """Client message: the API key, sent first if no header has it."""
 
     type: Literal["key"]
@@ -42,7 +42,7 @@ class AskMessage(AskRequest):
     id: str = ""
 
 
-class OnMessage(StrictModel):
+class StandingQuestionMessage(StrictModel):
     """Client message: ask a question again and again while frames come; fields as in `VideoSession.on`."""
 
     type: Literal["on"]
@@ -61,7 +61,7 @@ class CancelMessage(StrictModel):
     id: str = ""
 
 
-class LookMessage(StrictModel):
+class StreamStateMessage(StrictModel):
     """Client message: ask for the state of the stream."""
 
     type: Literal["look"]
@@ -69,7 +69,12 @@ class LookMessage(StrictModel):
 
 Incoming: TypeAdapter[Any] = TypeAdapter(
     Annotated[
-        KeyMessage | FrameMessage | AskMessage | OnMessage | CancelMessage | LookMessage,
+        APIKeyMessage
+        | FrameMessage
+        | AskMessage
+        | StandingQuestionMessage
+        | CancelMessage
+        | StreamStateMessage,
         Field(discriminator="type"),
     ]
 )
@@ -96,7 +101,7 @@ async def stream_socket(websocket: WebSocket, number: str) -> None:
             with streams.socket(None):
                 await websocket.accept()
                 first = Incoming.validate_json(await asyncio.wait_for(websocket.receive_text(), 10))
-                asks = streams.engine.settings.caller(first.key) if isinstance(first, KeyMessage) else None
+                asks = streams.engine.settings.caller(first.key) if isinstance(first, APIKeyMessage) else None
         else:
             await websocket.accept()
         if asks is not None:
@@ -105,7 +110,7 @@ async def stream_socket(websocket: WebSocket, number: str) -> None:
         with streams.socket(asks):
             talk = StreamConnection(websocket, streams, stream)
             try:
-                async with stream.in_use():
+                async with stream.hold_open():
                     await talk.listen()
             finally:
                 await talk.close()
@@ -154,7 +159,7 @@ class StreamConnection:
             task = self._answers[name] = asyncio.create_task(self._answer(heard))
             task.add_done_callback(lambda _: self._answers.pop(name, None))
             await asyncio.sleep(0)  # it begins, and so tells of its end
-        elif isinstance(heard, OnMessage):
+        elif isinstance(heard, StandingQuestionMessage):
             self._stand(heard)
         elif (
             isinstance(heard, CancelMessage) and (standing := self._standing.pop(heard.id, None)) is not None
@@ -162,16 +167,16 @@ class StreamConnection:
             standing.cancel()
         elif isinstance(heard, CancelMessage) and (found := self._answers.get(f"#{heard.id}")) is not None:
             found.cancel()
-        elif isinstance(heard, LookMessage):
+        elif isinstance(heard, StreamStateMessage):
             await self._send("event", name="stream", **await stream_json(self._stream))
 
-    def _stand(self, asked: OnMessage) -> None:
+    def _stand(self, asked: StandingQuestionMessage) -> None:
         if asked.id in self._standing or len(self._standing) >= ANSWERS:
             raise Refused(429, f"on: {ANSWERS} questions at once, each with an id of its own.")
 
         async def tell(change: Change) -> None:
             found, told = change.answer, {"before": change.before, "seconds": change.seconds}
-            evidence = self._stream.kept.evidence_json(found.evidence, True)
+            evidence = self._stream.kept.evidence_frames_json(found.evidence, True)
             await self._send("event", name="change", id=asked.id, text=found.text, evidence=evidence, **told)
 
         how = {"every": asked.every, "last": asked.last, "says": asked.says}

@@ -40,7 +40,7 @@ MAPPED = [ipaddress.ip_network(net) for net in ("64:ff9b::/96", "64:ff9b:1::/48"
 
 
 @dataclass(frozen=True)
-class FetchedSource:
+class FetchedMedia:
     """A fetched source: a local file, or the bytes of an image or a video's frames; `digest` identifies its content."""
 
     kind: Kind
@@ -50,7 +50,7 @@ class FetchedSource:
     size: int = 0  # bytes that were stored for it
 
 
-def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> FetchedSource:
+def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> FetchedMedia:
     """Fetch `url` to a file in `folder`, unless it is a local file. Raises `Refused`, `VideoError` or `Ended`."""
     scheme, limits = url[:16].partition(":")[0].lower(), settings.limits
     if kind == "image":
@@ -65,18 +65,18 @@ def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Dead
             return _image(path.read_bytes())
         stat = path.stat()
         facts = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
-        return FetchedSource(kind, hashlib.sha256(facts.encode()).hexdigest(), path)
+        return FetchedMedia(kind, hashlib.sha256(facts.encode()).hexdigest(), path)
     if scheme in ("http", "https"):
         with closing(download(url, settings)) as blocks:  # at once, also where a block is refused
             return _stored(blocks, kind, folder, limits, deadline)
     raise VideoError(f"{kind}_url: {shown(url)} is no http:, https:, data: or file: address; give one.")
 
 
-def _image(data: bytes) -> FetchedSource:
-    return FetchedSource("image", hashlib.sha256(data).hexdigest(), data=(data,))
+def _image(data: bytes) -> FetchedMedia:
+    return FetchedMedia("image", hashlib.sha256(data).hexdigest(), data=(data,))
 
 
-def _data(url: str, kind: Kind, folder: Path, limits: Limits, deadline: Deadline) -> FetchedSource:
+def _data(url: str, kind: Kind, folder: Path, limits: Limits, deadline: Deadline) -> FetchedMedia:
     if kind == "video" and (begin := FRAMES.match(url)):
         pieces = url[begin.end() :].split(",", limits.frames)
         if len(pieces) > limits.frames:
@@ -84,7 +84,7 @@ def _data(url: str, kind: Kind, folder: Path, limits: Limits, deadline: Deadline
         frames = tuple(decode_base64(piece) for piece in pieces)
         # With their lengths: the same bytes may be cut into frames otherwise.
         digest = hashlib.sha256(b"".join(len(one).to_bytes(8, "big") + one for one in frames))
-        return FetchedSource("video", digest.hexdigest(), data=frames)
+        return FetchedMedia("video", digest.hexdigest(), data=frames)
     begin = DATA.match(url)
     if begin is None:
         raise VideoError(f"{kind}_url: it is no data:{kind}/...;base64, address; give one.")
@@ -101,7 +101,7 @@ def decode_base64(text: str) -> bytes:
 
 def _stored(
     blocks: Iterable[bytes], kind: Kind, folder: Path, limits: Limits, deadline: Deadline
-) -> FetchedSource:
+) -> FetchedMedia:
     """The blocks as a file of `folder`, or as the bytes of an image."""
     digest, size = hashlib.sha256(), 0
     number, name = tempfile.mkstemp(dir=folder)
@@ -115,7 +115,7 @@ def _stored(
             file.write(block)
     if kind == "image":
         return replace(_image(Path(name).read_bytes()), size=size)
-    return FetchedSource(kind, digest.hexdigest(), Path(name), size=size)
+    return FetchedMedia(kind, digest.hexdigest(), Path(name), size=size)
 
 
 def _local(url: str, settings: Settings) -> Path:
@@ -134,7 +134,7 @@ def _local(url: str, settings: Settings) -> Path:
     return path
 
 
-class GuardedBackend(httpcore2.SyncBackend):
+class PublicAddressBackend(httpcore2.SyncBackend):
     """HTTP connections to `is_public` addresses only. A name is resolved once: the checked address is the one used."""
 
     def __init__(self, private: bool, deadline: float) -> None:
@@ -153,10 +153,10 @@ class GuardedBackend(httpcore2.SyncBackend):
             )
         left = max(0.1, self._deadline - time.monotonic())
         made = super().connect_tcp(addresses[0], port, min(timeout or left, left), *rest, **more)
-        return TimedStream(made, self._deadline)
+        return DeadlineNetworkStream(made, self._deadline)
 
 
-class TimedStream(httpcore2.NetworkStream):
+class DeadlineNetworkStream(httpcore2.NetworkStream):
     """A network connection with one deadline for all reads together, however slowly the peer sends."""
 
     def __init__(self, inner: httpcore2.NetworkStream, deadline: float) -> None:
@@ -179,7 +179,7 @@ class TimedStream(httpcore2.NetworkStream):
 
     def start_tls(self, ssl_context: Any, server_hostname: Any = None, timeout: float | None = None) -> Any:
         inner = self._inner.start_tls(ssl_context, server_hostname, self._left(timeout))
-        return TimedStream(inner, self._deadline)
+        return DeadlineNetworkStream(inner, self._deadline)
 
     def get_extra_info(self, info: str) -> Any:
         return self._inner.get_extra_info(info)
@@ -201,7 +201,7 @@ def download(url: str, settings: Settings) -> Generator[bytes, None, None]:
     limits = settings.limits
     end = time.monotonic() + limits.source_seconds
     wait = {name: min(10.0, limits.source_seconds) for name in ("connect", "read", "write", "pool")}
-    backend = GuardedBackend(settings.private, end)
+    backend = PublicAddressBackend(settings.private, end)
     with httpcore2.ConnectionPool(network_backend=backend, max_keepalive_connections=0) as pool:
         for _ in range(limits.redirects + 1):
             parts = urllib.parse.urlsplit(url)
@@ -237,7 +237,7 @@ def _check_room(size: int, limits: Limits) -> None:
         raise Refused(413, f"the frames have more than {limits.decoded_bytes} bytes decoded; give fewer.")
 
 
-def decode_image(source: FetchedSource, limits: Limits) -> Tensor:
+def decode_image(source: FetchedMedia, limits: Limits) -> Tensor:
     """Decode an image source to uint8 [3, H, W]."""
     return decode_frames(source.data, limits)[0]
 
@@ -253,7 +253,7 @@ def decode_frames(data: Sequence[bytes], limits: Limits) -> Tensor:
 
 
 def sample_video(
-    source: FetchedSource,
+    source: FetchedMedia,
     processor: Any,
     limits: Limits,
     fps: float | None = None,

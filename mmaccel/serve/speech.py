@@ -18,7 +18,7 @@ class StopTextFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self.said, self.stopped = stops, "", False
 
-    def next_piece(self, text: str, whole: bool = False) -> str:
+    def next_text_piece(self, text: str, whole: bool = False) -> str:
         """The next piece of text to send, given all text so far; `whole`: the text is complete."""
         if self.stopped:
             return ""
@@ -37,7 +37,9 @@ class StopTextFilter:
         return piece
 
 
-def tokens_to_stop(decode: Callable[[list[int]], str], ids: Sequence[int], stops: Sequence[str]) -> int:
+def count_tokens_through_stop(
+    decode: Callable[[list[int]], str], ids: Sequence[int], stops: Sequence[str]
+) -> int:
     """How many of `ids`, whose text contains one of `stops`, are needed to complete it (a step may have verified more)."""
 
     def stopped(count: int) -> bool:
@@ -74,10 +76,10 @@ class TextStreamer:
     def end(self) -> None:
         self._say(True)
         if self.cutter.stopped:
-            del self.ids[tokens_to_stop(self._decode, self.ids, self._stops) :]
+            del self.ids[count_tokens_through_stop(self._decode, self.ids, self._stops) :]
 
     def _say(self, whole: bool) -> None:
-        if piece := self.cutter.next_piece(self._decode(self.ids), whole):
+        if piece := self.cutter.next_text_piece(self._decode(self.ids), whole):
             self._put(piece)
 
     def ended(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:

@@ -57,7 +57,7 @@ class Stream:
         return self.kept.session
 
     @asynccontextmanager
-    async def in_use(self) -> AsyncIterator[None]:
+    async def hold_open(self) -> AsyncIterator[None]:
         """Context in which a stream is not closed for being idle."""
         self.busy += 1
         try:
@@ -93,7 +93,7 @@ class Streams:
     @asynccontextmanager
     async def hold_call(self, stream: Stream) -> AsyncIterator[None]:
         """Context of one call on a stream, whose owner may have few at a time. Raises `Refused` if too many wait."""
-        async with stream.in_use(), self._calls[stream.owner].hold_turn(stream.owner):
+        async with stream.hold_open(), self._calls[stream.owner].wait_for_turn(stream.owner):
             yield
 
     @contextmanager
@@ -289,20 +289,20 @@ class Streams:
             "tokens_per_s": answer.tokens_per_s,
             "recipe": stream.recipe,
             "lines": answer.lines,
-            "evidence": stream.kept.evidence_json(answer.evidence, asked.thumbnails)
+            "evidence": stream.kept.evidence_frames_json(answer.evidence, asked.thumbnails)
             if asked.evidence
             else None,
         }
 
 
-async def streams_of(request: Request, asks: Asks) -> Streams:
+async def get_streams(request: Request, asks: Asks) -> Streams:
     """FastAPI dependency: the server's open streams, with the request's own loaded from another replica if need be."""
     streams: Streams = request.app.state.streams
     await streams.load_current(request.path_params.get("number", ""), asks)
     return streams
 
 
-TheStreams = Annotated[Streams, Depends(streams_of)]
+TheStreams = Annotated[Streams, Depends(get_streams)]
 
 
 async def stream_json(stream: Stream) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class FairQueue:
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
-    async def hold_turn(self, caller: str) -> AsyncIterator[Callable[[], None]]:
+    async def wait_for_turn(self, caller: str) -> AsyncIterator[Callable[[], None]]:
         """Context that waits for and holds a turn of `caller`. It yields a function that passes the turn on early, unless
         `more` others have done so already. Raises `Refused` if too many wait."""
         if self._free:

@@ -5,7 +5,13 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import clusters as plain
-from mmaccel.backends.ops.clusters import ClusterEntries, MemberKeys, NewestEntries, Words, preceding
+from mmaccel.backends.ops.clusters import (
+    ClusterMembership,
+    EntryKeys,
+    NewestEntries,
+    Words,
+    count_better_entries,
+)
 from mmaccel.backends.triton import stream
 
 from .triton_cases import DEVICE, DTYPES, INTERPRETED, some
@@ -30,19 +36,19 @@ def few(shape: tuple[int, ...], seed: int, kinds: int = 5) -> Tensor:
     return torch.randint(kinds, shape, generator=torch.Generator().manual_seed(seed)).float() - 2
 
 
-def lists_of(owner: Tensor, count: int) -> ClusterEntries:
+def lists_of(owner: Tensor, count: int) -> ClusterMembership:
     """Of `owner` [R, N], `count` or more for none."""
     size = torch.zeros(len(owner), owner.max() + count + 1, dtype=torch.long)
     size = size.scatter_add_(1, owner, torch.ones_like(owner))[:, :count]
     first, flat = size.cumsum(1) - size, owner.argsort(dim=1, stable=True)
     line = torch.empty_like(flat).scatter_(1, flat, torch.arange(owner.shape[1]).expand_as(flat))
     within = line - first.gather(1, owner.clamp(max=count - 1))
-    return ClusterEntries(owner, within, flat, first, size, 1 << (int(size.max()) - 1).bit_length())
+    return ClusterMembership(owner, within, flat, first, size, 1 << (int(size.max()) - 1).bit_length())
 
 
-def on_device(lists: ClusterEntries) -> ClusterEntries:
+def on_device(lists: ClusterMembership) -> ClusterMembership:
     owner, within, flat, first, size = (there(one) for one in lists[:5])
-    return ClusterEntries(owner, within, flat, first, size, lists.largest)
+    return ClusterMembership(owner, within, flat, first, size, lists.largest)
 
 
 @pytest.mark.parametrize(("dtype", "cosine"), some(DTYPES, [False, True]), ids=str)
@@ -112,15 +118,15 @@ def test_entries_up_to_a_budget(
     owner[:, torch.rand(entries, generator=rng) < 0.05] = count
     owner[owner == 3] = count + 1
     lists = lists_of(owner, count)
-    before = preceding(few((rows, count), 5), lists.size)
+    before = count_better_entries(few((rows, count), 5), lists.size)
     keys = few((entries + 9, LAYERS, WIDTH), 6)
     held = keys if INTERPRETED else keys.pin_memory()
     query, units = few((WIDTH,), 7), torch.tensor([entries])
     for late in (None, NewestEntries(units, 2, 6)):
-        own = MemberKeys(keys, 2, lambda at: keys[at, 2], query, cosine)
+        own = EntryKeys(keys, 2, lambda at: keys[at, 2], query, cosine)
         wanted = plain.select_entries.plain(before, lists, budget, ahead, own, late)
         told = None if late is None else NewestEntries(there(units), 2, 6)
-        device = MemberKeys(held, 2, lambda at: keys[at, 2], there(query), cosine)
+        device = EntryKeys(held, 2, lambda at: keys[at, 2], there(query), cosine)
         found = stream.select_entries(there(before), on_device(lists), budget, ahead, device, told)
         assert torch.equal(found[0].cpu(), wanted[0])
         assert (wanted[0][1:budget] > wanted[0][: budget - 1]).all()

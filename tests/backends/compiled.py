@@ -28,9 +28,9 @@ from triton.runtime.jit import JITFunction
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.block_lists import FIELDS
-from mmaccel.backends.ops.clusters import ClusterEntries, MemberKeys, NewestEntries, Words, alignment_of
-from mmaccel.backends.ops.layer_ops import Caches
-from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, Resources
+from mmaccel.backends.ops.clusters import ClusterMembership, EntryKeys, NewestEntries, Words, alignment_of
+from mmaccel.backends.ops.layer_ops import SeparateKVCaches
+from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, DeviceResources
 from mmaccel.backends.triton import decode, delta, experts, pointwise, stream
 from mmaccel.backends.triton.prefill import attend, estimate, hopper_launch, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
@@ -62,7 +62,7 @@ class Elsewhere:
 @contextmanager
 def as_on(row: Architecture, memory: int = MEMORY) -> Iterator[None]:
     """Within, tensors of the CPU are launched on as on a device of this architecture, with so many bytes of memory."""
-    there = Resources(row.shared, row.resident, row.columns, PROCESSORS, memory)
+    there = DeviceResources(row.shared, row.resident, row.columns, PROCESSORS, memory)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", Elsewhere(row)))
         stack.enter_context(mock.patch.object(operators, "resources", lambda device: there))
@@ -183,7 +183,7 @@ def decoded(n: int, dtype: torch.dtype = BF16, size: int = 128, tree: bool = Fal
 def each(n: int, dtype: torch.dtype = BF16) -> None:
     """The same of eight sequences with a cache each; they are entered in bfloat16, turned alone elsewhere."""
     query, home, columns = blank(8, n, 28, 128, dtype=dtype), blank(1, 4, 1, 128, dtype=dtype), zeros(8, n)
-    caches = Caches((), home, zeros(8, 4))
+    caches = SeparateKVCaches((), home, zeros(8, 4))
     decode.decode_attend_each(query.transpose(1, 2), caches, columns, 0.1)
     weight, turn = [blank(w, E) for w in WEIGHTS["qkv"]], blank(2, 8, n, 128, dtype=dtype)
     if dtype == BF16:
@@ -276,12 +276,12 @@ def clustered() -> None:
     key, query = blank(layers, count, 512), blank(layers, 512, dtype=torch.float32)
     long = zeros(layers, entries)
     size, score, one = long[:, :count], blank(layers, count, dtype=torch.float32), long[0, :1]
-    own = MemberKeys(key.transpose(0, 1), 1, lambda at: query, query[0], False)
+    own = EntryKeys(key.transpose(0, 1), 1, lambda at: query, query[0], False)
     stream.score_keys(key, query, False)
     stream.score_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
     stream.beyond_budget(score, size[0], 256, 2)
     stream.scores_and_preceding(score, size, size, score > 0)
-    lists = ClusterEntries(long, long, long, size, size, 32)
+    lists = ClusterMembership(long, long, long, size, size, 32)
     stream.select_entries(size, lists, 64, 80, own, NewestEntries(one, 1, 8))
     out = blank(2, 4, 512, 128)
     stream.summary_tokens(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)

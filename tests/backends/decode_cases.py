@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops.layer_ops import (
     WINDOW,
-    Caches,
+    SeparateKVCaches,
     decode_attend,
     decode_attend_each,
     project_rows,
@@ -97,7 +97,7 @@ def test_sequences_of_their_own_lengths() -> None:
     check(columns, 130, splits=4, block_n=16)
 
 
-def apart(lengths: list[int], groups: int, size: int, dtype: torch.dtype) -> Caches:
+def apart(lengths: list[int], groups: int, size: int, dtype: torch.dtype) -> SeparateKVCaches:
     """A cache for each sequence: of unlike capacities, and wherever they come to lie; what lies behind is NaN."""
     pairs, home = [], torch.zeros(1, groups, 1, size, device=DEVICE, dtype=dtype)
     for b, length in enumerate(lengths):
@@ -109,7 +109,7 @@ def apart(lengths: list[int], groups: int, size: int, dtype: torch.dtype) -> Cac
         [n for x in pair for n in ((x.data_ptr() - home.data_ptr()) // x.element_size(), x.stride(1))]
         for pair in pairs
     ]
-    return Caches(pairs, home, torch.tensor(table, device=DEVICE))
+    return SeparateKVCaches(pairs, home, torch.tensor(table, device=DEVICE))
 
 
 @pytest.mark.parametrize(("size", "dtype"), some([16, *[64] * (not INTERPRETED), 80], DTYPES), ids=str)
@@ -129,7 +129,9 @@ def test_each_sequence_over_a_cache_of_its_own(size: int, dtype: torch.dtype) ->
     assert float((said.double() - exact).abs().max()) <= allowed
 
 
-def budget_of_each(query: Tensor, caches: Caches, columns: Tensor, size: int) -> tuple[Tensor, float]:
+def budget_of_each(
+    query: Tensor, caches: SeparateKVCaches, columns: Tensor, size: int
+) -> tuple[Tensor, float]:
     found = [
         budget(
             query[b : b + 1],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.flash import attend
-from mmaccel.backends.flash.tiles import Tiles
+from mmaccel.backends.flash.tiles import TileSizes
 from mmaccel.core.prefill.plan import AttentionPlan
 
 from . import oracle
@@ -21,7 +21,7 @@ def written_out(
     key: Tensor,
     value: Tensor,
     tensors: Sequence[Tensor],
-    tiles: Tiles,
+    tiles: TileSizes,
     tests: list[Tensor],
     by_key: bool,
     scale: float,
@@ -70,7 +70,7 @@ def seen(
     shape: Sequence[int],
     n_key: int,
     tensors: Sequence[Tensor],
-    tiles: Tiles,
+    tiles: TileSizes,
     tests: list[Tensor],
     by_key: bool,
     bounds: tuple[int, ...] | None,

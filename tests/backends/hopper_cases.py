@@ -13,8 +13,8 @@ from mmaccel.backends.triton.prefill.hopper_launch import (
     FAR,
     KeyLocations,
     as_matrix,
-    device_integers,
-    table_row,
+    span_table_row,
+    write_device_integers,
 )
 
 from .triton_cases import DEVICE, INTERPRETED
@@ -164,14 +164,14 @@ def test_a_device_that_is_nearly_full_has_room_for_fewer(monkeypatch: pytest.Mon
 def test_lists_of_other_types_are_told_as_the_kernel_reads_them() -> None:
     """It casts addresses: the portable kernel goes by the types of tensors, and takes any."""
     place = torch.zeros(1, 1, 128, dtype=torch.int32, device=DEVICE)
-    told = table_row(span(place, place), place, torch.zeros(1, 2, 2, dtype=torch.int32))
+    told = span_table_row(span(place, place), place, torch.zeros(1, 2, 2, dtype=torch.int32))
     assert told["list"].dtype == torch.int64 and told["index"].dtype == torch.int32
     assert set(told) == set(FIELDS)
 
 
 def test_numbers_arrive_whole() -> None:
     numbers = [0, 1, -1, 16, 2**31 - 1, -(2**31), 140_000_000_000_000, *range(70)]
-    assert device_integers(numbers, torch.device(DEVICE))[: len(numbers)].tolist() == numbers
+    assert write_device_integers(numbers, torch.device(DEVICE))[: len(numbers)].tolist() == numbers
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -17,10 +17,16 @@ from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import policy
 from mmaccel.policies.sparse import Grid
-from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout, Score
+from mmaccel.policies.sparse.estimate import LastQueryAttention, SampledQueryLayout, Score
 from mmaccel.policies.sparse.orders import LayerInputs
-from mmaccel.policies.sparse.per_head import LayerHeads
-from mmaccel.policies.sparse.stride import FrameClasses, ResidueClasses, StrideSearch, _heaviest, frame_phases
+from mmaccel.policies.sparse.per_head import LayerHeadPatterns
+from mmaccel.policies.sparse.stride import (
+    FrameResidueClasses,
+    StrideResidueClasses,
+    StrideSearch,
+    _heaviest,
+    frame_phases,
+)
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import small
 
@@ -37,7 +43,9 @@ PLACES = {
 """Places of 20 queries of two sequences among N keys."""
 
 
-def sample(at: Tensor, dtype: torch.dtype, *, gathered: bool, pooled: bool, given: bool) -> LastQueries:
+def sample(
+    at: Tensor, dtype: torch.dtype, *, gathered: bool, pooled: bool, given: bool
+) -> LastQueryAttention:
     """The queries at some places of keys that lie in a longer tensor, and in another order where they are gathered."""
     rng = torch.Generator().manual_seed(3)
     query = torch.randn(2, HEADS, at.shape[1], 24, generator=rng).to(dtype)
@@ -46,7 +54,7 @@ def sample(at: Tensor, dtype: torch.dtype, *, gathered: bool, pooled: bool, give
     seen = torch.arange(N) <= at[:, -1:]
     # Of some heads of a layer: a view.
     total = torch.randn(2, HEADS + 2, at.shape[1], generator=rng)[:, 1:-1].add_(6) if given else None
-    return LastQueries(query, key, SampleLayout(at, at, row, seen, False, 99), total, pooled)
+    return LastQueryAttention(query, key, SampledQueryLayout(at, at, row, seen, False, 99), total, pooled)
 
 
 @pytest.mark.parametrize(("places", "dtype", "gathered"), some(PLACES, DTYPES, [False, True]), ids=str)
@@ -81,7 +89,7 @@ def same_pairs(pattern: SparsePattern, scene: Scene) -> bool:
 def launched() -> Iterator[None]:
     """Everything that the Triton backend has a kernel for goes through it, also where Triton interprets."""
     with (
-        mock.patch.object(LastQueries, "has_kernel", property(lambda _: True)),
+        mock.patch.object(LastQueryAttention, "has_kernel", property(lambda _: True)),
         mock.patch.object(operator, "triton_unusable", lambda _: None),
     ):
         yield
@@ -162,7 +170,7 @@ def test_heads_apart_in_a_batch(name: str) -> None:
     inner = replace(PATTERNS[name], block=16)
     own = policy("sparse", {"name": "k_boundary", "text": inner, "video": inner, "image": None, "block": 16})
     assert isinstance(own, SparsePattern)
-    heads = LayerHeads(block=16, named=dict.fromkeys((0, 3, 4), own), heads=6)
+    heads = LayerHeadPatterns(block=16, named=dict.fromkeys((0, 3, 4), own), heads=6)
     short = [sequence([(TEXT, [5]), (VIDEO, [7] * n), (TEXT, [8])]) for n in (4, 3)]
     assert same_pairs(heads, replace(SCENE, sequences=tuple(short), heads=6))
 
@@ -178,11 +186,11 @@ def test_classes_of_more_keys_than_a_tile(
     scene = Scene((long, other), heads=4, groups=2, size=16, seed=5)
     search = StrideSearch(low=2, most=12, slack=0.1, score=score, rows=True, keys=scene.length)
 
-    def found(device: str) -> ResidueClasses:
+    def found(device: str) -> StrideResidueClasses:
         query, key, _ = (t.to(device) for t in scene.tensors(torch.float32))
         layout = scene.layout().to(device)
         region = LayerInputs(query, key, layout, layout, 16).region()
-        last, frames = region.last_queries(24, padded), FrameClasses.of(region, 2, 12)
+        last, frames = region.last_query_attention(24, padded), FrameResidueClasses.of(region, 2, 12)
         # Each class has a whole tile before the first of these queries.
         sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
         assert int(last.ranks.min()) > 150 and int(sizes.min()) >= estimate.KEYS

@@ -37,7 +37,7 @@ from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.core.recipe import Recipe
-from mmaccel.policies.sparse.estimate import LastQueries
+from mmaccel.policies.sparse.estimate import LastQueryAttention
 
 from .compiled import as_on
 
@@ -121,7 +121,7 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
     keys = Keys()
     with ExitStack() as stack:
         held = {
-            LastQueries: dict(has_kernel=True),
+            LastQueryAttention: dict(has_kernel=True),
             lists: dict(
                 copy_pieces=_filled(lists.copy_pieces, block_lists.copy_pieces.plain),
                 reach=_filled(lists.reach, block_lists.reach.plain),
@@ -143,7 +143,7 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
         for target, some in held.items():
             stack.enter_context(mock.patch.multiple(target, **some))
         stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keys.take))
-        stack.enter_context(as_on(operators.architecture_named(architecture)))
+        stack.enter_context(as_on(operators.find_architecture(architecture)))
         yield keys
 
 

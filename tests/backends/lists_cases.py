@@ -22,8 +22,8 @@ from mmaccel.backends.triton.prefill import attend, lists
 from mmaccel.backends.triton.prefill import kernel as working
 from mmaccel.backends.triton.prefill.kernel import MOST_PIECES, WAVES, Work
 from mmaccel.backends.triton.prefill.lists import copy_pieces as launched
-from mmaccel.backends.triton.prefill.lists import count_masked, merge_query_block_pairs
-from mmaccel.core.prefill.merge_heads import Slice, TensorPacker
+from mmaccel.backends.triton.prefill.lists import merge_query_block_pairs, prefix_count_masked_blocks
+from mmaccel.core.prefill.merge_heads import PackedSlice, TensorPacker
 from mmaccel.core.prefill.plan import AttentionPlan, span_by_range
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
 
@@ -111,7 +111,7 @@ def test_area(indexed: bool, shared: bool) -> None:
     assert torch.equal(found.cpu(), wanted)
 
 
-def sheet_of(size: int) -> tuple[TensorPacker, list[Slice]]:
+def sheet_of(size: int) -> tuple[TensorPacker, list[PackedSlice]]:
     """Tensors of each type, of pieces of one head and of several, shared and strided, longer than a tile if `size` is."""
     rng = torch.Generator().manual_seed(size)
 
@@ -231,10 +231,10 @@ def test_a_pair_holds_what_both_hold(seed: int) -> None:
 def test_blocks_that_need_a_test_are_counted(size: tuple[int, ...]) -> None:
     kind = torch.randint(0, 3, size, generator=torch.Generator().manual_seed(0)).to(torch.int8)
     want = torch.nn.functional.pad((kind != FULL).cumsum(-1, dtype=torch.int32), (1, 0))
-    assert torch.equal(count_masked(kind.to(DEVICE)).cpu(), want)
+    assert torch.equal(prefix_count_masked_blocks(kind.to(DEVICE)).cpu(), want)
     if len(size) == 3:
         shared = kind[:1].expand(5, -1, -1)
-        assert torch.equal(count_masked(shared.to(DEVICE)).cpu(), want[:1].expand(5, -1, -1))
+        assert torch.equal(prefix_count_masked_blocks(shared.to(DEVICE)).cpu(), want[:1].expand(5, -1, -1))
 
 
 def test_layers_of_a_pass_share_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_what_shares_a_part_of_a_plan_has_its_own() -> None:
     made = list[int]()
 
     def sums(other: Tensor) -> Any:
-        return lists.cached_on_plan([shared, other], "sum", lambda: made.append(1) or shared + other)
+        return lists.get_cached_on_plan([shared, other], "sum", lambda: made.append(1) or shared + other)
 
     for _ in range(2):
         assert [int(sums(other)[0]) for other in others] == [1, 2, 3]

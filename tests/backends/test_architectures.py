@@ -45,7 +45,7 @@ def judge(row: dict[str, Any]) -> None:
     """It fits shared memory. On NVIDIA products run on the matrix units, and what is hot spills nothing to memory."""
     name, way = row["architecture"], row["way"]
     kernel = row["kernel"].split(".")[1].removesuffix("_kernel").removeprefix("_")
-    assert row["shared"] <= operators.architecture_named(name).shared, row
+    assert row["shared"] <= operators.find_architecture(name).shared, row
     product = kernel in ("attend", "piece", "project", "enter", "hopper", "joint")
     product |= kernel in ("totals", "lines", "classes")
     if "fp32" not in way:
@@ -123,7 +123,7 @@ def test_a_row_names_what_it_lacks() -> None:
     ("name", "like"), [("sm_86", "sm_80"), ("sm_103", "sm_100"), ("sm_121", "sm_120"), ("sm_130", "sm_120")]
 )
 def test_one_without_a_row_runs_what_the_one_before_runs(name: str, like: str) -> None:
-    found, row = operators.architecture_named(name), operators.architecture_named(like)
+    found, row = operators.find_architecture(name), operators.find_architecture(like)
     assert found.name == name and not found.has_run
     assert (found.lacks, found.shared, found.cudnn) == (row.lacks, row.shared, row.cudnn)
 
@@ -159,15 +159,15 @@ def test_resources_are_the_device_s_own(device: SimpleNamespace, monkeypatch: py
     """The table has them where PyTorch does not tell them, as on ROCm."""
     device.gcnArchName = "gfx942"
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert operators.resources(CUDA) == operators.Resources(64 << 10, 64 << 10, 16, 60, 9 << 30)
+    assert operators.resources(CUDA) == operators.DeviceResources(64 << 10, 64 << 10, 16, 60, 9 << 30)
     operators.resources.cache_clear()
     device.shared_memory_per_block_optin, device.shared_memory_per_multiprocessor = 70, 80
-    assert operators.resources(CUDA) == operators.Resources(70, 80, 16, 60, 9 << 30)
+    assert operators.resources(CUDA) == operators.DeviceResources(70, 80, 16, 60, 9 << 30)
 
 
 def test_stages_fit_shared_memory() -> None:
     """One stage is in registers; there is always one."""
-    here = operators.Resources(shared=100, resident=0, columns=8, processors=1, memory=1)
+    here = operators.DeviceResources(shared=100, resident=0, columns=8, processors=1, memory=1)
     assert [here.pipeline_stages(4, each, 10) for each in (22, 30, 31, 45, 90, 91, 1000)] == [
         4,
         4,

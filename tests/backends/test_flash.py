@@ -215,9 +215,9 @@ def test_auto_passes_over_what_is_refused(
     monkeypatch.setattr(attend, "SIZES", (64,))
     backends = {"reference": select.get("reference", "cpu"), "flash": attend.block_attend}
     how = dict(lengths=(256, 512), bench=lambda run, device: (run(), 1.0)[1])
-    shape = measure.Shape(2, 1, 64, torch.float16)
-    costs = measure.measured_costs(torch.device("cpu"), shape, backends, block=64, **how)
+    shape = measure.AttentionShape(2, 1, 64, torch.float16)
+    costs = measure.measure_costs(torch.device("cpu"), shape, backends, block=64, **how)
     assert set(costs.sparse) == {"reference", "flash"} and calls
     for other, block in ((shape, 32), (replace(shape, dtype=torch.float32), 64)):
-        costs = measure.measured_costs(torch.device("cpu"), other, backends, block=block, **how)
+        costs = measure.measure_costs(torch.device("cpu"), other, backends, block=block, **how)
         assert set(costs.sparse) == {"reference"} and "RecipeError" in costs.untried["flash"]

@@ -90,7 +90,7 @@ def test_dense(size: int, start: int) -> None:
     """What dense heads take from a length on: queries at the end of the keys, heads of a group."""
     n = 700
     query, key, value = (t.to("cuda", torch.bfloat16) for t in drawn(2, (4, 2), n, start + n, size, size))
-    assert dense.flash_serving(query, key, value, None)
+    assert dense.find_flash_attn(query, key, value, None)
     mask = torch.ones(n, start + n, dtype=torch.bool, device="cuda").tril(start)[None, None]
     exact, allowed = budget(query, key, value, mask, 0.1)
     with patch.object(dense, "FLASH_FROM", 1), patch.object(dense, "_sdpa", None):

@@ -44,7 +44,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         turned = (t.transpose(1, 2).float() for t in (q, k, v))
         return masked(*turned, mask, softmax_scale).to(q.dtype).transpose(1, 2)
 
-    monkeypatch.setattr(dense, "older_flash", lambda device: dense.FlashAttn(2, flash_attn_func, square=True))
+    monkeypatch.setattr(
+        dense, "older_flash", lambda device: dense.FlashAttnRelease(2, flash_attn_func, square=True)
+    )
     monkeypatch.setattr(dense, "OLDER_FROM", 8)
     yield found
 
@@ -123,27 +125,27 @@ def test_which_serves_a_device(
 ) -> None:
     """On an architecture by name, with flash-attn 4 installed or not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(operators, "architecture_of", lambda device: operators.architecture_named(name))
+    monkeypatch.setattr(operators, "architecture_of", lambda device: operators.find_architecture(name))
     monkeypatch.setattr(flash, "installed", lambda: four)
     for module in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, module, None)
     for module in there:
         stand_in(module, monkeypatch)
-    dense.older_flash_attn.cache_clear()
+    dense.import_older_flash_attn.cache_clear()
     try:
         found = dense.older_flash(torch.device("cuda"))
         assert (found and found.release) == release and (found and found.square) == square
         assert dense.older_flash(torch.device("cpu")) is None
     finally:
-        dense.older_flash_attn.cache_clear()
+        dense.import_older_flash_attn.cache_clear()
 
 
 @pytest.mark.parametrize("square", [True, False])
 def test_a_square_goes_to_what_is_faster(square: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "older_flash", lambda device: dense.FlashAttn(2, print, square))
+    monkeypatch.setattr(dense, "older_flash", lambda device: dense.FlashAttnRelease(2, print, square))
     query, key, value = draw(40, 0)
-    assert bool(dense.flash_serving(query, key, value, None)) == square
-    assert dense.flash_serving(query, key, value, 30) and dense.flash_serving(
+    assert bool(dense.find_flash_attn(query, key, value, None)) == square
+    assert dense.find_flash_attn(query, key, value, 30) and dense.find_flash_attn(
         query[:, :, 9:], key, value, None
     )
 
@@ -156,10 +158,12 @@ def test_a_square_goes_to_what_is_faster(square: bool, monkeypatch: pytest.Monke
 def test_the_real_one(
     release: int, size: int, start: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = dense.older_flash_attn(release) if torch.cuda.is_available() else None
+    call = dense.import_older_flash_attn(release) if torch.cuda.is_available() else None
     if call is None or operators.why_not(f"flash_{release}", torch.device("cuda")) is not None:
         pytest.skip(f"flash-attn {release} is not installed, or does not run on this device")
-    monkeypatch.setattr(dense, "older_flash", lambda device: dense.FlashAttn(release, call, square=True))
+    monkeypatch.setattr(
+        dense, "older_flash", lambda device: dense.FlashAttnRelease(release, call, square=True)
+    )
     monkeypatch.setattr(dense, "FLASH_FROM", sys.maxsize)
     for name in ("_sdpa", "_sliding"):
         monkeypatch.setattr(dense, name, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmaccel.backends import flash
 from mmaccel.backends.flash import attend
-from mmaccel.backends.flash.tiles import Tiles, compact_tiles, split_blocks, tiled
+from mmaccel.backends.flash.tiles import TileSizes, compact_mask_rows, repeat_block_kinds, tiled
 from mmaccel.backends.ops import dense_attend
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part
@@ -58,14 +58,14 @@ def test_tiles_of_blocks(seed: int, queries: int, keys: int) -> None:
                 tile = kinds[0, h, i * queries : (i + 1) * queries, j * keys : (j + 1) * keys]
                 assert listed[0, h, i, j] == (tile >= 0).any()
                 assert full[0, h, i, j] == ((tile == FULL).all() and tile.shape[1] == keys)
-    count, index = compact_tiles(listed)
+    count, index = compact_mask_rows(listed)
     assert count.dtype == index.dtype == torch.int32
     assert count.stride(-1) == index.stride(-1) == 1
     for row, (c, i) in zip(
         listed.flatten(0, 2), zip(count.flatten(), index.flatten(0, 2), strict=True), strict=True
     ):
         assert i[: int(c)].tolist() == row.nonzero().flatten().tolist()
-    parts = split_blocks(kinds, queries, keys)
+    parts = repeat_block_kinds(kinds, queries, keys)
     assert torch.equal(parts, kinds.repeat_interleave(queries, 2).repeat_interleave(keys, 3))
 
 
@@ -84,16 +84,16 @@ def test_turns_are_of_whole_groups_or_of_a_part_of_one(
 ) -> None:
     monkeypatch.setattr(attend, "ROOM", room * 5 * 7)
     lists = BlockLists(torch.zeros(1, heads, 5, 5, dtype=torch.long), None, torch.zeros(1, 1, 7))
-    assert [range(s.start, s.stop) for s in attend.head_slices([lists], heads, group)] == want
+    assert [range(s.start, s.stop) for s in attend.head_chunks([lists], heads, group)] == want
     shared = BlockLists(lists.row[:, :1], None, lists.kind)
-    assert list(attend.head_slices([shared], heads, group)) == [slice(0, heads)]
+    assert list(attend.head_chunks([shared], heads, group)) == [slice(0, heads)]
 
 
 def test_tiles() -> None:
-    assert Tiles.of(64, 64, True) == Tiles(128, 128, (2, 2), (1, 1))
-    assert Tiles.of(16, 256, True) == Tiles(128, 128, (8, 1), (1, 2))
-    assert Tiles.of(64, 64, False) == Tiles(64, 64, (1, 1), (1, 1))
-    assert Tiles.of(256, 128, False) == Tiles(128, 128, (1, 1), (2, 1))
+    assert TileSizes.of(64, 64, True) == TileSizes(128, 128, (2, 2), (1, 1))
+    assert TileSizes.of(16, 256, True) == TileSizes(128, 128, (8, 1), (1, 2))
+    assert TileSizes.of(64, 64, False) == TileSizes(64, 64, (1, 1), (1, 1))
+    assert TileSizes.of(256, 128, False) == TileSizes(128, 128, (1, 1), (2, 1))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flash.unusable(CUDA) == "no CUDA device is visible"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        row = operators.architecture_named(name)
+        row = operators.find_architecture(name)
         monkeypatch.setattr(operators, "architecture_of", lambda device, row=row: row)
         for there, needed in ((True, None), (False, "it needs flash-attn 4 (pip install flash-attn-4)")):
             monkeypatch.setattr(flash, "installed", lambda there=there: there)

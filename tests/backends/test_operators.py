@@ -23,7 +23,7 @@ from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.prefill.merge_heads import TensorPacker
 from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import Grid
-from mmaccel.policies.sparse.grid import ClassOrder
+from mmaccel.policies.sparse.grid import TokensByStrideClass
 from mmaccel.policies.sparse.orders import LayerInputs
 from tests.policies.sparse.scenes import Scene, sequence
 
@@ -88,7 +88,7 @@ def of_prompts() -> Iterator[Call]:
         grid = Grid(min_stride=2, max_stride=12, block=16, **beyond)
         classes = grid._classes(region)
         assert classes.frames is not None
-        order = ClassOrder.of(region, classes.frames, *grid._uncovered(region))
+        order = TokensByStrideClass.of(region, classes.frames, *grid._uncovered(region))
         tokens = [order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0]]
         made = [classes.line, classes.shift, classes.dense], classes.most_keys, False
         for sizes in ((48, 32), (0, 0)):

@@ -48,7 +48,7 @@ def test_what_cannot_run_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPa
         select.get("absent", "cpu")
 
 
-SHAPE = measure.Shape(heads=2, groups=1, size=16, dtype=torch.float32)
+SHAPE = measure.AttentionShape(heads=2, groups=1, size=16, dtype=torch.float32)
 SMALL = dict(lengths=(256, 1024))
 
 
@@ -194,7 +194,7 @@ def test_real_times_make_a_choice(tmp_path: Path) -> None:
     )
     assert choice.backend in ("reference", "flex") and choice.costs is not None
     assert choice.costs.dense.each > 0
-    listed, part = measure.near_blocks(1024, 2, torch.device("cpu"))
+    listed, part = measure.nearest_blocks_part(1024, 2, torch.device("cpu"))
     assert listed == 2 * (1 + 2 * 15)
     query, key, value = drawn(1, (2, 1), 1024, 1024, 16)
     out, _ = reference.op(query, key, value, *part.pack(), 64, 64, 0.25)

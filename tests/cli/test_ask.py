@@ -14,7 +14,7 @@ import mmaccel
 from mmaccel import media
 from mmaccel.cli import console
 from mmaccel.cli.ask import ask
-from mmaccel.cli.console import column_groups, why_cut_off
+from mmaccel.cli.console import group_table_columns, why_cut_off
 from mmaccel.cli.watch import watch
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.policies.draft._draft_model import DraftModelState
@@ -93,7 +93,7 @@ def test_many_recipes_are_several_tables_that_fit(call: Call, clip: str, ov: str
 )
 def test_columns_are_shared_out_evenly(count: int, room: int, groups: list[int]) -> None:
     names = [str(number) for number in range(count)]
-    found = list(column_groups(names, room, 10))
+    found = list(group_table_columns(names, room, 10))
     assert [len(one) for one in found] == groups and [name for one in found for name in one] == names
 
 

@@ -38,7 +38,7 @@ def test_the_page_is_what_recipes_say(call: Call) -> None:
 
 def test_a_refused_pruner_of_a_draft_names_both_and_what_runs() -> None:
     for draft, prune in itertools.product(registry("draft"), registry("prune")):
-        told = pairs.refusal_or_yes(partial(pairs.build_with_defaults, "draft", draft, prune=prune))
+        told = pairs.why_call_refused(partial(pairs.build_default_policy, "draft", draft, prune=prune))
         if told == pairs.YES:
             assert draft in ("sequential", "tree", "parallel") and prune in (
                 "attention",

@@ -74,7 +74,7 @@ def test_with_a_gpu(
         name for name, why in select.why_unusable("cuda").items() if why is None and name != "reference"
     }
     assert {"triton", "flex"} <= used and "triton comes before it" in found["backends"]["reference"]["why"]
-    row = operators.architecture_named("sm_89")
+    row = operators.find_architecture("sm_89")
     assert found["backends"]["flash"] == {"auto": False, "why": row.lacks["flash"]}
     for name, what in KERNELS.items():
         assert found["kernels"][what] == row.lacks.get(name, found["kernels"][what])
@@ -172,7 +172,9 @@ def test_of_a_device_of_this_machine_short_sessions_are_run(
     ) -> Any:
         heard.append((place.type, model, size, [one.kv.name for one in recipes], work.questions))
         say("measuring 3 kinds of sessions")
-        once = rates.Surplus(read=(0.0,) * 6, question=(0.0,) * 6, step=(0.0,) * 6, first=((1.5, 0.0),))
+        once = rates.MeasuredOverhead(
+            read=(0.0,) * 6, question=(0.0,) * 6, step=(0.0,) * 6, first=((1.5, 0.0),)
+        )
         return replace(device, sessions={costs.surplus_key(one, work): once for one in recipes})
 
     monkeypatch.setattr(recommend, "device_of", lambda name, sizes: rates.DEVICES["h200"])

@@ -13,10 +13,16 @@ import torch
 
 import mmaccel
 from mmaccel.cli import draw
-from mmaccel.cli.draw import LANES, GroundTruth, plot_cluster_timeline, plot_retrieved_frames, runs_by_cluster
+from mmaccel.cli.draw import (
+    LANES,
+    GroundTruth,
+    entry_runs_by_cluster,
+    plot_cluster_timeline,
+    plot_retrieved_frames,
+)
 from mmaccel.core.decoding.generate import Evidence
 from mmaccel.search import recompute
-from mmaccel.search.run import SearchProgress, head_pattern_names, main_pattern
+from mmaccel.search.run import SearchProgress, head_pattern_names, main_pattern_name
 from mmaccel_lab.world import World, render
 from tests.cli import Call
 from tests.spies import broken
@@ -67,7 +73,7 @@ def test_ask_runs_it_and_names_each_head(table: Path, mine: Path, call: Call, ov
     names = [name for layer in told["patterns"] for name in layer]
     assert told["heads"] == {name: names.count(name) for name in set(names)} and told["kept"] < 1
     heads = [head["pattern"] for layer in found["layers"] for head in layer]
-    within = [main_pattern(head) for head in heads]
+    within = [main_pattern_name(head) for head in heads]
     assert "q_boundary" in {head["name"] for head in heads}
     assert names == [
         main if main == head["name"] else f"{head['name']}({main})"
@@ -263,8 +269,8 @@ def test_a_memory_without_clusters_wants_a_question(call: Call, ov: str, tmp_pat
 
 
 def test_runs_are_in_order_of_time() -> None:
-    assert runs_by_cluster([5, 5, 2, 5, 2, 2]) == {5: [(0, 2), (3, 4)], 2: [(2, 3), (4, 6)]}
-    assert list(runs_by_cluster([5, 5, 2])) == [5, 2] and runs_by_cluster([]) == {}
+    assert entry_runs_by_cluster([5, 5, 2, 5, 2, 2]) == {5: [(0, 2), (3, 4)], 2: [(2, 3), (4, 6)]}
+    assert list(entry_runs_by_cluster([5, 5, 2])) == [5, 2] and entry_runs_by_cluster([]) == {}
 
 
 def test_a_lane_for_each_cluster_and_one_for_many_small_ones() -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mmaccel.cli import choices
 from mmaccel.cli import watch as command
-from mmaccel.cli.questions import TypedQuestions, evidence_footer, evidence_table, parse_question
+from mmaccel.cli.questions import TerminalQuestions, evidence_footer, evidence_table, parse_question
 from mmaccel.core.decoding.generate import Answer, Evidence
 from mmaccel.core.errors import MmaccelError, ModelError, VideoError
 from mmaccel.media import Video
@@ -50,13 +50,14 @@ def test_questions_are_due_after_the_last_frame_before_them() -> None:
     asked = [(1.0, "a"), (4.0, "b"), (4.5, "c"), (7.0, "d"), (None, "e")]
     pieces = [
         (None if p is None else p.times.tolist(), [q for _, q in due])
-        for p, due in command.cut_at_due(video, asked)
+        for p, due in command.split_at_questions(video, asked)
     ]
     assert pieces == [([0.0], ["a"]), ([2.0, 4.0], ["b", "c"]), ([6.0], [])]
     assert asked == [(7.0, "d"), (None, "e")]
     later = Video(video.frames, times + 8, 0.5, 1.0, 8.0)
     pieces = [
-        (None if p is None else len(p), [q for _, q in due]) for p, due in command.cut_at_due(later, asked)
+        (None if p is None else len(p), [q for _, q in due])
+        for p, due in command.split_at_questions(later, asked)
     ]
     assert pieces == [(None, ["d"]), (4, [])] and asked == [(None, "e")]
 
@@ -204,8 +205,8 @@ def test_a_saved_session_is_asked_without_a_video(call: Call, clip: str, ov: str
 
 
 def test_a_rate_is_told_for_what_it_is() -> None:
-    assert choices.rate_text(25.0, 25.0) == "reads every frame, 25 a second (--fps)."
-    assert choices.rate_text(0.5, None).startswith(
+    assert choices.frame_rate_text(25.0, 25.0) == "reads every frame, 25 a second (--fps)."
+    assert choices.frame_rate_text(0.5, None).startswith(
         "reads 0.5 frames a second (--fps); what is shown for less than 2 s"
     )
 
@@ -312,7 +313,7 @@ def test_what_is_typed_and_is_no_text_is_left_out(
 ) -> None:
     typed = io.TextIOWrapper(io.BytesIO(b"first ?\n\xff ?\nsecond ?\n"), "utf-8", errors="surrogateescape")
     monkeypatch.setattr("sys.stdin", typed)
-    assert list(TypedQuestions(True).read(waits=True)) == ["first ?", "second ?"]
+    assert list(TerminalQuestions(True).read(waits=True)) == ["first ?", "second ?"]
     assert "has bytes that are not UTF-8; write it in UTF-8." in capsys.readouterr().err
 
 
@@ -320,7 +321,7 @@ def test_what_is_typed_and_is_no_text_ends_the_questions(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         "sys.stdin", io.TextIOWrapper(io.BytesIO(b"first ?\n" + b"x" * 9000 + b"\n\xff\n"), "utf-8")
     )
-    assert next(iter(list(TypedQuestions(True).read(waits=True)))) == "first ?"
+    assert next(iter(list(TerminalQuestions(True).read(waits=True)))) == "first ?"
 
 
 @pytest.mark.parametrize("how", [[], ["--live"]])

@@ -117,7 +117,7 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "EVERY_S", 0.05)
-    with console.bars() as progress:
+    with console.progress_bars() as progress:
         time.sleep(0.12)
         tell = console.add_bar(progress, "decode", "frames", 40)
         console.bar_callback(progress, "layers")("encode", 6, 6)

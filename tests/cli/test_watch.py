@@ -20,8 +20,8 @@ import torch
 
 import mmaccel
 from mmaccel import VideoSession, media
-from mmaccel.cli.choices import options_in_errors, read_video
-from mmaccel.cli.console import bars
+from mmaccel.cli.choices import name_options_in_errors, read_video
+from mmaccel.cli.console import progress_bars
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.core.streams import sources
 from mmaccel.core.streams.live import freeze_garbage_collector
@@ -42,7 +42,7 @@ PATCHES = Pixels(
 
 
 def look(path: object, pixels: Pixels = SQUARE, **how: Any) -> Any:
-    with bars() as progress:
+    with progress_bars() as progress:
         return read_video(
             str(path),
             SimpleNamespace(video=pixels, style=None, own_video_settings=True, tiny=None),
@@ -113,7 +113,7 @@ def test_warnings_name_no_argument_the_command_lacks(tmp_path: Path) -> None:
     path = write_film(tmp_path / "wide.mp4", 1, height=2, width=4100)
     with pytest.warns(VideoWarning, match=r"frames of 4100x2 were shrunk to 4096x2 and none lost\.$"):
         look(path)
-    with pytest.warns(UserWarning, match="max_side= stays"), options_in_errors():
+    with pytest.warns(UserWarning, match="max_side= stays"), name_options_in_errors():
         import warnings
 
         warnings.warn("max_side= stays", UserWarning, stacklevel=1)

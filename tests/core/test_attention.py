@@ -118,7 +118,7 @@ def test_a_prompt_in_chunks_gives_the_rows_of_the_whole(cut: tuple[int, ...]) ->
     bounds, rows = (0, *cut, N), []
     for begin, end in pairwise(bounds):
         query, key, value = (x[:, :, :end] for x in inputs)
-        rows.append(run.slice_columns(begin, end).attend(0, query[:, :, begin:], key, value, SIZE**-0.5))
+        rows.append(run.slice_new_columns(begin, end).attend(0, query[:, :, begin:], key, value, SIZE**-0.5))
     # A last chunk of fewer than `MIN_ROWS` rows is dense.
     sees = a_shape(N) | (
         torch.arange(N)[:, None] >= min(N - 40, bounds[-2] if N - bounds[-2] < MIN_ROWS else N)

@@ -11,7 +11,7 @@ from mmaccel.backends import reference, select
 from mmaccel.backends.ops.layer_ops import merge_parts
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
-from mmaccel.core.prefill.context import Context, plan_share
+from mmaccel.core.prefill.context import Context, shard_plan_for_rank
 from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
 from mmaccel.core.recipe import Recipe
@@ -67,8 +67,8 @@ def test_shares_are_equal_and_give_the_plan_s_attention(name: str, cut: tuple[in
     size, start = cut
     query, key, value = SCENE.tensors(torch.float32)
     query, plan = query[:, :, start:], plan_of(name, start)
-    shares = [plan_share(plan, rank, size) for rank in range(size)]
-    assert plan_share(plan, 0, size) is shares[0]
+    shares = [shard_plan_for_rank(plan, rank, size) for rank in range(size)]
+    assert shard_plan_for_rank(plan, 0, size) is shares[0]
     assert torch.equal(sum(one.count_mask() for one in shares), plan.count_mask())
     assert sum(float(one.count_listed_pairs().sum()) for one in shares) == float(
         plan.count_listed_pairs().sum()
@@ -85,7 +85,7 @@ def test_shares_are_equal_and_give_the_plan_s_attention(name: str, cut: tuple[in
 def test_at_length_the_listed_blocks_of_all_processes_are_within_a_twentieth(name: str) -> None:
     plan = plan_of(name, 0, LONG)
     for size in (2, 4):
-        counts = [blocks(plan_share(plan, rank, size)) for rank in range(size)]
+        counts = [blocks(shard_plan_for_rank(plan, rank, size)) for rank in range(size)]
         assert sum(counts) == blocks(plan) and max(counts) <= 1.05 * min(counts)
 
 
@@ -100,7 +100,7 @@ def test_every_kernel_computes_a_share_and_no_more(name: str, backend: str) -> N
     scene = replace(SCENE, size=64)
     query, key, value = (x.to(device, torch.bfloat16) for x in scene.tensors())
     plan = plan_of(name, 0, scene).to(device)
-    shares = [plan_share(plan, rank, 2) for rank in range(2)]
+    shares = [shard_plan_for_rank(plan, rank, 2) for rank in range(2)]
     found = [attend_plan(one, query, key, value, 0.125, select.get(backend, device)) for one in shares]
     merged = merge_parts(*(torch.stack(tensors) for tensors in zip(*found, strict=True)))
     exact, allowed = budget(query, key, value, plan.to_mask(), 0.125)

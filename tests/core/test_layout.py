@@ -59,7 +59,7 @@ def test_what_is_read_of_a_layout_is_known_of_its_copies_and_of_equal_ones() -> 
         one.host_fact("n", lambda: 1) == one.to("cpu").host_fact("n", lambda: 2) == 1
         and other.host_fact("n", lambda: 3) == 3
     )
-    other.share_facts(one)
+    other.share_host_values(one)
     assert other.host_fact("n", lambda: 4) == 1
     assert one.has_padding and not one.select_tokens(slice(1, None)).has_padding
     assert other.select_tokens(slice(1, None)).host_fact("has_padding", lambda: 5) is False

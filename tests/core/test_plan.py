@@ -15,7 +15,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.plan import (
     FAR,
     AttentionPlan,
-    check_sizes,
+    check_plan_sizes,
     numbered,
     pad_rows,
     span_by_range,
@@ -272,7 +272,7 @@ def test_a_part_of_heads_that_are_not_there_holds_no_rows() -> None:
     plan, query, key = one_part()
     lost = replace(plan, parts=(replace(plan.parts[0], head_range=HeadRange((2,), 2, 3)),))
     with pytest.raises(RecipeError, match="hold 0 of 64 rows of head 0; put each row in a part"):
-        check_sizes(lost, "mine", query, key, whole=True)
+        check_plan_sizes(lost, "mine", query, key, whole=True)
 
 
 def test_one_layout_serves_batches_of_other_sizes() -> None:

@@ -39,8 +39,8 @@ def side(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
 
 
-def replays_here() -> replay.Replays:
-    replays = replay.Replays(torch.device("cpu"))
+def replays_here() -> replay.CudaGraphCache:
+    replays = replay.CudaGraphCache(torch.device("cpu"))
     replays.works = True
     return replays
 
@@ -140,7 +140,7 @@ class Repeated:
 MADE: list[Repeated] = []
 
 
-def repeating(monkeypatch: pytest.MonkeyPatch) -> replay.Replays:
+def repeating(monkeypatch: pytest.MonkeyPatch) -> replay.CudaGraphCache:
     monkeypatch.setattr(replay, "_Replay", Repeated)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     MADE.clear()

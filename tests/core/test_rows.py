@@ -5,18 +5,18 @@ from pathlib import Path
 import pytest
 
 from mmaccel.core.errors import ArgumentNames, VideoError, VideoWarning
-from mmaccel.core.report import RowFile, environment, read_rows, write_atomically
+from mmaccel.core.report import JsonlFile, environment, read_rows, write_atomically
 
 
 def test_a_run_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "rows.jsonl"
-    rows = RowFile(path, "about")
+    rows = JsonlFile(path, "about")
     assert rows.rows == [] and not path.exists()
     assert rows.add({"about": (1, 2)}) == {"about": [1, 2]}  # as it will be read
     rows.add({"n": 1})
     whole = path.read_bytes()
     path.write_bytes(whole + b'not json\n{"n": 2}\n{"n": 3')
-    again = RowFile(path, "about")
+    again = JsonlFile(path, "about")
     assert again.rows == [{"about": [1, 2]}, {"n": 1}, {"n": 2}] == read_rows([path])
     assert path.read_bytes().endswith(b'{"n": 3')  # reading writes nothing
     again.add({"n": 4})
@@ -28,10 +28,10 @@ def test_another_file_is_refused_and_stays(tmp_path: Path, other: bytes) -> None
     path = tmp_path / "rows"
     path.write_bytes(other)
     with pytest.raises(ValueError, match="does not begin with about"):
-        RowFile(path, "about")
+        JsonlFile(path, "about")
     assert path.read_bytes() == other
     path.write_bytes(b'{"abo')  # of a run that was killed in its first line
-    assert RowFile(path, "about").add({"about": 1}) and path.read_bytes() == b'{"about": 1}\n'
+    assert JsonlFile(path, "about").add({"about": 1}) and path.read_bytes() == b'{"about": 1}\n'
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
             order.append("token")
             turns.yield_lock()
             order.append("token")
-            turns.wait_for_paused()
+            turns.wait_for_paused_pass()
             order.append("answered")
 
     with turns.holding():

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mmaccel.core.decoding.draft import Proposal, judge_chain
-from mmaccel.core.decoding.trees import accept_tree, judge_tree, mask_repeated_siblings
+from mmaccel.core.decoding.trees import accept_tree, accepted_tree_tokens, mask_repeated_siblings
 from tests.core.test_verify import SHAPES, SURE, Pair, V
 from tests.core.toy import g_test
 
@@ -25,7 +25,7 @@ def test_judges_compile_without_a_graph_break(backend: str) -> None:
     sees = Proposal(parents, parents=parents).branches.sees
 
     def judged(ids: Tensor, u: Tensor, tokens: Tensor, best: Tensor) -> tuple[Tensor, ...]:
-        tree = judge_tree(mask_repeated_siblings(tokens, parents), parents, sees, best)
+        tree = accepted_tree_tokens(mask_repeated_siblings(tokens, parents), parents, sees, best)
         return *judge_chain(ids, p, q, u), *judge_chain(ids, p, None, u), tree
 
     counter = CompileCounterWithBackend(backend)

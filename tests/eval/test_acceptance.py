@@ -27,7 +27,7 @@ def test_both_conventions_of_a_perfect_draft(family):
     }
     plain = answer.generate(model, inputs, max_new_tokens=21)
     rows = {
-        name: answer.draft_figures(answer.generate(model, inputs, recipe, max_new_tokens=21), plain)
+        name: answer.draft_metrics(answer.generate(model, inputs, recipe, max_new_tokens=21), plain)
         for name, recipe in recipes.items()
     }
     turns, once = rows["in turns"], rows["at once"]
@@ -45,7 +45,7 @@ def test_a_draft_that_fails_is_told(family):
     broken.model.forward = None
     with pytest.warns(UserWarning, match="dropped"):
         run = answer.generate(model, inputs, Recipe(draft=Sequential(model=broken)), max_new_tokens=6)
-    told = answer.draft_figures(run, plain)
+    told = answer.draft_metrics(run, plain)
     assert told["failed"] and told["same"] and told["kept"] == 0 and told["a_step"] <= 1.25
 
 
@@ -131,5 +131,5 @@ def test_the_floor_is_weights_and_cache_over_the_rate(family):
     head = model.get_output_embeddings().weight.numel()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     want = 4 * (text if tied else text - embedding + head) + 1000
-    assert answer.min_step_s(model, 1000, 1e6) == pytest.approx(want / 1e6)
+    assert answer.min_decode_step_s(model, 1000, 1e6) == pytest.approx(want / 1e6)
     assert answer.memory_bandwidth(size=1 << 22) > 1e8

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmaccel import load_model, load_processor
-from mmaccel.cli.answer import ask_each
+from mmaccel.cli.answer import answer_prompts
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.eval.caption import agreement, caption_cases, caption_scores, forced, predicted
 from mmaccel_lab.eval.cases import Case, Film, cases, seed_at, tokens_per_frame
@@ -165,13 +165,13 @@ def test_an_answer_ends_where_its_model_ends(
     prompts = torch.zeros(4, 3, dtype=torch.long)
     monkeypatch.setattr(model, "generate", lambda input_ids, **_: torch.cat([input_ids, said], 1))
     monkeypatch.setattr(model.generation_config, "eos_token_id", [end, pad])
-    answers = ask_each(model, processor, {"input_ids": prompts})
+    answers = answer_prompts(model, processor, {"input_ids": prompts})
     assert [answer.raw for answer in answers] == ["red", "red", "red red red red", "<|im_start|> red"]
     assert [answer.text for answer in answers] == ["red", "red", "red red red red", "red"]
     assert [case.right(answer.raw) for answer in answers] == [True, True, False, False]
     # Of a model that names none, the tokenizer's end of a turn is one.
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
-    answers = ask_each(model, processor, {"input_ids": prompts})
+    answers = answer_prompts(model, processor, {"input_ids": prompts})
     assert [answer.raw for answer in answers[:2]] == ["red<|endoftext|>", "red"]
 
 

@@ -14,7 +14,7 @@ import mmaccel
 from mmaccel import media
 from mmaccel.cli.questions import parse_question
 from mmaccel.media import container
-from mmaccel.media.preprocess import as_frames, as_image
+from mmaccel.media.preprocess import load_frames, load_image
 from mmaccel.models import chat
 from tests.fuzz.trial import Case, damaged, odd, try_apart, try_here
 from tests.media.films import write_film
@@ -149,14 +149,14 @@ def file(chance: random.Random, folder: Path) -> Case:
     if way == 2:
         given = chance.choice((*NAMES, str(folder / "pipe.mp4"), str(folder)))
     if chance.random() < 0.4:
-        return lambda: as_image(given)
+        return lambda: load_image(given)
     how = chance.choice(
         ({"fps": 2.0}, {"frames": 3}, {}, {"fps": 1e9}, {"fps": 1.0, "start": 0.5, "stop": 1.0})
     )
     if chance.random() < 0.2:
         return lambda: next(media.clips(given, fps=2.0, frames_per_clip=2, max_side=64, timeout=0.2))
     if chance.random() < 0.2:
-        return lambda: as_frames(given, 2.0, 4)
+        return lambda: load_frames(given, 2.0, 4)
     most = None if "frames" in how else 6
     return lambda: media.read(given, **how, max_frames=most, max_side=64, timeout=0.2)
 

@@ -17,7 +17,7 @@ import torch
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoWarning
-from mmaccel.media.preprocess import as_frames
+from mmaccel.media.preprocess import load_frames
 from tests.media.films import Film, answering, numbers, send, silent_pipe
 from tests.media.test_stream import halting
 from tests.spies import beside, finish
@@ -220,4 +220,4 @@ def test_clips_where_a_video_is_asked_for_are_refused_with_what_to_do(film: Film
         closing(media.clips(film(), fps=5, frames_per_clip=4)) as clips,
         pytest.raises(VideoError, match="each of its clips by itself"),
     ):
-        as_frames(clips, 1.0)
+        load_frames(clips, 1.0)

@@ -18,7 +18,7 @@ import torch
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError
-from mmaccel.media.preprocess import as_frames, as_image
+from mmaccel.media.preprocess import load_frames, load_image
 from mmaccel.media.video import orientation
 from tests.media.films import png, set_matrix
 from tests.spies import beside, finish
@@ -43,7 +43,7 @@ TENSORS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_pixels_of_a_type_that_pictures_have_not_are_refused(name: str) -> None:
-    for take, given in ((as_frames, TENSORS[name]), (as_image, TENSORS[name][0])):
+    for take, given in ((load_frames, TENSORS[name]), (load_image, TENSORS[name][0])):
         with pytest.raises(VideoError, match=r"^pixels are .*uint8\), 0 to 255\.$") as caught:
             take(given)
         assert name in str(caught.value)
@@ -51,9 +51,9 @@ def test_pixels_of_a_type_that_pictures_have_not_are_refused(name: str) -> None:
 
 def test_pixels_may_be_turned_around_and_an_image_has_some() -> None:
     array = numpy.arange(2 * 3 * 4 * 5, dtype=numpy.uint8).reshape(2, 3, 4, 5)
-    assert torch.equal(as_frames(array[::-1])[0], torch.from_numpy(array[::-1].copy()))
+    assert torch.equal(load_frames(array[::-1])[0], torch.from_numpy(array[::-1].copy()))
     with pytest.raises(VideoError, match="is empty; give at least one pixel"):
-        as_image(torch.zeros(3, 0, 7, dtype=torch.uint8))
+        load_image(torch.zeros(3, 0, 7, dtype=torch.uint8))
 
 
 def test_an_image_is_refused_by_its_size_before_it_is_decoded(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_an_image_is_refused_by_its_size_before_it_is_decoded(tmp_path: Path) ->
     ):
         path.write_bytes(png(side, side))
         with pytest.raises(VideoError, match=told):
-            as_image(path)
+            load_image(path)
 
 
 def test_a_damaged_image_and_one_that_another_program_would_draw(tmp_path: Path) -> None:
@@ -74,14 +74,14 @@ def test_a_damaged_image_and_one_that_another_program_would_draw(tmp_path: Path)
     with pytest.raises(
         VideoError, match=r"part\.jpg cannot be read as an image: no known format, or damaged\.$"
     ):
-        as_image(part)
+        load_image(part)
     drawn = tmp_path / "drawn.png"
     PIL.Image.new("RGB", (8, 8)).save(drawn, "EPS")
     with pytest.raises(VideoError, match="an image in a format that mmaccel does not read: EPS"):
-        as_image(drawn)
+        load_image(drawn)
     for path, told in ((tmp_path, "is a folder"), ("a\0b.png", "null byte"), ("/dev/zero", "is a device")):
         with pytest.raises(VideoError, match=told):
-            as_image(path)
+            load_image(path)
 
 
 def test_names_that_no_file_has(tmp_path: Path) -> None:

@@ -14,19 +14,19 @@ from torch import Tensor
 from mmaccel.core.errors import VideoError
 from mmaccel.media.preprocess import (
     Pixels,
-    as_frames,
-    as_image,
     best_resolution,
+    load_frames,
+    load_image,
     normalise,
     resize,
+    resize_in_float,
     resized_size,
     smart_resize,
-    through_floats,
     to_frames,
     to_patches,
     to_tiles,
 )
-from mmaccel.models.llava_onevision import tiled_shape
+from mmaccel.models.llava_onevision import tiled_token_grid
 
 PATCHES = Pixels(
     size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
@@ -62,7 +62,7 @@ def test_bicubic_on_bytes_is_that_of_pillow_to_a_grey_level(size: tuple[int, int
 def test_bytes_off_the_cpu_round_to_the_same_levels() -> None:
     frame = noise(2, 3, 97, 130)
     for number, mode in ((2, "bilinear"), (3, "bicubic")):
-        steps = resize(frame, (60, 60), number).int() - through_floats(frame, (60, 60), mode).int()
+        steps = resize(frame, (60, 60), number).int() - resize_in_float(frame, (60, 60), mode).int()
         assert steps.abs().max() <= 1
 
 
@@ -173,7 +173,7 @@ def test_anyres_tokens_are_those_of_the_unpadded_features(height: int, width: in
     """The count against the unpadding done on a real grid of features."""
     side = 4
     down, across = (edge // 56 for edge in best_resolution(TILES, height, width))
-    found = tiled_shape((down, across), side, (height, width), most)
+    found = tiled_token_grid((down, across), side, (height, width), most)
     rows, columns = side * down, side * across
     grid = torch.zeros(rows, columns)
     if width / height > columns / rows:
@@ -200,17 +200,17 @@ UNSET = "patch_size, merge_size and temporal_patch_size must be set"
         (lambda: to_patches(noise(1, 3, 60, 61), AS_IT_IS), "do not divide into patches"),
         (lambda: to_patches(noise(1, 3, 2, 500), PATCHES), "frames of 500x2 are too narrow"),
         (lambda: to_tiles(noise(3, 60, 60), PATCHES), "image_grid_pinpoints is empty"),
-        (lambda: as_frames(torch.zeros(3, 4)), r"not an array of shape \(3, 4\)"),
-        (lambda: as_frames(7), "not a int"),
-        (lambda: as_frames(torch.zeros(3, 4, 5, 6)), "must have 1 or 3 colour channels"),
-        (lambda: as_frames([noise(3, 4, 4), noise(3, 5, 4)]), "must all be of one size"),
-        (lambda: as_frames(torch.rand(2, 3, 4, 4)), "video: floating-point pixels must go from 0 to 255"),
-        (lambda: as_frames([torch.rand(3, 4, 4)] * 2), "video: .* multiply what goes from 0 to 1 by 255"),
-        (lambda: as_image(torch.randn(3, 4, 4).clamp(-2, 2)), "image: floating-point pixels"),
-        (lambda: as_image(torch.rand(4, 4, 4)), "image: .* multiply what goes from 0 to 1 by 255"),
-        (lambda: as_image(torch.full((3, 4, 4), torch.nan)), "they go from nan to nan"),
-        (lambda: as_image(torch.zeros(2, 5, 5)), "must have 1, 3 or 4 channels"),
-        (lambda: as_image("none.png"), "there is no file none.png"),
+        (lambda: load_frames(torch.zeros(3, 4)), r"not an array of shape \(3, 4\)"),
+        (lambda: load_frames(7), "not a int"),
+        (lambda: load_frames(torch.zeros(3, 4, 5, 6)), "must have 1 or 3 colour channels"),
+        (lambda: load_frames([noise(3, 4, 4), noise(3, 5, 4)]), "must all be of one size"),
+        (lambda: load_frames(torch.rand(2, 3, 4, 4)), "video: floating-point pixels must go from 0 to 255"),
+        (lambda: load_frames([torch.rand(3, 4, 4)] * 2), "video: .* multiply what goes from 0 to 1 by 255"),
+        (lambda: load_image(torch.randn(3, 4, 4).clamp(-2, 2)), "image: floating-point pixels"),
+        (lambda: load_image(torch.rand(4, 4, 4)), "image: .* multiply what goes from 0 to 1 by 255"),
+        (lambda: load_image(torch.full((3, 4, 4), torch.nan)), "they go from nan to nan"),
+        (lambda: load_image(torch.zeros(2, 5, 5)), "must have 1, 3 or 4 channels"),
+        (lambda: load_image("none.png"), "there is no file none.png"),
     ],
 )
 def test_wrong_settings_and_inputs_are_told(wrong: Any, told: str) -> None:
@@ -227,17 +227,17 @@ def test_what_counts_as_a_video_or_an_image(tmp_path: Any) -> None:
         list(frames),
         [as_pil(frame) for frame in frames],
     ):
-        assert torch.equal(as_frames(given_, 2.0)[0], frames) and as_frames(given_, 2.0)[1] == 2.0
-    assert torch.equal(as_frames(frames[:, :1])[0], frames[:, :1].expand(-1, 3, -1, -1))
+        assert torch.equal(load_frames(given_, 2.0)[0], frames) and load_frames(given_, 2.0)[1] == 2.0
+    assert torch.equal(load_frames(frames[:, :1])[0], frames[:, :1].expand(-1, 3, -1, -1))
     image = frames[0]
     as_pil(image).save(tmp_path / "image.png")
     for shown in (image, image.numpy(), image.permute(1, 2, 0), as_pil(image), tmp_path / "image.png"):
-        assert torch.equal(as_image(shown), image)
+        assert torch.equal(load_image(shown), image)
     clear = torch.cat([image, torch.zeros(1, 20, 30, dtype=torch.uint8)])
-    assert (as_image(clear) == 255).all() and (as_image(as_pil(clear)) == 255).all()
-    assert (as_image(clear.float()) == 255).all()
+    assert (load_image(clear) == 255).all() and (load_image(as_pil(clear)) == 255).all()
+    assert (load_image(clear.float()) == 255).all()
     faded = [frames[0].float() / 255, frames[1].float()]  # a dark frame among others is a dark frame
-    assert torch.equal(as_frames(faded)[0], torch.stack(faded))
+    assert torch.equal(load_frames(faded)[0], torch.stack(faded))
 
 
 def as_pil(image: Tensor) -> PIL.Image.Image:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mmaccel import media
 from mmaccel.core.errors import VideoError
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import evenly_spaced_frames, half_tick, nearest_items, tick_times
+from mmaccel.media.sampling import evenly_spaced_frames, half_tick, nearest_items, sampling_times
 from tests import python
 from tests.media.films import Film, numbers, set_matrix, write_film
 
@@ -198,8 +198,8 @@ def test_uniform_starts_at_the_first_frame_and_spreads_evenly(total: int, count:
 
 
 def test_grid_ends_before_stop() -> None:
-    assert list(tick_times(1.0, 4, 2.0)) == [1.0, 1.25, 1.5, 1.75]
-    assert list(itertools.islice(tick_times(0.0, 3), 4)) == [0.0, 1 / 3, 2 / 3, 1.0]
+    assert list(sampling_times(1.0, 4, 2.0)) == [1.0, 1.25, 1.5, 1.75]
+    assert list(itertools.islice(sampling_times(0.0, 3), 4)) == [0.0, 1 / 3, 2 / 3, 1.0]
 
 
 @given(
@@ -213,11 +213,14 @@ def test_nearest_agrees_with_a_search_over_all(places: list[int], fps: int, tail
     kept = [
         round(place * 1000)
         for place, _ in nearest_items(
-            zip(times, times, strict=True), tick_times(0.0, fps), None, lambda place, _: place + tail / 1000
+            zip(times, times, strict=True),
+            sampling_times(0.0, fps),
+            None,
+            lambda place, _: place + tail / 1000,
         )
     ]
     wanted = list(
-        itertools.takewhile(lambda target: target <= times[-1] or target < end, tick_times(0.0, fps))
+        itertools.takewhile(lambda target: target <= times[-1] or target < end, sampling_times(0.0, fps))
     )
     gaps = np.abs(times[None] - np.array(wanted)[:, None])
     first = np.argmax(gaps <= gaps.min(1, keepdims=True) + 1e-9, axis=1)
@@ -231,14 +234,14 @@ def test_even_frames_are_taken_as_the_nearest(
     """At a rate of at most the source's; also where the container rounds times to milliseconds."""
     times = [round(n / rate, 3) if rounded else n / rate for n in range(count)]
     stream, fps = list(zip(times, range(count), strict=True)), rate * share
-    ticks = list(tick_times(start / fps, fps, times[-1]))
+    ticks = list(sampling_times(start / fps, fps, times[-1]))
     assert list(nearest_items(stream, ticks, early=half_tick(fps))) == list(nearest_items(stream, ticks))
 
 
 def test_a_still_moment_shows_the_frame_that_stands() -> None:
 
     def shown(stream: list[tuple[float, str]], fps: float, end: float) -> str:
-        ticks = tick_times(0.0, fps, end)
+        ticks = sampling_times(0.0, fps, end)
         return "".join(item for _, item in nearest_items(stream, ticks, early=half_tick(fps)))
 
     found = shown([(0.0, "a"), (0.4, "b"), (10.0, "c"), (11.0, "d")], 2.0, 11.1)
@@ -266,7 +269,7 @@ def test_nearest_holds_two_items_at_a_time() -> None:
             most = max(most, len(alive))
             yield float(place), item
 
-    picked = sum(1 for _ in nearest_items(stream(), tick_times(0.0, 0.1)))
+    picked = sum(1 for _ in nearest_items(stream(), sampling_times(0.0, 0.1)))
     assert picked == 500
     assert most <= 4
 

@@ -40,14 +40,14 @@ def uncollected() -> Iterator[None]:
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device, where work is replayed: what the host gave the first time is what is read."""
-    plain = replay.Replays.__init__
+    plain = replay.CudaGraphCache.__init__
 
     def works(one: Any, device: torch.device) -> None:
         plain(one, device)
         one.works = True
 
     monkeypatch.setattr(replay, "_Replay", Repeated)
-    monkeypatch.setattr(replay.Replays, "__init__", works)
+    monkeypatch.setattr(replay.CudaGraphCache, "__init__", works)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
 

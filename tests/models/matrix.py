@@ -19,7 +19,7 @@ from mmaccel.core.attach import adapter_for, family_of
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
-from mmaccel.models.letters import LetterProcessor
+from mmaccel.models.letters import CharProcessor
 from mmaccel.models.tiny import Sampler
 from mmaccel_lab.world import World, render
 from tests.models.streams import FPS, QUESTION, every_stream, pair, strengthen
@@ -211,7 +211,7 @@ def models(family: str, layers: int = LAYERS) -> tuple[Any, Any, Any]:
 
 def inputs_of(target: Any, processor: Any, prompts: Any) -> dict[str, torch.Tensor]:
     """What a model is given for `prompts`, each a video and a question."""
-    if not isinstance(processor, LetterProcessor):
+    if not isinstance(processor, CharProcessor):
         return processor.chat(prompts, fps=FPS)  # type: ignore[no-any-return]
     adapter = adapter_for(target).stream_adapter(target, processor)
     made = []

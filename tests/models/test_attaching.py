@@ -19,7 +19,7 @@ from transformers import LogitsProcessor
 
 import mmaccel
 from mmaccel.core.errors import ModelError
-from mmaccel.models.install import Gate, gate_of
+from mmaccel.models.install import ModelReadWriteLock, model_lock
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -97,25 +97,25 @@ def test_wherever_attaching_fails_the_model_is_as_it_was(
     family: tuple[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each line of the attachment fails in turn."""
-    from mmaccel.models.hf import Attachment
+    from mmaccel.models.hf import ModelAttachment
 
     kind, model = family
     recipe = dict(RECIPES[name])
     if "draft" in recipe:
         recipe["draft"] = Sequential(model=copy.deepcopy(model), prune=recipe["draft"])
     inputs = prompt(kind, PROMPTS["video"])
-    plain, before, lay = model.generate(**inputs, **TOLD), picture(model), Attachment._lay
+    plain, before, lay = model.generate(**inputs, **TOLD), picture(model), ModelAttachment._lay
     step, failed = 0, 0
     while True:
         step += 1
 
-        def laid(self: Attachment, step: int = step) -> None:
+        def laid(self: ModelAttachment, step: int = step) -> None:
             with failing_at(step) as seen:
                 lay(self)
             assert not seen
 
         with monkeypatch.context() as patch:
-            patch.setattr(Attachment, "_lay", laid)
+            patch.setattr(ModelAttachment, "_lay", laid)
             try:
                 fast = mmaccel.accelerate(model, **recipe)
             except Stop:
@@ -233,7 +233,7 @@ def test_changes_wait_for_calls_under_way(family: tuple[str, Any], what: str, ca
         elif call == "forward":
             out.append(model(**inputs).logits)
         else:
-            with gate_of(model.model.language_model).call():
+            with model_lock(model.model.language_model).call():
                 hold()
 
     def change() -> None:
@@ -262,7 +262,7 @@ def test_a_generation_that_meets_the_first_wrapper_ends_plain(
     kind, model = family
     inputs, before, passes = prompt(kind, PROMPTS["text"]), picture(model), []
     plain = model.generate(**inputs, **TOLD)
-    reached, go_on, drain = threading.Event(), threading.Event(), Gate.drain
+    reached, go_on, drain = threading.Event(), threading.Event(), ModelReadWriteLock.drain
 
     def hold(*_: Any) -> None:
         passes.append(None)
@@ -270,7 +270,7 @@ def test_a_generation_that_meets_the_first_wrapper_ends_plain(
             reached.set()
             assert go_on.wait(20)
 
-    def drained(self: Gate, *args: Any) -> None:
+    def drained(self: ModelReadWriteLock, *args: Any) -> None:
         go_on.set()
         until = time.monotonic() + 20
         while not self._waiting and time.monotonic() < until:
@@ -282,7 +282,7 @@ def test_a_generation_that_meets_the_first_wrapper_ends_plain(
     out: list[Any] = []
     threads = beside(lambda: out.append(model.generate(**inputs, **TOLD)))
     assert reached.wait(20)
-    monkeypatch.setattr(Gate, "drain", drained)
+    monkeypatch.setattr(ModelReadWriteLock, "drain", drained)
     with mmaccel.accelerate(model, kv={"name": "window", "sinks": 2, "window": 64}):
         finish(threads, 20)
         assert len(out) == 1 and torch.equal(out[0], plain)
@@ -295,7 +295,7 @@ def test_a_generation_that_meets_the_first_wrapper_ends_plain(
 def test_a_forked_process_waits_for_no_thread_of_its_parent(family: tuple[str, Any]) -> None:
     """Another thread is in a call, and holds the gate's lock, when the process forks."""
     _, model = family
-    gate = gate_of(model.model.language_model)
+    gate = model_lock(model.model.language_model)
     reached, go_on = threading.Event(), threading.Event()
 
     def work() -> None:

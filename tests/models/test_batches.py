@@ -117,7 +117,7 @@ def test_each_sequence_is_what_it_is_alone_in_static_steps(family, monkeypatch):
     name, model, other, prompts, options = family
     plain = model.generate(**batch(name, prompts), **options)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    steps = heard(monkeypatch, decode.SequenceSteps, "build_steps", lambda one, *_: one)
+    steps = heard(monkeypatch, decode.SequenceDecodeSteps, "build_steps", lambda one, *_: one)
     with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)) as fast:
         assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
         assert all(one["accepted"] > 0 for one in fast.report().draft["sequences"])

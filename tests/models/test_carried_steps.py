@@ -17,7 +17,7 @@ from mmaccel.models import decode, recurrent, step
 from mmaccel.models.attention import cache_of
 from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots
 from mmaccel.models.runner import HFRunner
-from mmaccel.models.together import StepsTogether
+from mmaccel.models.together import BatchedDecodeSteps
 from mmaccel.policies.draft import Sequential, Tree
 from mmaccel_lab import world
 from mmaccel_lab.train import pixels
@@ -75,7 +75,7 @@ def test_steps_are_the_model_s_own(kind: str, replays: None, monkeypatch: pytest
     monkeypatch.setattr(recurrent, "LAG", 3)
     plain, steps = pair(kind)
     draw = torch.Generator().manual_seed(1)
-    seen = heard(monkeypatch, decode.DeviceStep, "__call__", lambda *_: 1)
+    seen = heard(monkeypatch, decode.DeviceDecodeStep, "__call__", lambda *_: 1)
     for back, counts in (
         *((0, (1, 1, 3, 1, 4)), (2, (2, 1)), (1, (1, 1, 1, 1, 1, 1, 1)), (5, (1, 7, 1)), (9, (5, 1))),
         *((12, (2, 8, 8, 6)), (3, (1, 1)), (0, (11, 1, 2)), (1, (9, 3)), (2, (1,))),
@@ -167,7 +167,7 @@ def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: py
     """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""
     model, _ = stream_pair(kind)
     before = {}
-    seen = heard(monkeypatch, step.StreamSteps, "run", lambda steps, given, embeds, *_: len(embeds))
+    seen = heard(monkeypatch, step.CapturedStreamSteps, "run", lambda steps, given, embeds, *_: len(embeds))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name and weight.ndim == 1:
@@ -223,14 +223,14 @@ def test_a_step_that_fails_leaves_running_states_as_they_were(
 ) -> None:
     """Those who share it are stepped again, each alone."""
     (plain, one), (_, other) = pair("qwen3_5"), pair("qwen3_5")
-    together, ids = StepsTogether(one), torch.tensor([[5, 6]])
+    together, ids = BatchedDecodeSteps(one), torch.tensor([[5, 6]])
 
     def go() -> torch.Tensor:
         return together([one, other], [ids, ids])[0] if shared else one.step(ids)
 
     for _ in range(3):
         assert torch.allclose(go(), plain.step(ids), atol=2e-5)
-    owner, name = (StepsTogether, "_run") if shared else (decode.DeviceStep, "run")
+    owner, name = (BatchedDecodeSteps, "_run") if shared else (decode.DeviceDecodeStep, "run")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, Mock(side_effect=torch.OutOfMemoryError("once")))
         with pytest.raises(torch.OutOfMemoryError):

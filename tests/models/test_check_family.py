@@ -27,7 +27,7 @@ from mmaccel.models.qwen3_vl import Qwen3VL
 from mmaccel.policies.sparse import grid
 from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.k_boundary import KBoundary
-from mmaccel.policies.sparse.orders import Region
+from mmaccel.policies.sparse.orders import AttentionRegion
 from mmaccel.policies.sparse.q_boundary import QBoundary
 from mmaccel.policies.sparse.tri_shape import TriShape
 from mmaccel.policies.sparse.vertical_slash import VerticalSlash
@@ -83,11 +83,11 @@ def _shifted(*given: Any) -> Any:
     return replace(made, shift=(made.shift + 1) % made.stride)
 
 
-frame_phases, near_and_first = grid.frame_phases, Region.near_and_first
+frame_phases, near_and_first = grid.frame_phases, AttentionRegion.near_and_first
 strongest, shares = VerticalSlash._strongest, BlockTopK._shares
 PATTERNS: dict[str, tuple[Any, str, Any]] = {
     "a_shape": (
-        Region,
+        AttentionRegion,
         "near_and_first",
         lambda region, sink, window: near_and_first(region, sink, window + 1),
     ),
@@ -192,14 +192,14 @@ def test_windows_that_a_family_does_not_compute_are_refused(kind: str, text: str
     with pytest.raises(ModelError, match="sliding_window: layers of this model see its last 8 tokens alone"):
         mmaccel.accelerate(model)
     layers = model.get_decoder().layers
-    assert not step.can_fuse(layers, "silu", family_of(kind))
+    assert not step.can_fuse_layers(layers, "silu", family_of(kind))
     for one in {
         id(x): x for x in (config.text_config, *(layer.self_attn.config for layer in layers))
     }.values():
         one.sliding_window, one.layer_types = None, None
     for layer in layers:
         layer.self_attn.sliding_window = None
-    assert step.can_fuse(layers, "silu", family_of(kind))
+    assert step.can_fuse_layers(layers, "silu", family_of(kind))
 
 
 def like_smolvlm(config: Any) -> Any:

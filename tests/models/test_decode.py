@@ -48,7 +48,7 @@ def runner(model, rows=(1,)):
 
 def counted(monkeypatch):
     """The shapes of the steps that went through `Part`."""
-    return heard(monkeypatch, decode.DeviceStep, "__call__", lambda part, ids, *_: tuple(ids.shape))
+    return heard(monkeypatch, decode.DeviceDecodeStep, "__call__", lambda part, ids, *_: tuple(ids.shape))
 
 
 @crossed("family", family=sorted(BUILD), kind=["text", "interleaved", "long"])
@@ -211,8 +211,8 @@ def test_one_graph_serves_all_lengths(monkeypatch, dynamo):
     static.prefill(inputs)
     plain.prefill(inputs)
     counter = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(decode.DeviceStep.__call__, fullgraph=True, dynamic=False, backend=counter)
-    monkeypatch.setattr(decode.DeviceStep, "__call__", compiled)
+    compiled = torch.compile(decode.DeviceDecodeStep.__call__, fullgraph=True, dynamic=False, backend=counter)
+    monkeypatch.setattr(decode.DeviceDecodeStep, "__call__", compiled)
     for ids in ([[7]], [[9, 3]], [[1, 2, 3]], [[8, 2, 1, 6]]):
         ids = torch.tensor(ids)
         assert torch.allclose(static.step(ids), plain.step(ids), atol=1e-4)

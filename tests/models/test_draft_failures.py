@@ -21,7 +21,7 @@ from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, parallel
 from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.draft.prompt_lookup import _Finder
-from mmaccel.policies.draft.sparse_to_dense import _Memory, columns_of, in_reach
+from mmaccel.policies.draft.sparse_to_dense import _Memory, columns_of, visible_columns_mask
 from mmaccel.policies.kv.full import FullState
 from mmaccel.policies.kv.window import WindowState
 from mmaccel_lab.eval.caption import caption_cases
@@ -161,10 +161,10 @@ def test_of_a_window_the_draft_takes_what_is_in_reach() -> None:
     view = dense.view(0, whole[0, ..., :1, :])
     columns = columns_of(view)
     assert columns.tolist() == [0, 1, *range(16, 31)]
-    seen = in_reach(view, columns, 30)
+    seen = visible_columns_mask(view, columns, 30)
     assert columns[seen].tolist() == [0, 1, *range(21, 31)]
     rows = torch.tensor([[29], [1]])
-    assert [columns[one].tolist() for one in in_reach(view, columns, rows)] == [
+    assert [columns[one].tolist() for one in visible_columns_mask(view, columns, rows)] == [
         [0, 1, *range(20, 30)],
         [0, 1],
     ]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.decoding.batch import Batch, BatchSlot, DraftLength
+from mmaccel.core.decoding.batch import Batch, BatchSlot, DraftLengthTuner
 from mmaccel.core.decoding.draft import DraftStep
-from mmaccel.models.together import StepsTogether, share_weights
+from mmaccel.models.together import BatchedDecodeSteps, copy_sharing_weights
 from tests.models.test_together import CALLS as SOME
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
@@ -48,7 +48,7 @@ def drafts(draft: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-class Windows(DraftLength):
+class Windows(DraftLengthTuner):
     """Of these lengths in turn, whatever the clock says."""
 
     def __init__(self, *lengths: int) -> None:
@@ -68,7 +68,9 @@ def answers(
     def call(number: int) -> tuple[torch.Tensor, Any]:
         kind, how = CALLS[number]
         try:
-            with mmaccel.accelerate(share_weights(model), draft=recipes[number % len(recipes)]) as fast:
+            with mmaccel.accelerate(
+                copy_sharing_weights(model), draft=recipes[number % len(recipes)]
+            ) as fast:
                 if batch is not None:
                     generator = torch.Generator().manual_seed(number)
                     fast.seat = BatchSlot(batch, generator, lambda: ready.wait(60) and None)
@@ -91,7 +93,10 @@ def answers(
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """How many rows each sequence has, of each step that is shared."""
     return heard(
-        monkeypatch, StepsTogether, "__call__", lambda self, runners, ids: tuple(one.shape[1] for one in ids)
+        monkeypatch,
+        BatchedDecodeSteps,
+        "__call__",
+        lambda self, runners, ids: tuple(one.shape[1] for one in ids),
     )
 
 
@@ -141,9 +146,9 @@ def test_a_draft_that_fails_in_a_shared_step_ends_alone(
     model, draft = models
     recipe = drafts(draft)["sequential"]
     alone, _ = answers(model, [recipe], None)
-    call, failed = StepsTogether.__call__, list[Any]()
+    call, failed = BatchedDecodeSteps.__call__, list[Any]()
 
-    def failing(self: StepsTogether, runners: Any, ids: Any) -> Any:
+    def failing(self: BatchedDecodeSteps, runners: Any, ids: Any) -> Any:
         mine = [one for one in runners if one.model is draft]
         if len(mine) == len(CALLS) and not failed:
             failed.append(mine[2])
@@ -151,7 +156,7 @@ def test_a_draft_that_fails_in_a_shared_step_ends_alone(
             raise torch.OutOfMemoryError("no room")
         return call(self, runners, ids)
 
-    monkeypatch.setattr(StepsTogether, "__call__", failing)
+    monkeypatch.setattr(BatchedDecodeSteps, "__call__", failing)
     batch = Batch()
     batch.load = Windows(4)
     with pytest.warns(mmaccel.MmaccelWarning, match="the draft failed"):
@@ -316,7 +321,7 @@ def test_a_call_ends_with_its_answer_though_another_comes_in_its_place() -> None
 
 
 def rounds(
-    load: DraftLength, seconds: Callable[[int, int], float], count: int, keep: float, number: int
+    load: DraftLengthTuner, seconds: Callable[[int, int], float], count: int, keep: float, number: int
 ) -> float:
     """Tokens a second of `number` rounds whose drafted tokens are kept with chance `keep`."""
     draw, said, taken = torch.Generator().manual_seed(count), 0, 0.0
@@ -339,7 +344,7 @@ def test_the_load_decides_what_is_drafted(count: int, keep: float, row_s: float)
         window: count * sum(keep**n for n in range(window + 1)) / seconds(count, window)
         for window in (0, 1, 3, 7, 15)
     }
-    load = DraftLength()
+    load = DraftLengthTuner()
     rounds(load, seconds, count, keep, 64)
     found = rounds(load, seconds, count, keep, 1500)
     assert found >= 0.98 * worth[0]
@@ -347,7 +352,7 @@ def test_the_load_decides_what_is_drafted(count: int, keep: float, row_s: float)
 
 
 def test_a_load_that_changes_is_noticed() -> None:
-    load, slow = DraftLength(), [0.0]
+    load, slow = DraftLengthTuner(), [0.0]
     price = lambda count, window: 6e-3 + slow[0] * count * (window + 1) + window * 1e-3  # noqa: E731
     rounds(load, price, 8, 0.8, 600)
     assert load.best_length(8, 8) > 1

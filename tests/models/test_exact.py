@@ -178,7 +178,7 @@ def test_with_gradients_on_layers_that_break_a_graph_are_found_again(dynamo: Non
 
 
 def test_cuda_graphs_leave_out_what_decides_on_the_host() -> None:
-    for op in (attention.layer_attend, attention.layer_append, modules.window_attend):
+    for op in (attention.attend_layer, attention.append_layer_kv, modules.window_attention_op):
         assert torch.Tag.cudagraph_unsafe in op._opoverload.tags
 
 
@@ -223,7 +223,7 @@ def test_pieces_of_a_batch_and_with_gradients(
     whole = norm(hidden)
     monkeypatch.setattr(modules, "ROWS", 33)
     hooks = Hooks()
-    modules.chunk_tokens(hooks, [norm], adapter_for(model))  # type: ignore[arg-type]
+    modules.process_in_token_chunks(hooks, [norm], adapter_for(model))  # type: ignore[arg-type]
     with torch.no_grad():
         torch.testing.assert_close(norm(hidden), whole, rtol=0, atol=1e-6)
     norm(hidden.requires_grad_()).sum().backward()

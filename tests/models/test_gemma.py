@@ -14,7 +14,7 @@ from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.models import sliding
-from mmaccel.models.prompt_layout import unpadded
+from mmaccel.models.prompt_layout import remove_padding
 from mmaccel.models.runner import HFRunner
 from tests.models.tiny_random import batch, prompt, sampler
 from tests.products import crossed
@@ -141,8 +141,8 @@ def test_drafts_in_batches_and_behind_padding(built: Any, pieces: Any) -> None:
     with mmaccel.accelerate(model, draft={"name": "prompt_lookup", "in_batches": "always"}):
         assert torch.equal(tokens_of(model, together), plain)
         assert torch.equal(tokens_of(model, padded)[:, shape[1] + 3 :], answer)
-    assert int(unpadded(padded)[gemma_types(model)].sum()) == int(one[gemma_types(model)].sum())
-    assert unpadded(padded)[gemma_types(model)].shape == shape
+    assert int(remove_padding(padded)[gemma_types(model)].sum()) == int(one[gemma_types(model)].sum())
+    assert remove_padding(padded)[gemma_types(model)].shape == shape
 
 
 def gemma_types(model: Any) -> str:

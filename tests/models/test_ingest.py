@@ -18,7 +18,7 @@ from mmaccel.core.prefill import attention
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.core.streams import sources
-from mmaccel.core.streams.sources import Clip, join_to_passes
+from mmaccel.core.streams.sources import Clip, regroup_clips_by_pass
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models import chat
 from mmaccel.policies.kv._ingest import IngestState
@@ -120,12 +120,14 @@ def test_frames_of_another_size_or_rate_begin_a_pass_of_their_own() -> None:
 
     def cut(*clips: Clip) -> list[int]:
         given = (one for one in clips)
-        return [len(one.frames) for one in join_to_passes(given, lambda one: 4, lambda one: None)]
+        return [len(one.frames) for one in regroup_clips_by_pass(given, lambda one: 4, lambda one: None)]
 
     assert cut(clip(3), clip(3), clip(3)) == [4, 4, 1] and cut(clip(9)) == [4, 4, 1]
     assert cut(clip(3), clip(3, wide=9), clip(2, wide=9)) == [3, 4, 1]
     assert cut(clip(3), clip(3, fps=3.0)) == [3, 3] and cut(clip(3), clip(3, known=True)) == [3, 3]
-    joined = [*join_to_passes((clip(2, known=True) for _ in range(2)), lambda one: 4, lambda one: None)]
+    joined = [
+        *regroup_clips_by_pass((clip(2, known=True) for _ in range(2)), lambda one: 4, lambda one: None)
+    ]
     assert joined[0].times == [0.0, 0.5, 1.0, 1.5], "times that begin anew go on"
 
 

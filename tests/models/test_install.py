@@ -25,7 +25,7 @@ from mmaccel.models import install
 from mmaccel.models.attention import KVCache
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.modules import tower_batched
-from mmaccel.models.recurrent import close_in_finalizer, hook_inputs
+from mmaccel.models.recurrent import close_hooks_in_finalizer, hook_inputs
 from tests import python
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -119,7 +119,7 @@ def noted(module: nn.Module, install: Any) -> Any:
     """Shared hooks as a cache has them, and the call of its finalizer."""
     heard = ExitStack()
     heard.enter_context(shared_hooks(module, "noted", install))
-    return functools.partial(close_in_finalizer, heard.close)
+    return functools.partial(close_hooks_in_finalizer, heard.close)
 
 
 def test_a_finalizer_in_an_import_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

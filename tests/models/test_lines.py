@@ -229,7 +229,7 @@ cup
 def test_files_of_subtitles(text: str, tmp_path: Path) -> None:
     path = tmp_path / "film.srt"
     path.write_text(text, encoding="utf-8", newline="")
-    assert timed_text.read_lines(path) == [(1.0, 2.0, "red & green star"), (4.25, 5.0, "cup")]
+    assert timed_text.read_timed_lines(path) == [(1.0, 2.0, "red & green star"), (4.25, 5.0, "cup")]
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_the_first_lines_that_fit() -> None:
     head, each = len(timed_text.LEAD), len("\n[0:00:00] red star")
     for room, count in ((head + 3 * each, 3), (head + 2 * each + 1, 2), (head, 0), (head + 5 * each + 2, 5)):
         read.clear()
-        found, text, made = timed_text.texts_that_fit(best, room, ids)
+        found, text, made = timed_text.fit_lines_to_tokens(best, room, ids)
         assert len(found) == count and text.encode() == bytes(made.tolist()) and len(made) <= room
         assert found == tuple(sorted([best[n] for n in (0, 1, 3, 5, 6)][:count]))
         assert sum(map(len, read)) <= 20 * room
@@ -384,7 +384,7 @@ def test_the_first_lines_that_fit() -> None:
 def test_many_lines_stop_no_pass() -> None:
     """None is compared where none is new; and long ones over many frames cost as short ones do."""
     have = tuple(TimedText(float(n), 1e9, "red star") for n in range(4000))
-    assert timed_text.merge_lines(have, []) is have
+    assert timed_text.merge_timed_lines(have, []) is have
     times = [float(n) for n in range(8000)]
     spans = [(n, 1) for n in range(8000)]
     info = StreamInfo((1, 1), 1.0, 1, torch.zeros(0, 1), spans=spans, times=times, timed_texts=have)
@@ -395,6 +395,6 @@ def test_many_lines_stop_no_pass() -> None:
             looked.append(unit)
             return super().get(unit, default)
 
-    found = timed_text.recalled_lines(info, Share({7000: 0.5, 10: 1.0}), None)
+    found = timed_text.lines_for_question(info, Share({7000: 0.5, 10: 1.0}), None)
     assert len(looked) == len(times)
     assert found == [*reversed(have[:11]), *reversed(have[11:])]

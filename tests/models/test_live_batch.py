@@ -16,7 +16,7 @@ import mmaccel
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import ModelError
 from mmaccel.core.streams import joint, parts
-from mmaccel.models.packed import JoinedStreams
+from mmaccel.models.packed import BatchedStreamPass
 from mmaccel.models.stream import HFStreamAdapter
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, told
 from tests.products import crossed
@@ -234,7 +234,7 @@ def test_rows_of_a_stream_that_fails_are_zero(monkeypatch: pytest.MonkeyPatch) -
     )
     fails = Mock(side_effect=RuntimeError("no room"))
     runs = [SimpleNamespace(attend=fails), SimpleNamespace(attend=lambda layer, query, *_: query)]
-    joined = JoinedStreams([(run, 2, False) for run in runs], lambda: None)  # type: ignore[misc]
+    joined = BatchedStreamPass([(run, 2, False) for run in runs], lambda: None)  # type: ignore[misc]
     rows = torch.ones(1, 1, 4, 3)
     assert joined.attend(0, rows, rows, rows, 1.0)[0, 0, :, 0].tolist() == [0, 0, 1, 1] and set(
         joined.errors

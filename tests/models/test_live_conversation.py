@@ -11,7 +11,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import ModelError
-from mmaccel.models.token_choice import LONGEST, schema_processor
+from mmaccel.models.token_choice import LONGEST, build_schema_logits_processor
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.products import crossed
 from tests.spies import broken, refusal
@@ -182,7 +182,7 @@ def test_drafts_say_the_same(library: Any, draft: str, sample: bool) -> None:
 
 def test_the_processor_goes_by_the_ids_alone(library: Any) -> None:
     """Asked about prefixes in any order, also behind what is refused, it says of each what a fresh one says."""
-    from mmaccel.models.token_choice import schema_processor
+    from mmaccel.models.token_choice import build_schema_logits_processor
 
     model, processor = pair("tiny-ov")
     said = json.dumps({"colour": "red", "seen": True, "times": [1, 2]})
@@ -192,7 +192,7 @@ def test_the_processor_goes_by_the_ids_alone(library: Any) -> None:
         for token in processor.tokenizer.convert_tokens_to_ids([char.replace(" ", "Ġ")])
     ]
     parts = model, processor.tokenizer, SCHEMA, {2}, 3
-    one, scores = schema_processor(*parts), torch.zeros(1, 512)
+    one, scores = build_schema_logits_processor(*parts), torch.zeros(1, 512)
     prompt = [5, 6, 7]
 
     def allowed(which: Any, answer: list[int]) -> list[int]:
@@ -200,7 +200,7 @@ def test_the_processor_goes_by_the_ids_alone(library: Any) -> None:
 
     order = torch.randperm(len(ids) + 1, generator=torch.Generator().manual_seed(0)).tolist()
     for count in order:
-        fresh = schema_processor(*parts)
+        fresh = build_schema_logits_processor(*parts)
         found = allowed(one, ids[:count])
         assert found == allowed(fresh, ids[:count])
         assert found == [2] if count == len(ids) else ids[count] in found and 2 not in found
@@ -243,6 +243,6 @@ def test_a_schema_as_deep_as_one_may_be_ends_no_process(library: Any) -> None:
     chain = {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(1000)}
     deep: dict[str, Any] = {"$defs": {**chain, "d1000": {"type": "integer"}}, "$ref": "#/$defs/d0"}
     assert len(json.dumps(deep)) <= LONGEST
-    schema_processor(model, processor.tokenizer, deep, (2,), 0)
+    build_schema_logits_processor(model, processor.tokenizer, deep, (2,), 0)
     with pytest.raises(ModelError, match="characters; give one of 65536 at most"):
-        schema_processor(model, processor.tokenizer, {"const": "x" * LONGEST}, (2,), 0)
+        build_schema_logits_processor(model, processor.tokenizer, {"const": "x" * LONGEST}, (2,), 0)

@@ -15,8 +15,8 @@ import torch
 
 import mmaccel
 from mmaccel.core.decoding import replay
-from mmaccel.core.decoding.replay import Replays
-from mmaccel.core.memory.split import SplitState
+from mmaccel.core.decoding.replay import CudaGraphCache
+from mmaccel.core.memory.split import MultiDeviceStreamState
 from mmaccel.core.report import Meter
 from mmaccel.core.streams import parts
 from mmaccel.models import step
@@ -233,8 +233,10 @@ def test_steps_are_made_ready_before_the_first_token(kv: str, monkeypatch: pytes
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     with opened("random-ov", MEMORIES[kv]) as session:
         plain, length = session.ask(QUESTION, 8), session._live.state.length()
-        ran = heard(monkeypatch, step.StreamSteps, "run", lambda steps, given, embeds, *_: len(embeds))
-        monkeypatch.setattr(Replays, "is_captured", lambda *given: len(ran) >= 2)
+        ran = heard(
+            monkeypatch, step.CapturedStreamSteps, "run", lambda steps, given, embeds, *_: len(embeds)
+        )
+        monkeypatch.setattr(CudaGraphCache, "is_captured", lambda *given: len(ran) >= 2)
         assert told(session.ask(QUESTION, 8)) == told(plain)
         assert ran[1:] == [1] * 8  # one of them before the answer, of which the prompt gives the first token
         assert session._live.state.length() == length
@@ -281,7 +283,7 @@ def test_a_memory_on_each_device_and_a_stretch_of_time(kv: str, monkeypatch: pyt
         adapter: Any = session._stream_adapter
         adapter.layer_devices, adapter.end_token_ids = [CPU, CPU, OTHER, OTHER], frozenset
         session.watch(film(14), fps=FPS)
-        assert session._live is not None and isinstance(session._live.state, SplitState)
+        assert session._live is not None and isinstance(session._live.state, MultiDeviceStreamState)
         alone, rest = session.ask(QUESTION, 12), iter(film(25)[14:].split(1))
         early = session.ask(QUESTION, 4, between=(1.0, 3.0))
         assert all(1.0 <= one.seconds <= 3.0 for one in early.evidence)

@@ -60,7 +60,7 @@ def test_quantized_weights(folder: Path, how: str) -> None:
     assert streamed[0] == streamed[1]
     assert kept is not None and kept < 1
     family: Any = adapter_for(model)
-    assert not step.can_fuse(family.layers(model), "silu", family), (
+    assert not step.can_fuse_layers(family.layers(model), "silu", family), (
         "a step would read the weights as they lie"
     )
 

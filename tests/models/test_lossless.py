@@ -17,7 +17,7 @@ from mmaccel.core.report import Meter
 from mmaccel.models import loading, step
 from mmaccel.models.causal import is_causal_lm
 from mmaccel.models.family import CausalLM
-from mmaccel.models.generate import DraftTimes
+from mmaccel.models.generate import DecodeTimings
 from mmaccel.policies.draft import PromptLookup, Sequential, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.models.tiny_random import BUILD, DRAFTS, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
@@ -188,7 +188,7 @@ def test_it_rests_until_it_is_measured_to_pay(three, monkeypatch):
         assert torch.equal(model.generate(**together, **GREEDY), plain)
         decided = fast.report()
         assert decided.draft["rounds"] > 0 or "with a draft in turns" in str(decided)
-        monkeypatch.setattr(DraftTimes, "why_not", lambda self, batch, length: None)
+        monkeypatch.setattr(DecodeTimings, "why_not", lambda self, batch, length: None)
         assert torch.equal(model.generate(**together, **GREEDY), plain)
         assert fast.report().draft["rounds"] > 0 and not fast.report().notes
 
@@ -198,7 +198,7 @@ def test_what_is_sampled_is_not_drafted_for_by_the_clock(three, monkeypatch):
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
     torch.manual_seed(3)
     plain = model.generate(**together, **options)
-    monkeypatch.setattr(DraftTimes, "why_not", lambda self, batch, length: None)
+    monkeypatch.setattr(DecodeTimings, "why_not", lambda self, batch, length: None)
     with mmaccel.accelerate(model, draft=PromptLookup()) as fast:
         for _ in range(2):
             torch.manual_seed(3)
@@ -242,11 +242,11 @@ def test_a_time_of_another_length_decides_nothing(three):
 
 
 def test_what_pays_is_what_was_measured():
-    turns, meter = DraftTimes(), Meter(new_tokens=11, first=1.0, last=2.0)
-    turns.record_plain(4, 1024, meter)
+    turns, meter = DecodeTimings(), Meter(new_tokens=11, first=1.0, last=2.0)
+    turns.record_without_draft(4, 1024, meter)
     turns.record_drafted(1500, 0.5, 25)
     assert "of 1024 to 2047 tokens each, must first be timed in 2 calls" in turns.why_not(4, 1024)
-    turns.record_plain(4, 2047, Meter(new_tokens=11, first=1.0, last=6.0))
+    turns.record_without_draft(4, 2047, Meter(new_tokens=11, first=1.0, last=6.0))
     assert turns.why_not(4, 2000) is None, (
         "the faster of two calls is what steps take: 100 ms; 4 turns of 20 ms pay"
     )
@@ -254,5 +254,5 @@ def test_what_pays_is_what_was_measured():
     turns.record_drafted(1024, 1.0, 25)
     assert "160 ms with a draft in turns, 100 ms in plain steps" in turns.why_not(4, 1024)
     turns.record_drafted(1024, 9.0, 3)
-    turns.record_plain(2, 1024, Meter(new_tokens=3, first=1.0, last=2.0))
+    turns.record_without_draft(2, 1024, Meter(new_tokens=3, first=1.0, last=2.0))
     assert turns.drafted_s == {11: 0.04} and (2, 11) not in turns.plain_s, "so few are no measure"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmaccel.cli import catalog
-from mmaccel.cli.choices import has_field
+from mmaccel.cli.choices import policy_has_field
 from mmaccel.core.attach import family_of
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
@@ -38,7 +38,9 @@ BASE = matrix.Cell("", "generate", "dense", "full", "off", "none", "none")
 def test_every_policy_is_an_axis_s_choice() -> None:
     assert set(matrix.SPARSE) == set(matrix.AXES["sparse"]) and set(matrix.KV) == set(matrix.AXES["kv"])
     assert set(matrix.DRAFT) == set(registry("draft")) and set(matrix.ACTS) == set(registry("kv"))
-    assert set(matrix.MODELS) == {name for name in registry("draft") if has_field("draft", name, "prune")}
+    assert set(matrix.MODELS) == {
+        name for name in registry("draft") if policy_has_field("draft", name, "prune")
+    }
     assert {*matrix.AXES["own"], *matrix.AXES["prune"]} == {"none", *registry("prune")}
 
 

@@ -16,7 +16,7 @@ import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models import drafting, step
-from mmaccel.models.stream import StreamPasses
+from mmaccel.models.stream import StreamForwardPasses
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import DyCoke, FastV, UVPrune, VisionZip
 from tests.models.streams import FPS, QUESTION, every_stream, film, pair
@@ -123,7 +123,7 @@ def test_a_later_turn_is_one_whole_prompt_and_reads_no_video(
         out = fast.generate(**first, **how)
         texts = [answered(name, out, first)[1]]
         want = fast.generate(**turn(name, texts, 1, pixels=True), **how)
-        towers = heard(monkeypatch, StreamPasses, "encoded", lambda self, inputs, units, unit: units)
+        towers = heard(monkeypatch, StreamForwardPasses, "encoded", lambda self, inputs, units, unit: units)
         kinds = heard(
             monkeypatch, StreamRunner, "run_pass", lambda self, state, one, *_, **__: (self.state is state, one.kind)
         )  # fmt: skip

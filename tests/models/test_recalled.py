@@ -19,7 +19,7 @@ from mmaccel.core.prefill.prune import (
     observation_columns,
     question_text_columns,
 )
-from mmaccel.core.prefill.recalled import RecallPruning
+from mmaccel.core.prefill.recalled import RetrievedTokenPruning
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
@@ -149,9 +149,9 @@ def paid(query: Tensor, key: Tensor, bias: Tensor | None = None, unseen: Tensor 
 
 def watched(monkeypatch: pytest.MonkeyPatch, see: Callable[..., None]) -> None:
     """`see` is told of each view: who prunes, the layer, the raw query, the memory's own view and the one that is left."""
-    inner = RecallPruning.view
+    inner = RetrievedTokenPruning.view
 
-    def view(self: RecallPruning, layer: int, query: Tensor) -> KVView:
+    def view(self: RetrievedTokenPruning, layer: int, query: Tensor) -> KVView:
         seen: list[KVView] = []
         own = type(self.state).view
 
@@ -165,7 +165,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, see: Callable[..., None]) -> None:
         see(self, layer, seen[0], left)
         return left
 
-    monkeypatch.setattr(RecallPruning, "view", view)
+    monkeypatch.setattr(RetrievedTokenPruning, "view", view)
 
 
 @crossed(kv=[one for one in TIGHT if one not in ("full", "offload", "no_cache")], name=FAMILIES)
@@ -174,9 +174,9 @@ def test_each_layer_shows_the_best_of_what_it_recalled(
 ) -> None:
     """By the last word's attention in the layer before the stage where all layers show the same, else in its own."""
     views: dict[int, tuple[KVView, KVView]] = {}
-    facts: list[RecallPruning] = []
+    facts: list[RetrievedTokenPruning] = []
 
-    def see(pruning: RecallPruning, layer: int, whole: KVView, left: KVView) -> None:
+    def see(pruning: RetrievedTokenPruning, layer: int, whole: KVView, left: KVView) -> None:
         views.setdefault(layer, (whole, left))
         facts.append(pruning)
 
@@ -206,7 +206,7 @@ def test_summary_tokens_and_rows_of_the_question_stay(monkeypatch: pytest.Monkey
     """mosaic stands a token for each cluster that it left out before the units."""
     shown: list[tuple[int, int]] = []
 
-    def see(pruning: RecallPruning, layer: int, whole: KVView, left: KVView) -> None:
+    def see(pruning: RetrievedTokenPruning, layer: int, whole: KVView, left: KVView) -> None:
         if layer == DEPTH - 1 and pruning._pass is not None and pruning._pass.kind == "question":
             first = pruning._stream.head + pruning.state.count_summary_columns(layer)
             shown.append(

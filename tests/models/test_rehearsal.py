@@ -30,47 +30,55 @@ def work(**given: Any) -> costs.Workload:
     return costs.Workload(**{"frames": 600, "questions": 4, "memory": 80 * GB, "host": 500 * GB, **given})
 
 
-def told(**given: Any) -> rates.Surplus:
+def told(**given: Any) -> rates.MeasuredOverhead:
     none = (0.0,) * 6
-    return rates.Surplus(**{"read": none, "question": none, "step": none, "first": (), **given})
+    return rates.MeasuredOverhead(**{"read": none, "question": none, "step": none, "first": (), **given})
 
 
-def with_told(recipe: Recipe, one: costs.Workload, surplus: rates.Surplus) -> rates.Device:
+def with_told(recipe: Recipe, one: costs.Workload, surplus: rates.MeasuredOverhead) -> rates.Device:
     return replace(DEVICE, sessions={costs.surplus_key(recipe, one): surplus})
 
 
 def seconds(
     plane: rates.Plane, layers: tuple[int, int], units: tuple[int, int]
 ) -> dict[tuple[int, int], float]:
-    return {(n, m): rates.plane_seconds(plane, n, m) for n, m in itertools.product(layers, units)}
+    return {(n, m): rates.predict_plane_seconds(plane, n, m) for n, m in itertools.product(layers, units)}
 
 
 def test_a_plane_goes_on_to_all_layers_and_a_longer_video() -> None:
     plane = 0.3, 2e-3, 0.0, 0.01, 1e-4, 0.0
-    found = rates.fit_plane(seconds(plane, (4, 12), (96, 320)))
+    found = rates.fit_cost_plane(seconds(plane, (4, 12), (96, 320)))
     assert found == pytest.approx(plane)
-    assert rates.plane_seconds(found, 28, 1800) == pytest.approx(0.3 + 0.28 + 3.6 + 5.04)
+    assert rates.predict_plane_seconds(found, 28, 1800) == pytest.approx(0.3 + 0.28 + 3.6 + 5.04)
     leaves = -76 * 2e-3, 2e-3, 0.0, 0.0, 0.0, 0.0
-    assert rates.fit_plane(seconds(leaves, (4, 12), (96, 320)), least=76) == pytest.approx(leaves)
-    assert rates.plane_seconds(leaves, 28, 20) == 0.0, "no frame has left the window"
-    same = rates.fit_plane({(4, 96): 1.0, (4, 320): 3.0, (12, 96): 2.0, (12, 320): 4.0}, grows=False)
-    assert rates.plane_seconds(same, 28, 1800) == rates.plane_seconds(same, 28, 1) == pytest.approx(5.0)
+    assert rates.fit_cost_plane(seconds(leaves, (4, 12), (96, 320)), least=76) == pytest.approx(leaves)
+    assert rates.predict_plane_seconds(leaves, 28, 20) == 0.0, "no frame has left the window"
+    same = rates.fit_cost_plane({(4, 96): 1.0, (4, 320): 3.0, (12, 96): 2.0, (12, 320): 4.0}, grows=False)
+    assert (
+        rates.predict_plane_seconds(same, 28, 1800)
+        == rates.predict_plane_seconds(same, 28, 1)
+        == pytest.approx(5.0)
+    )
 
 
 def test_what_begins_costs_no_less_than_nothing() -> None:
     """What grows faster than the video are pairs, and no time won at its begin."""
     pairs = 0.0, 1e-4, 2e-6, 0.0, 1e-5, 5e-7
-    found = rates.fit_plane(seconds(pairs, (4, 12), (96, 320)), pairs=True)
+    found = rates.fit_cost_plane(seconds(pairs, (4, 12), (96, 320)), pairs=True)
     assert found == pytest.approx(pairs)
-    line = rates.fit_plane(seconds(pairs, (4, 12), (96, 320)))
+    line = rates.fit_cost_plane(seconds(pairs, (4, 12), (96, 320)))
     assert line[0] == line[2] == line[3] == line[5] == 0.0
-    assert rates.plane_seconds(line, 12, 320) == pytest.approx(rates.plane_seconds(pairs, 12, 320))
+    assert rates.predict_plane_seconds(line, 12, 320) == pytest.approx(
+        rates.predict_plane_seconds(pairs, 12, 320)
+    )
     steep = {(n, units): 0.01 * units - 1 for n in (4, 12) for units in (96, 320)}
-    beyond = rates.fit_plane(steep, least=110)
-    assert rates.plane_seconds(beyond, 28, 110) == pytest.approx(0.1)
-    assert rates.plane_seconds(rates.fit_plane(steep, least=90), 28, 90) == pytest.approx(0.0, abs=1e-9)
-    odd = rates.fit_plane({(4, 96): 1.5, (4, 320): 1.5, (12, 96): 0.5, (12, 320): 0.5})
-    assert rates.plane_seconds(odd, 28, 0) == pytest.approx(1.0), "nor does more of it cost less"
+    beyond = rates.fit_cost_plane(steep, least=110)
+    assert rates.predict_plane_seconds(beyond, 28, 110) == pytest.approx(0.1)
+    assert rates.predict_plane_seconds(rates.fit_cost_plane(steep, least=90), 28, 90) == pytest.approx(
+        0.0, abs=1e-9
+    )
+    odd = rates.fit_cost_plane({(4, 96): 1.5, (4, 320): 1.5, (12, 96): 0.5, (12, 320): 0.5})
+    assert rates.predict_plane_seconds(odd, 28, 0) == pytest.approx(1.0), "nor does more of it cost less"
 
 
 def test_a_surplus_is_added_where_it_was_measured_and_nowhere_else() -> None:
@@ -86,10 +94,10 @@ def test_a_surplus_is_added_where_it_was_measured_and_nowhere_else() -> None:
     assert found.question_s - plain.question_s == pytest.approx(2e-3)
     assert found.token_s - plain.token_s == pytest.approx(28 * 1e-4)
     assert found.once_s == pytest.approx((2.8, 0.5)) and found.first_s - found.read_s > 2.8
-    grown = found.total_s - found.read_s - 4 * found.asked_s
+    grown = found.total_s - found.read_s - 4 * found.question_and_answer_s
     assert grown == pytest.approx(3.3) and found.device_bytes == plain.device_bytes
     single = costs.cost(recipe, SIZES, replace(one, questions=1), device)
-    assert single.total_s == pytest.approx(single.read_s + single.asked_s + 2.8)
+    assert single.total_s == pytest.approx(single.read_s + single.question_and_answer_s + 2.8)
     halved = costs.cost(recipe, SIZES, replace(one, step_tokens=2.0), device)
     assert halved.token_s == pytest.approx(found.token_s / 2), "of a step, which gives two tokens"
     for other, what in ((Recipe(), one), (recipe, replace(one, live=True))):
@@ -106,7 +114,7 @@ def test_a_draft_model_leaves_the_rest_of_a_recipe_what_it_is() -> None:
     assert costs.surplus_key(Recipe(), work(questions=1)) != costs.surplus_key(Recipe(), work())
 
 
-def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.Surplus) -> list[tuple[int, int, int]]:
+def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.MeasuredOverhead) -> list[tuple[int, int, int]]:
     """Sessions that take what is predicted and `spent`; returns the layers, frames and questions of each."""
     ran: list[tuple[int, int, int]] = []
 
@@ -115,7 +123,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.Surplus) -> list[tupl
 
     def run(
         model: Any, layers: int, recipe: Recipe, film: Any, one: costs.Workload, **_: Any
-    ) -> rehearsal.MeasuredRun:
+    ) -> rehearsal.RunTimings:
         ran.append((layers, len(film), one.questions))
         weights = SIZES.layer_weights * layers // 28
         sizes = replace(
@@ -124,7 +132,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.Surplus) -> list[tupl
         told = costs.cost(recipe, sizes, replace(one, step_tokens=1.0), with_told(recipe, one, spent))
         once = [*told.once_s, *[0.0] * one.questions]
         asked = ((told.question_s + once[n], told.token_s) for n in range(one.questions))
-        return rehearsal.MeasuredRun(told.read_s, tuple(asked), 1.0)
+        return rehearsal.RunTimings(told.read_s, tuple(asked), 1.0)
 
     monkeypatch.setattr(rehearsal, "_reduced", reduced)
     monkeypatch.setattr(torch.nn.Linear, "device", CPU, raising=False)
@@ -146,7 +154,10 @@ def test_sessions_of_four_and_twelve_layers_tell_of_28(
         step=(1e-3, 0.0, 0.0, 1e-4, 0.0, 0.0),
         first=((0.1, 0.02), (0.0, 0.01), (0.0, 0.0)),
     )  # fmt: skip
-    ran, store = sessions(monkeypatch, spent), Store(tmp_path / "sessions.json", rates.Surplus.from_dict)
+    ran, store = (
+        sessions(monkeypatch, spent),
+        Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict),
+    )
     # Of a dense prefill, whose pairs are counted in no time.
     recipe, lines = Recipe.load("film-many-questions", sparse="dense"), list[str]()
     found = measured(store, [recipe], say=lines.append)
@@ -170,7 +181,10 @@ def test_sessions_of_four_and_twelve_layers_tell_of_28(
 
 
 def test_what_takes_too_long_or_too_much_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ran, store = sessions(monkeypatch, told()), Store(tmp_path / "sessions.json", rates.Surplus.from_dict)
+    ran, store = (
+        sessions(monkeypatch, told()),
+        Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict),
+    )
     slow = replace(DEVICE, products={width: rate / 1e4 for width, rate in DEVICE.products.items()})
     small, short = replace(DEVICE, memory=8 * GB), replace(SIZES, limit=8192)
     for device, sizes in ((slow, SIZES), (small, SIZES), (DEVICE, short)):
@@ -186,7 +200,7 @@ def test_a_family_that_cannot_be_run_leaves_the_prediction(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken(monkeypatch, rehearsal, "_reduced", error)
-    store, lines = Store(tmp_path / "sessions.json", rates.Surplus.from_dict), list[str]()
+    store, lines = Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict), list[str]()
     assert measured(store, [Recipe()], say=lines.append) == DEVICE and not len(store)
     assert lines[-1] == "sessions are not measured: it is full."
 
@@ -215,7 +229,7 @@ def test_sessions_run_on_a_loaded_model(
     sizes = sizes_of(model, (42, 70), processor=processor)
     kv = "full" if kind == "call" else CLUSTERED
     recipe, one = Recipe.load(kv=kv), work(**KINDS[kind])
-    before, store = torch.get_rng_state(), Store(tmp_path / "sessions.json", rates.Surplus.from_dict)
+    before, store = torch.get_rng_state(), Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict)
     slow = replace(DEVICE, name="cpu")
     found = rehearsal.with_measured_surplus(
         slow, CPU, sizes, model, (42, 70), [recipe], one, processor=processor, store=store
@@ -223,10 +237,12 @@ def test_sessions_run_on_a_loaded_model(
     (way,) = found.sessions
     assert way.startswith(f"{kind} ") and torch.equal(torch.get_rng_state(), before)
     surplus = found.sessions[way]
-    assert rates.plane_seconds(surplus.read, sizes.layers, 24) > 0, "random-ov on a CPU is no H100"
+    assert rates.predict_plane_seconds(surplus.read, sizes.layers, 24) > 0, "random-ov on a CPU is no H100"
     assert len(surplus.first) == (1 if kind == "call" else rehearsal.FIRST)
     assert (
-        Store(store.path, rates.Surplus.from_dict).get(next(iter(json.loads(store.path.read_text()))))
+        Store(store.path, rates.MeasuredOverhead.from_dict).get(
+            next(iter(json.loads(store.path.read_text())))
+        )
         == surplus
     )
 
@@ -243,11 +259,11 @@ def test_on_a_gpu_what_a_call_s_steps_take_more_comes_once(captures: bool) -> No
     one, cases = replace(work(questions=1), answer=16), dict[tuple[int, int], Any]()
     for layers, units in itertools.product((4, 12), (94, 316)):
         cost = costs.cost(Recipe(), replace(SIZES, layers=layers), replace(one, frames=units), DEVICE)
-        taken = rehearsal.MeasuredRun(cost.read_s + cost.question_s, ((0.0, cost.token_s + 1e-3),), 1.0)
+        taken = rehearsal.RunTimings(cost.read_s + cost.question_s, ((0.0, cost.token_s + 1e-3),), 1.0)
         cases[layers, units] = taken, cost
     found = rehearsal._surplus(cases, True, 0, captures)
     once, step = (0.016, 0.0) if captures else (0.0, 1e-3)
-    assert found.first[0] == pytest.approx((once, 0.0)) and rates.plane_seconds(
+    assert found.first[0] == pytest.approx((once, 0.0)) and rates.predict_plane_seconds(
         found.step, 28, 600
     ) == pytest.approx(step)
-    assert rates.plane_seconds(found.read, 28, 600) == pytest.approx(0.0, abs=1e-9)
+    assert rates.predict_plane_seconds(found.read, 28, 600) == pytest.approx(0.0, abs=1e-9)

@@ -15,7 +15,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.core.layout import TEXT
 from mmaccel.core.prefill.prune import observation_columns, question_text_columns
-from mmaccel.models.prompt_layout import question_columns
+from mmaccel.models.prompt_layout import question_token_indices
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import FastV, UVPrune
@@ -34,10 +34,10 @@ END = [E, NL]
 
 
 def found(ids: list[int], ends: tuple[int, ...] = (E,)) -> list[int]:
-    """The tokens of the question of `ids`, by `question_columns`."""
+    """The tokens of the question of `ids`, by `question_token_indices`."""
     at = [n for n, token in enumerate(ids) if token != V]
     visual = [n for n, token in enumerate(ids) if token == V]
-    columns = question_columns([ids[n] for n in at], at, visual, ends, (FRONT, BACK))
+    columns = question_token_indices([ids[n] for n in at], at, visual, ends, (FRONT, BACK))
     assert columns == sorted(set(columns))
     return [ids[n] for n in columns]
 

@@ -48,7 +48,7 @@ def together(session: mmaccel.VideoSession, monkeypatch: pytest.MonkeyPatch, cou
 
     def waiting(self: Any, one: Any, shares: bool) -> None:
         come.append(1)
-        with self.released():
+        with self.release_temporarily():
             end = time.monotonic() + 20
             while len(come) < count and time.monotonic() < end:
                 time.sleep(0.001)

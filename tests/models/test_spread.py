@@ -18,7 +18,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.memory.split import SplitState
+from mmaccel.core.memory.split import MultiDeviceStreamState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models import decode, loading, shapes, step, stream
 from mmaccel.models.runner import HFRunner
@@ -43,15 +43,15 @@ def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(0, 500), st.integers(1, 8))
 def test_layers_are_dealt_out_in_order(sizes: list[int], ends: int, count: int) -> None:
     count = min(count, len(sizes))
-    chosen = loading.assign_layers(sizes, ends, count)
+    chosen = loading.balance_layers_over_devices(sizes, ends, count)
     assert chosen == sorted(chosen) and set(chosen) == set(range(count))
 
 
 def test_layers_are_dealt_out_evenly() -> None:
     # Ends that weigh two layers leave the first device two fewer.
-    assert loading.assign_layers([10] * 10, 20, 2) == [0] * 4 + [1] * 6
-    assert loading.assign_layers([10] * 9, 0, 3) == [0] * 3 + [1] * 3 + [2] * 3
-    assert loading.assign_layers([10] * 3, 1000, 3) == [0, 1, 2]
+    assert loading.balance_layers_over_devices([10] * 10, 20, 2) == [0] * 4 + [1] * 6
+    assert loading.balance_layers_over_devices([10] * 9, 0, 3) == [0] * 3 + [1] * 3 + [2] * 3
+    assert loading.balance_layers_over_devices([10] * 3, 1000, 3) == [0, 1, 2]
 
 
 def test_runs_begin_and_end_at_home() -> None:
@@ -64,7 +64,7 @@ def test_it_says_what_it_says_on_one_device(family: tuple[str, Any]) -> None:
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
     want = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    undo = loading.spread_layers(model, [CPU, OTHER])
+    undo = loading.spread_layers_over_devices(model, [CPU, OTHER])
     layers, norm = adapter_for(model).layers(model), adapter_for(model).text(model).norm
     hooked = [bool(module._forward_pre_hooks) for module in (*layers, norm)]
     assert hooked == [True] * 4
@@ -81,9 +81,9 @@ def test_it_says_what_it_says_on_one_device(family: tuple[str, Any]) -> None:
 
 def test_fewer_layers_than_devices_is_told(family: tuple[str, Any]) -> None:
     with pytest.raises(ModelError, match="at most one a layer"):
-        loading.spread_layers(family[1], ["cpu"] * 4)
+        loading.spread_layers_over_devices(family[1], ["cpu"] * 4)
     with pytest.raises(ModelError, match="give one or more"):
-        loading.spread_layers(family[1], [])
+        loading.spread_layers_over_devices(family[1], [])
 
 
 def in_runs(monkeypatch: pytest.MonkeyPatch, *first: int) -> None:
@@ -125,7 +125,7 @@ def test_what_a_hook_hands_over() -> None:
     """Tensors, tuples of them and runs come to the device; named arguments once for all layers there."""
     memo: dict[Any, Any] = {}
     meta = torch.device("meta")
-    one, other, last = (loading.MoveInputs(meta, memo, ends) for ends in (False, False, True))
+    one, other, last = (loading.MoveInputsHook(meta, memo, ends) for ends in (False, False, True))
     hidden, angles = torch.ones(2), (torch.ones(3), torch.ones(3))
     named = {"position_embeddings": angles, "past_key_values": object(), "attention_mask": None}
     (moved,), first = one(torch.nn.Identity(), (hidden,), dict(named))
@@ -138,7 +138,7 @@ def test_what_a_hook_hands_over() -> None:
     assert not memo
     with mock.patch.object(torch.Tensor, "to", autospec=True) as to:
         for place in (meta, CPU):
-            loading.MoveInputs(place, {}, False)(torch.nn.Identity(), (hidden,), {})
+            loading.MoveInputsHook(place, {}, False)(torch.nn.Identity(), (hidden,), {})
     assert [call.kwargs["non_blocking"] for call in to.call_args_list] == [True, False]
     road: Any = None
     run = ForwardPass(road, layout=TokenLayout.text(1, 4, "cpu"))
@@ -173,10 +173,10 @@ def test_hooks_of_ours_do_not_keep_steps_from_being_captured(
 ) -> None:
     _, model = family
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    loading.spread_layers(model, [CPU, OTHER])
-    assert decode.can_capture(model, adapter_for(model), DynamicCache())
+    loading.spread_layers_over_devices(model, [CPU, OTHER])
+    assert decode.can_capture_decode(model, adapter_for(model), DynamicCache())
     adapter_for(model).layers(model)[1].register_forward_pre_hook(lambda *_: None)
-    assert not decode.can_capture(model, adapter_for(model), DynamicCache())
+    assert not decode.can_capture_decode(model, adapter_for(model), DynamicCache())
 
 
 @pytest.mark.gpu
@@ -190,7 +190,7 @@ def test_two_devices_say_what_one_says(family: tuple[str, Any], order: tuple[int
     model.to(places[0])
     inputs = {k: v.to(places[0]) for k, v in prompt(name, PROMPTS["video"]).items()}
     want = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    loading.spread_layers(model, places)
+    loading.spread_layers_over_devices(model, places)
     assert {str(p.device) for p in model.parameters()} == set(places)
     for draft in (Off(), Sequential(model=BUILD[name](seed=1).to("cuda:1"), window=3)):
         with mmaccel.accelerate(model, draft=draft) as fast:
@@ -207,7 +207,7 @@ def two_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def home(layer: Any) -> torch.device:
         hooks = layer._forward_pre_hooks.values()
-        return next((one.device for one in hooks if isinstance(one, loading.MoveInputs)), CPU)
+        return next((one.device for one in hooks if isinstance(one, loading.MoveInputsHook)), CPU)
 
     monkeypatch.setattr(stream, "home_of", home)
 
@@ -216,7 +216,7 @@ def sessions(name: str, kv: Any, **choices: Any) -> tuple[mmaccel.VideoSession, 
     """On one device, and on two of two layers each."""
     model, processor = pair(name, 4)
     spread = copy.deepcopy(model)
-    loading.spread_layers(spread, [CPU, OTHER])
+    loading.spread_layers_over_devices(spread, [CPU, OTHER])
     one, two = (mmaccel.VideoSession(each, processor, None, kv=kv, **choices) for each in (model, spread))
     return one, two
 
@@ -229,7 +229,7 @@ def test_it_answers_as_on_one_device(name: str, kv: str, way: str) -> None:
             getattr(session, way)(film(25), fps=FPS)
             session.watch(film(9, seed=4), fps=FPS)
         state: Any = two._live.state  # type: ignore[union-attr]
-        assert isinstance(state, SplitState) and len(state._states) == 2
+        assert isinstance(state, MultiDeviceStreamState) and len(state._states) == 2
         assert torch.equal(logits(one), logits(two))
         said, again = one.ask(QUESTION, 5), two.ask(QUESTION, 5)
         assert said.ids == again.ids
@@ -248,7 +248,7 @@ def test_a_device_gets_what_is_of_its_pass_when_the_others_have_theirs() -> None
     got the last layer's rows."""
     model, processor = pair("random-ov", 4)
     spread, order = copy.deepcopy(model), list[Any]()
-    loading.spread_layers(spread, [CPU, OTHER])
+    loading.spread_layers_over_devices(spread, [CPU, OTHER])
     layers, norm = adapter_for(spread).layers(spread), adapter_for(spread).text(spread).norm
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda _, args, number=number: order.append(number))
@@ -277,7 +277,7 @@ def test_an_ingestion_reads_of_the_first_device_alone(monkeypatch: pytest.Monkey
     """A later device that is read, or waited for, has the first one wait for it before its next pass."""
     model, processor = pair("random-ov", 4)
     spread, at, reads, counts = copy.deepcopy(model), [-1], list[tuple[Any, int]](), list[Any]()
-    loading.spread_layers(spread, [CPU, OTHER])
+    loading.spread_layers_over_devices(spread, [CPU, OTHER])
     known = TokenLayout.host_fact
 
     def fact(layout: TokenLayout, name: Any, read: Any) -> Any:
@@ -325,7 +325,7 @@ def test_a_pattern_and_a_draft_or_a_pruner_act_on_both(kv: str, choices: dict[st
             else:
                 left = min(n for name, n in counted.items() if name.startswith("visual"))
                 assert 0 < left < counted["visual"]
-            split = isinstance(session._live.state, SplitState)  # type: ignore[union-attr]
+            split = isinstance(session._live.state, MultiDeviceStreamState)  # type: ignore[union-attr]
             said.append((found, session.ask(QUESTION, 8).ids, split))
     (one, ids, whole), (other, again, split) = said
     assert torch.equal(one, other) and ids == again and (whole, split) == (False, True)

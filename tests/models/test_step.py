@@ -102,7 +102,7 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
         session.watch(film(25), fps=FPS)
         live: Any = session._live
         live.state._keeps = True
-        layers, run = len(list(live.adapter.family.layers(live.adapter.model))), step.StreamSteps.run
+        layers, run = len(list(live.adapter.family.layers(live.adapter.model))), step.CapturedStreamSteps.run
 
         def noted(steps: Any, *given: Any) -> Any:
             calls.captured, calls.launched, calls.on = Counter(), Counter(), True
@@ -112,7 +112,7 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
             passes.append((+calls.captured, +calls.launched))
             return out
 
-        monkeypatch.setattr(step.StreamSteps, "run", noted)
+        monkeypatch.setattr(step.CapturedStreamSteps, "run", noted)
         for _ in range(4):
             session.ask(QUESTION, 3)
     captured, _ = passes[-3]
@@ -175,7 +175,7 @@ def test_steps_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.
             said += [turn.step(torch.tensor([[token]])) for token in (5, 6)]
             return [*said, turn.step(torch.tensor([[8, 4, 3, 12, 5]]))]
 
-    passes = heard(monkeypatch, step.StreamSteps, "run", lambda adapter, run, embeds, *_: len(embeds))
+    passes = heard(monkeypatch, step.CapturedStreamSteps, "run", lambda adapter, run, embeds, *_: len(embeds))
     with opened(name, KV[kv]) as session:
         wanted, said = [logits(session), *behind(session)], session.ask(QUESTION, 6)
         assert not passes
@@ -183,7 +183,7 @@ def test_steps_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.
         found, again = [logits(session)], session.ask(QUESTION, 6)
         # A question, twice, and the words of an answer one by one.
         assert len(passes) >= 3 and max(passes) <= step.WIDTHS[-1] and min(passes) == 1
-        calls = heard(monkeypatch, step.StreamSteps, "_answer", lambda *_: 1)
+        calls = heard(monkeypatch, step.CapturedStreamSteps, "_answer", lambda *_: 1)
         found += behind(session)
     assert len(calls) == 4 * (kv != "full") and again.ids == said.ids
     assert all((one - right).abs().max() <= 1e-4 for one, right in zip(found, wanted, strict=True))
@@ -262,7 +262,7 @@ def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(
         model(input_ids=torch.tensor([[3, 4, 5]]), output_attentions=True)
     assert any(layer._forward_hooks for layer in model.model.language_model.layers)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    passes = heard(monkeypatch, step.StreamSteps, "run", lambda *_: 1)
+    passes = heard(monkeypatch, step.CapturedStreamSteps, "run", lambda *_: 1)
     with mmaccel.VideoSession(model, processor, None, kv=KV["rekv"]) as session:
         session.watch(film(25), fps=FPS)
         session.ask(QUESTION, 2)
@@ -271,7 +271,7 @@ def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(
 
 def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    monkeypatch.setattr(step.StreamSteps, "run", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(step.CapturedStreamSteps, "run", Mock(side_effect=AssertionError))
     with opened("random-ov", KV["rekv"]) as session:
         with pytest.raises(AssertionError):
             logits(session)

@@ -14,7 +14,7 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.attach import family_of
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.prefill.recalled import RecallPruning
+from mmaccel.core.prefill.recalled import RetrievedTokenPruning
 from mmaccel.models import deepstack, step
 from mmaccel.models.qwen3_vl import Qwen3VL
 from tests.models.streams import every_stream, logits
@@ -260,7 +260,7 @@ def test_a_pruner_of_frames_leaves_the_times() -> None:
 
 
 def test_a_pruner_between_layers_leaves_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[Tensor] = returned(monkeypatch, RecallPruning, "_cut", lambda made, *_: made)
+    left: list[Tensor] = returned(monkeypatch, RetrievedTokenPruning, "_cut", lambda made, *_: made)
     with session("qwen3_vl", "full", prune={"name": "fastv", "layer": 2, "retention": 0.25}) as one:
         one.watch(film(12, "qwen3_vl"), fps=FPS)
         one.ask(QUESTION, 2)

@@ -22,7 +22,7 @@ from mmaccel.models import stock, taking
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import Budget
 from mmaccel.models.shipped import WORLD
-from mmaccel.models.taking import budget_of, most_frames, sample
+from mmaccel.models.taking import most_frames, processor_frame_budget, sample
 from tests.media.films import write_film
 from tests.models.streams import QUESTION, asked_of_film, film, pair
 from tests.models.test_processor import FAMILIES, noise, same, shipped_qwen, write_model
@@ -100,7 +100,7 @@ def test_a_folder_and_a_caller_say_otherwise(tmp_path: Path) -> None:
         tmp_path / "model", "llava_onevision", **{"video_preprocessor_config.json": {"fps": 5.0}}
     )
     processor = mmaccel.load_processor(folder)
-    assert budget_of(processor) == Budget(fps=5.0, most=4096)
+    assert processor_frame_budget(processor) == Budget(fps=5.0, most=4096)
     assert len(sample(processor, path)) == 30
     assert len(sample(processor, path, max_frames=7)) == 7
     assert len(sample(processor, path, fps=1)) == 6 and len(sample(processor, path, frames=9)) == 9
@@ -227,7 +227,7 @@ def test_stock_code_is_taken_where_it_runs_and_ours_where_it_does_not(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = mmaccel.load_processor(folder)
-    assert isinstance(chosen, stock.StockProcessor) and isinstance(chosen.stock, T.ProcessorMixin)
+    assert isinstance(chosen, stock.HFProcessor) and isinstance(chosen.stock, T.ProcessorMixin)
     monkeypatch.setattr(stock, "find_spec", lambda name: None)
     assert type(mmaccel.load_processor(folder)) is Processor
 
@@ -283,7 +283,7 @@ def test_a_session_and_the_helpers_take_stock_itself(shipped: Any, name: str) ->
             session.watch(film(12), fps=1.0)
             told.append(session.ask(QUESTION, max_new_tokens=4).text)
     assert told[0] == told[1] != ""
-    assert type(pickle.loads(pickle.dumps(mmaccel.load_processor(theirs)))) is stock.StockProcessor
+    assert type(pickle.loads(pickle.dumps(mmaccel.load_processor(theirs)))) is stock.HFProcessor
 
 
 def test_a_session_refuses_another_models_processor_and_what_is_none(shipped: Any) -> None:

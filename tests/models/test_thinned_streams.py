@@ -17,7 +17,7 @@ from mmaccel.core.layout import PositionIds, TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, top_indices
-from mmaccel.core.prefill.recalled import RecallPruning
+from mmaccel.core.prefill.recalled import RetrievedTokenPruning
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.registry import registry
 from mmaccel.core.streams.asking import run_question as asked_of
@@ -198,7 +198,7 @@ def test_positions_anew_are_numbers_in_a_row_on_every_axis() -> None:
         line = torch.arange(100)
         assert made.tokens == 2 and made.has_even_rate and made.limit == 1000
         for got, begin, end in (
-            (made.head_positions(), 0, 4),
+            (made.prompt_head_positions(), 0, 4),
             (made.by_range(0, 5), 4, 14),
             (made.by_time(3, 2), 10, 14),
             (made.by_number(torch.tensor([1, 2]), 5), 6, 10),
@@ -239,7 +239,7 @@ def test_a_decoded_token_sees_what_it_looked_at(kv: str, monkeypatch: pytest.Mon
     """By its attention in the scoring layer, or in each layer that shows units of its own."""
     views: list[tuple[int, KVView, KVView, int]] = []
 
-    def see(pruning: RecallPruning, layer: int, whole: KVView, left: KVView) -> None:
+    def see(pruning: RetrievedTokenPruning, layer: int, whole: KVView, left: KVView) -> None:
         if pruning._pass.kind == "answer":
             views.append(
                 (layer, whole, left, pruning._stream.head + pruning.state.count_summary_columns(layer))

@@ -14,11 +14,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMS
 import mmaccel
 from mmaccel.contract.draft import check_draft
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.recipe import Recipe, check_parts_fit, stream_policy
+from mmaccel.core.recipe import Recipe, check_policies_compatible, stream_policy
 from mmaccel.core.registry import registry
 from mmaccel.models.llava_onevision import LlavaOnevision
 from mmaccel.models.processor import Processor
-from mmaccel.models.prompt_layout import ProcessorStyle
+from mmaccel.models.prompt_layout import ProcessorSpec
 from mmaccel.policies.draft import PromptLookup, Sequential, SparseToDense, TextOnly
 from mmaccel.policies.draft.prompt_lookup import _Finder
 from mmaccel.policies.kv.full import Full
@@ -77,7 +77,7 @@ def test_a_draft_tells_the_report_what_its_figures_mean(family: str) -> None:
 
 
 def test_a_memory_is_known_by_what_it_declares() -> None:
-    check_parts_fit(Recipe(kv=Counting(), draft=SparseToDense()))
+    check_policies_compatible(Recipe(kv=Counting(), draft=SparseToDense()))
     model = BUILD["llava"]()
     inputs = prompt("llava", PROMPTS["video"])
     plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -85,13 +85,13 @@ def test_a_memory_is_known_by_what_it_declares() -> None:
         assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
         assert fast.report().draft["proposed"] > 0
     with pytest.raises(RecipeError, match="set kv to 'full' or 'window'"):
-        check_parts_fit(Recipe.load(kv="mosaic", draft=SparseToDense()))
+        check_policies_compatible(Recipe.load(kv="mosaic", draft=SparseToDense()))
 
 
 def test_a_dense_pattern_is_known_by_what_it_declares() -> None:
     """Dense attention under another name may stand beside every memory, and nothing is measured for it."""
     for recipe in (Recipe(sparse=Plain(), kv=Window()), Recipe.load("mosaic", sparse=Plain())):
-        check_parts_fit(recipe)
+        check_policies_compatible(recipe)
     stream_policy(Recipe.load("mosaic", sparse=Plain()))
     with mmaccel.accelerate(BUILD["llava"](), sparse=Plain()) as fast:
         assert fast.attention.choice is not None and "lists no block" in fast.attention.choice.why
@@ -151,7 +151,7 @@ class TheirFamily(LlavaOnevision):
 
     name = "theirs"
     model_types = ("theirs_onevision",)
-    processors: ClassVar[Mapping[str, ProcessorStyle]] = {
+    processors: ClassVar[Mapping[str, ProcessorSpec]] = {
         "theirs_onevision": LlavaOnevision.processors["llava_onevision"]
     }
     decoder_layers = frozenset({"TheirLayer"})
@@ -209,11 +209,11 @@ def test_its_streams_answer_the_same(theirs: tuple[Any, Processor], kv: str) -> 
 
 def test_its_facts_are_those_of_its_class(theirs: tuple[Any, Processor], tmp_path: Any) -> None:
     from mmaccel.models.modules import is_norm
-    from mmaccel.models.step import can_fuse
+    from mmaccel.models.step import can_fuse_layers
 
     model, processor = theirs
     layers, family = list(model.model.language_model.layers), TheirFamily()
-    assert can_fuse(layers, "silu", family) and not can_fuse(layers, "silu", LlavaOnevision())
+    assert can_fuse_layers(layers, "silu", family) and not can_fuse_layers(layers, "silu", LlavaOnevision())
     norm = layers[0].input_layernorm
     assert is_norm(norm, family) and not is_norm(norm, LlavaOnevision())
     processor.save_pretrained(tmp_path)

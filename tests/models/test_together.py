@@ -13,7 +13,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.batch import Batch, BatchSlot
 from mmaccel.models import step
-from mmaccel.models.together import StepsTogether, share_weights, why_not
+from mmaccel.models.together import BatchedDecodeSteps, copy_sharing_weights, why_not
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 
@@ -34,7 +34,7 @@ def opened(stack, model, kinds, name):
     ours, theirs = [], []
     for number, kind in enumerate(kinds):
         inputs = prompt(name, PROMPTS[kind], number)
-        fast = stack.enter_context(mmaccel.accelerate(share_weights(model)))
+        fast = stack.enter_context(mmaccel.accelerate(copy_sharing_weights(model)))
         for some, runner in ((ours, fast.view.runner()), (theirs, adapter_for(model).runner(model))):
             some.append((runner, runner.prefill(inputs)))
     return ours, theirs
@@ -46,7 +46,7 @@ def test_ragged_rows_of_several_sequences(family):
     name, model = family
     with ExitStack() as stack:
         ours, theirs = opened(stack, model, KINDS, name)
-        together = StepsTogether.of(ours[0][0])
+        together = BatchedDecodeSteps.of(ours[0][0])
         draw = torch.Generator().manual_seed(3)
         for round_ in range(14):
             some = [n for n in range(len(KINDS)) if (round_ + n) % 4]
@@ -72,7 +72,7 @@ def test_memories_grow_and_are_given_back(family, monkeypatch):
     name, model = family
     with ExitStack() as stack:
         ours, theirs = opened(stack, model, ["text", "video"], name)
-        together = StepsTogether.of(ours[0][0])
+        together = BatchedDecodeSteps.of(ours[0][0])
         for token in range(12):
             ids = [torch.tensor([[token + 3]]), torch.tensor([[token + 5]])]
             for logits, own, (plain, _) in zip(
@@ -88,10 +88,10 @@ def test_copies_over_the_same_weights_share_a_step(family):
     name, model = family
     with ExitStack() as stack:
         (first, _), (second, _) = opened(stack, model, ["text", "video"], name)[0]
-        together = StepsTogether.of(first)
-        assert StepsTogether.of(second, [together]) is together
+        together = BatchedDecodeSteps.of(first)
+        assert BatchedDecodeSteps.of(second, [together]) is together
         other = stack.enter_context(mmaccel.accelerate(BUILD[name](layers=3, seed=1))).view.runner()
-        assert StepsTogether.of(other, [together]) is not together
+        assert BatchedDecodeSteps.of(other, [together]) is not together
 
 
 CALLS = [
@@ -111,7 +111,7 @@ def answers(model, name, batch, calls, at_once=True):
     def call(number):
         kind, how = calls[number]
         try:
-            with mmaccel.accelerate(share_weights(model)) as fast:
+            with mmaccel.accelerate(copy_sharing_weights(model)) as fast:
                 fast.seat = BatchSlot(batch, torch.Generator().manual_seed(number), begun.release)
                 begun.acquire()
                 out = fast.generate(
@@ -160,7 +160,7 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
     batch, failed = Batch(), []
 
     def fails(kind, number, **how):
-        with mmaccel.accelerate(share_weights(model)) as fast:
+        with mmaccel.accelerate(copy_sharing_weights(model)) as fast:
             fast.seat = BatchSlot(batch)
             if not how:
                 opened = fast.open_state
@@ -213,7 +213,7 @@ def test_what_cannot_share_a_step_is_decoded_alone_and_says_why(choice, why):
 
 def test_layers_of_another_kind_are_decoded_alone(family):
     name, model = family
-    with mmaccel.accelerate(share_weights(model)) as fast:
+    with mmaccel.accelerate(copy_sharing_weights(model)) as fast:
         runner = fast.view.runner()
         runner.prefill(prompt(name, PROMPTS["text"]))
         assert why_not(fast.model, adapter_for(model), runner.cache) is None

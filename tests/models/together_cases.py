@@ -8,28 +8,28 @@ import torch
 
 from mmaccel.backends.ops import operator
 from mmaccel.core.decoding import replay
-from mmaccel.models.together import StepsTogether
+from mmaccel.models.together import BatchedDecodeSteps
 from tests.models.test_together import BUILD, opened
 
 
 @pytest.mark.parametrize("name", ["qwen", pytest.param("qwen3_vl", marks=pytest.mark.slow), "qwen3_5"])
 @torch.no_grad()
 def test_the_table_alone_says_where_memories_lie(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    works = replay.Replays.__init__
+    works = replay.CudaGraphCache.__init__
 
-    def captured(self: replay.Replays, device: torch.device) -> None:
+    def captured(self: replay.CudaGraphCache, device: torch.device) -> None:
         works(self, device)
         self.works = True
 
-    monkeypatch.setattr(replay.Replays, "__init__", captured)
-    monkeypatch.setattr(replay.Replays, "__call__", lambda self, name, work, **how: work())
+    monkeypatch.setattr(replay.CudaGraphCache, "__init__", captured)
+    monkeypatch.setattr(replay.CudaGraphCache, "__call__", lambda self, name, work, **how: work())
     monkeypatch.setattr("mmaccel.core.memory.buffers.ROOM_MIN", 9)
     model = BUILD[name](layers=2)
     with ExitStack() as stack:
         ours, theirs = opened(stack, model, ["text", "video", "image"], name)
         # The plain rows are the model's own, for it has no kernels here.
         monkeypatch.setattr(operator, "triton_unusable", lambda device: None)
-        together = StepsTogether.of(ours[0][0])
+        together = BatchedDecodeSteps.of(ours[0][0])
         for some, sizes in (((0, 1, 2), (1, 1, 1)), ((2, 0), (3, 1)), ((1,), (5,)), ((1, 2, 0), (1, 1, 1))):
             ids = [torch.arange(3 + n, 3 + n + size)[None] for n, size in zip(some, sizes, strict=True)]
             found = together([ours[n][0] for n in some], ids)

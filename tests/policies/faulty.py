@@ -12,7 +12,7 @@ from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Proposal
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, span_by_range, span_from_table
-from mmaccel.core.prefill.prune import Stage, TokenPruner, candidate_columns, staying_columns
+from mmaccel.core.prefill.prune import Stage, TokenPruner, candidate_columns, with_unprunable_columns
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.draft.prompt_lookup import PromptLookup
 from mmaccel.policies.kv import StreamMemory, WindowedPolicy
@@ -161,7 +161,7 @@ class Half(TokenPruner):
     def keep(
         self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
     ) -> Tensor:
-        return staying_columns(layout, candidate_columns(layout)[::2])
+        return with_unprunable_columns(layout, candidate_columns(layout)[::2])
 
 
 def keeping(change: Callable[[Tensor, TokenLayout], Tensor]) -> type:

@@ -6,11 +6,11 @@ import torch
 from mmaccel.core.registry import registry
 from mmaccel.search.picture import (
     COLOURS,
-    number_pairs_by_part,
-    plan_pairs,
-    small_layout,
-    small_plan,
-    table_map,
+    demo_pattern_plan,
+    demo_prompt_layout,
+    draw_head_pattern_map,
+    pair_masks_by_span,
+    part_number_matrix,
 )
 
 DRAWN = ("a_shape", "tri_shape", "sf_fixed", "sf_strided", "vertical_slash", "grid", "block_topk")
@@ -19,10 +19,10 @@ BOUNDARIES = ("q_boundary", "k_boundary", "boundary_2d")
 
 @pytest.mark.parametrize("name", [*DRAWN, *BOUNDARIES])
 def test_both_panels_hold_the_pairs_of_a_plan(name: str) -> None:
-    plan = small_plan(name)
+    plan = demo_pattern_plan(name)
     mask = plan.to_mask()[0, 0]
-    assert torch.equal(number_pairs_by_part(plan) > 0, mask) and 0.02 < mask.float().mean() < 0.3
-    spans = [span for part in plan_pairs(plan) for span in part]
+    assert torch.equal(part_number_matrix(plan) > 0, mask) and 0.02 < mask.float().mean() < 0.3
+    spans = [span for part in pair_masks_by_span(plan) for span in part]
     computed = sum(int(seen.sum()) for seen, _ in spans)
     assert computed == int(mask.sum())
     assert all(bool((listed | ~seen).all()) for seen, listed in spans)
@@ -32,7 +32,7 @@ def test_both_panels_hold_the_pairs_of_a_plan(name: str) -> None:
 
 
 def test_parts_of_a_boundary_are_rows_of_one_modality() -> None:
-    modality, found = small_layout().modality[0], number_pairs_by_part(small_plan("q_boundary"))
+    modality, found = demo_prompt_layout().modality[0], part_number_matrix(demo_pattern_plan("q_boundary"))
     for number in range(1, int(found.max()) + 1):
         assert len(modality[(found == number).any(1)].unique()) == 1
 
@@ -40,6 +40,6 @@ def test_parts_of_a_boundary_are_rows_of_one_modality() -> None:
 def test_every_pattern_has_a_colour_of_its_own() -> None:
     names = (*DRAWN, "dense")
     assert set(names) <= registry("sparse").keys() and len({COLOURS[n] for n in (*names, "other")}) == 9
-    drawn = table_map([[*names, "q_boundary(tri_shape)", "mine"]], "all")
+    drawn = draw_head_pattern_map([[*names, "q_boundary(tri_shape)", "mine"]], "all")
     told = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert sorted(told) == sorted([*names, "other", "Q: q_boundary"])

@@ -17,15 +17,15 @@ from mmaccel.search import Settings, agreement, recompute, search
 from mmaccel.search.measure import (
     CapturedLayer,
     LayerBenchmark,
-    decide_head,
-    frame_tokens,
+    choose_head_pattern,
+    max_frame_tokens,
     measure_all,
     relative_error,
     visit_layers,
 )
-from mmaccel.search.picture import attention_weights, pooled_attention, token_orders
+from mmaccel.search.picture import attention_weights, drawing_token_orders, pooled_attention
 from mmaccel.search.run import differing_options, head_pattern_names
-from mmaccel.search.space import KINDS, BoundarySlot, BudgetScale, level_all, slot_recipe
+from mmaccel.search.space import KINDS, BudgetScale, ModalityPairSlot, level_all, recipe_for_slot
 from tests.models.tiny_random import BUILD, prompt
 from tests.spies import Largest
 
@@ -250,7 +250,7 @@ def test_planted_heads_are_found() -> None:
     heads = measure_all(bench, space, [VIDEO], 16, 0.05)
     names = []
     for head in heads:
-        names.append(decide_head(space, head, 16, 0.05)["pattern"])
+        names.append(choose_head_pattern(space, head, 16, 0.05)["pattern"])
     assert names[0]["name"] == "grid" and names[0]["slash"]
     assert names[1]["name"] in ("a_shape", "vertical_slash") and heads[1]["errors"]["no_boundary"] < 0.2
     assert heads[0]["errors"]["no_boundary"] < 0.05
@@ -275,9 +275,9 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
         return weight @ value.repeat_interleave(group, 1)
 
     for slot in (
-        BoundarySlot("text", TEXT, None),
-        BoundarySlot("video", None, VIDEO),
-        BoundarySlot("text>video", TEXT, VIDEO),
+        ModalityPairSlot("text", TEXT, None),
+        ModalityPairSlot("video", None, VIDEO),
+        ModalityPairSlot("text>video", TEXT, VIDEO),
     ):
         rows = modality[0] == slot.query if slot.query is not None else torch.ones(length).bool()
         keys = modality[0] == slot.key if slot.key is not None else torch.ones(length).bool()
@@ -287,7 +287,7 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
         exact, near = attended(causal & keys[None, :]), attended(mine)
         expected = ((near - exact)[0, :, rows].norm(dim=(1, 2)) / exact[0, :, rows].norm(dim=(1, 2))).double()
         kind = {"text": "q_boundary", "video": "k_boundary", "text>video": "boundary_2d"}[slot.name]
-        got, share = bench.errors(slot_recipe(kind, slot, pattern, 16), slot)
+        got, share = bench.errors(recipe_for_slot(kind, slot, pattern, 16), slot)
         assert (share >= mine[rows].sum() / causal.sum() - 1e-9).all() and share.max() < 1
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert relative_error(value[0], value[0], None).max() == 0
@@ -311,20 +311,20 @@ def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatc
             dict(name="grid"),
             dict(name="vertical_slash", vertical=64, slash=64),
         ):
-            bench.errors(dict(block=64, **pattern), BoundarySlot("all", None, None))
+            bench.errors(dict(block=64, **pattern), ModalityPairSlot("all", None, None))
         bench.dense(VIDEO)
-        for order in token_orders(inside.layout).values():
+        for order in drawing_token_orders(inside.layout).values():
             pooled_attention(inside, 0, order, 64)
     assert seen.entries < length * length / 2
 
 
 def test_pictures_sum_what_there_is() -> None:
     inside = planted(256)
-    assert frame_tokens(inside.layout) == 16 and set(token_orders(inside.layout)) == {
+    assert max_frame_tokens(inside.layout) == 16 and set(drawing_token_orders(inside.layout)) == {
         "as it stands",
         "by place in the frame",
     }
-    for order in token_orders(inside.layout).values():
+    for order in drawing_token_orders(inside.layout).values():
         assert sorted(order.tolist()) == list(range(256))
         cells = pooled_attention(inside, 0, order, 32)
         assert cells.shape == (32, 32) and float(cells.sum() * 64) == pytest.approx(256, rel=1e-4)
@@ -333,7 +333,7 @@ def test_pictures_sum_what_there_is() -> None:
     whole = pooled_attention(inside, 0, rows, 256)
     torch.testing.assert_close(whole, weight)
     # In the order of cells a head that looks along its own cell is a chain of blocks.
-    blocks = pooled_attention(inside, 0, token_orders(inside.layout)["by place in the frame"], 16)
+    blocks = pooled_attention(inside, 0, drawing_token_orders(inside.layout)["by place in the frame"], 16)
     assert (blocks.diagonal() * 256 > 0.9 * 16).all()
 
 

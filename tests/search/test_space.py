@@ -7,22 +7,22 @@ import pytest
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, MODALITIES, VIDEO
-from mmaccel.search.measure import choose_slots, decide_head
+from mmaccel.search.measure import choose_head_pattern, choose_slot_patterns
 from mmaccel.search.space import (
     KINDS,
     LONG,
     SHARES,
     BudgetScale,
-    all_slots_recipe,
-    boundary_slots,
     budget_rows,
     build_pattern,
-    compose_recipe,
     level_all,
     level_budget,
-    merge_equal,
-    pattern_key,
-    slot_recipe,
+    merge_equal_candidates,
+    pattern_json_key,
+    recipe_for_all_slots,
+    recipe_for_slot,
+    recipe_from_slots,
+    slots_of_boundary_type,
 )
 
 FULL = BudgetScale(LONG, 196, 64)
@@ -104,7 +104,7 @@ def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
         "scores": {"no_boundary": {"all": scores}},
         "shares": {"no_boundary": {"all": [1.125] * len(scores)}},
     }
-    pattern, cost = choose_slots("no_boundary", space, head, 64, 0.02)
+    pattern, cost = choose_slot_patterns("no_boundary", space, head, 64, 0.02)
     assert pattern == candidates[mine[2]].pattern and cost == pytest.approx(1.125 * 0.84, rel=0.02)
 
 
@@ -121,7 +121,7 @@ def test_budgets_are_changed_until_costs_are_level() -> None:
     tried: list[str] = []
 
     def cost(pattern: Mapping[str, Any]) -> float:
-        tried.append(pattern_key(pattern))
+        tried.append(pattern_json_key(pattern))
         return affine(pattern)
 
     candidates = [level_budget(row, cost, 0.05)[1] for row in budget_rows(FULL)]
@@ -153,10 +153,10 @@ def test_costs_that_never_fall_low_enough_end_as_dear() -> None:
 
 
 def test_rows_that_come_to_one_pattern_are_one_candidate() -> None:
-    candidates = merge_equal([level_budget(row, affine, 0.001)[1] for row in budget_rows(FULL)])
+    candidates = merge_equal_candidates([level_budget(row, affine, 0.001)[1] for row in budget_rows(FULL)])
     names = [row for c in candidates for row in c.rows]
     assert sorted(names) == sorted(row.label for row in budget_rows(FULL))
-    assert len({pattern_key(c.pattern) for c in candidates}) == len(candidates) < 36
+    assert len({pattern_json_key(c.pattern) for c in candidates}) == len(candidates) < 36
 
 
 def test_a_type_that_is_always_dearer_is_left_out() -> None:
@@ -171,12 +171,15 @@ def test_a_type_that_is_always_dearer_is_left_out() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
-    places, modality = boundary_slots(kind, VIDEO_AND_TEXT), {name: m for m, name in MODALITIES.items()}
+    places, modality = (
+        slots_of_boundary_type(kind, VIDEO_AND_TEXT),
+        {name: m for m, name in MODALITIES.items()},
+    )
     assert len(places) == {"no_boundary": 1, "boundary_2d": 4}.get(kind, 2)
     near = [dict(name="a_shape", sink=n, window=16, block=16) for n in range(len(places))]
-    whole = build_pattern(compose_recipe(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))
+    whole = build_pattern(recipe_from_slots(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))
     for slot, inner in zip(places, near, strict=True):
-        lone = build_pattern(slot_recipe(kind, slot, inner, 16))
+        lone = build_pattern(recipe_for_slot(kind, slot, inner, 16))
         if kind == "no_boundary":
             assert lone == whole == build_pattern(inner)
         elif kind == "boundary_2d":
@@ -187,7 +190,7 @@ def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
         else:
             assert getattr(whole, slot.name) == getattr(lone, slot.name) == build_pattern(inner)
             assert lone.image is None and whole.image == whole.video
-    assert all_slots_recipe(kind, near[0], VIDEO_AND_TEXT, 16)["block"] == 16
+    assert recipe_for_all_slots(kind, near[0], VIDEO_AND_TEXT, 16)["block"] == 16
 
 
 def head_of(scores: Mapping[str, Any], shares: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -207,11 +210,11 @@ def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
         {"no_boundary": {"all": one}, "q_boundary": {"text": half, "video": half}},
         errors={"no_boundary": 0.1, "q_boundary": 0.1},
     )
-    made = decide_head(space, head, 64, 0.05)
+    made = choose_head_pattern(space, head, 64, 0.05)
     assert made["kind"] == "no_boundary" and made["score"] == 0.1 and made["share"] == 0.2
     assert made["pattern"] == space["no_boundary"][-1].pattern and made["cost"] == 1.0
     head["errors"]["q_boundary"] = 0.09
-    made = decide_head(space, head, 64, 0.05)
+    made = choose_head_pattern(space, head, 64, 0.05)
     assert made["kind"] == "q_boundary" and made["cost"] == 1.0
     assert made["pattern"]["text"] == space["q_boundary"][1].pattern
     assert made["pattern"]["video"] == space["q_boundary"][0].pattern
@@ -226,16 +229,16 @@ def test_slots_give_way_where_a_head_would_cost_too_much() -> None:
     shares = {"text": [0.7, 0.3, *[0.5] * (count - 2)], "video": [0.3, 0.7, 0.34, *[0.5] * (count - 3)]}
     whole = {"all": [0.5] * count}
     head = head_of({"no_boundary": whole, "q_boundary": scores}, {"no_boundary": whole, "q_boundary": shares})
-    pattern, cost = choose_slots("q_boundary", space, head, 64, 0.05)
+    pattern, cost = choose_slot_patterns("q_boundary", space, head, 64, 0.05)
     assert pattern["text"] == space["q_boundary"][0].pattern
     assert pattern["video"] == space["q_boundary"][2].pattern and cost == pytest.approx(1.04)
     # With room for both nothing gives way; with room for none the cheapest is left.
-    pattern, cost = choose_slots("q_boundary", space, head, 64, 0.5)
+    pattern, cost = choose_slot_patterns("q_boundary", space, head, 64, 0.5)
     assert pattern["video"] == space["q_boundary"][1].pattern and cost == pytest.approx(1.4)
     dear = head_of(
         head["scores"], {**head["shares"], "q_boundary": {n: [3 * x for x in s] for n, s in shares.items()}}
     )
-    pattern, cost = choose_slots("q_boundary", space, dear, 64, 0.05)
+    pattern, cost = choose_slot_patterns("q_boundary", space, dear, 64, 0.05)
     assert cost == pytest.approx(3 * 0.6) and pattern["text"] == space["q_boundary"][1].pattern
 
 

@@ -28,7 +28,7 @@ httpx = pytest.importorskip("httpx2")
 import uvicorn  # noqa: E402
 from websockets.sync.client import connect  # noqa: E402
 
-from mmaccel.serve.app import connection_settings, create_app  # noqa: E402
+from mmaccel.serve.app import create_app, uvicorn_settings  # noqa: E402
 from mmaccel.serve.engine import Engine  # noqa: E402
 from mmaccel.serve.settings import Settings  # noqa: E402
 from mmaccel.serve.streams import Streams  # noqa: E402
@@ -86,7 +86,7 @@ def running(
     engine = Engine("tiny-ov", model, processor, chosen or recipes(), settings or Settings())
     app = create_app(engine, registry)
     told = {"port": 0, "log_level": "warning", "timeout_graceful_shutdown": 5}
-    server = uvicorn.Server(uvicorn.Config(app, **told, **connection_settings(engine.settings)))
+    server = uvicorn.Server(uvicorn.Config(app, **told, **uvicorn_settings(engine.settings)))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     end = time.monotonic() + 20

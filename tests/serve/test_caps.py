@@ -17,7 +17,7 @@ import torch
 
 from mmaccel.core.recipe import Recipe
 from mmaccel.serve import sources
-from mmaccel.serve.admission import Admission, StreamUsage
+from mmaccel.serve.admission import Admission, StreamUsageCounts
 from mmaccel.serve.engine import DEVICE_SHARE, Engine
 from mmaccel.serve.kept import Thumbnails
 from mmaccel.serve.settings import Limits, Refused, Settings
@@ -248,9 +248,11 @@ def test_bytes_of_the_device_are_promised_until_they_are_all_taken() -> None:
     kv = {"name": "rekv", "store": {"process_bytes": 1000, "spill": "drop_oldest"}}
     admission = Admission({"capped": Recipe.load(None, kv=kv)}, Limits(), device_bytes=3_500)
     one = admission.admit("capped", 1.0, 100.0)
-    admission.record_call(one, 0.0, StreamUsage(0, 0), StreamUsage(10, 9_000, 400))
-    admission.record_call(one, 0.0, StreamUsage(10, 9_000, 400), StreamUsage(12, 9_900, 1_000, 1))
-    admission.record_call(one, 0.0, StreamUsage(12, 9_900, 1_000, 1), StreamUsage(20, 20_000, 1_008, 1))
+    admission.record_call(one, 0.0, StreamUsageCounts(0, 0), StreamUsageCounts(10, 9_000, 400))
+    admission.record_call(one, 0.0, StreamUsageCounts(10, 9_000, 400), StreamUsageCounts(12, 9_900, 1_000, 1))
+    admission.record_call(
+        one, 0.0, StreamUsageCounts(12, 9_900, 1_000, 1), StreamUsageCounts(20, 20_000, 1_008, 1)
+    )
     assert admission.predicted_bytes(one, device=True) == 1_008 + 80
     admission.admit("capped", 1.0, 100.0)
     admission.admit("capped", 1.0, 100.0)
@@ -262,9 +264,9 @@ def test_bytes_of_the_device_are_promised_until_they_are_all_taken() -> None:
 @pytest.mark.parametrize("device", [False, True])
 def test_frames_count_where_questions_lie_between_them(device: bool) -> None:
     admission = Admission(RECIPES, Limits(memory_bytes=1_500_000), device_bytes=500_000)
-    one, now = admission.admit("all", 1.0, 900.0), StreamUsage(0, 0)
+    one, now = admission.admit("all", 1.0, 900.0), StreamUsageCounts(0, 0)
     for n in range(1, 31):
-        before, now = now, StreamUsage(10 * n, 10_000 * n, 5_000 * n, n - 1)
+        before, now = now, StreamUsageCounts(10 * n, 10_000 * n, 5_000 * n, n - 1)
         admission.record_call(one, 0.01, before, now)
     assert admission.predicted_bytes(one, device) == pytest.approx(
         (5_000 if device else 10_000) * 90, rel=0.01
@@ -283,7 +285,7 @@ def test_bytes_of_the_device_are_of_all_devices_without_videos(monkeypatch: pyte
     videos = 0
     admission = Admission(RECIPES, Limits(), free, lambda: videos)
     one = admission.admit("all", 1.0, 10.0)
-    admission.record_call(one, 0.0, StreamUsage(0, 0), StreamUsage(10, 1_000, 1_000))
+    admission.record_call(one, 0.0, StreamUsageCounts(0, 0), StreamUsageCounts(10, 1_000, 1_000))
     admission.admit("all", 1.0, 10.0)
     admission.end(one)
     videos = 1_000

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.models.together import share_weights
+from mmaccel.models.together import copy_sharing_weights
 from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.turns import FairQueue
 from tests.media.films import write_film
@@ -72,11 +72,11 @@ def test_callers_take_turns() -> None:
         turns, order = FairQueue(1, 19), list[str]()
 
         async def one(caller: str) -> None:
-            async with turns.hold_turn(caller):
+            async with turns.wait_for_turn(caller):
                 order.append(caller)
                 await asyncio.sleep(0)
 
-        async with turns.hold_turn("first"):
+        async with turns.wait_for_turn("first"):
             tasks = [asyncio.create_task(one("many")) for _ in range(10)]
             await asyncio.sleep(0)
             tasks += [asyncio.create_task(one("late")) for _ in range(2)]
@@ -176,7 +176,7 @@ def unending(served: Served) -> Iterator[Served]:
 
 
 def without_end() -> Any:
-    model = share_weights(loaded()[0])
+    model = copy_sharing_weights(loaded()[0])
     model.generation_config.eos_token_id = 10**6  # no token
     return model
 

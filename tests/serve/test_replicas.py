@@ -36,7 +36,7 @@ def _shipped(shipped: Callable[[str], str]) -> None:
 
 def replica(name: str, settings: Settings) -> AbstractContextManager[Served]:
     """A server that shares its streams, under this name, with others over its folder."""
-    return running(settings, registry=functools.partial(replicas.SharedStreams, replica=name))
+    return running(settings, registry=functools.partial(replicas.ReplicatedStreams, replica=name))
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_what_cannot_be_is_told_before_anything_starts(
     tmp_path: Path, saves: bool, number: str, says: str
 ) -> None:
     with pytest.raises(RecipeError, match=says):
-        replicas.deploy(make, Settings(saves=tmp_path if saves else None), number)
+        replicas.serve_on_ray(make, Settings(saves=tmp_path if saves else None), number)
 
 
 # Ray Serve.
@@ -227,7 +227,9 @@ def deployed(number: int, saves: Path) -> Iterator[str]:
     ray.init(address="local", num_cpus=8, namespace="serve", logging_level="error", **small)
     try:
         settings = Settings(saves=saves, port=port, limits=MOST)
-        replicas.deploy(functools.partial(make, str(saves)), settings, str(number), gpus=0, blocking=False)
+        replicas.serve_on_ray(
+            functools.partial(make, str(saves)), settings, str(number), gpus=0, blocking=False
+        )
         yield f"http://127.0.0.1:{port}"
     finally:
         ray.serve.shutdown()

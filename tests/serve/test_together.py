@@ -13,7 +13,7 @@ import torch
 import mmaccel
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.recipe import Recipe
-from mmaccel.models.together import StepsTogether
+from mmaccel.models.together import BatchedDecodeSteps
 from mmaccel.policies.kv.full import FullState
 from mmaccel.serve.settings import Limits, Settings
 from tests.serve.conftest import (
@@ -142,7 +142,7 @@ def test_one_that_finds_no_memory_in_a_step_leaves_the_others(
         heard(monkeypatch, FullState, "_put", noted)
         broken(monkeypatch, FullState, "buffers", full, mine)
         monkeypatch.setattr("mmaccel.core.memory.buffers.ROOM_MIN", 2)
-        heard(monkeypatch, StepsTogether, "_laid", lambda self, runner, _: setattr(runner, "laid", None))
+        heard(monkeypatch, BatchedDecodeSteps, "_laid", lambda self, runner, _: setattr(runner, "laid", None))
         found = asyncio.run(answers(served, BODIES))
         assert found[bad].status_code == 503 and found[bad].json()["error"]["code"] == "out_of_memory"
         assert [said(one) for n, one in enumerate(found) if n != bad] == alone[:bad] + alone[bad + 1 :]

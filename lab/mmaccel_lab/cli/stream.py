@@ -10,7 +10,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, out, print_json
+from mmaccel.cli.console import out, print_json, progress_bars
 from mmaccel.core.errors import RecipeError, WorldError, shown
 from mmaccel.core.files import outside
 from mmaccel.core.recipe import fields_of
@@ -86,7 +86,7 @@ def stream(
     stopped, whole = False, False
     file = None if output is None else output.open("w", encoding="utf-8")
     try:
-        with bars() as progress:
+        with progress_bars() as progress:
             bar = progress.add_task("stream", total=None, unit="frames")
             for shot in shots(
                 loaded,

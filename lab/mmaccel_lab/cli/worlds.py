@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.ask import answer_under_each, comparison_tables
+from mmaccel.cli.ask import answer_with_each_recipe, comparison_tables
 from mmaccel.cli.choices import Device, Dtype, Json, Model
 from mmaccel.cli.console import (
     add_bar,
     bar_callback,
-    bars,
-    column_groups,
     format_number,
+    group_table_columns,
     out,
     plural,
     print_json,
+    progress_bars,
     remark,
     say,
 )
@@ -58,7 +58,7 @@ def world(
         raise WorldError(f"the folder {truth.parent} does not exist; create it first.")
     if truth is not None and truth.is_dir():
         raise WorldError(f"{truth} is a folder; give the name of a file in it.")
-    with bars() as progress:
+    with progress_bars() as progress:
         write_mp4(made, output, progress=add_bar(progress, "world", "frames", frames))
     if truth is not None:
         truth.write_text(json.dumps(made.truth(), indent=2) + "\n", encoding="utf-8")
@@ -100,11 +100,13 @@ def demo(
     console = out()
     whole = False
     try:
-        with bars() as progress, Film(progress=bar_callback(progress)) as film:
+        with progress_bars() as progress, Film(progress=bar_callback(progress)) as film:
             first = todo[0]
             film.watch(first.world)
             video = choices.read_video(str(film.path(first.world)), processor, progress)
-            answers, tokens = answer_under_each(loaded, processor, video, first.question, chosen, progress, 8)
+            answers, tokens = answer_with_each_recipe(
+                loaded, processor, video, first.question, chosen, progress, 8
+            )
             facts = {"model": model, "question": first.question, "frames": len(video), "device": device}
             if not as_json:
                 console.print(comparison_tables(answers, facts, tokens))
@@ -134,7 +136,7 @@ def demo(
             }
         )
     elif seen:
-        for names in column_groups(list(chosen), room=console.width - ASKED, wide=ANSWER):
+        for names in group_table_columns(list(chosen), room=console.width - ASKED, wide=ANSWER):
             console.print(_table(seen, names))
         told = f"worlds {', '.join(map(str, used))}"
         if skipped:

@@ -13,7 +13,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import batch_tower
-from mmaccel.models.signals import VisionProbe
+from mmaccel.models.signals import VisionAttentionProbe
 
 GRID = "video_grid_thw"
 
@@ -43,7 +43,7 @@ class Encoded:
         multimodal = family.multimodal(model)
         # Parts are cut within what is shared: a recipe laid outside finds a tower that sees some frames at a time.
         with Hooks() as brief:
-            listened = VisionProbe(brief, model, family).tower.attention
+            listened = VisionAttentionProbe(brief, model, family).tower.attention
 
         def once(encode: Any, pixel_values_videos: Tensor, *args: Any, **kwargs: Any) -> Any:
             copies = 1

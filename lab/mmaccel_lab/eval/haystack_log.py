@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmaccel.core.errors import WorldError
-from mmaccel.core.report import RowFile
+from mmaccel.core.report import JsonlFile
 from mmaccel_lab.eval.cases import Case
 from mmaccel_lab.eval.haystack import Shot
 from mmaccel_lab.eval.rivals import NEAR, RIVALS
@@ -148,9 +148,9 @@ class Log:
             self._file.add(row)
 
 
-def _opened(path: Path, option: str) -> RowFile:
+def _opened(path: Path, option: str) -> JsonlFile:
     """The rows of a haystack's file."""
     try:
-        return RowFile(path, "environment")
+        return JsonlFile(path, "environment")
     except ValueError as error:
         raise WorldError(f"{option}: {path} is there and holds no haystack; give another file.") from error

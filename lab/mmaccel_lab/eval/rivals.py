@@ -21,7 +21,7 @@ from mmaccel.core.prefill.prune import (
     TokenPruner,
     candidate_columns,
     columns_by_frame_size,
-    count_of_share,
+    share_token_count,
 )
 from mmaccel.core.report import Report
 from mmaccel.policies.prune import VisionZip
@@ -201,7 +201,7 @@ def left(pruner: TokenPruner, layout: TokenLayout, depth: int) -> float | None:
         counts = {stage.layer: kept for stage in pruner.stages(depth)}
     elif isinstance(pruner, ScorePruner):
         counts = {
-            stage.layer: min(count_of_share(stage.share, total), total) for stage in pruner.stages(depth)
+            stage.layer: min(share_token_count(stage.share, total), total) for stage in pruner.stages(depth)
         }
     else:
         return None

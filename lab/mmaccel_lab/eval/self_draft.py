@@ -43,7 +43,7 @@ def gains(
     column = 2 * form.layers * form.kv_heads * form.head_dim * next(model.parameters()).dtype.itemsize
 
     def step(length: float) -> float:
-        return answer.min_step_s(model, column * length, 1.0)
+        return answer.min_decode_step_s(model, column * length, 1.0)
 
     found = []
     for count in columns:

@@ -29,4 +29,4 @@ def installed() -> bool:
 
 op = define("block_attend_flash", import_on_first_call("mmaccel.backends.flash.attend", "block_attend"))
 op.prepare = import_on_first_call("mmaccel.backends.flash.attend", "prepare")
-op.extra = False  # no bias, no keys of a span's own, no window: see `select.serving_extra`
+op.extra = False  # no bias, no keys of a span's own, no window: see `select.with_extended_support`

@@ -20,15 +20,15 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.flash.tiles import (
     Span,
-    Tiles,
-    compact_tiles,
+    TileSizes,
+    compact_mask_rows,
     key_bounds,
-    key_runs,
     pad_to_tiles,
-    position_runs,
+    repeat_block_kinds,
     side_by_side,
-    split_blocks,
     tiled,
+    visible_key_runs,
+    visible_position_runs,
     window_bounds,
 )
 from mmaccel.backends.ops.block_attend import (
@@ -38,7 +38,7 @@ from mmaccel.backends.ops.block_attend import (
     empty_output,
     in_query_order,
     memoize,
-    unpacks_call,
+    with_unpacked_args,
 )
 from mmaccel.core.errors import RecipeError
 
@@ -51,7 +51,7 @@ KEPT = 1 << 24  # most pairs of tiles whose table is kept for the next layer, 8 
 MOST = 1 << 28
 
 
-class Setup(NamedTuple):
+class FlashCallLayout(NamedTuple):
     """Host-side description of one flash-attn call: how queries and keys are laid out, and what masks them.
 
     Key spans are concatenated, each starting at a tile boundary; or, with `own`, all spans read the first `own` keys of the
@@ -60,7 +60,7 @@ class Setup(NamedTuple):
     """
 
     spans: list[Span]
-    tiles: Tiles
+    tiles: TileSizes
     own: int | None
     in_place: bool
     bounds: tuple[int, ...] | None
@@ -68,10 +68,10 @@ class Setup(NamedTuple):
     sizes: tuple[int, int]
 
     @classmethod
-    def of(cls, part: Part, n: int, block_q: int, block_k: int, rows: int) -> Setup:
+    def of(cls, part: Part, n: int, block_q: int, block_k: int, rows: int) -> FlashCallLayout:
         """The setup of a flash-attn call for `part` and a query of `n` rows."""
         plain = all(span.lists.index is None for span in part.spans)
-        tiles = Tiles.of(block_q, block_k, plain)
+        tiles = TileSizes.of(block_q, block_k, plain)
         P = part.q_row.shape[-1]
         in_place = part.ordered is not None and rows == n <= P
         spans, begin = [], 0
@@ -92,7 +92,7 @@ class Setup(NamedTuple):
         return cls(spans, tiles, own, in_place, bounds, seen, (queries, begin if own is None else own))
 
     @property
-    def masks_by_key(self) -> bool:
+    def compares_key_indices(self) -> bool:
         """Whether the mask compares key indices; otherwise it compares positions."""
         return all(span.keys is not None for span in self.spans)
 
@@ -102,11 +102,13 @@ class Setup(NamedTuple):
         return [span.of.lists for span in self.spans]
 
     def mask_tensors(self, blocks: tuple[int, int]) -> list[Tensor]:
-        """The tensors that the mask function reads: `key_runs` or `position_runs`; none if `bounds` describe the whole
-        mask."""
+        """The tensors that the mask function reads: `visible_key_runs` or `visible_position_runs`; none if `bounds` describe
+        the whole mask."""
         if self.bounds is not None:
             return []
-        return (key_runs if self.masks_by_key else position_runs)(self.spans, self.tiles, blocks)
+        return (visible_key_runs if self.compares_key_indices else visible_position_runs)(
+            self.spans, self.tiles, blocks
+        )
 
     def tables(self, heads: slice) -> tuple[Tensor, ...]:
         """The four block-sparse tensors of flash-attn for some heads."""
@@ -114,7 +116,7 @@ class Setup(NamedTuple):
         return _block_tensors(some, self.tiles, *self.sizes, together=self.own is not None, seen=self.seen)
 
     @property
-    def is_small(self) -> bool:
+    def fits_plan_cache(self) -> bool:
         """Whether the block-sparse tensors of all heads are small enough to be cached with the plan."""
         each = max(lists.row.shape[0] * lists.heads for lists in self.lists)
         return each * self.sizes[0] * self.sizes[1] <= KEPT * self.tiles.queries * self.tiles.keys
@@ -125,17 +127,17 @@ def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, 
     (H, n), group = query.shape[1:3], query.shape[1] // key.shape[1]
 
     def made() -> list[Tensor]:
-        setup = Setup.of(part, n, block_q, block_k, rows)
+        setup = FlashCallLayout.of(part, n, block_q, block_k, rows)
         found = setup.mask_tensors((block_q, block_k))
-        if setup.is_small:
-            found += [t for heads in head_slices(setup.lists, H, group) for t in setup.tables(heads)]
+        if setup.fits_plan_cache:
+            found += [t for heads in head_chunks(setup.lists, H, group) for t in setup.tables(heads)]
         return found
 
     _check_table(part, len(query), block_q, block_k)
     return memoize(part.memo, ("flash", n, H, group, rows), made)
 
 
-@unpacks_call
+@with_unpacked_args
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend.define` by flash-attn 4. No host synchronization; all sizes come from shapes.
 
@@ -154,7 +156,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
         # The kernel takes the largest score before it scales, which a positive scale alone allows.
         query, scale = query * scale, 1.0
 
-    setup = Setup.of(part, n, block_q, block_k, rows)
+    setup = FlashCallLayout.of(part, n, block_q, block_k, rows)
     tiles, group = setup.tiles, H // key.shape[1]
     q = query.transpose(1, 2)
     if not setup.in_place:
@@ -165,15 +167,15 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
         group = H // k.shape[2]
     else:
         k, v = (t[:, :, : setup.own].transpose(1, 2) for t in (key, value))
-    count = 0 if setup.bounds is not None else len(part.spans) + (not setup.masks_by_key)
+    count = 0 if setup.bounds is not None else len(part.spans) + (not setup.compares_key_indices)
     tests, tables = prepared[:count], prepared[count:]
     outs, sums = [], []
-    for i, heads in enumerate(head_slices(setup.lists, H, H // key.shape[1])):
+    for i, heads in enumerate(head_chunks(setup.lists, H, H // key.shape[1])):
         tensors = tables[4 * i : 4 * i + 4] if tables else setup.tables(heads)
         mine = [expand(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
         its = slice(heads.start // group, (heads.stop - 1) // group + 1)
         some = q[:, :, heads], k[:, :, its], v[:, :, its]
-        out, lse = launch(*some, tensors, tiles, mine, setup.masks_by_key, scale, setup.bounds)
+        out, lse = launch(*some, tensors, tiles, mine, setup.compares_key_indices, scale, setup.bounds)
         outs.append(out)
         sums.append(lse)
     out, lse = side_by_side(outs, 2).transpose(1, 2), side_by_side(sums, 1)
@@ -226,7 +228,7 @@ def gathered(x: Tensor, row: Tensor, heads: int) -> Tensor:
     return x.transpose(1, 2)[batch, row.clamp(min=0).transpose(1, 2).long(), source]
 
 
-def head_slices(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
+def head_chunks(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
     """Slices of heads whose block-sparse tensors are built together: all heads if they share lists, else as many as fit in
     memory, in multiples or divisors of the `group` that shares a key/value head."""
     step = heads
@@ -240,7 +242,7 @@ def head_slices(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator
 
 def _block_tensors(
     lists: Sequence[BlockLists],
-    tiles: Tiles,
+    tiles: TileSizes,
     n_query: int,
     n_key: int,
     *,
@@ -251,7 +253,7 @@ def _block_tensors(
     masked tiles, then of unmasked tiles, int32. Spans are concatenated, or `together` over the same keys. `seen`: see
     `window_bounds`."""
     pairs: list[Sequence[Tensor]] = [
-        tiled(split_blocks(one.table(), *tiles.cut), *tiles.joined) for one in lists
+        tiled(repeat_block_kinds(one.table(), *tiles.cut), *tiles.joined) for one in lists
     ]
     rows, columns = -(-n_query // tiles.queries), -(-n_key // tiles.keys)
     if together:
@@ -265,7 +267,7 @@ def _block_tensors(
         first = torch.arange(rows, device=full.device)[:, None] * tiles.queries
         past = (torch.arange(columns, device=full.device) + 1) * tiles.keys
         full = full | (listed & (past <= seen[0]) & (past <= first + seen[1]))
-    return *compact_tiles(listed & ~full), *compact_tiles(full)
+    return *compact_mask_rows(listed & ~full), *compact_mask_rows(full)
 
 
 def expand(t: Tensor, batch: int, heads: int) -> Tensor:
@@ -279,23 +281,29 @@ def launch(
     key: Tensor,
     value: Tensor,
     tensors: Sequence[Tensor],
-    tiles: Tiles,
+    tiles: TileSizes,
     tests: Sequence[Tensor],
     by_key: bool,
     scale: float,
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
     """Call flash-attn: out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]. The mask is
-    `bounds` (`key_bounds`), or else the tensors `mask_tensors` (`key_runs` if `masks_by_key`, else `position_runs`)."""
+    `bounds` (`key_bounds`), or else the tensors `mask_tensors` (`visible_key_runs` if `compares_key_indices`, else
+    `visible_position_runs`)."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    from mmaccel.backends.flash.within import in_band, in_key_run, in_position_run, runtime_ints
+    from mmaccel.backends.flash.within import (
+        diagonal_band_mask_mod,
+        key_run_mask_mod,
+        position_run_mask_mod,
+        to_runtime_ints,
+    )
 
     if bounds is not None:
-        test = dict(mask_mod=in_band, aux_scalars=runtime_ints(bounds))
+        test = dict(mask_mod=diagonal_band_mask_mod, aux_scalars=to_runtime_ints(bounds))
     else:
-        test = dict(mask_mod=in_key_run if by_key else in_position_run, aux_tensors=tests)
+        test = dict(mask_mod=key_run_mask_mod if by_key else position_run_mask_mod, aux_tensors=tests)
 
     found: Any = flash_attn_func(
         query,

@@ -22,7 +22,7 @@ NEVER = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TileSizes:
     """Tile sizes in queries and keys; along each axis, how many blocks one tile joins (`joined`), or into how many tiles one
     block is cut (`cut`)."""
 
@@ -32,7 +32,7 @@ class Tiles:
     cut: tuple[int, int]
 
     @classmethod
-    def of(cls, block_q: int, block_k: int, plain: bool) -> Tiles:
+    def of(cls, block_q: int, block_k: int, plain: bool) -> TileSizes:
         """Choose tile sizes: `TILE` x `TILE` if all lists are `plain` runs of blocks; else a block is one or more tiles."""
         queries, keys = (TILE if plain else min(block, TILE) for block in (block_q, block_k))
         joined = max(queries // block_q, 1), max(keys // block_k, 1)
@@ -69,7 +69,8 @@ def side_by_side(tensors: Sequence[Tensor], dim: int = -1) -> Tensor:
 
 
 def key_bounds(part: Part) -> tuple[int, ...] | None:
-    """Arguments of the mask `in_band` for a part whose queries and keys are in order: (low, high, count) for each span.
+    """Arguments of the mask `diagonal_band_mask_mod` for a part whose queries and keys are in order: (low, high, count) for
+    each span.
 
     Query i sees keys max(0, i + low) <= key < min(i + high, count). None if the order is unknown or a list may lack blocks.
     """
@@ -85,7 +86,7 @@ def key_bounds(part: Part) -> tuple[int, ...] | None:
 
 
 def window_bounds(
-    bounds: tuple[int, ...], n_query: int, tiles: Tiles
+    bounds: tuple[int, ...], n_query: int, tiles: TileSizes
 ) -> tuple[tuple[int, ...], tuple[int, int] | None]:
     """Reduce the bounds of a sliding-window span plus an attention-sink span to one mask.
 
@@ -101,9 +102,9 @@ def window_bounds(
     return bounds, None
 
 
-def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """Return the tensors of the mask `in_key_run`, for spans whose keys are at their own position: for each span [b, h, 2,
-    P] int32, the first key that each query sees, and how many from there."""
+def visible_key_runs(spans: Sequence[Span], tiles: TileSizes, blocks: tuple[int, int]) -> list[Tensor]:
+    """Return the tensors of the mask `key_run_mask_mod`, for spans whose keys are at their own position: for each span [b,
+    h, 2, P] int32, the first key that each query sees, and how many from there."""
     found = []
     for span in spans:
         assert span.keys is not None
@@ -115,10 +116,10 @@ def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> li
     return found
 
 
-def position_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """Return the tensors of the mask `in_position_run`, for any spans: [b, h, N], the position of each key; then for each
-    span [b, h, 4, P], for each query the first position that it sees and how many follow, the first key that is listed for
-    it and how many follow. int64 if positions are."""
+def visible_position_runs(spans: Sequence[Span], tiles: TileSizes, blocks: tuple[int, int]) -> list[Tensor]:
+    """Return the tensors of the mask `position_run_mask_mod`, for any spans: [b, h, N], the position of each key; then for
+    each span [b, h, 4, P], for each query the first position that it sees and how many follow, the first key that is listed
+    for it and how many follow. int64 if positions are."""
     wide = any(t.dtype == torch.int64 for span in spans for t in (span.of.q_pos, span.of.k_pos))
     dtype = torch.int64 if wide else torch.int32
     never = NEVER[dtype]
@@ -155,7 +156,7 @@ def _listed(span: KeySpan, blocks: tuple[int, int]) -> tuple[Tensor, Tensor] | N
     return wide[0], wide[1]
 
 
-def _runs(ends: tuple[Tensor, Tensor], tiles: Tiles, dtype: torch.dtype) -> Tensor:
+def _runs(ends: tuple[Tensor, Tensor], tiles: TileSizes, dtype: torch.dtype) -> Tensor:
     """[b, h, 2, P] of `dtype`: where each run begins, and its length, 0 where it ends before; whole tiles of queries."""
     first, past = ends
     both = torch.stack([first, (past - first).clamp(min=0)], 2).to(dtype)
@@ -182,7 +183,7 @@ def tiled(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     return some, full.view(shape).all(-1).all(3)
 
 
-def split_blocks(kinds: Tensor, queries: int, keys: int) -> Tensor:
+def repeat_block_kinds(kinds: Tensor, queries: int, keys: int) -> Tensor:
     """Split each block of the table `kinds` into `queries` x `keys` blocks of the same kind."""
     if queries == keys == 1:
         return kinds
@@ -191,7 +192,7 @@ def split_blocks(kinds: Tensor, queries: int, keys: int) -> Tensor:
     return whole.reshape(b, h, m * queries, n * keys)
 
 
-def compact_tiles(chosen: Tensor) -> tuple[Tensor, Tensor]:
+def compact_mask_rows(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Compact each row of the mask `chosen` [b, h, M, N]: count [b, h, M] and the indices of True entries [b, h, M, N],
     int32, padded with 0."""
     number = torch.arange(chosen.shape[-1], device=chosen.device)

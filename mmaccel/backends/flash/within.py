@@ -14,14 +14,14 @@ import cutlass.cute as cute
 from flash_attn.cute import utils
 
 
-def runtime_ints(bounds: tuple[int, ...]) -> tuple[Any, ...]:
+def to_runtime_ints(bounds: tuple[int, ...]) -> tuple[Any, ...]:
     """Convert `bounds` to runtime kernel arguments, so that new values do not compile the kernel again."""
     return tuple(cutlass.Int32(number) for number in bounds)
 
 
 @cute.jit
-def in_key_run(batch, head, row, column, seqlen_info, tensors):
-    """Mask function: whether the key is in the run of keys that a span lists for the query (`tiles.key_runs`)."""
+def key_run_mask_mod(batch, head, row, column, seqlen_info, tensors):
+    """Mask function: whether the key is in the run of keys that a span lists for the query (`tiles.visible_key_runs`)."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
     seen = cutlass.Boolean(False)
     for span in tensors:
@@ -30,7 +30,7 @@ def in_key_run(batch, head, row, column, seqlen_info, tensors):
 
 
 @cute.jit
-def in_band(batch, head, row, column, seqlen_info, tensors, bounds):
+def diagonal_band_mask_mod(batch, head, row, column, seqlen_info, tensors, bounds):
     """Mask function without memory reads: whether the pair is in a span's diagonal band (`tiles.key_bounds`)."""
     q, k = row[0], column[0]
     seen = cutlass.Boolean(False)
@@ -43,8 +43,9 @@ def in_band(batch, head, row, column, seqlen_info, tensors, bounds):
 
 
 @cute.jit
-def in_position_run(batch, head, row, column, seqlen_info, tensors):
-    """Mask function: whether a span lists the key for the query, with its position in range (`tiles.position_runs`)."""
+def position_run_mask_mod(batch, head, row, column, seqlen_info, tensors):
+    """Mask function: whether a span lists the key for the query, with its position in range
+    (`tiles.visible_position_runs`)."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
     place = tensors[0][b, h, k]
     seen = cutlass.Boolean(False)

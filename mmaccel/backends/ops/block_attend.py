@@ -48,7 +48,7 @@ def memoize(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) ->
     return made
 
 
-def lead_sizes(*tensors: Tensor) -> tuple[int, int]:
+def common_batch_and_heads(*tensors: Tensor) -> tuple[int, int]:
     """Broadcast the leading sizes (sequences, heads) of tensors [b, h, ...], each full or 1."""
     b, h = (max(sizes) for sizes in zip(*(t.shape[:2] for t in tensors), strict=True))
     return b, h
@@ -102,7 +102,7 @@ class BlockLists:
 
     def table(self) -> Tensor:
         """Dense form [b, h, M, key blocks] int8 of block lists: the kind of each listed block, else -1. No host sync."""
-        (b, h), m, blocks = lead_sizes(self.row, self.kind), self.blocks, self.kind.shape[-1]
+        (b, h), m, blocks = common_batch_and_heads(self.row, self.kind), self.blocks, self.kind.shape[-1]
         begin, count, head, tail, shift = (t[..., None] for t in self.row.expand(b, h, m, 5).unbind(-1))
         entry = torch.arange(blocks, device=self.row.device)
         kinds = self.kind[:, :, None].expand(b, h, m, blocks)
@@ -120,7 +120,7 @@ class BlockLists:
 
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
         """Concatenate the block lists: offsets [b, h, M + 1], block and kind of each entry. Synchronizes with the host."""
-        (b, h), m, n = lead_sizes(self.row, self.kind), self.blocks, self.kind.shape[-1]
+        (b, h), m, n = common_batch_and_heads(self.row, self.kind), self.blocks, self.kind.shape[-1]
         begin, count, head, tail, shift = self.row.expand(b, h, m, 5).reshape(-1, 5).unbind(-1)
         owner = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
         ends = torch.nn.functional.pad(count.cumsum(0), (1, 0))
@@ -245,7 +245,7 @@ class Part:
         own = any(span.bias is not None or span.key is not None for span in self.spans)
         return own or self.edge is not None
 
-    def first_rows(self, rows: int) -> Part:
+    def limit_query_rows(self, rows: int) -> Part:
         """This part of an attention plan, restricted to query rows < `rows`; cached."""
 
         def cut() -> Part:
@@ -288,7 +288,7 @@ class Part:
         return Part(q_row, tuple(spans), None, 0, ordered, all_rows, sinks, edge)
 
 
-def with_own_keys(
+def append_span_keys(
     key: Tensor, value: Tensor, spans: Sequence[KeySpan]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Append the spans' own keys and values to key and value [B, G, S, D]; returns both, and the spans' new `k_row`."""
@@ -358,7 +358,7 @@ class Call(NamedTuple):
     prepared: Sequence[Tensor] | None = None
 
 
-def unpacks_call(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def with_unpacked_args(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Decorator that turns ``kernel(call)`` into a function of the arguments of `block_attend`. It sets the current CUDA
     device to that of the tensors, since layers of a model may be on different devices."""
 

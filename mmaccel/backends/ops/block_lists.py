@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.ops.block_attend import ABSENT, FULL, BlockLists, KeySpan, Part, lead_sizes
+from mmaccel.backends.ops.block_attend import ABSENT, FULL, BlockLists, KeySpan, Part, common_batch_and_heads
 from mmaccel.backends.ops.operator import operator
 
 ENTRIES = 1 << 24  # most entries of lists looked at at a time, where they are counted
@@ -49,9 +49,11 @@ def _reach_shapes(
     q_row: Tensor, k_row: Tensor, q_pos: Tensor, k_pos: Tensor, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
     row = q_row.new_empty(
-        *lead_sizes(q_row, k_row, q_pos, k_pos), q_row.shape[-1] // block_q, 5, dtype=torch.int64
+        *common_batch_and_heads(q_row, k_row, q_pos, k_pos), q_row.shape[-1] // block_q, 5, dtype=torch.int64
     )
-    return row, k_row.new_empty(*lead_sizes(k_row, k_pos), k_row.shape[-1] // block_k, dtype=torch.int8)
+    return row, k_row.new_empty(
+        *common_batch_and_heads(k_row, k_pos), k_row.shape[-1] // block_k, dtype=torch.int8
+    )
 
 
 @operator("prefill.lists", fake=_reach_shapes)
@@ -68,7 +70,7 @@ def reach(
     k_min, k_max, kind = block_bounds(k_row, k_pos, block_k)
     # A block without a key lies where its neighbours do.
     k_max, k_min = k_max.cummax(-1).values, k_min.flip(-1).cummin(-1).values.flip(-1)
-    b, h = lead_sizes(q_min, k_min)
+    b, h = common_batch_and_heads(q_min, k_min)
     n = k_min.shape[-1]
     k_min, k_max = (t.expand(b, h, n).contiguous() for t in (k_min, k_max))
     q_min, q_max = (t.expand(b, h, -1).contiguous() for t in (q_min, q_max))
@@ -81,14 +83,16 @@ def reach(
     return row, kind
 
 
-@operator("prefill.lists", fake=lambda row, q_row, k_row: row.new_empty(lead_sizes(row, q_row, k_row)))
+@operator(
+    "prefill.lists", fake=lambda row, q_row, k_row: row.new_empty(common_batch_and_heads(row, q_row, k_row))
+)
 def listed_area(
     row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
 ) -> Tensor:
     """Number of query-key pairs in listed blocks, [b, h] int64. row [b, h, M, 5] and index: the fields of a `BlockLists`.
     q_row [b, h, P], k_row [b, h, N]: the token of each slot; empty ones (-1) do not count."""
     nq, nk = _count_present(q_row, block_q), _count_present(k_row, block_k)
-    (b, h), m = lead_sizes(row, nq, nk), row.shape[2]
+    (b, h), m = common_batch_and_heads(row, nq, nk), row.shape[2]
     begin, count, _, _, shift = row.expand(b, h, m, 5).unbind(-1)
     nk = nk.expand(b, h, nk.shape[-1]).long()
     if not index.shape[0]:
@@ -108,7 +112,7 @@ def listed_area(
     return (nq.expand(b, h, m) * keys).sum(-1)
 
 
-def restrict_rows(part: Part, sinks: int, edge: int, block_q: int, block_k: int) -> Part:
+def restrict_key_rows(part: Part, sinks: int, edge: int, block_q: int, block_k: int) -> Part:
     """Restrict `part`: query row i sees only key rows j < `sinks` or j > i + `edge`. No host synchronization.
 
     Each list is trimmed to its first and last block that may hold such a key, and blocks up to the edge are masked. With
@@ -138,7 +142,7 @@ def restrict_rows(part: Part, sinks: int, edge: int, block_q: int, block_k: int)
 def _trimmed(lists: BlockLists, k_least: Tensor, k_most: Tensor, least: Tensor, most: Tensor) -> Tensor:
     """[b, h, M, 5]: of each list what stands between the first and the last of its blocks of which `k_most` is above `least`
     [b, h, M]; those up to the last block of which `k_least` is not above `most` are tested."""
-    (b, h), m, n = lead_sizes(lists.row, k_most, least), lists.blocks, k_most.shape[-1]
+    (b, h), m, n = common_batch_and_heads(lists.row, k_most, least), lists.blocks, k_most.shape[-1]
     begin, _, head, tail, shift = lists.row.expand(b, h, m, 5).unbind(-1)
     k_least, k_most = (t.expand(b, h, n) for t in (k_least, k_most))
     look = _in_runs if lists.index is None else _in_entries

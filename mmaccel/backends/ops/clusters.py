@@ -23,7 +23,7 @@ MOST = 8192
 APART = 1e30  # above any score
 
 
-class ClusterEntries(NamedTuple):
+class ClusterMembership(NamedTuple):
     """Which entries each cluster holds, as index tensors (long). owner [R, N]: the cluster of each entry (>= C: none);
     within [R, N]: the entry's index in its cluster; flat [R, N]: entries grouped by cluster, ascending; first [R, C]: where
     each cluster begins in `flat`; size [R, C]: entries of each cluster; `largest`: an upper bound of the sizes."""
@@ -36,7 +36,7 @@ class ClusterEntries(NamedTuple):
     largest: int
 
 
-class MemberKeys(NamedTuple):
+class EntryKeys(NamedTuple):
     """Keys of single entries, to choose among the members of a cluster that is retrieved only in part. `keys` [M, L, d] are
     readable by the device, of which layer `layer` is used; `read` returns float32 rows [n, d] of entries [n]; `query` [d]
     float32 is compared with them, by cosine similarity if `cosine`, else by dot product."""
@@ -126,16 +126,16 @@ def scores_and_preceding(
         size == 0 if parent is None or without is None else pad(without, (0, 1), value=True).gather(1, parent)
     )
     score = score.masked_fill(hidden, -torch.inf)
-    return score, preceding(score, size)
+    return score, count_better_entries(score, size)
 
 
 @operator("stream", serves=_few)
 def select_entries(
     before: Tensor,
-    lists: ClusterEntries,
+    lists: ClusterMembership,
     budget: int,
     ahead: int,
-    own: MemberKeys,
+    own: EntryKeys,
     late: NewestEntries | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The entries that the first of R = 1 or 2 layers retrieves; and `ahead` entries to prefetch for the second, or None.
@@ -173,14 +173,14 @@ def summary_tokens(
     tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """Write summary tokens to `out` [2, G, m, D]: mean keys and values (rows [C, G * D] each) of the first m clusters in the
-    order of `summary_order`. size [C] counts entries; picked [C] bool: the cluster was retrieved.
+    order of `rank_summary_clusters`. size [C] counts entries; picked [C] bool: the cluster was retrieved.
 
     Returns their times [m] from `time` [C], and score biases [head + m] float32: 0 for the `head` columns before; for each
     token 0, or with `tokens` (tokens per entry) ``log(size * tokens)``, about -69 if picked or empty; -inf from token `left`
     on.
     """
     count = out.shape[2]
-    ids = summary_order(score, picked, size)[:count]
+    ids = rank_summary_clusters(score, picked, size)[:count]
     for side, one in zip(out, rows, strict=True):
         side.copy_(one.index_select(0, ids).view(count, *side.shape[::2]).transpose(0, 1))
     added = torch.zeros(count, device=score.device)
@@ -192,7 +192,7 @@ def summary_tokens(
     return time[ids], pad(added, (head, 0))
 
 
-def summary_order(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
+def rank_summary_clusters(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
     """Cluster order [C] long for summary tokens: by falling score, then `picked` ones, then empty ones. Plain PyTorch."""
     # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
     lowest = torch.finfo(torch.float32).min / 2
@@ -200,14 +200,14 @@ def summary_order(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
     return rank.sort(descending=True, stable=True).indices
 
 
-def preceding(score: Tensor, size: Tensor) -> Tensor:
+def count_better_entries(score: Tensor, size: Tensor) -> Tensor:
     """How many entries better-scored clusters hold, [R, C] long, from score and size [R, C]. Plain PyTorch."""
     order = score.sort(dim=1, descending=True, stable=True).indices
     held = size.gather(1, order)
     return torch.empty_like(held).scatter_(1, order, held.cumsum(1) - held)
 
 
-def _entries_in_order(before: Tensor, lists: ClusterEntries, width: int) -> Tensor:
+def _entries_in_order(before: Tensor, lists: ClusterMembership, width: int) -> Tensor:
     """Entries in cluster order, [R, width], padded with -1; `before` [R, C] entries precede each cluster. Plain PyTorch."""
     line = before.gather(1, lists.owner.clamp(max=before.shape[1] - 1)) + lists.within
     line = line.masked_fill(lists.owner >= before.shape[1], width).clamp(max=width)

@@ -46,7 +46,7 @@ FLASH_SIZES = (64, 96, 128)  # head sizes that flash-attn 4 serves
 OLDER_LARGEST = 256  # the largest head size that 3 and 2 serve, in steps of 8
 
 
-class FlashAttn(NamedTuple):
+class FlashAttnRelease(NamedTuple):
     """A flash-attn release, its function, and whether it beats PyTorch for as many queries as keys (`square`)."""
 
     release: int
@@ -125,7 +125,7 @@ def _unpadded(
     if window is not None and window >= start + n:
         window = None
     if aligned and n >= OLDER_FROM and not (sinks and window is not None):
-        kernel = flash_serving(query, key, value, window, four=n >= FLASH_FROM)
+        kernel = find_flash_attn(query, key, value, window, four=n >= FLASH_FROM)
         if kernel is not None:
             # A query sees `window` columns, its own the last of them.
             sides = (-1, -1) if window is None else (window - 1, 0)
@@ -288,9 +288,9 @@ def _by_products(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: 
     return out
 
 
-def flash_serving(
+def find_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, four: bool = True
-) -> FlashAttn | None:
+) -> FlashAttnRelease | None:
     """The flash-attn release that supports the device, dtype, head sizes and `window` of query [B, H, n, D] and key [B, G,
     N, D]; None if there is none, or PyTorch's kernel was measured to be faster. With `four`, release 4 is considered too."""
     n, size = query.shape[2:]
@@ -299,7 +299,7 @@ def flash_serving(
     if four and window is None and size in FLASH_SIZES and runs_flash_4(query.device):
         from flash_attn.cute import flash_attn_func
 
-        return FlashAttn(4, flash_attn_func, square=True)
+        return FlashAttnRelease(4, flash_attn_func, square=True)
     if size > OLDER_LARGEST or size % 8 or not key.dtype == value.dtype == query.dtype:
         return None
     found = older_flash(query.device)
@@ -311,21 +311,25 @@ def runs_flash_4(device: torch.device) -> bool:
     return operators.why_not("flash_4", device) is None and flash.installed()
 
 
-def older_flash(device: torch.device) -> FlashAttn | None:
+def older_flash(device: torch.device) -> FlashAttnRelease | None:
     """flash-attn 3 or 2 if installed for `device`; None if neither is, or if flash-attn 4 runs there."""
     if runs_flash_4(device):
         return None
     for release in (3, 2):
-        call = older_flash_attn(release) if operators.why_not(f"flash_{release}", device) is None else None
+        call = (
+            import_older_flash_attn(release)
+            if operators.why_not(f"flash_{release}", device) is None
+            else None
+        )
         if call is not None:
-            return FlashAttn(
+            return FlashAttnRelease(
                 release, call, square=release == 3 or not operators.architecture_of(device).cudnn
             )
     return None
 
 
 @cache
-def older_flash_attn(release: int) -> Callable[..., Any] | None:
+def import_older_flash_attn(release: int) -> Callable[..., Any] | None:
     """The function `flash_attn_func` of flash-attn 3 or 2, or None if it cannot be imported."""
     module = {3: "flash_attn_interface", 2: "flash_attn"}[release]
     try:

@@ -257,7 +257,7 @@ def qkv_rope_rows(
 
 
 @dataclass(frozen=True, eq=False)
-class Caches:
+class SeparateKVCaches:
     """The KV caches of B sequences at one layer, each in separate buffers.
 
     pairs  keys and values [1, G, capacity, D] of each sequence, for the plain PyTorch form
@@ -273,7 +273,7 @@ class Caches:
 
 
 @operator("decode", serves=runs_triton_in_float32)
-def decode_attend_each(query: Tensor, caches: Caches, columns: Tensor, scale: float) -> Tensor:
+def decode_attend_each(query: Tensor, caches: SeparateKVCaches, columns: Tensor, scale: float) -> Tensor:
     """`decode_attend` (without tree or bias) where each sequence has its own cache, which already contains the new rows:
     query [B, H, n, D], row i of sequence b sees slots 0 .. columns[b, i]. Returns [B, H, n, D]."""
     found = []
@@ -286,7 +286,7 @@ def decode_attend_each(query: Tensor, caches: Caches, columns: Tensor, scale: fl
 
 @operator("decode", serves=runs_triton_in_float32)
 def rope_rows_each(
-    rows: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, columns: Tensor, caches: Caches
+    rows: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, columns: Tensor, caches: SeparateKVCaches
 ) -> Tensor:
     """`rope_rows` where each sequence has its own cache: apply RoPE to rows [B, n, (H + 2 G) * D], write keys and values to
     slots `columns` [B, n]; returns queries [B, H, n, D]."""
@@ -307,7 +307,7 @@ def qkv_rope_rows_each(
     eps: float,
     turn: Tensor,
     columns: Tensor,
-    caches: Caches,
+    caches: SeparateKVCaches,
 ) -> Tensor:
     """`qkv_rope_rows` where each sequence has its own cache: project rows x [B * n, K] to q, k and v, apply RoPE by `turn`
     [2, B, n, D], write k and v to slots `columns` [B, n]; returns queries [B, H, n, D]."""

@@ -4,7 +4,7 @@ the strongest of them, the key blocks that they touch, and the orderings of stri
 modulo a stride (the *residue class*); its *phase* is the class of a query minus that of the keys it sees.
 
 The attention of the last queries is reduced on the fly, by kernels for CUDA only. Every other device uses the plain forms:
-for `row_totals`, `line_sums` and `class_phases` the methods of `mmaccel.policies.sparse.estimate.LastQueries`, for
+for `row_totals`, `line_sums` and `class_phases` the methods of `mmaccel.policies.sparse.estimate.LastQueryAttention`, for
 `stride_scores` that of `mmaccel.policies.sparse.stride`. Common arguments: query [B, H, L, D], the last queries; key [B, G,
 N, D], H a multiple of G; row [B, n] long, the rows of `key` that hold the keys, None for its first `width`; at [B, L] long,
 ascending, the index of each query among the n = `width` keys, of which it sees those up to it, -1 for none; total [B, H, L]
@@ -171,7 +171,7 @@ def _run_shapes(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Te
 def slash_runs(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor]:
     """The key blocks that chosen diagonals touch, as row [B, H, M, 5] long and index int32 of a `BlockLists`.
 
-    kept [B, H, N] bool: the diagonals; queries: the fields of `QueryBlockRuns` of `policies/sparse/vertical_slash.py`.
+    kept [B, H, N] bool: the diagonals; queries: the fields of `DiagonalKeyBlocks` of `policies/sparse/vertical_slash.py`.
     """
     shape, member, home, reach, broken, runs, sure = queries
     _, H, N = kept.shape

@@ -70,7 +70,7 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class Resources:
+class DeviceResources:
     """Resources of one device for kernel launches.
 
     shared, resident  as in `Architecture`, but of this device
@@ -91,7 +91,7 @@ class Resources:
         return max(1, min(most, 1 + (self.shared - rest) // each))
 
 
-INTERPRETED = Resources(shared=256 << 10, resident=228 << 10, columns=8, processors=4, memory=1 << 40)
+INTERPRETED = DeviceResources(shared=256 << 10, resident=228 << 10, columns=8, processors=4, memory=1 << 40)
 """What Triton's interpreter has on a CPU."""
 
 _BEFORE_HOPPER = {
@@ -118,7 +118,7 @@ ARCHITECTURES = (
 )
 
 
-def architecture_named(name: str) -> Architecture:
+def find_architecture(name: str) -> Architecture:
     """The entry of the architecture `name` in the table. An unknown newer NVIDIA architecture gets the entry of the last
     older one; any other unknown one lacks all kernels."""
     rows = {row.name: row for row in ARCHITECTURES}
@@ -140,9 +140,9 @@ def architecture_named(name: str) -> Architecture:
 def architecture_of(device: torch.device) -> Architecture:
     """The table's entry for a CUDA or ROCm device of this machine."""
     if torch.version.hip is not None:
-        return architecture_named(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+        return find_architecture(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
     major, minor = torch.cuda.get_device_capability(device)
-    return architecture_named(f"sm_{major}{minor}")
+    return find_architecture(f"sm_{major}{minor}")
 
 
 def why_not(kernels: str, device: torch.device) -> str | None:
@@ -155,12 +155,12 @@ def why_not(kernels: str, device: torch.device) -> str | None:
 
 
 @functools.cache
-def resources(device: torch.device) -> Resources:
+def resources(device: torch.device) -> DeviceResources:
     """Resources of `device`, as PyTorch reports them, else from the table."""
     if device.type != "cuda":
         return INTERPRETED
     here, row = torch.cuda.get_device_properties(device), architecture_of(device)
-    return Resources(
+    return DeviceResources(
         getattr(here, "shared_memory_per_block_optin", row.shared),
         getattr(here, "shared_memory_per_multiprocessor", row.resident),
         row.columns,

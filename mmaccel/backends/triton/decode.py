@@ -52,7 +52,7 @@ def _pieces(columns, b, n, SPLITS, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
 @triton.jit
 def _begins(table, b, which: tl.constexpr, head, lines, mask, EACH: tl.constexpr):
     """Where the keys (`which` 0) or values (1) of a head of sequence `b` begin. If EACH is not 0, every sequence has a cache
-    of its own, whose place the table tells in multiples of EACH elements (`ops.layer_ops.Caches`)."""
+    of its own, whose place the table tells in multiples of EACH elements (`ops.layer_ops.SeparateKVCaches`)."""
     if EACH:
         at = tl.where(mask, b, 0) * 4 + 2 * which
         begin = tl.load(table + at) + head * tl.load(table + at + 1)
@@ -64,7 +64,7 @@ def _begins(table, b, which: tl.constexpr, head, lines, mask, EACH: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["n", "biased"])
-def piece_kernel(
+def flash_decode_kernel(
     query, key, value, columns, sees, bias, table, part, lse, scale, n, biased, query_lines, key_lines,
     value_lines,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -161,7 +161,7 @@ def decode_attend(
     query, key, value, columns, scale, sees=None, bias=None, *, splits=None, block_n=None, each=None
 ):
     """Launch `ops.layer_ops.decode_attend`: at most `splits` pieces per sequence and key/value head, in tiles of `block_n`
-    keys. `each`: the `Caches` of `decode_attend_each`."""
+    keys. `each`: the `SeparateKVCaches` of `decode_attend_each`."""
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
@@ -181,7 +181,7 @@ def decode_attend(
     columns, tree = columns.contiguous(), sees is not None
     sees = sees.contiguous() if tree else columns
     table, aligned = (columns, 0) if each is None else (each.table, each.aligned)
-    piece_kernel[(splits, B * G, tiles)](
+    flash_decode_kernel[(splits, B * G, tiles)](
         query, key, value, columns, sees, lse if bias is None else bias.contiguous(), table, part, lse, scale,
         n, 0 if bias is None else len(bias), row_strides(query), row_strides(key), row_strides(value),
         GROUPS=G, GROUP=group, D=D, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
@@ -325,7 +325,7 @@ def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return out
 
 
-class Tile(NamedTuple):
+class TileConfig(NamedTuple):
     """Tile sizes of a decode kernel (outputs, inputs, rows), warps, and pipeline stages."""
 
     outputs: int
@@ -335,9 +335,9 @@ class Tile(NamedTuple):
     stages: int
 
 
-def _tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) -> Tile:
-    """Choose the `Tile` for rows `x` [R, K] and `outputs` outputs, of one weight or, gated, two `weights` each; `block_k`
-    inputs if given.
+def _tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) -> TileConfig:
+    """Choose the `TileConfig` for rows `x` [R, K] and `outputs` outputs, of one weight or, gated, two `weights` each;
+    `block_k` inputs if given.
 
     Memory bandwidth is reached if enough loads are in flight and all programs start at once: so loads in flight are as many
     as shared memory allows with all programs resident. If there are too many programs, they run in waves with fewer loads
@@ -347,13 +347,13 @@ def _tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) 
     here = operators.resources(x.device)
     rows = max(triton.next_power_of_2(R), here.columns)
     if R > FEW:
-        made = Tile(32, 128, rows, 2, 4)
+        made = TileConfig(32, 128, rows, 2, 4)
     else:
-        made = Tile(16, 256 // weights, rows, 1, 5 - weights)
+        made = TileConfig(16, 256 // weights, rows, 1, 5 - weights)
         each = triton.cdiv(triton.cdiv(outputs, 16), here.processors)
         for inputs, steps in UNDER_WAY:
             if each * steps * inputs * (16 * weights + rows) * x.element_size() <= here.resident:
-                made = Tile(16, inputs, rows, 1, steps)
+                made = TileConfig(16, inputs, rows, 1, steps)
                 break
     inputs = block_k or min(made.inputs, max(triton.next_power_of_2(K), 16))
     stages = here.pipeline_stages(made.stages, inputs * (made.outputs * weights + rows) * x.element_size())
@@ -509,7 +509,7 @@ def _rope_kernel(
 
 def qkv_rope_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value, *, block_k=None, each=None):
     """Launch `ops.layer_ops.qkv_rope_rows` (project, RoPE, write cache); a program reads `block_k` inputs at a time. `each`:
-    the `Caches` of `qkv_rope_rows_each`."""
+    the `SeparateKVCaches` of `qkv_rope_rows_each`."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]
@@ -540,7 +540,7 @@ def qkv_rope_rows_each(x, weight, bias, gain, squares, eps, turn, columns, cache
 
 def rope_rows(rows, cos, sin, positions, columns, key, value, *, each=None):
     """Launch `ops.layer_ops.rope_rows` (RoPE, write cache): one kernel, a program for each head of each row. `each`: the
-    `Caches` of `rope_rows_each`."""
+    `SeparateKVCaches` of `rope_rows_each`."""
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G

@@ -15,14 +15,14 @@ import triton.language as tl  # noqa: F401 - the interpreter wants it wherever a
 from torch import Tensor
 
 
-def encode_ints(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Encode `numbers` for a tuple argument of a kernel (decoded by `decode_int`)."""
+def encode_int_args(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Encode `numbers` for a tuple argument of a kernel (decoded by `decode_int_arg`)."""
     return tuple(4 * number + 3 for number in numbers)
 
 
 @triton.jit
-def decode_int(number):
-    """Inside a kernel: the number that `encode_ints` encoded."""
+def decode_int_arg(number):
+    """Inside a kernel: the number that `encode_int_args` encoded."""
     return number >> 2
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops.layer_ops import MOST
 from mmaccel.core.adapter import Runner
-from mmaccel.core.decoding.draft import DraftStep, resume_draft
+from mmaccel.core.decoding.draft import DraftStep, resume_draft_steps
 from mmaccel.core.decoding.generate import Offer, Speculation
 from mmaccel.core.prefill.attention import ForwardPass
 
@@ -43,8 +43,8 @@ class Batch:
     as alone. They may join and leave between rounds.
 
     Threads add sequences and wait; one of the threads runs the rounds for all. In a round drafts propose, as many tokens as
-    pays at this load (`DraftLength`), then targets verify. Targets that share a `Runner.together` run each step as one, and
-    so do drafts. A runner without one, and rows of a token tree, run steps of their own.
+    pays at this load (`DraftLengthTuner`), then targets verify. Targets that share a `Runner.together` run each step as one,
+    and so do drafts. A runner without one, and rows of a token tree, run steps of their own.
 
     told     called with the number of sequences in each step of targets that several may share
     holding  returns a context manager that is held during a round
@@ -55,7 +55,7 @@ class Batch:
         told: Callable[[int], object] = lambda count: None,
         holding: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._told, self._holding, self.load = told, holding, DraftLength()
+        self._told, self._holding, self.load = told, holding, DraftLengthTuner()
         self._of: Callable[[Any, Sequence[Any]], Any] = lambda runner, known: None
         self._known, self._seen, self._warm = list[Any](), WeakSet[Any](), True
         self._live: list[Speculation] = []
@@ -67,7 +67,7 @@ class Batch:
         """How many sequences are being decoded."""
         return len(self._live)
 
-    def share_steps(self, runner: Any, of: Callable[[Any, Sequence[Any]], Any]) -> None:
+    def register_shared_runner(self, runner: Any, of: Callable[[Any, Sequence[Any]], Any]) -> None:
         """Let steps of `runner`, and of drafts opened later, be shared with other sequences. `of(runner, known)` returns the
         `Runner.together` that runs its steps: one of the `known`, a new one, or None to share none."""
         with self._changed:
@@ -161,7 +161,7 @@ class Batch:
             for one, said in given.items():
                 with self._careful(one):
                     try:
-                        asked[one] = resume_draft(works[one], said)
+                        asked[one] = resume_draft_steps(works[one], said)
                     except StopIteration as over:
                         offers[one] = over.value
             given, groups, wanted = {}, defaultdict[Any, list[Speculation]](list), list[Wanted]()
@@ -237,7 +237,7 @@ def _said(step: DraftStep, logits: dict[Speculation, Tensor]) -> dict[Speculatio
 
 
 @dataclass(frozen=True)
-class AnswersTogether:
+class BatchedAnswerSteps:
     """Runs one step of answers on several streams of a model as one batch (`Runner.together`); a single answer runs its own
     step. `turns` is the model's lock."""
 
@@ -286,7 +286,7 @@ class BatchSlot:
         self.batch.run(sequences)
 
 
-class DraftLength:
+class DraftLengthTuner:
     """Chooses the draft length with the most tokens per second, per number of sequences in a batch (rounded up to a
     power of two).
 
@@ -334,7 +334,7 @@ class DraftLength:
             self._judged += kept + (kept < proposed)
             self._kept += kept
 
-    def round_times(self, count: int) -> dict[int, float]:
+    def median_round_ms(self, count: int) -> dict[int, float]:
         """Return the median milliseconds of a round of `count` sequences, for each draft length that was tried."""
         size = _size(count)
         tried = [length for length in LENGTHS if self._seconds.get((size, length))]

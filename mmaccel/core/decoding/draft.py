@@ -26,7 +26,7 @@ from mmaccel.core.decoding.replay import Compiled
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError
 from mmaccel.core.memory.kv import KVPolicy
-from mmaccel.core.prefill.prune import Probe, TokenPruner
+from mmaccel.core.prefill.prune import ForwardProbe, TokenPruner
 from mmaccel.core.registry import Policy, refuse_former_names
 
 Warp = Callable[[Tensor, Tensor], Tensor]
@@ -169,8 +169,8 @@ class DraftState(ABC):
         `begin` and the first `observe`, as soon as the target's early layers have run."""
         raise DraftError(f"{type(self).__name__} cannot prune what its draft sees; leave prune out.")
 
-    def probe(self) -> Probe | None:
-        """Return the `Probe` that reads the target's prefill for the draft, or None. Called after `begin`."""
+    def probe(self) -> ForwardProbe | None:
+        """Return the `ForwardProbe` that reads the target's prefill for the draft, or None. Called after `begin`."""
         return None
 
     @abstractmethod
@@ -248,7 +248,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
         raise DraftError(f"{self.name}: it opens no stream of its own; leave 'video' out of needs.")
 
 
-def resume_draft(work: Drafting, given: Tensor | Exception | None) -> DraftStep:
+def resume_draft_steps(work: Drafting, given: Tensor | Exception | None) -> DraftStep:
     """Resume the generator `work` with the result or the error of its last step (None at first); return its next step."""
     return work.throw(given) if isinstance(given, Exception) else work.send(given)  # type: ignore[arg-type]
 
@@ -258,7 +258,7 @@ def run_draft(work: Drafting) -> Any:
     given: Tensor | Exception | None = None
     while True:
         try:
-            asked = resume_draft(work, given)
+            asked = resume_draft_steps(work, given)
         except StopIteration as over:
             return over.value
         try:

@@ -42,11 +42,11 @@ def speculate(
 ) -> Tensor:
     """Decode one sequence to its end; return prompt and generated ids [1, S + m]. For arguments see `Speculation`."""
     sequence = Speculation(target, draft, prompt, first, stop=stop, emit=emit, meter=meter)
-    decode_in_turn([sequence])
+    decode_round_robin([sequence])
     return sequence.ids
 
 
-def decode_in_turn(sequences: Sequence[Speculation]) -> None:
+def decode_round_robin(sequences: Sequence[Speculation]) -> None:
     """Decode several sequences to their ends, one round of draft and verification of each in turn.
 
     Each gets the tokens it would get alone, and the target reads its weights once for each (`batch.Batch` shares steps). A

@@ -1,4 +1,4 @@
-"""`Replays` captures repeated work as CUDA graphs and replays it; `Compiled` compiles a function once that pays."""
+"""`CudaGraphCache` captures repeated work as CUDA graphs and replays it; `Compiled` compiles a function once that pays."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _side(device: torch.device, replaying: int) -> Any:
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-class Replays:
+class CudaGraphCache:
     """Caches CUDA graphs of repeated work, by name. The work reads and writes fixed addresses; the host passes inputs
     through buffers (`get_buffer`).
 

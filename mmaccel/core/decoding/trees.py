@@ -34,7 +34,7 @@ def accept_tree(
         # Made before the device is waited for, which has the step to do meanwhile.
         tokens, sees = mask_repeated_siblings(tokens, parents), proposal.branches.sees
         best = logits.argmax(-1).cpu()
-        path = judge_tree(tokens, parents, sees, best).nonzero()[:, 0]
+        path = accepted_tree_tokens(tokens, parents, sees, best).nonzero()[:, 0]
         return best[torch.nn.functional.pad(path + 1, (1, 0))].to(logits.device), path
     said, nodes = ids.to(logits.device), [-1]
     while True:
@@ -54,7 +54,7 @@ def mask_repeated_siblings(ids: Tensor, parents: Tensor) -> Tensor:
     return ids.masked_fill(equal.tril(-1).any(-1), -1)
 
 
-def judge_tree(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tensor:
+def accepted_tree_tokens(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tensor:
     """Return which tree tokens are accepted, [n] bool: the branch in which each token is the target's choice after its
     parent.
 

@@ -50,7 +50,7 @@ class Message(NamedTuple):
     blob: bytearray
 
 
-class SocketEnd:
+class MessageSocket:
     """One end of the socket between two processes. Raises `DraftError` if the other end is gone or sends a malformed
     message.
 
@@ -177,9 +177,9 @@ class Outbox:
 class Worker:
     """A process that runs `service` ("module:function") with `options`; it is killed when this object is deleted.
 
-    The function gets a `SocketEnd` and the options, and serves until the wire breaks. An error in it is reported and ends
-    it. The worker sends a heartbeat twice a second while it is busy; one that sends nothing, or leaves a message unread, for
-    `wire.silence_s` is ended. `ready` are the numbers that came with `READY`; `close` ends the process.
+    The function gets a `MessageSocket` and the options, and serves until the wire breaks. An error in it is reported and
+    ends it. The worker sends a heartbeat twice a second while it is busy; one that sends nothing, or leaves a message
+    unread, for `wire.silence_s` is ended. `ready` are the numbers that came with `READY`; `close` ends the process.
     """
 
     def __init__(self, service: str, options: Mapping[str, Any], *, silence_s: float = 30.0) -> None:
@@ -201,7 +201,7 @@ class Worker:
             )
         finally:
             theirs.close()
-        self.wire = SocketEnd(ours, silence_s)
+        self.wire = MessageSocket(ours, silence_s)
         self.ready: tuple[int, ...] = ()
         self._outbox = Outbox(self.wire.send)
         self._heard = time.monotonic()
@@ -213,7 +213,7 @@ class Worker:
         return self.close.alive and self.process.poll() is None
 
     def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
-        """Send a message to the worker, as `SocketEnd.send` does; from now on it must answer or send heartbeats."""
+        """Send a message to the worker, as `MessageSocket.send` does; from now on it must answer or send heartbeats."""
         self._heard = time.monotonic()
         busy = self._outbox.is_sending  # asked first: what was busy and broke meanwhile takes nothing more
         self._got_through()
@@ -318,7 +318,7 @@ def _end(
 
 
 @contextlib.contextmanager
-def send_heartbeats(wire: SocketEnd) -> Iterator[None]:
+def send_heartbeats(wire: MessageSocket) -> Iterator[None]:
     """Context in which a thread sends a heartbeat over `wire` twice a second."""
 
     def beat() -> None:
@@ -338,7 +338,7 @@ def send_heartbeats(wire: SocketEnd) -> Iterator[None]:
         wire.busy = False
 
 
-def incoming_messages(wire: SocketEnd) -> Iterator[Message]:
+def incoming_messages(wire: MessageSocket) -> Iterator[Message]:
     """Yield incoming messages until the wire breaks, then raise its error.
 
     A thread reads ahead while a message is being handled, so that the sender of a large one need not wait.
@@ -379,11 +379,13 @@ def main() -> None:
 
     for watch in (watch_input, watch_parent):
         threading.Thread(target=watch, daemon=True).start()
-    wire = SocketEnd(socket.socket(fileno=int(fd)))
+    wire = MessageSocket(socket.socket(fileno=int(fd)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the terminal is the parent's to handle
     try:
         module, _, name = service.partition(":")
-        serve: Callable[[SocketEnd, dict[str, Any]], None] = getattr(importlib.import_module(module), name)
+        serve: Callable[[MessageSocket, dict[str, Any]], None] = getattr(
+            importlib.import_module(module), name
+        )
         serve(wire, json.loads(options))
     except BaseException as error:
         with contextlib.suppress(DraftError):

@@ -106,7 +106,7 @@ def check_ints(value: Any, what: str, end: int, failure: type[MmaccelError] = Mo
     return value
 
 
-def write_private(path: Path, text: str) -> None:
+def write_owner_only_text(path: Path, text: str) -> None:
     """Write a text file that only its owner may read, and sync it to disk; raises OSError."""
     with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         os.fchmod(file.fileno(), 0o600)  # there may have been a file

@@ -63,7 +63,7 @@ def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
     return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)
 
 
-class UnitRows:
+class UnitRowMap:
     """Maps the units (frames) of a stream to rows of a buffer, on the host, in NumPy; rows of forgotten units are reused.
 
     The first rows belong to the units `old` [k], ascending, and each row n after them to unit n + `gap`; until `keep_rows`
@@ -159,7 +159,7 @@ def _numbers(path: Path, unit: int = 1) -> dict[str, int]:
 
 
 @contextmanager
-def single_threaded() -> Iterator[None]:
+def single_cpu_thread() -> Iterator[None]:
     """Context in which PyTorch uses one CPU thread for this thread's operations.
 
     An operation of about ten microseconds gains little from a second thread, and waits for it: for milliseconds, if that

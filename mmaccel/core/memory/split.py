@@ -50,7 +50,7 @@ class LayerRange(ModelView):
         return cos.to(self.at, non_blocking=True), sin.to(self.at, non_blocking=True)
 
 
-def split_stream(
+def create_multi_device_state(
     policy: StreamPolicy,
     devices: Sequence[torch.device],
     stream: Stream,
@@ -76,12 +76,12 @@ def split_stream(
         for *_, state in parts:
             state.close()
         raise
-    return SplitState(parts)
+    return MultiDeviceStreamState(parts)
 
 
 def load_stream(state: StreamState, path: Path) -> None:
     """Load a saved memory into `state`; raises `ModelError` unless it was saved with the same layers on each device."""
-    own = state._layers if isinstance(state, SplitState) else None
+    own = state._layers if isinstance(state, MultiDeviceStreamState) else None
     told = (
         checkpoint_io.read_json(path / SPLIT, {"layers": list})["layers"] if (path / SPLIT).exists() else None
     )
@@ -95,23 +95,23 @@ def load_stream(state: StreamState, path: Path) -> None:
     state.load(path)
 
 
-def _of_layer(split: SplitState, name: str, layer: int, *given: Any, **named: Any) -> Any:
+def _of_layer(split: MultiDeviceStreamState, name: str, layer: int, *given: Any, **named: Any) -> Any:
     state, own = split._of[layer]
     split._begin_waiting(state)
     return getattr(state, name)(own, *given, **named)
 
 
-def _each(split: SplitState, name: str, *given: Any, **named: Any) -> None:
+def _each(split: MultiDeviceStreamState, name: str, *given: Any, **named: Any) -> None:
     split._begin_waiting()
     for state in split._states:
         getattr(state, name)(*given, **named)
 
 
-def _first(split: SplitState, name: str, *given: Any, **named: Any) -> Any:
+def _first(split: MultiDeviceStreamState, name: str, *given: Any, **named: Any) -> Any:
     return getattr(split._states[0], name)(*given, **named)
 
 
-class SplitState(StreamState):
+class MultiDeviceStreamState(StreamState):
     """Several stream memories as one, each for consecutive layers on their device. All hold the same units (frames).
 
     Devices work on several passes at once: no method waits for one of them. A memory begins a pass when the first of its
@@ -160,7 +160,7 @@ class SplitState(StreamState):
         shown: KVView = _of_layer(self, "view", layer, query)
         if self._ingests and shown.layout is not None:
             # All show the same columns; what was read of the first device is not read of one that has yet to get there.
-            shown.layout.share_facts(self._layouts.setdefault(shown.layout.length, shown.layout))
+            shown.layout.share_host_values(self._layouts.setdefault(shown.layout.length, shown.layout))
         return shown
 
     def begin_pass(self, stream_pass: StreamPass) -> None:

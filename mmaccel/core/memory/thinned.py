@@ -11,7 +11,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVState, KVView
-from mmaccel.core.prefill.prune import TokenPruner, complement, kept_layout
+from mmaccel.core.prefill.prune import TokenPruner, complement_indices, kept_layout
 
 
 class PrunedKVState(KVState):
@@ -40,7 +40,7 @@ class PrunedKVState(KVState):
         self._shown: Tensor | None = None
         self._before: Tensor | None = None
 
-    def expect_pass(self, count: int) -> None:
+    def expect_new_columns(self, count: int) -> None:
         """Announce the next forward pass: the number of its new columns, including those that will be pruned."""
         self._coming = count
 
@@ -60,11 +60,11 @@ class PrunedKVState(KVState):
         if self.pruner.scoring_layer is not None:
             self._watched = at
 
-    def part_of(self, layer: int) -> int:
+    def part_index_of_layer(self, layer: int) -> int:
         """Return the index of the part (run of layers between two pruning stages) that holds `layer`."""
         return self._owner[layer]
 
-    def held_count(self, part: int, length: int) -> int:
+    def count_held_in_part(self, part: int, length: int) -> int:
         """Return the number of columns that the layers of `part` hold, of the first `length` columns of the sequence."""
         kept = self.kept[part]
         if kept is None:
@@ -107,7 +107,10 @@ class PrunedKVState(KVState):
                     line = line[(column < view.sinks) | (column > column[-1] - view.window)]
                 self.recall(query, view.key.index_select(2, line), column[line])
         elif self._shown is not None and layer > (self.pruner.scoring_layer or 0):
-            prompt, end = self.held_count(part, self.prompt), self.held_count(part, self._seen)
+            prompt, end = (
+                self.count_held_in_part(part, self.prompt),
+                self.count_held_in_part(part, self._seen),
+            )
             columns = torch.cat([self._shown, torch.arange(prompt, end, device=self._shown.device)])
             held = columns
             if view.column is not None:
@@ -137,7 +140,7 @@ class PrunedKVState(KVState):
             self._before = torch.zeros(len(seen), device=seen.device).masked_scatter(seen, attention)
         chosen = self.pruner.recalled_columns(attention, watched, before)
         if chosen is not None:
-            rest = complement(self._watched, self.held_count(0, self.prompt))
+            rest = complement_indices(self._watched, self.count_held_in_part(0, self.prompt))
             self._shown = torch.cat([rest, chosen]).sort().values
         return self._shown
 
@@ -145,7 +148,7 @@ class PrunedKVState(KVState):
         kept = self.kept[self._owner[layer]]
         return 0 if kept is None else self.prompt - kept.numel()
 
-    def has_renumbered(self, layer: int) -> bool:
+    def has_renumbered_positions(self, layer: int) -> bool:
         """Return whether the columns that `layer` holds have consecutive positions 0, 1, 2, ..."""
         return self.pruner.compact and self.kept[self._owner[layer]] is not None
 
@@ -168,7 +171,7 @@ class PrunedKVState(KVState):
             raise ModelError(f"kv: the memory has {self._seen} columns; it cannot be cut to {length}.")
         gone = self._seen - length
         for k, part in enumerate(self._parts):
-            part.truncate(min(self.held_count(k, length), part.length()))
+            part.truncate(min(self.count_held_in_part(k, length), part.length()))
         if length < self.prompt:
             # What is looked at was chosen by a video of which a part is gone.
             self._watched = self._shown = self._before = None

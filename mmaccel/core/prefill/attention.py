@@ -24,9 +24,9 @@ from mmaccel.core.errors import warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView, StreamState
 from mmaccel.core.prefill import masked
-from mmaccel.core.prefill.plan import AttentionPlan, check_sizes, numbered
-from mmaccel.core.prefill.prune import PrefillPass, Probe
-from mmaccel.core.prefill.sparse import attend_branches, attend_plan, start_host_copy, window_plan
+from mmaccel.core.prefill.plan import AttentionPlan, check_plan_sizes, numbered
+from mmaccel.core.prefill.prune import ForwardProbe, PrefillPass
+from mmaccel.core.prefill.sparse import attend_plan, attend_token_tree, start_host_copy, window_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 
@@ -80,7 +80,7 @@ class AttentionConfig:
         made: AttentionPlan | None = compiled(sizes, gain, query, key, value, queries, keys)
         return made
 
-    def warn_of_other_length(self, tokens: int | None) -> None:
+    def warn_prompt_length_mismatch(self, tokens: int | None) -> None:
         """Warn, once per attached recipe, if a prompt of `tokens` (None: unknown) is far longer or shorter than that on
         which the patterns were searched. The pattern's own `note`, if any, goes into the report."""
         context = self.recipe.sparse.context
@@ -119,7 +119,7 @@ class ForwardPass(PrefillPass):
     prefill: bool = True
     rest: int = 0
     branches: Branches | None = None
-    probes: tuple[Probe, ...] = ()
+    probes: tuple[ForwardProbe, ...] = ()
     stream: bool = False
     check: Callable[[], None] | None = None
     pruning: object = None
@@ -179,7 +179,7 @@ class ForwardPass(PrefillPass):
         """The layouts of the new columns and of those that a memory shows, `column` [N] (None: all), positions counted among
         them; one for all layers that are shown the same."""
         if column is None:
-            return self.query_layout, self.layout
+            return self.new_columns_layout, self.layout
 
         def ranked() -> tuple[TokenLayout, TokenLayout]:
             keys = self.layout.select_tokens(column.to(self.layout.device))
@@ -211,11 +211,11 @@ class ForwardPass(PrefillPass):
         return made
 
     @cached_property
-    def query_layout(self) -> TokenLayout:
+    def new_columns_layout(self) -> TokenLayout:
         """Layout of the new columns. All layers share it, so that values derived from it are computed once."""
         return self.layout.select_tokens(slice(self.start, None))
 
-    def slice_columns(self, begin: int, end: int) -> ForwardPass:
+    def slice_new_columns(self, begin: int, end: int) -> ForwardPass:
         """Return the forward pass over only the new columns ``begin .. end`` of this one."""
         layout, start = self.layout.select_tokens(slice(0, self.start + end)), self.start + begin
         rest = self.layout.length - layout.length + self.rest
@@ -251,7 +251,7 @@ class ForwardPass(PrefillPass):
         # Layers without keys of their own may be run for the last rows alone.
         rows = self.layout.length - self.start - query.shape[2]
         if rows > 0 and not self.stream and self.pruning is None:
-            return self.slice_columns(rows, rows + query.shape[2]).attend(layer, query, key, value, scale)
+            return self.slice_new_columns(rows, rows + query.shape[2]).attend(layer, query, key, value, scale)
         window = self.config.sliding.get(layer)
         view = KVView(key, value, None, 0, window) if self.state is None else self.state.view(layer, query)
         key, value = view.key, view.value
@@ -263,7 +263,7 @@ class ForwardPass(PrefillPass):
             probe.read_attention_inputs(self, layer, query, key, value, scale)
         if self.branches is not None:
             end = key.shape[2] if self.stream else self.layout.length
-            return attend_branches(self.branches, view, query, key, value, scale, end)
+            return attend_token_tree(self.branches, view, query, key, value, scale, end)
         if view.layout is not None and not self.config.recipe.sparse.dense:
             return self._over(view.layout, query.shape[2])._attend(layer, view, query, key, value, scale)
         return self._attend(layer, view, query, key, value, scale)
@@ -347,11 +347,11 @@ class ForwardPass(PrefillPass):
         query = query if abs(even - 1) < 1e-3 else query * even
         plan = self.config.plan(layer, query, key, value, *self._shown(view.column))
         if plan is None:
-            meter.note_unplanned(recipe.sparse.for_layer(layer), query.shape[1])
+            meter.note_unplanned_layers(recipe.sparse.for_layer(layer), query.shape[1])
             return None
         # Of a stream a pass is a part, and nobody knows how long the whole will be.
-        self.config.warn_of_other_length(None if self.stream else self.layout.length + self.rest)
-        check_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.has_padding)
+        self.config.warn_prompt_length_mismatch(None if self.stream else self.layout.length + self.rest)
+        check_plan_sizes(plan, recipe.sparse.name, query, key, whole=not self.layout.has_padding)
         plan = plan if view.window is None else plan.limit_to_window(view.sinks, view.window)
         if all(begin == end for _, begin, end in self._tails):
             return plan

@@ -2,8 +2,9 @@
 
 Each process computes norms, products and RoPE of its own rows, and its KV memory holds their keys. For attention the
 processes gather that layer's queries, keys and values, make the same plan, and each computes an equal share of the listed
-blocks (`plan_share`); partial results of each row are merged by log-sum-exp in the process that holds it. A pass of few
-rows, such as a decoded token, runs in every process; each attends to the keys it holds, and the results are merged alike.
+blocks (`shard_plan_for_rank`); partial results of each row are merged by log-sum-exp in the process that holds it. A pass of
+few rows, such as a decoded token, runs in every process; each attends to the keys it holds, and the results are merged
+alike.
 
 Letters as in `attention.py`; R processes.
 """
@@ -61,7 +62,7 @@ class Context:
             ("draft", recipe.draft, not recipe.draft.active),
         ):
             if not serves:
-                able = registry("kv").names_where(lambda cls: cls.shares_columns)
+                able = registry("kv").matching_names_text(lambda cls: cls.shares_columns)
                 raise RecipeError(
                     f"{kind} {part.name!r}: under context_mesh a process holds a share of the columns, which only kv {able} "  # type: ignore[union-attr]
                     f"without pruner and draft serves; leave {kind} out."
@@ -143,9 +144,9 @@ class Context:
 
         return merge_parts(swapped(out), swapped(lse)).movedim(0, 2)
 
-    def share_state(self, memory: KVState) -> SharedState:
-        """Return a `SharedState` around `memory`, which holds this process's columns of a sequence."""
-        return SharedState(memory, self)
+    def wrap_kv_state(self, memory: KVState) -> ContextParallelKVState:
+        """Return a `ContextParallelKVState` around `memory`, which holds this process's columns of a sequence."""
+        return ContextParallelKVState(memory, self)
 
     def wrap_forward(
         self, forward: Callable[..., Any], of_columns: Callable[..., dict[str, Any]], states: object
@@ -166,10 +167,10 @@ class Context:
                 )
             rows = given.layout.length - given.start
             sizes = self.rows_per_rank(rows) if given.prefill and rows >= MIN_ROWS else None
-            assert isinstance(given.state, SharedState)
+            assert isinstance(given.state, ContextParallelKVState)
             given.state.coming = sizes or (*[0] * (self.size - 1), rows)
             known = {f.name: getattr(given, f.name) for f in fields(given) if f.init}
-            shared = SharedPass(**known, context=self, sizes=sizes)
+            shared = ContextParallelPass(**known, context=self, sizes=sizes)
             if sizes is None:
                 return forward(**{PASS: shared}, **kwargs)
             begin = sum(sizes[: self.rank])
@@ -183,7 +184,7 @@ class Context:
         return run
 
 
-class SharedState(KVState):
+class ContextParallelKVState(KVState):
     """The KV memory of a sequence under context parallelism: `memory` holds this process's columns.
 
     pieces  for each pass, how many of its columns each process added, in order of rank
@@ -246,7 +247,7 @@ class SharedState(KVState):
 
 
 @dataclass(frozen=True, eq=False)
-class SharedPass(ForwardPass):
+class ContextParallelPass(ForwardPass):
     """A forward pass under context parallelism in which process r computes ``sizes[r]`` rows; None: each computes all."""
 
     context: Context | None = None
@@ -255,7 +256,7 @@ class SharedPass(ForwardPass):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Compute attention of one layer, as `ForwardPass.attend` does, for the rows of this process."""
         context, state = self.context, self.state
-        assert context is not None and isinstance(state, SharedState)
+        assert context is not None and isinstance(state, ContextParallelKVState)
         if self.sizes is None:
             view = state.view(layer, query)
             self._count(layer, None, view, query, None)
@@ -332,10 +333,12 @@ def _attended(
     if plan is None:
         rows, keys = query.shape[2], key.shape[2]
         plan = window_plan(rows, keys, 0, keys, query.shape[1], query.device)
-    return attend_plan(plan_share(plan, context.rank, context.size), query, key, value, scale, kernel)
+    return attend_plan(
+        shard_plan_for_rank(plan, context.rank, context.size), query, key, value, scale, kernel
+    )
 
 
-def plan_share(plan: AttentionPlan, rank: int, size: int) -> AttentionPlan:
+def shard_plan_for_rank(plan: AttentionPlan, rank: int, size: int) -> AttentionPlan:
     """Return the listed blocks of `plan` that process `rank` of `size` computes; cached, without a host read.
 
     The lists of a head are concatenated, and each process takes one contiguous run of them. The runs of any two processes

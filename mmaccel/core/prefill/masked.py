@@ -33,13 +33,13 @@ class BidirectionalImages:
     spans: tuple[Span, ...]
     layers: frozenset[int]
 
-    def of(self, layer: int, start: int, layout: TokenLayout) -> NewImageColumns | None:
+    def of(self, layer: int, start: int, layout: TokenLayout) -> NewImageSpans | None:
         """Return the images among the new columns of `layout`, from `start` on; None if there are none, or if in `layer`
         images are causal."""
         if layer not in self.layers:
             return None
         spans = tuple(one for one in self.spans if start <= one[1] and one[2] <= layout.length)
-        return NewImageColumns(spans, start, layout) if spans else None
+        return NewImageSpans(spans, start, layout) if spans else None
 
     def next_cut(self, end: int) -> int:
         """Return the first column, from `end` on, before which a prompt can be cut into chunks without splitting an
@@ -58,7 +58,7 @@ class BidirectionalImages:
 
 
 @dataclass(frozen=True, eq=False)
-class NewImageColumns:
+class NewImageSpans:
     """The images with bidirectional attention among the new columns of a pass, which are those of `layout` from `start`
     on."""
 
@@ -73,7 +73,7 @@ class NewImageColumns:
             counts[b][0] += (past - begin) * (past - begin - 1) / 2
         return torch.tensor(counts, dtype=torch.float64)
 
-    def unhide_images(self, unseen: Tensor, columns: Tensor) -> Tensor:
+    def unmask_image_pairs(self, unseen: Tensor, columns: Tensor) -> Tensor:
         """Unhide pairs within one image in the mask `unseen` [B, 1, n, N], which is True where a new column may not see the
         key at `columns` [N]; return the new mask."""
         rows = torch.arange(self.start, self.layout.length, device=columns.device)[:, None]

@@ -74,7 +74,7 @@ def merge_plans(
     return replace(first, parts=tuple(make() for make in makers), heads=heads, dense=rest)
 
 
-def combine_parts(parts: Sequence[Part], heads: int, blocks: tuple[int, int]) -> Part:
+def merge_plan_parts(parts: Sequence[Part], heads: int, blocks: tuple[int, int]) -> Part:
     """Merge all `parts` of a group into one part for all `heads` heads, so that one launch computes them.
 
     `blocks` are the block sizes of queries and of keys, in tokens.
@@ -85,7 +85,7 @@ def combine_parts(parts: Sequence[Part], heads: int, blocks: tuple[int, int]) ->
     return make()
 
 
-def adjacent_runs(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[int, int]]:
+def adjacent_head_ranges(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[int, int]]:
     """Yield the runs (begin, end) of adjacent heads among `heads`, each of at most `most` heads."""
     begin = 0
     for at in range(1, len(heads) + 1):
@@ -94,7 +94,7 @@ def adjacent_runs(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[i
             begin = at
 
 
-class Slice(NamedTuple):
+class PackedSlice(NamedTuple):
     """Where a tensor [b, h, n, ...] is in the packed buffer of its type (see `TensorPacker`); its heads begin at head
     `first`, or it is shared by all heads (h = 1)."""
 
@@ -114,10 +114,10 @@ class TensorPacker:
         self._ends = [0] * len(block_lists.KINDS)
         self._made: list[Tensor] = []
 
-    def add(self, shape: tuple[int, ...], value: int, dtype: torch.dtype, first: int = 0) -> Slice:
+    def add(self, shape: tuple[int, ...], value: int, dtype: torch.dtype, first: int = 0) -> PackedSlice:
         """Reserve a tensor of `shape` [b, h, n], or of lists [b, h, n, 5], filled with `value` wherever nothing is put."""
         kind, size = block_lists.KINDS.index(dtype), prod(shape)
-        to = Slice(kind, self._ends[kind], shape, first)
+        to = PackedSlice(kind, self._ends[kind], shape, first)
         self._ends[kind] += size + -size % ALIGNED
         if size:
             # In the order of `block_lists.FIELDS`, as below.
@@ -125,7 +125,7 @@ class TensorPacker:
         return to
 
     def put(
-        self, to: Slice, heads: Sequence[int], t: Tensor, begin: int, more: int = 0, shift: int = 0
+        self, to: PackedSlice, heads: Sequence[int], t: Tensor, begin: int, more: int = 0, shift: int = 0
     ) -> None:
         """Record a write of `t` [b or 1, heads or 1, n, ...] plus `more` into the columns from `begin` of `heads`.
 
@@ -140,7 +140,7 @@ class TensorPacker:
         t = t if dense else t.contiguous()
         from_b, from_h = (t.stride(i) if t.shape[i] > 1 else 0 for i in (0, 1))
         at = 0
-        for slot, past in adjacent_runs(slots):
+        for slot, past in adjacent_head_ranges(slots):
             count = past - slot
             if not at or from_h:
                 self._sources.append(t[:, at : at + count] if at else t)
@@ -155,8 +155,8 @@ class TensorPacker:
         fills = len(self._fills) // len(block_lists.FIELDS)
         self._made = block_lists.copy_pieces(self._sources, [*self._fills, *self._puts], fills, self._ends)
 
-    def tensor(self, of: Slice) -> Tensor:
-        """Return the packed tensor at a `Slice`, after `flush`."""
+    def tensor(self, of: PackedSlice) -> Tensor:
+        """Return the packed tensor at a `PackedSlice`, after `flush`."""
         return self._made[of.kind][of.begin : of.begin + prod(of.shape)].view(of.shape)
 
 
@@ -168,7 +168,7 @@ class Piece(NamedTuple):
     span: KeySpan
 
     @property
-    def range_end(self) -> int:
+    def distance_range_end(self) -> int:
         """The end of the span's range of distances, after a shift by which all ranges begin at 0."""
         return FAR if self.span.hi >= FAR else self.span.hi - self.span.lo
 
@@ -219,7 +219,7 @@ def _part(
             for span in sorted(part.spans, key=lambda s: -s.k_row.shape[-1]):
                 piece = Piece(heads, begin, span)
                 own = (None if t is None else _number(t, owned) for t in (span.key, span.value))
-                kind = piece.range_end, span.lists.index is None, span.bias is None, *own
+                kind = piece.distance_range_end, span.lists.index is None, span.bias is None, *own
                 number = seen[kind] = seen.get(kind, -1) + 1
                 slots.setdefault((*kind, number), []).append(piece)
     spans = [_span(packer, some, q_row, blocks) for some in slots.values()]
@@ -251,7 +251,7 @@ def _all_rows(parts: Sequence[Part]) -> int | None:
 
 
 def _span(
-    packer: TensorPacker, some: list[Piece], q_row: Slice, blocks: tuple[int, int]
+    packer: TensorPacker, some: list[Piece], q_row: PackedSlice, blocks: tuple[int, int]
 ) -> Callable[[], KeySpan]:
     """One span of all pieces: of each head the keys of its pieces follow one another, those of one order once."""
     one, (batch, heads, rows), put = some[0].span, q_row.shape, packer.put
@@ -272,7 +272,7 @@ def _span(
     wide = any(t.dtype == torch.int64 for p in some for t in (p.span.q_pos, p.span.k_pos))
     dtype = torch.int64 if wide else torch.int32
 
-    def keys(size: int, value: int, dtype: torch.dtype) -> Slice:
+    def keys(size: int, value: int, dtype: torch.dtype) -> PackedSlice:
         return packer.add((batch, 1 if shared else heads, size), value, dtype, q_row.first)
 
     k_row, k_pos = keys(width, -1, torch.int32), keys(width, 0, dtype)
@@ -307,6 +307,8 @@ def _span(
         lists = BlockLists(tensor(row), None if index is None else tensor(index).flatten(), tensor(kind))
         extra: dict[str, Any] = dict(key=one.key, value=one.value)
         extra |= dict(bias=None if bias is None else tensor(bias).view(torch.float32))
-        return KeySpan(tensor(k_row), tensor(q_pos), tensor(k_pos), 0, some[0].range_end, lists, **extra)
+        return KeySpan(
+            tensor(k_row), tensor(q_pos), tensor(k_pos), 0, some[0].distance_range_end, lists, **extra
+        )
 
     return make

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import ABSENT, FULL, TEST, BlockLists, KeySpan, Part, memoize
-from mmaccel.backends.ops.block_lists import block_bounds, compacted, listed_area, reach, restrict_rows
+from mmaccel.backends.ops.block_lists import block_bounds, compacted, listed_area, reach, restrict_key_rows
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 
@@ -127,7 +127,7 @@ class AttentionPlan:
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
-    def may_overlap(self) -> bool:
+    def may_share_rows(self) -> bool:
         """Whether parts of the plan may share query rows."""
         return any(part.merge_group for part in self.parts)
 
@@ -136,7 +136,7 @@ class AttentionPlan:
 
         def cut() -> AttentionPlan:
             dense = replace(self.dense, rows=rows) if self.dense is not None else None
-            return replace(self, parts=tuple(part.first_rows(rows) for part in self.parts), dense=dense)
+            return replace(self, parts=tuple(part.limit_query_rows(rows) for part in self.parts), dense=dense)
 
         return memoize(self.memo, ("first", rows), cut)
 
@@ -157,7 +157,7 @@ class AttentionPlan:
 
         def cut() -> AttentionPlan:
             how = sinks, self.n_key - self.n_query - window, self.block_q, self.block_k
-            parts = tuple(restrict_rows(part, *how) for part in self.parts)
+            parts = tuple(restrict_key_rows(part, *how) for part in self.parts)
             dense = self.dense and replace(self.dense, sinks=sinks, window=window)
             return replace(self, parts=parts, dense=dense)
 
@@ -237,7 +237,7 @@ class AttentionPlan:
         return replace(self, parts=tuple(part.to(device, moved) for part in self.parts), dense=dense)
 
 
-def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole: bool) -> None:
+def check_plan_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole: bool) -> None:
     """Raise `RecipeError` if `plan` does not fit query [B, H, n, D] and key [B, G, N, D]; no device read.
 
     who  the pattern; whole  no row is padding, so that each must be in a part

@@ -1,4 +1,4 @@
-"""The interface of token pruners, which choose the visual tokens to keep by signals of a model's prefill; and `Probe`, which
+"""The interface of token pruners, which choose the visual tokens to keep by signals of a model's prefill; `ForwardProbe`
 reads such signals while the layers run.
 
 Visual tokens are those of images and of videos. Letters: S columns, m visual tokens that may be dropped, n rows of text, E
@@ -46,7 +46,7 @@ NO_COLUMNS = TokenLayout.text(1, 0)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PrefillPass:
-    """What a `Probe` may read of a forward pass over new columns ``start .. start + n`` of a batch.
+    """What a `ForwardProbe` may read of a forward pass over new columns ``start .. start + n`` of a batch.
 
     layout  every column up to the last new one; empty for a stream
     state   the KV memory; None: the caller passes all keys
@@ -57,7 +57,7 @@ class PrefillPass:
     state: KVState | None = None
 
 
-class Probe:
+class ForwardProbe:
     """Reads what the layers of one forward pass compute; subclasses override its methods. An error in one of them aborts the
     pass."""
 
@@ -75,7 +75,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Note:
+class ForwardPassInfo:
     """Facts of a pass that the multimodal model hands to the text model: the layout of the new columns, whether they are
     draft tokens to verify and their tree, probes, a `mask`, and the `images` with bidirectional attention."""
 
@@ -84,11 +84,11 @@ class Note:
     images: BidirectionalImages | None = None
     verify: bool = False
     branches: Branches | None = None
-    probes: tuple[Probe, ...] = ()
+    probes: tuple[ForwardProbe, ...] = ()
 
 
 NOTE = "mmaccel_note"
-"""The keyword under which a `Note` travels to the text model."""
+"""The keyword under which a `ForwardPassInfo` travels to the text model."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Stage:
 
     def kept_count(self, at: Tensor, total: int | None) -> int:
         """Return how many of the candidate tokens `at` [m] this stage keeps; `total` is their number before all stages."""
-        return min(count_of_share(self.share, at.numel() if total is None else total), at.numel())
+        return min(share_token_count(self.share, at.numel() if total is None else total), at.numel())
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,9 +174,9 @@ class TokenPruner(Policy, ABC, kind="prune"):
 
     def on_stream(self) -> TokenPruner | None:
         """Return the pruner to use on a stream, where a question sees cached keys and values but no hidden states; None:
-        unsupported. A pruner of stage "layer" acts on what the question retrieves (`RecallPruning`), in layouts whose frames
-        are the units shown, by rank, without cells. A `compact` one of stage "frames" acts on each `group` of frames before
-        it is stored as one unit of `kept_token_count` tokens."""
+        unsupported. A pruner of stage "layer" acts on what the question retrieves (`RetrievedTokenPruning`), in layouts
+        whose frames are the units shown, by rank, without cells. A `compact` one of stage "frames" acts on each `group` of
+        frames before it is stored as one unit of `kept_token_count` tokens."""
         return self if self.stage == "layer" and self.needs <= {"attention"} else None
 
     def kept_token_count(self, tokens: int) -> int:
@@ -200,7 +200,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuotaPruner(TokenPruner):
+class FixedRetentionPruner(TokenPruner):
     """A pruner that keeps a fixed share of the candidates: subclasses write `choose` and `stages`.
 
     retention  the share of the candidates that is kept, rounded down to a whole token
@@ -215,13 +215,13 @@ class QuotaPruner(TokenPruner):
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         at = candidate_columns(layout)
         count = stage.kept_count(at, total)
-        return staying_columns(
+        return with_unprunable_columns(
             layout, at if count == at.numel() else at[self.choose(signals, layout, at, count)]
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScorePruner(QuotaPruner):
+class ScorePruner(FixedRetentionPruner):
     """A pruner that scores every candidate and keeps the highest: subclasses write `score` and `stages`."""
 
     @abstractmethod
@@ -280,7 +280,7 @@ def _layers(first: int, last: int) -> str:
     return f"layer {first}" if first == last else f"layers from {first} to {last}"
 
 
-def checked_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -> Tensor:
+def check_kept_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -> Tensor:
     """Return `columns` that `pruner` keeps of `layout`; raises `RecipeError` if they are not valid. One device read."""
     who = f"prune {pruner.name!r}: keep"
     if columns.dtype != torch.long or columns.ndim != 1:
@@ -294,14 +294,14 @@ def checked_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -
     messages = (
         f"gives a column that is not there; give columns below {layout.length}",
         "gives columns that do not ascend; sort them, and give each once",
-        "drops columns that are not visual; keep every column but those of `candidate_columns` (`staying_columns` does)",
+        "drops columns that are not visual; keep all but `candidate_columns`, as `with_unprunable_columns` does",
     )
     if any(wrong):
         raise RecipeError(f"{who} {messages[wrong.index(True)]}.")
     return columns
 
 
-def count_of_share(share: float, count: int) -> int:
+def share_token_count(share: float, count: int) -> int:
     """Return `share` of `count` tokens, rounded down, exactly: 0.29 of 100 is 29 despite binary rounding."""
     return int(share * count + 1e-9)
 
@@ -333,7 +333,7 @@ def columns_by_frame_size(layout: TokenLayout) -> list[Tensor]:
     return [torch.stack(same) for same in by_size.values()]
 
 
-def staying_columns(layout: TokenLayout, *chosen: Tensor) -> Tensor:
+def with_unprunable_columns(layout: TokenLayout, *chosen: Tensor) -> Tensor:
     """Return [n] ascending: the `chosen` candidates and every column that is not a candidate."""
     stays = ~_may_go(layout)
     if chosen:
@@ -341,7 +341,7 @@ def staying_columns(layout: TokenLayout, *chosen: Tensor) -> Tensor:
     return stays.nonzero()[:, 0]
 
 
-def complement(chosen: Tensor, among: int) -> Tensor:
+def complement_indices(chosen: Tensor, among: int) -> Tensor:
     """Return [among - n] ascending: the indices below `among` that are not in `chosen` [n]."""
     left = torch.ones(among, dtype=torch.bool, device=chosen.device)
     left[chosen] = False

@@ -27,7 +27,7 @@ from mmaccel.core.memory.kv import (
     grow_buffer,
 )
 from mmaccel.core.memory.relay import relay
-from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, checked_columns, kept_layout
+from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, check_kept_columns, kept_layout
 from mmaccel.core.report import Meter
 
 
@@ -137,7 +137,7 @@ class TimeRangeMemory(WrappedMemory):
         return replace(self._shown(layer, view, base), bias=None)
 
 
-class RecallPruning(WrappedMemory):
+class RetrievedTokenPruning(WrappedMemory):
     """Wraps the stream memory `state` so that a question and its answer see only the visual tokens that `pruner` keeps.
 
     The head, summary tokens and all rows of the question stay, including images, other videos and an incomplete unit (frame)
@@ -229,7 +229,7 @@ class RecallPruning(WrappedMemory):
         if self.pruner.candidates(layout).numel():
             signals = self._signals(attention)
             kept = self.pruner.keep(signals, layout, stage, total)
-            columns = columns[checked_columns(self.pruner, kept, layout)]
+            columns = columns[check_kept_columns(self.pruner, kept, layout)]
         return columns[: len(columns) - self._tail]
 
     def _signals(self, attention: list[Tensor]) -> Signals:

@@ -19,7 +19,7 @@ from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVView
-from mmaccel.core.prefill.merge_heads import Share, adjacent_runs, combine_parts
+from mmaccel.core.prefill.merge_heads import Share, adjacent_head_ranges, merge_plan_parts
 from mmaccel.core.prefill.plan import (
     FAR,
     AttentionPlan,
@@ -170,7 +170,7 @@ def attend_plan(
         own = part.for_heads(len(all_heads))
         groups = slice(own.start // group, (own.stop - 1) // group + 1)
         q, k, v = query[:, own], key[:, groups], value[:, groups]
-        op = select.serving_extra(backend, query.device) if part.extra else backend
+        op = select.with_extended_support(backend, query.device) if part.extra else backend
         prepared = prepare(op, part, q, k, *blocks, n)
         other, other_lse = op(q, k, v, *part.pack(), *blocks, scale, n, *prepared)
         heads = all_heads if part.head_range is None else part.head_range.heads
@@ -180,11 +180,11 @@ def attend_plan(
             if out is None:
                 out, lse = empty_output(query, value, n, n)
             assert lse is not None
-            for begin, end in adjacent_runs([head for head in heads if head not in written]):
+            for begin, end in adjacent_head_ranges([head for head in heads if head not in written]):
                 here = slice(begin - own.start, end - own.start)
                 out[:, begin:end], lse[:, begin:end] = other[:, here], other_lse[:, here]
             again = [head for head in heads if head in written]
-            for begin, end in adjacent_runs(again, max(1, MERGED // other[:, 0].numel())):
+            for begin, end in adjacent_head_ranges(again, max(1, MERGED // other[:, 0].numel())):
                 here = slice(begin - own.start, end - own.start)
                 both, total = merge(out[:, begin:end], lse[:, begin:end], other[:, here], other_lse[:, here])
                 out[:, begin:end], lse[:, begin:end] = both.to(out.dtype), total
@@ -215,7 +215,7 @@ def parts_to_launch(plan: AttentionPlan) -> list[Part]:
                 groups.setdefault(part.merge_group, []).append(part)
         blocks = plan.block_q, plan.block_k
         whole = [
-            parts[0] if len(parts) == 1 else combine_parts(parts, plan.heads, blocks)
+            parts[0] if len(parts) == 1 else merge_plan_parts(parts, plan.heads, blocks)
             for parts in (groups[number] for number in sorted(groups))
         ]
         alone = whole + [part for part in plan.parts if part.head_range is not None]
@@ -267,15 +267,15 @@ def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
     dtype = next(view.model.parameters()).dtype
     pattern = recipe.sparse.for_layer(0)
     label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
-    shape = measure.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
+    shape = measure.AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
     plan = planning_benchmark(pattern, shape, device)
     return select.decide(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
 
 
 def planning_benchmark(
-    pattern: Any, shape: measure.Shape, device: torch.device
+    pattern: Any, shape: measure.AttentionShape, device: torch.device
 ) -> Callable[[int], Callable[[], object]]:
-    """Return a benchmark of planning for `measured_costs`: a function of a token count n that returns a call, which plans a
+    """Return a benchmark of planning for `measure_costs`: a function of a token count n that returns a call, which plans a
     layer of n tokens."""
 
     def plan(n: int) -> Callable[[], object]:
@@ -316,7 +316,7 @@ def window_plan(
     return AttentionPlan((part,), TILE, TILE, 1, heads, rows, keys)
 
 
-def attend_branches(
+def attend_token_tree(
     branches: Branches, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float, end: int
 ) -> Tensor:
     """Compute attention [B, H, n, D] of the rows of a token tree: each sees all earlier columns and its own branch; the last

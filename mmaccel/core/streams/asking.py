@@ -22,7 +22,7 @@ from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import StreamPass, StreamState, UnitEvidence
 from mmaccel.core.prefill.attention import MIN_ROWS
-from mmaccel.core.prefill.recalled import RecallPruning, TimeRangeMemory, warn_idle_pruner
+from mmaccel.core.prefill.recalled import RetrievedTokenPruning, TimeRangeMemory, warn_idle_pruner
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.core.streams.parts import (
@@ -32,12 +32,18 @@ from mmaccel.core.streams.parts import (
     StreamInfo,
     TokenChoice,
     concat_padded,
-    states_restored,
+    restore_states_at_exit,
 )
-from mmaccel.core.streams.picking import open_picked_frames
+from mmaccel.core.streams.picking import run_selected_frames
 from mmaccel.core.streams.sources import pad_to_units
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
-from mmaccel.core.streams.timed_text import TOKENS, TimedText, layer_shares, recalled_lines, texts_that_fit
+from mmaccel.core.streams.timed_text import (
+    TOKENS,
+    TimedText,
+    fit_lines_to_tokens,
+    lines_for_question,
+    unit_layer_shares,
+)
 
 GONE = "between: kv {!r} holds nothing of that time any more; ask for a later one, or choose a kv that keeps all frames."
 
@@ -96,7 +102,7 @@ def run_question(
         # Those of the units that the memory has not taken in yet.
         times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
         times += [] if info.pending is None else [info.times[-info.pending.shape[0]]]
-        positions.record_times(state.units(), times)
+        positions.record_unit_times(state.units(), times)
     own_stream = replace(stream, positions=copy.copy(positions))
     taken = state.snapshot(own_stream, lambda: pause(False)) if concurrent else None
     if taken is not None:
@@ -123,7 +129,7 @@ def run_question(
         )
     units, own = state.shown_units(stream_pass)
     last, used = positions.last_position(units, pending, rows, own)
-    if not positions.admits_pass(units, pending, rows, own):
+    if not positions.pass_within_limit(units, pending, rows, own):
         raise ModelError(
             f"question: the stream and the question take {used} of the model's {positions.limit} positions "
             "(max_position_embeddings) and leave none for an answer; ask in fewer words, or choose a kv that "
@@ -141,7 +147,7 @@ def run_question(
             reads = 0  # units would stand where they leave no room for them
     if info.timed_texts and not reads:
         meter.add_note("text: no line found room behind the question")
-    planned = planned_rows(adapter.attention.recipe, asking, rows - pending, adapter.device)
+    planned = plannable_rows_layout(adapter.attention.recipe, asking, rows - pending, adapter.device)
     stream_pass = replace(stream_pass, rows=rows, room=room + reads + len(rest), layout=planned)
     deadline.check()
     seen_as, evidence, shows = state, state.evidence, list(range(len(info.spans)))
@@ -149,7 +155,7 @@ def run_question(
         state.limit_to_units(*inside)
     if isinstance(state, FrameMemory):
         running = adapter.new_running_states()
-        state, evidence = open_picked_frames(live, state, info, check, meter, running)
+        state, evidence = run_selected_frames(live, state, info, check, meter, running)
         shows = list(evidence())
         if inside is not None and not shows:
             raise ModelError(GONE.format(live.kv.name))
@@ -164,7 +170,7 @@ def run_question(
         evidence = timed.evidence
     state = live.around(state, stream, seen, numbers)
     if acts is not None and (acts.stage == "layer" or acts.scoring_layer is not None):
-        state = pruned = RecallPruning(state, acts, stream, depth, seen)
+        state = pruned = RetrievedTokenPruning(state, acts, stream, depth, seen)
     parts = [info.marks, asking.embeds]
     if info.pending is not None:
         unit = adapter.features(pad_to_units(info.pending, adapter.pace), info.size)[0]
@@ -180,13 +186,13 @@ def run_question(
         *given, live.draft_stream, live.around, check, pause, lambda: live.counters(seen_as), choice
     )
     runner.shares = taken is not None and running is None and type(live.around) is MemoryWrapper
-    with state.question_scope(), states_restored(running):
+    with state.question_scope(), restore_states_at_exit(running):
         runner.prefill({"stream_pass": stream_pass, "embeds": concat_padded(parts), "goes_on": reads})
         if timed is not None and not timed.count:
             raise ModelError(GONE.format(live.kv.name))
         if reads:
-            share = {} if between else layer_shares(state, depth, stream.tokens_per_unit, shows)
-            runner.run_lines(recalled_lines(info, share, between), reads, rest)
+            share = {} if between else unit_layer_shares(state, depth, stream.tokens_per_unit, shows)
+            runner.run_text_lines(lines_for_question(info, share, between), reads, rest)
             runner.token_choice = token_choice(runner.ids)
         meter.prompt_tokens = runner.length()
         if pruned is not None:
@@ -197,7 +203,7 @@ def run_question(
             yield runner
         finally:
             # The scope's end changes what a pass of frames reads.
-            adapter.turns.wait_for_paused()
+            adapter.turns.wait_for_paused_pass()
 
 
 def _units_between(info: StreamInfo, begin: float, end: float) -> tuple[int, int]:
@@ -220,7 +226,9 @@ def _shown(info: StreamInfo, evidence: Mapping[int, UnitEvidence]) -> tuple[Evid
     )
 
 
-def planned_rows(recipe: Recipe, asking: Question, rows: int, device: torch.device) -> TokenLayout | None:
+def plannable_rows_layout(
+    recipe: Recipe, asking: Question, rows: int, device: torch.device
+) -> TokenLayout | None:
     """Return the layout [1, rows] of the rows of question `asking` if the sparse pattern of `recipe` may plan some of them;
     else None. The rows begin with a video's end marks."""
     if recipe.sparse.dense or rows < MIN_ROWS or rows <= recipe.dense_tail:
@@ -286,10 +294,10 @@ class QuestionRunner(Runner):
             self.adapter.ready(self.state, self.running)
         return self.logits
 
-    def run_lines(self, lines: Sequence[TimedText], room: int, rest: Tensor) -> None:
+    def run_text_lines(self, lines: Sequence[TimedText], room: int, rest: Tensor) -> None:
         """Run the first of `lines` that have `room`, and the `rest` [n] of the prompt, behind the question's words."""
         assert isinstance(self.adapter, StreamAdapter)
-        self.lines, text, ids = texts_that_fit(lines, room, self.adapter.text_ids)
+        self.lines, text, ids = fit_lines_to_tokens(lines, room, self.adapter.text_ids)
         if len(self.lines) < len(lines):
             self.meter.add_note(f"text: {len(lines) - len(self.lines)} of {len(lines)} lines found no room")
         self.tokens_left -= len(ids)

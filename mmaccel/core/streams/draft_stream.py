@@ -26,7 +26,12 @@ from mmaccel.core.registry import policy
 from mmaccel.core.streams.asking import QuestionRunner, run_question
 from mmaccel.core.streams.listening import GuidedRetrievalWrapper
 from mmaccel.core.streams.parts import MemoryWrapper
-from mmaccel.core.streams.saved_stream import check_model, lasting_fields, read_stream, write_stream
+from mmaccel.core.streams.saved_stream import (
+    check_saved_model,
+    read_stream,
+    saved_content_fields,
+    write_stream,
+)
 from mmaccel.core.streams.stream_runner import StreamRunner
 
 FACTS = "stream.json"
@@ -87,7 +92,7 @@ class LocalDraftStream(DraftStream):
         ingest = ingest and self._kv.ingests
         with self._attention_of_ingestion(live.info.tokens_per_unit) if ingest else nullcontext():
             live.take_frames(frames, list(times), lambda done: None, Deadline(), ingest)
-        live.state.forget_old_units(live.shown_seconds, live.is_pinned)
+        live.state.forget_old_units(live.unit_time, live.is_pinned)
 
     def read_prompt(self, deadline: Deadline) -> None:
         """Read the prompt of a `PromptAdapter`, unless that is done. Raises `Ended` at the deadline."""
@@ -172,17 +177,17 @@ class LocalDraftStream(DraftStream):
         if self._live is None:
             raise ModelError("the draft has seen no frame.")
         facts = write_stream(folder, self._live)
-        checkpoint_io.write_json(folder / FACTS, {**facts, "kv": lasting_fields(self._kv)})
+        checkpoint_io.write_json(folder / FACTS, {**facts, "kv": saved_content_fields(self._kv)})
 
     def load(self, folder: Path) -> None:
         if not (folder / FACTS).is_file():
             raise ModelError(f"{folder.parent} was saved without this draft's stream")
         facts = checkpoint_io.read_json(folder / FACTS, {"model": str, "dtype": str, "kv": dict})
         assert isinstance(self._adapter, StreamAdapter)  # a prompt's stream ends with its cache
-        check_model(folder, facts, self._adapter)
+        check_saved_model(folder, facts, self._adapter)
         # Fields that are not there have their defaults; those of a question, which are not saved, may be any.
         free = {name: getattr(self._kv, name) for name in self._kv.query_time_fields}
-        if lasting_fields(policy("kv", {**free, **facts["kv"]})) != lasting_fields(self._kv):
+        if saved_content_fields(policy("kv", {**free, **facts["kv"]})) != saved_content_fields(self._kv):
             raise ModelError(f"{folder} was saved with another kv of the draft; give the draft that one.")
         self._live = read_stream(folder, folder / FACTS, facts, self._adapter, self._kv, self._chunk)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.decoding.watching import DraftStreamSettings
-from mmaccel.core.errors import ModelError, RecipeError, note_frames_kept, warn
+from mmaccel.core.errors import ModelError, RecipeError, add_frames_kept_note, warn
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams import sources
@@ -28,11 +28,11 @@ from mmaccel.core.streams.standing import StandingQuestion
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
 from mmaccel.core.streams.timed_text import (
     TimedText,
-    begun_between,
-    ends_at,
-    merge_lines,
-    read_lines,
-    without_units,
+    lines_starting_between,
+    lines_without_units,
+    merge_timed_lines,
+    read_timed_lines,
+    stream_end_seconds,
 )
 
 How = Literal["watch", "ingest"]
@@ -42,7 +42,7 @@ AT_ONCE, FORGET_S = 16, 5.0
 answers. It waits for the clip that is being taken in, so many seconds at most."""
 
 
-class AskingLock(FairLock):
+class QuestionLock(FairLock):
     """Lets one question of a session run at a time, up to its answer's first token. Then the answer may leave the lock and
     go on beside others; `holding` waits for all answers that left. After `AT_ONCE` answers `between` is called, alone."""
 
@@ -56,18 +56,18 @@ class AskingLock(FairLock):
     @contextmanager
     def holding(self, deadline: Any = None, **how: Any) -> Iterator[float]:
         """Context that holds the lock once all answers that left have ended (`FairLock.holding`)."""
-        self.refuse_answers()
+        self.check_not_answering()
         with super().holding(deadline, **how) as waited:
             self._wait(deadline)
             yield waited
 
-    def refuse_answers(self) -> None:
+    def check_not_answering(self) -> None:
         """Raise `ModelError` in a thread whose answer left: it would wait for its own end."""
         if threading.get_ident() in self._inside:
             raise ModelError("an answer cannot wait for its own end; call this when the answer has ended.")
 
     def _wait(self, deadline: Deadline | None) -> None:
-        self.refuse_answers()
+        self.check_not_answering()
         with self._back:
             while self._left:
                 self._back.wait(WAIT_S)
@@ -117,7 +117,7 @@ class FrameIntake:
 
     def __init__(self) -> None:
         self._source, self._stream = FairLock(), FairLock()
-        self._asking = AskingLock(self._let_go_between_answers)
+        self._asking = QuestionLock(self._let_go_between_answers)
         self._cancelled = threading.Event()
         self.events: deque[StreamEvent] = deque(maxlen=1000)
         """What befell sources that are reconnected, and what the memory let go of; the last ones."""
@@ -168,7 +168,7 @@ class FrameIntake:
         # keys and values of the weights' type, whatever autocast makes of a product.
         exact = torch.autocast(self._stream_adapter.device.type, enabled=False)
         if self._asking in turns:
-            self._asking.refuse_answers()
+            self._asking.check_not_answering()
         with ExitStack() as stack:
             for one in turns:
                 stack.enter_context(one.holding(deadline, ahead=QUESTION_S))
@@ -198,7 +198,7 @@ class FrameIntake:
             raise ModelError("times: some are not finite numbers; give seconds from the start of the stream.")
         if reconnect and not (isinstance(video, str | os.PathLike) and times is None and how == "watch"):
             raise ModelError("reconnect: it opens a path or URL again, with its own times; leave it out.")
-        lines = [] if subtitles is None else read_lines(subtitles)
+        lines = [] if subtitles is None else read_timed_lines(subtitles)
         # Times are given for all frames of a call: all are taken in, or none.
         apart = given is None and how == "watch"
         whole = partial(self._whole, how, deadline)
@@ -240,7 +240,7 @@ class FrameIntake:
             over = end.reason
         except Exception as error:
             if done and apart:
-                note_frames_kept(error, done)
+                add_frames_kept_note(error, done)
             raise
         if over is not None:
             why = "it reached its timeout" if over == "timeout" else "it was cancelled"
@@ -253,7 +253,7 @@ class FrameIntake:
         check = moves.deadline.check
         opens = partial(self._stream_adapter.clips, video, fps, check)
         if how == "ingest":
-            return sources.join_to_passes(opens(), self._room, moves.decoded)
+            return sources.regroup_clips_by_pass(opens(), self._room, moves.decoded)
         if not reconnect:
             return opens()
         begin = self._live.info.times[-1] if self._live is not None else 0.0
@@ -292,10 +292,10 @@ class FrameIntake:
         if (live := self._live) is None:
             return
         with self._turn():
-            gone = live.state.forget_old_units(live.shown_seconds, live.is_pinned)
+            gone = live.state.forget_old_units(live.unit_time, live.is_pinned)
             if not gone:
                 return
-            live.info.timed_texts = without_units(live.info, gone)
+            live.info.timed_texts = lines_without_units(live.info, gone)
             spans, times = live.info.spans, live.info.times
             first, last = times[spans[min(gone)][0]], times[sum(spans[max(gone)]) - 1]
             event = self.events[-1] if self.events else None
@@ -344,10 +344,10 @@ class FrameIntake:
         lines: Sequence[TimedText],
     ) -> int:
         before, watched = None if self._live is None else self._live.info, 0
-        shown, timed = sources.shown_at(how, clip, given, done, before)
-        changes = sources.clip_events(before, clip, shown)
+        shown, timed = sources.clip_shown_times(how, clip, given, done, before)
+        changes = sources.find_clip_events(before, clip, shown)
         live = self._begun(clip, timed)
-        since = ends_at(live.info) if live.info.times else -math.inf
+        since = stream_end_seconds(live.info) if live.info.times else -math.inf
         if not done:  # those of a short gap before the call belong to it
             since = max(min(since, shown[0]), shown[0] - sources.GAP_S)
         live.info.rate = clip.fps or live.info.rate
@@ -359,9 +359,9 @@ class FrameIntake:
             some, watched = slice(watched, through), through
             if lines or live.draft_stream.stream is not None:
                 with self._turn():
-                    info, begin, since = live.info, since, ends_at(live.info)
-                    new = begun_between(lines, begin, since, shift)
-                    info.timed_texts = merge_lines(info.timed_texts, new)
+                    info, begin, since = live.info, since, stream_end_seconds(live.info)
+                    new = lines_starting_between(lines, begin, since, shift)
+                    info.timed_texts = merge_timed_lines(info.timed_texts, new)
                     told = clip.frames[some], shown[some], clip.fps, live.info.timed
                     live.draft_stream.take_frames(*told, how == "ingest")
             for one in self._standing:

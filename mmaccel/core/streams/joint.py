@@ -68,7 +68,7 @@ class WaitingUnits:
         return ForwardPass(told, False, told.recipe.dense_tail, state=live.state, stream=True)
 
     @contextmanager
-    def failing_alone(self) -> Iterator[None]:
+    def isolate_error(self) -> Iterator[None]:
         """Context that stores an error as this stream's own `error`; the other streams of the batch go on."""
         try:
             yield
@@ -162,16 +162,16 @@ def _run_batch(some: list[WaitingUnits]) -> None:
         features = lead.adapter.features(torch.cat([one.frames for one in some]), lead.info.size)[0]
     if features is None:
         for one in some:
-            with one.failing_alone():
+            with one.isolate_error():
                 one.live.encode(one.frames)
         return
     passes, alone = list[tuple[WaitingUnits, StreamPass, Tensor]](), list[tuple[Any, ...]]()
     for one, own in zip(some, features.split([one.units for one in some]), strict=True):
-        with one.failing_alone():
+        with one.isolate_error():
             own, begins = one.live.record_units(own)
             if not len(own):
                 continue
-            stream_pass, rows = one.live.next_pass(one.live.state, own, begins)
+            stream_pass, rows = one.live.build_next_pass(one.live.state, own, begins)
             if stream_pass.count < len(own):
                 alone.append((one, own, begins))
                 continue
@@ -184,9 +184,9 @@ def _run_batch(some: list[WaitingUnits]) -> None:
         for number, (one, stream_pass, _) in enumerate(passes):
             one.error = errors.get(number)
             if one.error is None:
-                with one.failing_alone():
+                with one.isolate_error():
                     stream_pass.pause()
                     one.live.state.end_pass()
     for one, own, begins in alone:
-        with one.failing_alone():
+        with one.isolate_error():
             one.live.run_units(one.live.state, own, begins)

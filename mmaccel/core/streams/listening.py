@@ -15,19 +15,20 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamState
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner
-from mmaccel.core.prefill.recalled import RecallPruning, WrappedMemory
+from mmaccel.core.prefill.recalled import RetrievedTokenPruning, WrappedMemory
 from mmaccel.core.streams.parts import MemoryWrapper
 
 
 class AttentionRecording(MemoryWrapper):
-    """Wraps the memory of each question to a target of `depth` layers in a `RecordingMemory`, for a draft's `pruner`.
+    """Wraps the memory of each question to a target of `depth` layers in an `AttentionRecordingMemory`, for a draft's
+    `pruner`.
 
     For a pruner that reads hidden states, the input of its layers is kept on the host for each token of units (frames), in
     order: ``states[layer]``, pieces [n, E].
     """
 
     def __init__(self, pruner: TokenPruner, depth: int) -> None:
-        (self._stage,), self._made = pruner.stages(depth), list[RecordingMemory]()
+        (self._stage,), self._made = pruner.stages(depth), list[AttentionRecordingMemory]()
         self._pruner = pruner
         self.states: dict[int, list[Tensor]] = {layer: [] for layer in self._stage.hidden}
         self._asked: dict[int, Tensor] = {}
@@ -42,24 +43,28 @@ class AttentionRecording(MemoryWrapper):
         heard = self.states if kind in ("units", "question") else ()
         return {"input_hooks": {layer: partial(note, layer) for layer in heard}} if heard else {}
 
-    def unit_states(self, layer: int) -> Tensor:
+    def unit_hidden_states(self, layer: int) -> Tensor:
         """Return the recorded hidden states [n, E] that entered `layer`, for the tokens of all units (frames)."""
         if len(self.states[layer]) > 1:
             self.states[layer] = [torch.cat(self.states[layer])]
         return self.states[layer][0] if self.states[layer] else torch.zeros(0, 1)
 
     def forget_after(self, tokens: int) -> None:
-        self.states = {layer: [self.unit_states(layer)[:tokens]] if tokens else [] for layer in self.states}
+        self.states = {
+            layer: [self.unit_hidden_states(layer)[:tokens]] if tokens else [] for layer in self.states
+        }
 
     def _score(self, unit: int, words: tuple[int, int] | None, tokens: Tensor) -> Tensor:
         """[1, n] what the pruner thinks of `tokens` [n] of units, by their states and those of the question's words."""
-        if any(len(self.unit_states(layer)) <= int(tokens[-1]) for layer in self.states):
+        if any(len(self.unit_hidden_states(layer)) <= int(tokens[-1]) for layer in self.states):
             raise ModelError(
                 f"prune {self._pruner.name!r} did not hear the frames that were read before; watch them under this recipe."
             )
         first, end = words or (0, None)
         asked = [self._asked[layer][first:end].to(tokens.device) for layer in self._stage.hidden]
-        shown = [self.unit_states(layer)[tokens.cpu()].to(tokens.device) for layer in self._stage.hidden]
+        shown = [
+            self.unit_hidden_states(layer)[tokens.cpu()].to(tokens.device) for layer in self._stage.hidden
+        ]
         hidden = torch.stack([torch.cat(pair) for pair in zip(shown, asked, strict=True)])
         count, home = len(tokens), tokens.device
         is_video = torch.arange(hidden.shape[1], device=home) < count
@@ -72,7 +77,7 @@ class AttentionRecording(MemoryWrapper):
     def __call__(
         self, state: StreamState, stream: Stream, before: int, numbers: Sequence[int]
     ) -> StreamState:
-        self._made = [RecordingMemory(state, self._stage, stream, before, numbers)]
+        self._made = [AttentionRecordingMemory(state, self._stage, stream, before, numbers)]
         return self._made[0]
 
     def recorded_attention(self) -> QuestionAttention | None:
@@ -81,7 +86,7 @@ class AttentionRecording(MemoryWrapper):
         return made[0].recorded_attention(self._score if self.states else None) if made else None
 
 
-class RecordingMemory(WrappedMemory):
+class AttentionRecordingMemory(WrappedMemory):
     """Wraps the memory `state` and records, for a draft's pruner, the question's attention to frames at the layers that
     `stage` reads; for a pruner that reads hidden states, which tokens of frames any layer sees.
 
@@ -173,7 +178,7 @@ class GuidedRetrievalWrapper(MemoryWrapper):
         return made
 
 
-class GuidedRetrieval(RecallPruning):
+class GuidedRetrieval(RetrievedTokenPruning):
     """A draft's stream memory during a question: each layer shows only those of its retrieved tokens that the draft's
     `pruner` keeps.
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.decoding.batch import AnswersTogether, Batch
+from mmaccel.core.decoding.batch import Batch, BatchedAnswerSteps
 from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import Stream, StreamState
@@ -100,7 +100,7 @@ def concat_padded(parts: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def states_restored(running: RunningStates | None) -> Iterator[None]:
+def restore_states_at_exit(running: RunningStates | None) -> Iterator[None]:
     """Context that restores the recurrent states at exit."""
     mark = None if running is None else running.checkpoint()
     try:
@@ -250,7 +250,7 @@ class FairLock:
                 behind.synchronize()
         self.yield_to_answers()
 
-    def wait_for_paused(self) -> None:
+    def wait_for_paused_pass(self) -> None:
         """Wait until no forward pass is paused in the middle."""
         self._aside(lambda: self._still is not None)
 
@@ -282,8 +282,8 @@ class FairLock:
         try:
             while not one.ended:
                 if shares and self.answers > 1 and one.target.adapter.shares:  # type: ignore[attr-defined]
-                    one.target.together = AnswersTogether(self)
-                    with self.released():
+                    one.target.together = BatchedAnswerSteps(self)
+                    with self.release_temporarily():
                         self.batch.run([one])
                 else:
                     one.advance()
@@ -296,7 +296,7 @@ class FairLock:
         return Batch(holding=partial(self.holding, token=True))
 
     @contextmanager
-    def released(self) -> Iterator[None]:
+    def release_temporarily(self) -> Iterator[None]:
         """Context in which the holder releases the lock; at exit it waits to hold it again."""
         with self._lock:
             assert self._holder == threading.get_ident()

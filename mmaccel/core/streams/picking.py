@@ -17,7 +17,7 @@ FEW = 4
 """Units of a memory of frames that go through the vision tower at a time."""
 
 
-def open_picked_frames(
+def run_selected_frames(
     live: StreamRunner,
     state: FrameMemory,
     info: StreamInfo,
@@ -29,7 +29,7 @@ def open_picked_frames(
     tells its evidence. `check` is called between passes and may raise; `running` are recurrent states, reading along."""
     fresh, picked = state.new_state(), state.pick_units(getattr(live.around, "paid", {}))
     live.around.forget_after(0)
-    live.run_head(fresh, running=running)
+    live.run_prompt_head(fresh, running=running)
     if live.kv.ingests:
         fresh.begin_ingest()
     for at in range(0, len(picked), live.bulk):

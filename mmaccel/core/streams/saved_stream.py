@@ -73,7 +73,9 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
         tensors["pending"] = info.pending
     around = live.around
     states = (
-        {n: around.unit_states(n) for n in around.states} if isinstance(around, AttentionRecording) else {}
+        {n: around.unit_hidden_states(n) for n in around.states}
+        if isinstance(around, AttentionRecording)
+        else {}
     )
     # A memory of frames has no states between questions.
     heard = {n: kept for n, kept in states.items() if len(kept) == len(info.spans) * info.tokens_per_unit > 0}
@@ -99,7 +101,7 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
     }
 
 
-def check_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter) -> None:
+def check_saved_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter) -> None:
     """Raise `ModelError` unless `facts` name the weights and the type of the model of `adapter`."""
     dtype = _name(adapter.dtype)
     if facts["model"] != adapter.signature():
@@ -131,7 +133,7 @@ def read_stream(
                 "that it was saved with."
             )
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
-            live.stream.positions.record_times(0, live.info.unit_times(0))
+            live.stream.positions.record_unit_times(0, live.info.unit_times(0))
         load_stream(live.state, data / MEMORY)
         if live.running is not None and not isinstance(live.state, FrameMemory):
             live.running.load(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))
@@ -152,7 +154,7 @@ def read_stream(
     return live
 
 
-def lasting_fields(kv: KVPolicy) -> dict[str, Any] | None:
+def saved_content_fields(kv: KVPolicy) -> dict[str, Any] | None:
     """Return those fields of a stream memory on which its stored content depends, JSON-ready; None for a policy of another
     kind."""
     if not isinstance(kv, StreamPolicy):

@@ -23,7 +23,7 @@ from mmaccel.core.streams.intake import AT_ONCE, FrameIntake
 from mmaccel.core.streams.sources import Tell
 from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
-from mmaccel.core.streams.timed_text import checked_line, merge_lines, read_lines
+from mmaccel.core.streams.timed_text import make_timed_text, merge_timed_lines, read_timed_lines
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -140,10 +140,10 @@ class VideoSession(FrameIntake):
         `ModelError` for times or a text that cannot be.
         """
         now = self.seconds if at is None else at
-        lines = [checked_line(now, until, text)] if isinstance(text, str) else read_lines(text)
+        lines = [make_timed_text(now, until, text)] if isinstance(text, str) else read_timed_lines(text)
         with self._working(self._stream), self._turn():
             info = self._opened("tell").info
-            info.timed_texts = merge_lines(info.timed_texts, lines)
+            info.timed_texts = merge_timed_lines(info.timed_texts, lines)
 
     @overload
     def ask(
@@ -379,7 +379,7 @@ class VideoSession(FrameIntake):
 
     def close(self) -> None:
         """Close the session and release what its stream holds; a second call does nothing."""
-        self._asking.refuse_answers()
+        self._asking.check_not_answering()
         for one in self._standing:
             one.cancel()
         with self._stream.holding(), self._asking.holding(), self._stream_adapter.turns.holding():

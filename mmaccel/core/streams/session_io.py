@@ -26,17 +26,17 @@ from typing import Any
 from mmaccel.core.attach import StreamAdapter
 from mmaccel.core.errors import MmaccelError, ModelError, shown
 from mmaccel.core.files import checkpoint_io, outside
-from mmaccel.core.files.checkpoint_io import lock_folder, sync_to_disk, write_private
+from mmaccel.core.files.checkpoint_io import lock_folder, sync_to_disk, write_owner_only_text
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.recipe import Recipe, saved_recipe
+from mmaccel.core.recipe import Recipe, load_session_recipe
 from mmaccel.core.streams.saved_stream import (
     FILM,
     MEMORY,
     as_json_value,
-    check_model,
+    check_saved_model,
     damaged_error,
-    lasting_fields,
     read_stream,
+    saved_content_fields,
     write_stream,
 )
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
@@ -98,10 +98,10 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
 
 def load_recipe(path: Path) -> Recipe:
     """Return the recipe of the session saved at `path`; raises `ModelError` if it cannot be opened."""
-    return saved_recipe(path, _read(path)["recipe"])
+    return load_session_recipe(path, _read(path)["recipe"])
 
 
-def load_dtype(path: Path) -> str:
+def load_model_dtype(path: Path) -> str:
     """Return the name of the dtype of the model whose session is saved at `path`; raises `ModelError` as `load_recipe`."""
     return str(_read(path)["dtype"])
 
@@ -182,9 +182,11 @@ def _read(where: Path) -> dict[str, Any]:
 def _load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> tuple[StreamRunner, Path]:
     """The stream, and the folder that it was read from."""
     facts = _read(where)
-    check_model(where, facts, adapter)
+    check_saved_model(where, facts, adapter)
     saved = facts["recipe"].get("kv")
-    if lasting_fields(saved_recipe(where, {"kv": saved}, again=True).kv) != lasting_fields(recipe.kv):
+    if saved_content_fields(load_session_recipe(where, {"kv": saved}, again=True).kv) != saved_content_fields(
+        recipe.kv
+    ):
         raise ModelError(
             f"{where} was saved with kv {shown(saved, 200)}; open the session with the same kv and fields."
         )
@@ -288,7 +290,7 @@ def _replace(place: Path, write: Callable[[Path], Mapping[str, Any]]) -> None:
             former = sorted(_names(_marked(place / FACTS)))
             note = {"format": FORMAT, "version": VERSION, "part": part.name, "files": former}
             try:
-                write_private(place / NOTE, json.dumps(note))
+                write_owner_only_text(place / NOTE, json.dumps(note))
                 part.mkdir(mode=0o700)
                 checkpoint_io.write_json(part / FACTS, write(part))
                 for root, _, files in os.walk(part):

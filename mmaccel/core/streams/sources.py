@@ -94,7 +94,7 @@ def each_layer(
     return check
 
 
-def clip_events(info: StreamInfo | None, clip: Clip, shown: Sequence[float]) -> list[StreamEvent]:
+def find_clip_events(info: StreamInfo | None, clip: Clip, shown: Sequence[float]) -> list[StreamEvent]:
     """Return the events of a clip whose frames are `shown` after those of the stream `info`: gaps of more than `GAP` times
     what lies between most of its frames, and of `GAP_S`; and a change of frame size and of frames a second."""
     if info is None or not info.times or info.raw is None:
@@ -124,7 +124,7 @@ def _other_rate(before: float | None, now: float | None) -> bool:
     return bool(before and now and not 0.9 < now / before < 1.1)
 
 
-def join_to_passes(
+def regroup_clips_by_pass(
     clips: Generator[Clip, None, None], room: Callable[[Clip], int], seen: Callable[[Clip], None]
 ) -> Generator[Clip, None, None]:
     """Yield the frames of the `clips` of one stored video, joined or cut so that each clip is a whole pass, and the last one
@@ -139,7 +139,7 @@ def join_to_passes(
     with closing(clips):
         for clip in clips:
             seen(clip)
-            check_frames("ingest", clip.frames)
+            check_clip_frames("ingest", clip.frames)
             if not clip.part:
                 yield clip
                 continue
@@ -232,7 +232,7 @@ def clips_with_reconnect(
         wait = min(2 * wait, MOST_S)
 
 
-def check_frames(how: str, frames: Tensor) -> None:
+def check_clip_frames(how: str, frames: Tensor) -> None:
     """Raise `ModelError`, which names the call `how`, for no frames, and for other numbers than bytes."""
     if not len(frames):
         raise ModelError(f"{how}: the clip has no frames; give at least one.")
@@ -240,13 +240,13 @@ def check_frames(how: str, frames: Tensor) -> None:
         raise ModelError(f"{how}: frames are {frames.dtype}; give uint8, 0 to 255.")
 
 
-def shown_at(
+def clip_shown_times(
     how: str, clip: Clip, given: list[float] | None, done: int, info: StreamInfo | None
 ) -> tuple[list[float], bool]:
     """Return the seconds at which the frames of a clip are shown, after those of the stream `info`, and whether they are
     known or made up. `given` are the times of all frames of a call, `done` of which came before. Raises `ModelError`, which
     names the call `how`."""
-    check_frames(how, clip.frames)
+    check_clip_frames(how, clip.frames)
     count = clip.frames.shape[0]
     # Too many are told of before anything is taken in, where the end is known.
     times = clip.times if given is None else given[done : done + count if clip.part else None]

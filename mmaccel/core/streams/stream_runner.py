@@ -22,11 +22,11 @@ from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
-from mmaccel.core.memory.split import split_stream
+from mmaccel.core.memory.split import create_multi_device_state
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.joint import UNITS, WaitingUnits, take_in
 from mmaccel.core.streams.listening import AttentionRecording
-from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, states_restored
+from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, restore_states_at_exit
 from mmaccel.core.streams.sources import each_layer, pad_to_units, units_in_pass
 
 WATCHED = (
@@ -153,7 +153,7 @@ class StreamRunner:
             tokens_per_unit=tokens, words=words, head=head, pace=pace, positions=ids, dtype=dtype
         )
         one = len(set(adapter.layer_devices)) == 1
-        opened = kv.open_stream if one else partial(split_stream, kv, adapter.layer_devices)
+        opened = kv.open_stream if one else partial(create_multi_device_state, kv, adapter.layer_devices)
         self.waits: deque[float] = deque(maxlen=1024)
         """Seconds that each of the last passes of frames waited for its turn; `waited_s` is of all, and of a pass with
         frames of other streams what these took."""
@@ -186,7 +186,7 @@ class StreamRunner:
         live._warned = live._full = quiet
         try:
             if not isinstance(live.state, FrameMemory):
-                live.run_head(live.state)
+                live.run_prompt_head(live.state)
         except BaseException:
             live.state.close()
             raise
@@ -257,7 +257,7 @@ class StreamRunner:
         """Warn, once, when the stream leaves no position for a question."""
         positions = self.stream.positions
         units, own = self.state.shown_units(StreamPass(kind="question", rows=1))
-        if self._full or positions.admits_pass(units, 0, 1, own):
+        if self._full or positions.pass_within_limit(units, 0, 1, own):
             return
         self._full = True
         warn(
@@ -304,7 +304,7 @@ class StreamRunner:
         """Run units with `features` [n, P, E], whose first frames have the `numbers`, into the memory `state`."""
         done = 0
         while done < len(features):
-            stream_pass, rows = self.next_pass(state, features[done:], numbers[done:])
+            stream_pass, rows = self.build_next_pass(state, features[done:], numbers[done:])
             if self._moved is not None:
                 how["check"] = each_layer(self.adapter, self._moved, done, stream_pass.count, len(features))
             self.run_pass(state, stream_pass, rows, **how)
@@ -312,13 +312,13 @@ class StreamRunner:
             if "proxy" in self.kv.needs:
                 self.run_pass(state, StreamPass(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
 
-    def next_pass(
+    def build_next_pass(
         self, state: StreamState, features: Tensor, numbers: Sequence[int]
     ) -> tuple[StreamPass, Tensor]:
         """Return the next pass of these units (see `run_units`), as many as fit, and its rows [n, E]."""
         info, adapter, first = self.info, self.adapter, state.units()
         if info.timed and state is self.state:
-            self.stream.positions.record_times(first, info.unit_times(first))
+            self.stream.positions.record_unit_times(first, info.unit_times(first))
         count = state.units_that_fit(first, len(features))
         part, frames = features[:count], numbers[:count]
         shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
@@ -335,7 +335,7 @@ class StreamRunner:
         rows = question.embeds[question.words[1] :]
         return rows if len(rows) else question.embeds[-1:]  # a prompt may end with its words
 
-    def run_head(self, state: StreamState, **how: Any) -> None:
+    def run_prompt_head(self, state: StreamState, **how: Any) -> None:
         embeds = self.adapter.head_embeds()
         self.run_pass(state, StreamPass(kind="head", rows=len(embeds)), embeds, **how)
 
@@ -343,7 +343,7 @@ class StreamRunner:
         """Run `stream_pass` over `embeds` [n, E] with memory `state`; return final states [n, E] (`StreamModel.run`)."""
         how |= {} if self.draft_stream.failed else self.around.run_options(stream_pass.kind)
         running = how.setdefault("running", self.running)
-        with states_restored(running if stream_pass.kind == "proxy" else None):
+        with restore_states_at_exit(running if stream_pass.kind == "proxy" else None):
             stream_pass.pause()
             state.begin_pass(stream_pass)
             hidden = self.adapter.run(state, embeds, self.hidden, **how)
@@ -351,13 +351,13 @@ class StreamRunner:
             state.end_pass()
         return hidden
 
-    def shown_seconds(self, unit: int) -> float:
+    def unit_time(self, unit: int) -> float:
         """Return when a unit (frame) was shown, in seconds of the stream."""
         return self.info.times[self.info.spans[unit][0]]
 
     def is_pinned(self, unit: int) -> bool:
         """Return whether the user pinned the time at which a unit (frame) was shown."""
-        return any(begin <= self.shown_seconds(unit) <= end for begin, end in self.info.pins)
+        return any(begin <= self.unit_time(unit) <= end for begin, end in self.info.pins)
 
     # Going back.
 

@@ -45,7 +45,7 @@ class TimedText(NamedTuple):
     text: str
 
 
-def checked_line(begin: Any, end: Any, text: Any, call: str = "tell") -> TimedText:
+def make_timed_text(begin: Any, end: Any, text: Any, call: str = "tell") -> TimedText:
     """Return a `TimedText` from `begin` to `end` (None: at `begin` alone), in seconds, without line breaks. Raises
     `ModelError`, which names `call`, for times that cannot be, and for no text or too much."""
     end = begin if end is None else end
@@ -61,7 +61,7 @@ def checked_line(begin: Any, end: Any, text: Any, call: str = "tell") -> TimedTe
     return TimedText(float(begin), float(end), text)
 
 
-def read_lines(given: Any) -> list[TimedText]:
+def read_timed_lines(given: Any) -> list[TimedText]:
     """Return the lines of an SRT or WebVTT file, or of (begin, end, text) triples, in order of time. Raises `ModelError`."""
     if isinstance(given, str | os.PathLike):
         return sorted(_cues(given))
@@ -72,7 +72,7 @@ def read_lines(given: Any) -> list[TimedText]:
                 f"subtitles: {shown(one)} is no line; give (begin, end, text), in seconds, or a file."
             )
         begin, end, text = one
-        made.append(checked_line(begin, end, text, "subtitles"))
+        made.append(make_timed_text(begin, end, text, "subtitles"))
     return sorted(made)
 
 
@@ -97,10 +97,10 @@ def _cues(path: str | os.PathLike[str]) -> Iterable[TimedText]:
         raise ModelError(f"subtitles: {name} has no line of two times; {fix}, or {WRITE}.")
     for number, begin, end, words in cues:
         if said := html.unescape(MARKUP.sub("", " ".join(words))).strip():
-            yield checked_line(begin, end, said, f"subtitles: line {number} of {name}")
+            yield make_timed_text(begin, end, said, f"subtitles: line {number} of {name}")
 
 
-def merge_lines(have: tuple[TimedText, ...], new: Sequence[TimedText]) -> tuple[TimedText, ...]:
+def merge_timed_lines(have: tuple[TimedText, ...], new: Sequence[TimedText]) -> tuple[TimedText, ...]:
     """Merge two lists of lines, each in order of time, without duplicates; drop the oldest beyond `KEPT` characters."""
     if not new:
         return have
@@ -109,13 +109,15 @@ def merge_lines(have: tuple[TimedText, ...], new: Sequence[TimedText]) -> tuple[
     return tuple(lines[len(lines) - sum(size <= KEPT for size in sizes) :])
 
 
-def begun_between(lines: Sequence[TimedText], since: float, ends: float, shift: float) -> list[TimedText]:
+def lines_starting_between(
+    lines: Sequence[TimedText], since: float, ends: float, shift: float
+) -> list[TimedText]:
     """Return those of `lines`, in order, that begin from `since` on and before `ends` s once they are `shift` s later."""
     first, last = (bisect.bisect_left(lines, at - shift, key=lambda one: one.begin) for at in (since, ends))
     return shifted(lines[first:last], shift)
 
 
-def ends_at(info: StreamInfo) -> float:
+def stream_end_seconds(info: StreamInfo) -> float:
     """Return when the last frame of a stream ends, in seconds. Its length is 1 / rate of the last clip; of unknown rate,
     that of the frame before it, but at most the median of the last eight (1 s after one or two frames)."""
     steps = [b - a for a, b in itertools.pairwise(info.times[-9:])]
@@ -128,13 +130,15 @@ def shifted(lines: Sequence[TimedText], seconds: float) -> list[TimedText]:
     return [TimedText(one.begin + seconds, one.end + seconds, one.text) for one in lines]
 
 
-def without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[TimedText, ...]:
+def lines_without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[TimedText, ...]:
     """Return the lines of a stream but for those that began while the units (frames) `gone` were shown."""
     starts, lost = info.unit_times(0) if info.timed_texts else [], set(gone)
     return tuple(one for one in info.timed_texts if _unit_at(starts, one.begin) not in lost)
 
 
-def layer_shares(state: StreamState, layers: int, tokens: int, numbers: Sequence[int]) -> dict[int, float]:
+def unit_layer_shares(
+    state: StreamState, layers: int, tokens: int, numbers: Sequence[int]
+) -> dict[int, float]:
     """Return, in a question, the share of layers that see each unit (frame) of `tokens` tokens, by its number in the stream:
     `numbers` has those of the memory's units. A layer that does not tell what it sees counts for all."""
     total = torch.zeros(len(numbers))
@@ -147,13 +151,15 @@ def layer_shares(state: StreamState, layers: int, tokens: int, numbers: Sequence
     return {number: seen / layers for number, seen in zip(numbers, total.tolist(), strict=True) if seen}
 
 
-def recalled_lines(
+def lines_for_question(
     info: StreamInfo, share: dict[int, float], between: tuple[float, float] | None
 ) -> list[TimedText]:
     """Return the lines that a question of a stream reads, best first: those `between` two times, or those whose time has a
     unit (frame) that a `share` of the layers sees; none that begin when the last frame is over. Those of units that most
     layers see come first, then the latest."""
-    lines = info.timed_texts[: bisect.bisect_left(info.timed_texts, ends_at(info), key=lambda one: one.begin)]
+    lines = info.timed_texts[
+        : bisect.bisect_left(info.timed_texts, stream_end_seconds(info), key=lambda one: one.begin)
+    ]
     if between is not None:
         return [one for one in reversed(lines) if one.begin <= between[1] and one.end >= between[0]]
     starts, read = info.unit_times(0), sum(info.spans[-1]) if info.spans else 0
@@ -171,7 +177,7 @@ def recalled_lines(
     return sorted((one for one in reversed(lines) if worth[one] > 0), key=lambda one: -worth[one])
 
 
-def texts_that_fit(
+def fit_lines_to_tokens(
     lines: Sequence[TimedText], room: int, ids: Callable[[str], Tensor]
 ) -> tuple[tuple[TimedText, ...], str, Tensor]:
     """Return the first of `lines` that fit into `room` tokens together, in order of time; their text, and its `ids` [n].

@@ -178,7 +178,7 @@ class VideoDraftStrategy(DraftModelStrategy):
                 f"draft.prune is {shown(self.prune)}; give a pruner's name, a mapping with a name, or null."
             )
         if prune is not None and prune.stage != "draft":
-            drafts = registry("prune").names_where(lambda cls: cls.stage == "draft")
+            drafts = registry("prune").matching_names_text(lambda cls: cls.stage == "draft")
             raise RecipeError(
                 f"draft {self.name!r} has prune {prune.name!r}, which acts on the target and changes its answers; give the "
                 f"draft {drafts}."

@@ -21,7 +21,7 @@ from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.decoding.worker import (
     READY,
     Message,
-    SocketEnd,
+    MessageSocket,
     Worker,
     incoming_messages,
     send_heartbeats,
@@ -190,7 +190,7 @@ class RemoteDrafter(ProcessClient):
                 )
 
 
-def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
+def serve(wire: MessageSocket, options: dict[str, Any]) -> None:
     """Main function of the draft's process: load the draft model, report that it is ready, and serve requests."""
     if options.get("threads"):
         torch.set_num_threads(options["threads"])
@@ -235,7 +235,7 @@ def _shortest_step_s(runner: Runner, device: torch.device | str) -> float:
 
 @torch.no_grad()
 def serve_decoder(
-    wire: SocketEnd,
+    wire: MessageSocket,
     fresh: Callable[[], DraftDecoder],
     device: torch.device | str = "cpu",
     watch: Callable[[DraftStreamSettings], LocalDraftStream] | None = None,
@@ -298,7 +298,7 @@ def _warn_greedy(why: str) -> None:
     )
 
 
-def _unpacked(wire: SocketEnd, packed: bytes, device: torch.device | str) -> Warp | None:
+def _unpacked(wire: MessageSocket, packed: bytes, device: torch.device | str) -> Warp | None:
     """The sampling, with the tensors it holds on the draft's device; None for nothing, and where it cannot be had, which is
     told: a class of the program's own file is found there alone."""
     try:

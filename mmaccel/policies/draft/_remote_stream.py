@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings, QuestionAttention
-from mmaccel.core.decoding.worker import OWN, Blob, Message, SocketEnd, Worker, send_heartbeats
+from mmaccel.core.decoding.worker import OWN, Blob, Message, MessageSocket, Worker, send_heartbeats
 from mmaccel.core.errors import DraftError
 from mmaccel.core.memory.relay import relay
 from mmaccel.core.streams.draft_stream import LocalDraftStream
@@ -125,7 +125,7 @@ class ServedStreams:
     """The draft process's end of its streams: `streams` by number, which `watch` opens."""
 
     def __init__(
-        self, wire: SocketEnd, watch: Callable[[DraftStreamSettings], LocalDraftStream] | None
+        self, wire: MessageSocket, watch: Callable[[DraftStreamSettings], LocalDraftStream] | None
     ) -> None:
         self._wire, self._watch = wire, watch
         self.streams: dict[int, LocalDraftStream] = {}

@@ -17,8 +17,14 @@ from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.memory.kv import KVState, KVView
 from mmaccel.core.memory.thinned import PrunedKVState
-from mmaccel.core.prefill.prune import PrefillPass, Probe, count_of_share, observation_columns, top_indices
-from mmaccel.core.registry import SHARE, Limit, at_least, limited, register
+from mmaccel.core.prefill.prune import (
+    ForwardProbe,
+    PrefillPass,
+    observation_columns,
+    share_token_count,
+    top_indices,
+)
+from mmaccel.core.registry import SHARE, FieldLimit, at_least, limited, register
 from mmaccel.policies.kv.full import FullState
 
 
@@ -41,7 +47,7 @@ class SparseToDense(DraftStrategy):
 
     window: int = limited(9, at_least(1))
     retention: float = limited(
-        0.1, Limit(lambda share: share > 0 and SHARE.fits(share), "a share above 0, at most 1")
+        0.1, FieldLimit(lambda share: share > 0 and SHARE.fits(share), "a share above 0, at most 1")
     )
 
     @property
@@ -57,7 +63,7 @@ def columns_of(view: KVView) -> Tensor:
     return torch.arange(view.key.shape[2], device=view.key.device) if view.column is None else view.column
 
 
-def in_reach(view: KVView, columns: Tensor, row: Tensor | int) -> Tensor:
+def visible_columns_mask(view: KVView, columns: Tensor, row: Tensor | int) -> Tensor:
     """Whether a query in column `row` (a number, or [n, 1]) sees each of `columns` [N]: [N] or [n, N]."""
     seen = columns <= row
     return seen if view.window is None else seen & ((columns < view.sinks) | (columns > row - view.window))
@@ -123,7 +129,7 @@ class _Memory(FullState):
         raise ModelError("sparse_to_dense: the sparse memory is of one sequence.")
 
 
-class _Sparse(DraftState, Probe):
+class _Sparse(DraftState, ForwardProbe):
     """Scores columns while the target reads the prompt; then drafts with its weights over `_Memory`."""
 
     def __init__(self, target: ModelView, choice: SparseToDense) -> None:
@@ -139,10 +145,10 @@ class _Sparse(DraftState, Probe):
         self._prompt = prompt
         self._remaining = prompt.max_new_tokens or sys.maxsize
         layout = self._target.adapter.layout(self._target.model, prompt.inputs)
-        self._layout = layout if prompt.past is None else prompt.past.with_new_turn(layout)
+        self._layout = layout if prompt.past is None else prompt.past.append_turn(layout)
         self._asked = observation_columns(self._layout, layout.length)
 
-    def probe(self) -> Probe:
+    def probe(self) -> ForwardProbe:
         return self
 
     def read_attention_inputs(
@@ -165,7 +171,7 @@ class _Sparse(DraftState, Probe):
         rows = rows.to(key.device)
         group = query[0, :, rows - start].view(key.shape[1], -1, rows.numel(), query.shape[3]).float()
         columns = columns_of(view)
-        seen = in_reach(view, columns, rows[:, None])
+        seen = visible_columns_mask(view, columns, rows[:, None])
         weights = torch.einsum("ghnd,gmd->ghnm", group, key[0].float()) * scale
         paid = weights.masked_fill(~seen, -math.inf).softmax(-1).mean((1, 2))
         scores = paid.new_zeros(len(paid), int(columns[-1]) + 1).index_copy_(1, columns, paid)
@@ -179,7 +185,7 @@ class _Sparse(DraftState, Probe):
         dense = self._dense
         if not isinstance(dense, PrunedKVState):
             return None
-        held = dense.held_indices(dense.part_of(layer), self._layout.length)
+        held = dense.held_indices(dense.part_index_of_layer(layer), self._layout.length)
         return None if held is None else held.to(self._asked.device)
 
     def observe(self, committed: Tensor, kept: int) -> None:
@@ -203,10 +209,10 @@ class _Sparse(DraftState, Probe):
             held, view = self._held(layer), dense.view(layer, torch.empty(0))
             columns = columns_of(view)
             shown = (video if held is None else video[held]).to(columns.device)
-            there = in_reach(view, columns, int(columns[-1])) & (columns < len(shown))
+            there = visible_columns_mask(view, columns, int(columns[-1])) & (columns < len(shown))
             is_video = torch.zeros_like(there).masked_scatter(there, shown[columns[there]])
             at, rest = is_video.nonzero()[:, 0], (there & ~is_video).nonzero()[:, 0]
-            count = max(count_of_share(self._choice.retention, at.numel()), min(1, at.numel()))
+            count = max(share_token_count(self._choice.retention, at.numel()), min(1, at.numel()))
             scores = self._scores[layer].to(at.device)[:, columns[at]]
             heads = [torch.cat([rest, at[top_indices(score, count)]]).sort().values for score in scores]
             chosen.append(torch.stack(heads))

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.errors import RecipeError, shown, warn
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamPolicy, StreamState
-from mmaccel.core.registry import Limit, Policy, at_least, limited, register, with_base_dir
+from mmaccel.core.registry import FieldLimit, Policy, at_least, limited, register, with_base_dir
 from mmaccel.core.registry import policy as built
 from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv._ingest import RUN
@@ -189,7 +189,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
     cache: int = limited(0, at_least(0))
     prefetch: Prefetch = "off"
     keep_seconds: float | None = limited(
-        None, Limit(lambda seconds: 0 < seconds < math.inf, "a positive number of seconds")
+        None, FieldLimit(lambda seconds: 0 < seconds < math.inf, "a positive number of seconds")
     )
     thin: bool = False
 
@@ -251,7 +251,7 @@ class SharedArchive(ArchivedMemory):
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         self._part()
         if self._questioned:
-            self.replays = Replays(
+            self.replays = CudaGraphCache(
                 self.device
             )  # in the former are results that another answer goes on reading
         self.finish_intake()
@@ -272,7 +272,7 @@ class SharedArchive(ArchivedMemory):
         if taken is not None:
             told = self._numbers
             taken.index, taken.prefetcher = (self.index.copy(), self.prefetcher.uncached(self.window))
-            taken.replays, taken.prefetch, taken._apart = Replays(self.device), "off", True
+            taken.replays, taken.prefetch, taken._apart = CudaGraphCache(self.device), "off", True
             taken._numbers.copy_(told)
 
     def _answered(self, taken: Any) -> None:

@@ -22,7 +22,7 @@ from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import PositionIds
-from mmaccel.core.memory.buffers import UnitRows, on_device
+from mmaccel.core.memory.buffers import UnitRowMap, on_device
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
@@ -85,7 +85,7 @@ class SearchTables:
 
     end: int
     entries: Tensor
-    lists: clusters.ClusterEntries
+    lists: clusters.ClusterMembership
     alive: list[int]
     visual: Tensor | None = None
     parent: Tensor | None = None
@@ -127,7 +127,7 @@ class Index(ABC):
         """Of units, on the host: those whose keys and values are no more."""
         self._units = 0
         """Units that the device knows of."""
-        self._at = UnitRows()
+        self._at = UnitRowMap()
         """Whoever asks speaks of units; tensors are by row, which is the same until `compact`."""
         self._ready: SearchTables | None = None
         self._fixed: dict[str, Tensor] = {}
@@ -222,9 +222,9 @@ class Index(ABC):
                 entries = torch.cat([entries, late.numbers()])
         else:
             scores, before = self._candidates(rows, queries, budget, words)
-            own = clusters.MemberKeys(*self._own_keys(layer), queries[0], self.cosine)
+            own = clusters.EntryKeys(*self._own_keys(layer), queries[0], self.cosine)
             owner, within, flat, first, size = (one[rows] for one in now.lists[:5])
-            lists = clusters.ClusterEntries(owner, within, flat, first, size, now.lists.largest)
+            lists = clusters.ClusterMembership(owner, within, flat, first, size, now.lists.largest)
             entries, coming = clusters.select_entries(before, lists, budget, ahead, own, late)
             if now.number is not None:
                 entries = torch.cat([now.number[entries[:budget]], entries[budget:]])
@@ -250,7 +250,7 @@ class Index(ABC):
 
     @abstractmethod
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
-        """The first three of `clusters.MemberKeys`: the mean key of each unit."""
+        """The first three of `clusters.EntryKeys`: the mean key of each unit."""
 
     # Summary tokens: clusters that stand for their units.
 
@@ -280,7 +280,7 @@ class Index(ABC):
         """Return [n, end]: the `shares` [n, k] of summary tokens, divided evenly over the frames of their clusters."""
         now, (rows, few) = self._now, shares.shape
         size = now.lists.size[layer]
-        ids = clusters.summary_order(found.scores, found.picked, size)[:few]
+        ids = clusters.rank_summary_clusters(found.scores, found.picked, size)[:few]
         # Two more places: of units that are in no cluster.
         out = shares.new_zeros(rows, len(size) + 2)
         out[:, ids] = shares / size[ids].clamp_min(1)
@@ -387,7 +387,7 @@ def summary_positions(
     else:
         numbers = time.round().long()
     # What is no cluster may have any time. (Not below `count`: that is another at the next question.)
-    numbers = numbers.clamp(0, positions.table_units(count, not compact) - 1)
+    numbers = numbers.clamp(0, positions.position_table_capacity(count, not compact) - 1)
     return positions.by_number(numbers, count - 1, middle, not compact)
 
 

@@ -53,7 +53,7 @@ class Bases:
 
     def base_of_unit(self, unit: int) -> int:
         """Return the offset that is subtracted from positions in the pass of unit (frame) `unit`."""
-        return int(self._positions.time_slot(max(0, unit - self.window)) // self.every * self.every)
+        return int(self._positions.unit_time_slot(max(0, unit - self.window)) // self.every * self.every)
 
     def count_same_base(self, unit: int, count: int) -> int:
         """Return how many of `count` units (frames) from `unit` on have the same offset as it has."""
@@ -224,7 +224,7 @@ class IngestState(PassState):
         """Whether units ``first .. end`` find positions within the model's limit, less a base if need be."""
         positions, reach = self.stream.positions, self.bases.reach
         last = positions.slot_count(end)
-        return last <= reach or last - int(positions.time_slot(first)) + self._spare <= reach
+        return last <= reach or last - int(positions.unit_time_slot(first)) + self._spare <= reach
 
     def _make_way(self, held: Ingested, stream_pass: StreamPass) -> None:
         """Units that a pass of an ingestion cannot see any more leave."""
@@ -234,7 +234,10 @@ class IngestState(PassState):
         self._leave(held, first - self._first)
         held.drop_first_units(first - self._first)
         far = positions.slot_count(end) > self.bases.reach
-        self._first, self._base = first, max(0, int(positions.time_slot(first)) - self._spare) if far else 0
+        self._first, self._base = (
+            first,
+            max(0, int(positions.unit_time_slot(first)) - self._spare) if far else 0,
+        )
 
     def _leave(self, held: Ingested, count: int) -> None:
         for begin in range(0, count, self.together):
@@ -252,7 +255,9 @@ class IngestState(PassState):
         made, count = self.stream.positions, (key.shape[2] - head) // self.stream.tokens_per_unit
         cos, sin = self.rope.cached(
             "ingested",
-            lambda: torch.cat([made.head_positions(), made.by_time(self._first, count, self._base)], -1),
+            lambda: torch.cat(
+                [made.prompt_head_positions(), made.by_time(self._first, count, self._base)], -1
+            ),
         )
         query = self.rope.apply(query, (cos[:, :, -rows:], sin[:, :, -rows:]))
         key = self.rope.apply(key, (cos, sin))

@@ -69,7 +69,7 @@ class Prefetcher:
             self._tables = torch.zeros(layers, 0, dtype=torch.long, device=store.device)
             # Of each layer those that are cached.
             self._cached = torch.full((layers, room), NEVER, device=store.device)
-            # The units of the tables' first rows, where rows were given back: see `UnitRows`.
+            # The units of the tables' first rows, where rows were given back: see `UnitRowMap`.
             self._old = torch.zeros(0, dtype=torch.long, device=store.device)
         self._units: object = None
         self._told: list[int] = []
@@ -96,7 +96,7 @@ class Prefetcher:
     def begin(self, first: int) -> None:
         """Start a question: build the tables of where units (frames) are; those from `first` on are in the window."""
         self._first, at = first, self._store.table.at
-        begins, rows = self._begins(), self._store.table.device_slots()
+        begins, rows = self._begins(), self._store.table.slots_on_device()
         if at.gap != self._gap or (at.gap and at.old is not self._units):
             self._gap, self._units = at.gap, at.old
             self._old = on_device(torch.from_numpy(at.old), self._store.device)
@@ -126,7 +126,7 @@ class Prefetcher:
         return self._gap, tuple((one.data_ptr(), one.shape) for one in read)
 
     def _rows(self, entries: Tensor) -> Tensor:
-        """The table rows of `entries` (see `UnitRows`), -1 of -1."""
+        """The table rows of `entries` (see `UnitRowMap`), -1 of -1."""
         if not self._gap:
             return entries
         row = torch.maximum(entries - self._gap, torch.searchsorted(self._old, entries))
@@ -287,7 +287,7 @@ class Prefetcher:
     def _empty(self, units: int) -> Tensor:
         shape = self._store.shape
         with torch.inference_mode(False):
-            return torch.empty(units, *shape.unit_shape, dtype=shape.dtype, device=self._store.device)
+            return torch.empty(units, *shape.tensor_shape, dtype=shape.dtype, device=self._store.device)
 
     def _gather(self, code: Tensor, out: Tensor) -> tuple[LaneMark, LaneMark]:
         """Units by codes [n] into `out` [2, G, n * P, D], on the wire's lane; the marks before and after."""

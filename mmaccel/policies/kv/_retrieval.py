@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.memory.kv import Stream, StreamPass
 from mmaccel.policies.kv._index import Index, SearchResult, compact_slots, summary_positions, unit_positions
@@ -57,7 +57,7 @@ class ArchivedMemory(StreamMemory):
         self.store = policy.store.open(stream, geometry, device)
         self.prefetcher = Prefetcher(self.store, geometry.layers, self.window, stream.units(policy.cache))
         self.prediction = QueryPrediction(geometry.layers, geometry.hidden, device)
-        self.replays = Replays(device)
+        self.replays = CudaGraphCache(device)
         # What passes retrieve stands before the window, wherever the stream is.
         self.bases = Bases(stream.positions, self.window, self.encode_budget)
         self._model, self.recalls_alike = model, False
@@ -153,7 +153,7 @@ class ArchivedMemory(StreamMemory):
             self.prefetcher.begin(self._first)
         fetched = self.prefetcher.addresses() if self._first else None
         self.replays.bind_data(
-            (self.index.addresses(), self.stream.positions.table_address(self._count), fetched)
+            (self.index.addresses(), self.stream.positions.position_table_address(self._count), fetched)
         )
         layers = range(self.geometry.layers) if self.reps else ()
         self._left = [self.index.summary_count(layer, self.budget, self.reps) for layer in layers]
@@ -279,7 +279,7 @@ class ArchivedMemory(StreamMemory):
             return self.rope.cached(
                 ("ranks", len(entries)), lambda: unit_positions(positions, entries, count, compact)
             ), None
-        size = 2, 1, 1, out.shape[2], self.rope.rotated_dims(positions.head_positions())
+        size = 2, 1, 1, out.shape[2], self.rope.rotated_dims(positions.prompt_head_positions())
         room = self.replays.get_buffer("angles", size, self.stream.dtype)  # of all layers, in turn
         left = self._numbers[2 + layer, None] if name is not None and self.replays.works else None
 

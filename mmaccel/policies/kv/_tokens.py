@@ -118,7 +118,7 @@ class TokenMemory(StreamMemory):
             return self._always or positions.slot_count(stream_pass.first + stream_pass.count) > every
         fits = positions.slot_count(self._count) <= every
         return self._always or not (
-            fits and positions.admits_pass(self._count, stream_pass.pending, stream_pass.rows, own=True)
+            fits and positions.pass_within_limit(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )
 
     def _most(self) -> int:

@@ -113,7 +113,7 @@ class StreamMemory(IngestState):
         positions = self.stream.positions
         fits = positions.slot_count(self._count) < self.bases.reach
         return self._always or not (
-            fits and positions.admits_pass(self._count, stream_pass.pending, stream_pass.rows, own=True)
+            fits and positions.pass_within_limit(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )
 
     def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
@@ -128,7 +128,7 @@ class StreamMemory(IngestState):
     def view(self, layer: int, query: Tensor) -> KVView:
         stream_pass, key, value = self._appended(layer)
         if stream_pass.kind == "head":
-            angles = self.rope.cached("head", self.stream.positions.head_positions)
+            angles = self.rope.cached("head", self.stream.positions.prompt_head_positions)
             self._fresh[layer] = self.rope.apply(key, angles)
             return KVView(self._fresh[layer], value, query=self.rope.apply(query, angles))
         show = self._encode if stream_pass.kind == "units" else self._answer
@@ -389,7 +389,7 @@ class StreamMemory(IngestState):
         }
         found = checkpoint_io.read_tensors(folder / "window.safetensors", wanted, self.device)
         self.rope.forget()
-        head = self.rope.cached("head", stream.positions.head_positions)
+        head = self.rope.cached("head", stream.positions.prompt_head_positions)
         for name, rings in (("head", self._heads), ("window", self._rings)):
             for layer in range(geometry.layers if name in columns else 0):
                 key, value = (found[f"{name}.{layer}.{side}"] for side in ("key", "value"))

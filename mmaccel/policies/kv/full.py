@@ -57,7 +57,7 @@ class Full(StreamPolicy):
         return FullStream(stream, geometry, model, device)
 
 
-class LayeredState(KVState):
+class PerLayerKVState(KVState):
     """Base of KV caches in which each layer counts its own columns, so that the cache is valid within a forward pass too.
 
     A forward pass appends to layers 0 .. L-1 in order; the length is that of layer 0. Rolling back cuts the layers that are
@@ -129,7 +129,7 @@ class LayeredState(KVState):
         """Drop the columns from `length` on."""
 
 
-class FullState(LayeredState):
+class FullState(PerLayerKVState):
     """A KV cache of one buffer pair [B, G, capacity, D] per layer, of which the counted columns are in use."""
 
     in_place = True
@@ -140,16 +140,16 @@ class FullState(LayeredState):
         # Layers whose buffers another state writes to, behind the columns of this one.
         self._lent = set[int]()
 
-    def share_columns(self) -> FullState:
-        """Return a second state over these columns, which may append others until `end_sharing`; meanwhile this one writes
+    def fork_copy_on_write(self) -> FullState:
+        """Return a second state over these columns, which may append others until `end_fork`; meanwhile this one writes
         to copies."""
         other = copy.copy(self)
         other._counts, other._buffers, other._lent = list(self._counts), list(self._buffers), set()
         self._lent = set(range(len(self._buffers)))
         return other
 
-    def end_sharing(self, other: FullState) -> None:
-        """End the sharing with a state from `share_columns`; buffers that it enlarged are kept."""
+    def end_fork(self, other: FullState) -> None:
+        """End the sharing with a state from `fork_copy_on_write`; buffers that it enlarged are kept."""
         for layer in self._lent:
             self._buffers[layer] = other._buffers[layer]
         self._lent.clear()
@@ -213,7 +213,7 @@ class FullState(LayeredState):
             buffer[:, :, start : start + path.numel()] = chosen
 
 
-class WholeStream(PassState):
+class FullAttentionStream(PassState):
     """Base of stream memories in which every query sees every earlier column, as in the plain model, however the stream is
     cut.
 
@@ -240,7 +240,7 @@ class WholeStream(PassState):
         stream_pass, positions = self._stream_pass, self.stream.positions
         assert stream_pass is not None
         if stream_pass.kind == "head":
-            return positions.head_positions()
+            return positions.prompt_head_positions()
         if stream_pass.kind == "units":
             return positions.by_time(stream_pass.first, stream_pass.count)
         return self._after(self._count, self._extra, stream_pass, own=True)
@@ -295,7 +295,7 @@ class WholeStream(PassState):
         """Read them; the number of units is set."""
 
 
-class FullStream(WholeStream):
+class FullStream(FullAttentionStream):
     """The stream memory of `full`: all keys (after RoPE) and values, in the buffers of a `FullState`."""
 
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
@@ -304,11 +304,11 @@ class FullStream(WholeStream):
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         taken: Any = super().snapshot(stream, pause)
-        taken._state = self._state.share_columns()
+        taken._state = self._state.fork_copy_on_write()
         return taken  # type: ignore[no-any-return]
 
     def _answered(self, taken: Any) -> None:
-        self._state.end_sharing(taken._state)
+        self._state.end_fork(taken._state)
 
     def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         self._state.append(layer, key, value)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamState
-from mmaccel.core.registry import Limit, at_least, in_range, limited, register
+from mmaccel.core.registry import FieldLimit, at_least, in_range, limited, register
 from mmaccel.policies.kv._tokens import HeldTokens, TokenMemory, TokenPolicy, attention_shares
 
 
@@ -21,10 +21,10 @@ class LiveVLM(TokenPolicy):
     """Keeps the tokens that recent frames attend to, some from every stretch of time; a question retrieves pages of them.
 
     After Ning et al., "LiveVLM" (2505.15269, second version). After each clip of 32 frames the tokens older than the last
-    `recent` frames are cut down to the budget (`choose_spread`): first the most attended ones, then by score as many as
-    their stretch of the stream has room for. A question sees the recent frames and, layer by layer, the pages whose mean raw
-    keys best match its mean query. All of it is on the device. Exact while the stream is shorter than what a question
-    retrieves.
+    `recent` frames are cut down to the budget (`choose_tokens_across_stream`): first the most attended ones, then by score
+    as many as their stretch of the stream has room for. A question sees the recent frames and, layer by layer, the pages
+    whose mean raw keys best match its mean query. All of it is on the device. Exact while the stream is shorter than what a
+    question retrieves.
 
     Our choices where the paper is open: the most attended tokens stay whatever their stretch holds already, and remaining
     room is filled by score, so that each layer keeps the same number; of its last incomplete clip a stream holds all tokens,
@@ -44,7 +44,7 @@ class LiveVLM(TokenPolicy):
     clip: ClassVar[int | None] = 32
 
     recent: int = limited(2, at_least(0))
-    recall: float = limited(0.4, Limit(lambda share: 0 < share <= 1, "more than 0 and at most 1"))
+    recall: float = limited(0.4, FieldLimit(lambda share: 0 < share <= 1, "more than 0 and at most 1"))
     scatter: float = limited(0.5, in_range(0, 1, "0 to 1"))
     bucket: int = limited(1, at_least(1))
     page: int = limited(16, at_least(1))
@@ -93,7 +93,9 @@ class LiveVLMMemory(TokenMemory):
             stretch = max(1, self.budget // self.policy.bucket)
             span = (self._count - self.recent) * self.stream.tokens_per_unit
             where = held.column[:old] * stretch // span
-            kept = choose_spread(share[:old], where, self.budget, self.policy.scatter, self.policy.bucket)
+            kept = choose_tokens_across_stream(
+                share[:old], where, self.budget, self.policy.scatter, self.policy.bucket
+            )
             rest = torch.arange(old, held.column.shape[0], device=kept.device)
             self._keep(layer, torch.cat([kept, rest]))
 
@@ -124,7 +126,9 @@ class LiveVLMMemory(TokenMemory):
         return {**super().counters(), **own}
 
 
-def choose_spread(score: Tensor, where: Tensor, budget: int, scatter: float, room: int) -> Tensor:
+def choose_tokens_across_stream(
+    score: Tensor, where: Tensor, budget: int, scatter: float, room: int
+) -> Tensor:
     """Choose `budget` tokens of the N with `score` [N] so that all of the stream is represented; return their indices,
     ascending.
 

@@ -16,7 +16,7 @@ from mmaccel.core.memory.kv import Stream, StreamPass, StreamState, grow_buffer
 from mmaccel.core.registry import one_of, register
 from mmaccel.policies.kv._archived import HostPolicy
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.full import WholeStream
+from mmaccel.policies.kv.full import FullAttentionStream
 from mmaccel.policies.kv.store import HostStore
 
 
@@ -49,7 +49,7 @@ class Offload(HostPolicy):
         return OffloadStream(self, stream, geometry, model, device)
 
 
-class OffloadStream(WholeStream):
+class OffloadStream(FullAttentionStream):
     """The stream memory of `offload`: frames on the host; the prompt before the video and the question on the device."""
 
     def __init__(

@@ -59,7 +59,7 @@ class FrameIndex(Index):
         made = {"owner": owner, "within": within, "flat": number, "size": here.long()}
         fixed = {name: self._fix(name, row.expand(self.layers, -1)) for name, row in made.items()}
         owner, within, flat, size = fixed.values()
-        lists = clusters.ClusterEntries(owner, within, flat, flat, size, 1)
+        lists = clusters.ClusterMembership(owner, within, flat, flat, size, 1)
         return SearchTables(lists=lists, alive=[count] * self.layers, ready=self.summaries, **told)
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:

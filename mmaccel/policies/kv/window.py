@@ -16,7 +16,7 @@ from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import KVState, KVView, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.kv._windowed import StreamMemory
-from mmaccel.policies.kv.full import LayeredState
+from mmaccel.policies.kv.full import PerLayerKVState
 
 
 @register("kv", "window")
@@ -73,7 +73,7 @@ class _Held:
     edge: int
 
 
-class WindowState(LayeredState):
+class WindowState(PerLayerKVState):
     """The KV cache of `window`: exactly sized tensors for each layer, concatenated anew by `append`, which evicts
     columns."""
 

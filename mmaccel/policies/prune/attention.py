@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.prune import QuotaPruner, Signals, Stage, complement, evenly_spaced
+from mmaccel.core.prefill.prune import FixedRetentionPruner, Signals, Stage, complement_indices, evenly_spaced
 from mmaccel.core.registry import SHARE, limited, register
 
 
 @register("prune", "attention")
 @dataclass(frozen=True, kw_only=True)
-class AttentionPrune(QuotaPruner):
+class AttentionPrune(FixedRetentionPruner):
     """Keep the visual tokens that the target's question attends to, then fill up evenly.
 
     A token's score is the attention it gets from the text after the last image or video, a mean over these rows, heads and
@@ -48,5 +48,5 @@ class AttentionPrune(QuotaPruner):
         total = ranked.values.clamp(min=0).double().cumsum(0)
         guided = min(int((total < self.mass * total[-1]).sum()) + 1, count) if self.mass < 1 else count
         first = ranked.indices[:guided]
-        rest = complement(first, at.numel())
+        rest = complement_indices(first, at.numel())
         return torch.cat([first, rest[evenly_spaced(count - guided, rest.numel(), at.device)]])

@@ -15,12 +15,12 @@ from mmaccel.core.prefill.prune import (
     Signals,
     Stage,
     TokenPruner,
-    count_of_share,
     frame_columns,
-    staying_columns,
+    share_token_count,
     top_indices,
+    with_unprunable_columns,
 )
-from mmaccel.core.registry import SHARE, Limit, in_range, limited, register
+from mmaccel.core.registry import SHARE, FieldLimit, in_range, limited, register
 
 
 @register("prune", "dycoke")
@@ -50,7 +50,9 @@ class DyCoke(TokenPruner):
 
     drop: float = limited(0.7, SHARE)
     forget: float = limited(0.7, SHARE)
-    layer: int = limited(3, Limit(lambda layer: layer >= 1, "1 or more, for the layer before it must attend"))
+    layer: int = limited(
+        3, FieldLimit(lambda layer: layer >= 1, "1 or more, for the layer before it must attend")
+    )
     refresh: float = limited(0.9, in_range(-1, 1, "a cosine, -1 to 1"))
 
     @property
@@ -76,14 +78,14 @@ class DyCoke(TokenPruner):
                 continue
             if all(torch.equal(cell[0, frame], cell[0, before]) for cell in (layout.row, layout.column)):
                 likeness = cosine_similarity(states[frame], states[before], dim=-1)
-                kept[i] = frame[top_indices(-likeness, count_of_share(1 - self.drop, len(frame)))]
-        return staying_columns(layout, *kept)
+                kept[i] = frame[top_indices(-likeness, share_token_count(1 - self.drop, len(frame)))]
+        return with_unprunable_columns(layout, *kept)
 
     def on_stream(self) -> DyCoke:
         return replace(self, compact=self.drop > 0)
 
     def kept_token_count(self, tokens: int) -> int:
-        return tokens + (self.group - 1) * count_of_share(1 - self.drop, tokens)
+        return tokens + (self.group - 1) * share_token_count(1 - self.drop, tokens)
 
     @property
     def scoring_layer(self) -> int | None:
@@ -92,4 +94,4 @@ class DyCoke(TokenPruner):
     def recalled_columns(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
         if before is not None and float(cosine_similarity(attention, before, dim=0)) >= self.refresh:
             return None
-        return columns[top_indices(attention, count_of_share(1 - self.forget, columns.numel()))]
+        return columns[top_indices(attention, share_token_count(1 - self.forget, columns.numel()))]

@@ -10,7 +10,7 @@ from torch import Tensor
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import ScorePruner, Signals, Stage
-from mmaccel.core.registry import Limit, limited, register
+from mmaccel.core.registry import FieldLimit, limited, register
 
 
 @register("prune", "fastv")
@@ -28,7 +28,9 @@ class FastV(ScorePruner):
     no_tensor_parallel: ClassVar[str | None] = "judges tokens by the attention of all heads"
 
     retention: float = 0.5
-    layer: int = limited(2, Limit(lambda layer: layer >= 1, "1 or more, for a layer before it must rank"))
+    layer: int = limited(
+        2, FieldLimit(lambda layer: layer >= 1, "1 or more, for a layer before it must rank")
+    )
 
     @classmethod
     def averaging(cls, share: float, depth: int, layer: int = 2) -> FastV:

@@ -16,12 +16,12 @@ from mmaccel.core.prefill.prune import (
     Stage,
     TokenPruner,
     candidate_columns,
-    complement,
-    count_of_share,
+    complement_indices,
     observation_columns,
     question_text_columns,
-    staying_columns,
+    share_token_count,
     top_indices,
+    with_unprunable_columns,
 )
 from mmaccel.core.registry import SHARE, at_least, limited, register
 
@@ -107,16 +107,16 @@ class SparseVLM(TokenPruner):
         at = candidate_columns(layout)
         count = stage.kept_count(at, total)
         if count == at.numel():
-            return Kept(staying_columns(layout, at))
+            return Kept(with_unprunable_columns(layout, at))
         score = self._score(signals, layout, at)
         top = top_indices(score, count)
-        rest = complement(top, at.numel())
-        pool = rest[top_indices(score[rest], count_of_share(self.recycle, rest.numel()))]
+        rest = complement_indices(top, at.numel())
+        pool = rest[top_indices(score[rest], share_token_count(self.recycle, rest.numel()))]
         if not pool.numel():
-            return Kept(staying_columns(layout, at[top]))
+            return Kept(with_unprunable_columns(layout, at[top]))
         states = signals["hidden"][-1]
         chosen, means = _clusters(states[at[pool]], pool.numel() // 10 + 1, self.neighbours)
-        columns = staying_columns(layout, at[top], at[pool[chosen]])
+        columns = with_unprunable_columns(layout, at[top], at[pool[chosen]])
         changed = states.index_copy(0, at[pool[chosen]], means)
         return Kept(columns, changed[columns])
 

@@ -8,13 +8,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.prune import QuotaPruner, Signals, Stage, evenly_spaced
+from mmaccel.core.prefill.prune import FixedRetentionPruner, Signals, Stage, evenly_spaced
 from mmaccel.core.registry import register
 
 
 @register("prune", "uniform")
 @dataclass(frozen=True, kw_only=True)
-class UniformPrune(QuotaPruner):
+class UniformPrune(FixedRetentionPruner):
     """Keep evenly spaced visual tokens of all images and videos, the middle of each of `retention` x m equal stretches.
 
     The unguided baseline of ParallelVLM (arXiv 2603.19610, Figure 7).

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import ScorePruner, Signals, Stage, question_text_columns
-from mmaccel.core.registry import Limit, limited, register
+from mmaccel.core.registry import FieldLimit, limited, register
 
 
 @register("prune", "uv")
@@ -41,7 +41,9 @@ class UVPrune(ScorePruner):
     stage: ClassVar = "draft"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
 
-    layer: int | None = limited(None, Limit(lambda layer: layer >= 1, "1 or more, or null for the default"))
+    layer: int | None = limited(
+        None, FieldLimit(lambda layer: layer >= 1, "1 or more, or null for the default")
+    )
     base: int | None = None
     variation: bool = True
     contrast: bool = False

@@ -17,9 +17,9 @@ from mmaccel.core.prefill.prune import (
     Stage,
     TokenPruner,
     columns_by_frame_size,
-    count_of_share,
     evenly_spaced,
-    staying_columns,
+    share_token_count,
+    with_unprunable_columns,
 )
 from mmaccel.core.registry import SHARE, limited, register
 
@@ -60,7 +60,7 @@ class VisionZip(TokenPruner):
         return None if self.carry else replace(self, compact=True)
 
     def kept_token_count(self, tokens: int) -> int:
-        return count_of_share(self.retention, tokens)
+        return share_token_count(self.retention, tokens)
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
         return (Stage(0, hidden=(0,), share=self.retention),)
@@ -68,9 +68,9 @@ class VisionZip(TokenPruner):
     def counts(self, number: int, size: int) -> list[int]:
         """Return how many tokens each of `number` frames with `size` tokens keeps."""
         if not self.carry:
-            return [count_of_share(self.retention, size)] * number
+            return [share_token_count(self.retention, size)] * number
         return [
-            b - a for a, b in pairwise(count_of_share(self.retention, n * size) for n in range(number + 1))
+            b - a for a, b in pairwise(share_token_count(self.retention, n * size) for n in range(number + 1))
         ]
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
@@ -95,7 +95,7 @@ class VisionZip(TokenPruner):
                     means = _joined(states[rest], signals["vision_key"][rest], steps)
                     changed[middle] = means.flatten(0, 1).to(states.dtype)
                     chosen.append(middle)
-        columns = staying_columns(layout, *chosen)
+        columns = with_unprunable_columns(layout, *chosen)
         return Kept(columns, changed[columns])
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.registry import at_least, limited, register
-from mmaccel.policies.sparse.orders import IntraPattern, Region, near_and_first_blocks
+from mmaccel.policies.sparse.orders import AttentionRegion, IntraPattern, max_window_sink_blocks
 
 
 @register("sparse", "a_shape")
@@ -24,8 +24,8 @@ class AShape(IntraPattern):
     sink: int = limited(128, at_least(0))
     window: int = limited(4096, at_least(1, ", the token itself"))
 
-    def parts(self, region: Region) -> tuple[Part, ...]:
+    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         return (region.part(region.near_and_first(self.sink, self.window)),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        return near_and_first_blocks(n_key, self.sink, self.window, self.block, gaps=gaps)
+        return max_window_sink_blocks(n_key, self.sink, self.window, self.block, gaps=gaps)

@@ -15,7 +15,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, span_by_range, span_from_table
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import SHARE, at_least, limited, register
-from mmaccel.policies.sparse.orders import LayerInputs, Region, whole_blocks
+from mmaccel.policies.sparse.orders import AttentionRegion, LayerInputs, ceil_block_count
 
 ROOM = 1 << 28
 """Most pairs of blocks for which lists are made that have room for all."""
@@ -78,13 +78,13 @@ class BlockTopK(SparsePattern):
 
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
         block, first = self.block, n_key - n_query
-        most = whole_blocks(n_key, block)
+        most = ceil_block_count(n_key, block)
         if self.top is not None:
-            most = min(most, max(self.top, whole_blocks(self.sink, block) + 2))
+            most = min(most, max(self.top, ceil_block_count(self.sink, block) + 2))
         ends = range(block, n_query + block, block)
-        return sum(min(most, whole_blocks(first + min(end, n_query), block)) for end in ends)
+        return sum(min(most, ceil_block_count(first + min(end, n_query), block)) for end in ends)
 
-    def _kept(self, region: Region) -> Iterator[Tensor]:
+    def _kept(self, region: AttentionRegion) -> Iterator[Tensor]:
         """[B, H, m, N] bool for consecutive runs of m query blocks: which of the N key blocks are kept."""
         query, block, q_row = region.layer.query, self.block, region.q_row[:, 0]
         B, H = query.shape[:2]

@@ -12,7 +12,13 @@ from mmaccel.core.errors import RecipeError, UnknownName, shown
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import policy, register, registry
-from mmaccel.policies.sparse.orders import IntraPattern, LayerInputs, RegionPattern, seen_share, whole_blocks
+from mmaccel.policies.sparse.orders import (
+    IntraPattern,
+    LayerInputs,
+    RegionPlannedPattern,
+    ceil_block_count,
+    mean_causal_share,
+)
 
 Inner = SparsePattern | Mapping[str, Any] | str | None
 """What a field for a pattern within a boundary may be given; it holds an `IntraPattern`, or None for nothing."""
@@ -39,7 +45,7 @@ def _inner_pattern(value: Any, where: str, block: int) -> IntraPattern | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Boundary(RegionPattern):
+class ModalityBoundary(RegionPlannedPattern):
     """Base of patterns with modality boundaries: queries and keys are grouped by modality, and each pair of groups has a
     sparse pattern of its own, all under one softmax.
 
@@ -85,8 +91,8 @@ class Boundary(RegionPattern):
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
         of_keys = list(next(iter(self.groups.values())))
         # Blocks of groups, each of which may end in a part of one.
-        rows = whole_blocks(n_query, self.block) + len(self.groups) - 1
-        keys = whole_blocks(n_key, self.block) + len(of_keys) - 1
+        rows = ceil_block_count(n_query, self.block) + len(self.groups) - 1
+        keys = ceil_block_count(n_key, self.block) + len(of_keys) - 1
         total = 0
         for k in of_keys:
             most = [(0, 0)]
@@ -103,8 +109,8 @@ class Boundary(RegionPattern):
     ) -> float:
         if layouts is None:
             return self.max_blocks_total(n_query, n_key)
-        (queries, keys), share, total = layouts, seen_share(n_query, n_key), 0.0
-        layer = LayerInputs.of_layouts(queries, keys, self.block)
+        (queries, keys), share, total = layouts, mean_causal_share(n_query, n_key), 0.0
+        layer = LayerInputs.from_layouts(queries, keys, self.block)
         for q, patterns in self.groups.items():
             rows = n_query if q is None else queries.max_tokens_of[q]
             for k, pattern in patterns.items():
@@ -124,7 +130,7 @@ class Boundary(RegionPattern):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneSidedBoundary(Boundary):
+class OneSidedModalityBoundary(ModalityBoundary):
     """Base of boundaries on one side (queries or keys): one pattern per modality, or None (null) to leave it out."""
 
     text: Inner = "a_shape"
@@ -148,7 +154,7 @@ class OneSidedBoundary(Boundary):
 
 @register("sparse", "boundary_2d")
 @dataclass(frozen=True, kw_only=True)
-class Boundary2D(Boundary):
+class Boundary2D(ModalityBoundary):
     """The queries of each modality attend to the keys of each modality by a pattern for that pair of modalities.
 
     Rows and columns are permuted (MMInference, Algorithm 3): windows, columns and lines count only keys of the pair's key

@@ -8,7 +8,7 @@ from typing import ClassVar
 from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.prefill.plan import FAR
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
+from mmaccel.policies.sparse.orders import AttentionRegion, IntraPattern, ceil_block_count
 
 
 @register("sparse", "dense")
@@ -21,8 +21,8 @@ class Dense(IntraPattern):
 
     dense: ClassVar[bool] = True
 
-    def parts(self, region: Region) -> tuple[Part, ...]:
+    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         return (region.part([region.span(0, FAR)]),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        return whole_blocks(n_key, self.block), 0
+        return ceil_block_count(n_key, self.block), 0

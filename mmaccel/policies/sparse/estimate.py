@@ -21,7 +21,7 @@ BUDGET = 1 << 28
 """Most attention weights held at a time; beyond it key/value groups go one by one."""
 
 
-def modality_runs(layout: TokenLayout) -> dict[int, tuple[int, int]]:
+def modality_run_limits(layout: TokenLayout) -> dict[int, tuple[int, int]]:
     """For each modality, the most runs of it in any sequence, padding left out, and the fewest tokens of a run that is
     neither the first nor the last of its sequence (copied to the host once)."""
 
@@ -43,7 +43,7 @@ ROUNDS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class SampleLayout:
+class SampledQueryLayout:
     """Which queries are sampled (the last ones in an order) and which keys they see; from the layouts alone.
 
     query_row [B, L] long: rows of the queries; at [B, L] long: rank of each among the keys, -1 for none. row [B, n] long:
@@ -66,7 +66,7 @@ class SampleLayout:
             return query[:, :, query.shape[2] - L :]
         return query.gather(2, self.query_row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3]))
 
-    def key_mask(self) -> Tensor:
+    def causal_key_mask(self) -> Tensor:
         """Return [B, L, n] bool: the keys before each sampled query."""
         return torch.arange(self.seen.shape[1], device=self.at.device) < self.at[..., None]
 
@@ -77,13 +77,13 @@ class SampleLayout:
         return (column <= self.at[..., None]).sum(1, keepdim=True).clamp(min=1).float()
 
 
-def cat_heads(made: Sequence[Tensor]) -> Tensor:
+def concatenate_heads(made: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors [B, h, ...] of consecutive heads; a single one is not copied."""
     return made[0] if len(made) == 1 else torch.cat(tuple(made), 1)
 
 
 @dataclass(frozen=True, eq=False)
-class LastQueries:
+class LastQueryAttention:
     """Computes the attention of the last queries of one order to the keys of another.
 
     query [B, H, L, D]: the queries; key [B, G, N, D]: the tensor with the keys. total [B, H, L]: the log-sum-exp over all
@@ -93,24 +93,26 @@ class LastQueries:
 
     query: Tensor
     key: Tensor
-    sample: SampleLayout
+    sample: SampledQueryLayout
     total: Tensor | None
     pooled: bool
     runs: tuple[HeadRun, ...] = ()
 
-    def by_heads(self) -> Iterator[LastQueries]:
+    def split_by_head_run(self) -> Iterator[LastQueryAttention]:
         """Yield the queries of each run of heads, with its keys."""
         first = 0
         for run in self.runs:
             heads = slice(first, first := first + len(run.heads))
             total = None if self.total is None else self.total[:, heads]
-            yield LastQueries(self.query[:, heads], self.key[:, run.groups], self.sample, total, self.pooled)
+            yield LastQueryAttention(
+                self.query[:, heads], self.key[:, run.groups], self.sample, total, self.pooled
+            )
         if not self.runs:
             yield self
 
     @property
     def ranks(self) -> Tensor:
-        """Rank of each sampled query among the keys, as in `SampleLayout`."""
+        """Rank of each sampled query among the keys, as in `SampledQueryLayout`."""
         return self.sample.at
 
     @property
@@ -130,7 +132,7 @@ class LastQueries:
 
     def weights(self) -> Iterator[Tensor]:
         """Yield softmax weights [B, h, L, n] float32 of consecutive heads, of a whole run if memory allows."""
-        for one in self.by_heads():
+        for one in self.split_by_head_run():
             yield from one._weights()
 
     def _weights(self) -> Iterator[Tensor]:
@@ -149,10 +151,10 @@ class LastQueries:
     def totals(self) -> Tensor:
         """Return the log-sum-exp [B, H, L] float32 of each query's scores."""
         if self.has_kernel:
-            made = [row_totals(*one.kernel_args[:4], self.key_count) for one in self.by_heads()]
+            made = [row_totals(*one.kernel_args[:4], self.key_count) for one in self.split_by_head_run()]
         else:
-            made = [scores.logsumexp(-1) for one in self.by_heads() for scores in one._scores()]
-        return cat_heads(made)
+            made = [scores.logsumexp(-1) for one in self.split_by_head_run() for scores in one._scores()]
+        return concatenate_heads(made)
 
     def line_sums(self) -> tuple[Tensor, Tensor]:
         """Return attention weights summed along columns and along diagonals (query minus key position), each [B, H, n]
@@ -161,8 +163,10 @@ class LastQueries:
         The sums are over queries; divided by `query_counts`, they are means over the queries that have a key there.
         """
         if self.has_kernel and self.sample.runs <= ROUNDS:
-            each = [[one.expand_heads(t) for t in line_sums(*one.kernel_args)] for one in self.by_heads()]
-            column, diagonal = map(cat_heads, zip(*each, strict=True))
+            each = [
+                [one.expand_heads(t) for t in line_sums(*one.kernel_args)] for one in self.split_by_head_run()
+            ]
+            column, diagonal = map(concatenate_heads, zip(*each, strict=True))
             return column, diagonal
         columns, diagonals = [], []
         for weight in self.weights():
@@ -233,7 +237,7 @@ def _skewed(weight: Tensor) -> Tensor:
     return found.scatter_add_(2, index, (corner * inside).flatten(2))
 
 
-def score_lines(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
+def score_columns_or_diagonals(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
     """Score lines (columns or diagonals) by their `weight` [..., B, H, n] as `score` says; seen [B, n]: which lines exist.
 
     For "contrast" it is the logarithm of the weight, in standard deviations above the mean over the lines, which limits the
@@ -251,7 +255,8 @@ def score_lines(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
 
 
 def class_scores(value: Tensor, number: Tensor, seen: Tensor, classes: int, score: Score) -> Tensor:
-    """Return scores [..., B, H, classes] of classes of lines; value [..., B, H, n]: the lines' scores (from `score_lines`).
+    """Return scores [..., B, H, classes] of classes of lines; value [..., B, H, n]: the lines' scores (from
+    `score_columns_or_diagonals`).
 
     number [B or 1, H or 1, n]: class of each line; seen [B, n]: which lines exist.
     """
@@ -263,10 +268,10 @@ def class_scores(value: Tensor, number: Tensor, seen: Tensor, classes: int, scor
     largest = zeros.scatter_reduce(
         -1, number, value.masked_fill(~there, -torch.inf), "amax", include_self=False
     )
-    return combine_scores(total, largest, count, score)
+    return score_from_members(total, largest, count, score)
 
 
-def combine_scores(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
+def score_from_members(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
     """Score classes of lines, given the sum over their members, their largest member and their number of members.
 
     "mean" leaves the largest member out: a grid line has many strong members, a single strong column (a sink, the query

@@ -12,24 +12,24 @@ from mmaccel.backends.ops.block_attend import KeySpan, Part
 from mmaccel.backends.ops.lines import turned_classes
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.prefill.plan import FAR, span_by_range
-from mmaccel.core.registry import SHARE, Limit, at_least, limited, register
+from mmaccel.core.registry import SHARE, FieldLimit, at_least, limited, register
 from mmaccel.policies.sparse.estimate import Score
 from mmaccel.policies.sparse.orders import (
+    AttentionRegion,
     IntraPattern,
-    Region,
-    memoize_traced,
-    near_and_first_blocks,
-    spanned_blocks,
-    whole_blocks,
+    ceil_block_count,
+    max_touched_blocks,
+    max_window_sink_blocks,
+    memoize_while_tracing,
 )
 from mmaccel.policies.sparse.stride import (
-    FrameClasses,
-    ResidueClasses,
+    FrameResidueClasses,
+    StrideResidueClasses,
     StrideSearch,
-    by_class,
+    estimate_stride_classes,
     frame_phases,
-    max_class_keys,
-    strided_classes,
+    max_keys_per_class,
+    stable_class_order,
 )
 
 Phase = Literal["keys", "queries"]
@@ -89,7 +89,7 @@ class Grid(IntraPattern):
     window: int = limited(0, at_least(0, " tokens"))
     sink: int = limited(0, at_least(0, " tokens"))
     last_q: int = limited(64, at_least(1, " query"))
-    slack: float = limited(0.02, Limit(lambda share: 0 <= share < 1, SHARE.give))
+    slack: float = limited(0.02, FieldLimit(lambda share: 0 <= share < 1, SHARE.give))
     score: Score = "contrast"
     horizontal_phase: Phase = "keys"
     estimate: Estimate = "head"
@@ -105,7 +105,7 @@ class Grid(IntraPattern):
         if not (self.horizontal or self.vertical or self.slash):
             raise RecipeError("grid: horizontal, vertical and slash are all off; turn one on.")
 
-    def parts(self, region: Region) -> tuple[Part, ...]:
+    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         classes = self._classes(region)
         parts: list[Part] = []
         if self.slash and classes.frames is not None:
@@ -122,52 +122,52 @@ class Grid(IntraPattern):
         return tuple(parts)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        block, most = self.block, max_class_keys(n_key, self.min_stride)
-        keys = whole_blocks(n_key, block)
-        each, more = near_and_first_blocks(n_key, self.sink, self.window, block, gaps=gaps)
-        each += spanned_blocks(most, block) * (self.slash + self.vertical)
+        block, most = self.block, max_keys_per_class(n_key, self.min_stride)
+        keys = ceil_block_count(n_key, block)
+        each, more = max_window_sink_blocks(n_key, self.sink, self.window, block, gaps=gaps)
+        each += max_touched_blocks(most, block) * (self.slash + self.vertical)
         if self.slash:
             # A block of queries touches one class, and one more for each class that begins in it.
             more += keys + 2 * min(self.max_stride, n_query)
         if self.horizontal:
-            more += whole_blocks(n_query if ties else min(most, n_query), block) * keys
+            more += ceil_block_count(n_query if ties else min(most, n_query), block) * keys
         return each, more
 
-    def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
-        block, line = self.block, max_class_keys(keys, self.min_stride)
+    def estimate_blocks(self, rows: int, keys: int, share: float, region: AttentionRegion | None) -> float:
+        block, line = self.block, max_keys_per_class(keys, self.min_stride)
         if self.stride == "frame" and region is not None:
-            frames = FrameClasses.of(region, self.min_stride, self.max_stride)
+            frames = FrameResidueClasses.of(region, self.min_stride, self.max_stride)
             line = min(line, frames.most_keys) if frames.all_fit else line
         # Of the rows, the last of the keys, a class has its share. A block of queries that begins in one class and ends in
         # others lists the lines of all, of the keys in their order no block twice, and lines begin anywhere.
         own = min(rows, -(-line * rows // max(keys, 1)))
-        blocks, each = whole_blocks(rows, block), share * line / block + 2
-        lines = min(each * max(1.0, block / max(own, 1)), whole_blocks(keys, block)) * self.slash
-        dense = whole_blocks(own, block) * (share * keys / block + 1)
+        blocks, each = ceil_block_count(rows, block), share * line / block + 2
+        lines = min(each * max(1.0, block / max(own, 1)), ceil_block_count(keys, block)) * self.slash
+        dense = ceil_block_count(own, block) * (share * keys / block + 1)
         near = min(self.window, keys) / block + bool(self.window) + min(self.sink, keys) / block
         near = min(near, share * keys / block + 1)
         return blocks * (lines + each * self.vertical) + self.horizontal * dense + blocks * near
 
-    def _classes(self, region: Region) -> ResidueClasses:
-        sample = region.last_queries(self.last_q, self.estimate == "group")
+    def _classes(self, region: AttentionRegion) -> StrideResidueClasses:
+        sample = region.last_query_attention(self.last_q, self.estimate == "group")
         rows = self.horizontal_phase == "queries"
         search = StrideSearch(self.min_stride, self.max_stride, self.slack, self.score, rows, region.max_keys)
-        frames = FrameClasses.of(region, search.low, search.most) if self.stride == "frame" else None
+        frames = FrameResidueClasses.of(region, search.low, search.most) if self.stride == "frame" else None
         framed = frame_phases(sample, frames, search) if frames is not None and frames.any_fits else None
         if framed is not None and framed.frames is not None:
             return framed
         lines = dict(by_columns=self.horizontal or self.vertical, by_diagonals=self.slash)
-        free = strided_classes(sample, region.keys, search, **lines)
+        free = estimate_stride_classes(sample, region.keys, search, **lines)
         return free if frames is None or framed is None else framed.select_sequences(frames.fits, free)
 
-    def _uncovered(self, region: Region) -> tuple[Tensor, Tensor]:
+    def _uncovered(self, region: AttentionRegion) -> tuple[Tensor, Tensor]:
         """What the spans of the window and the sink leave to the lines: for each query the rank [B, P] of the last key, -1
         for none, and the rows [B, N] of the keys, -1 for the first ones."""
         keys, at = region.keys, region.at
         last = (at - self.window).clamp(min=-1) if self.window else at
         return last, keys.row.masked_fill(keys.rank < self.sink, -1) if self.sink else keys.row
 
-    def _strided_lines(self, region: Region, classes: ResidueClasses) -> Part:
+    def _strided_lines(self, region: AttentionRegion, classes: StrideResidueClasses) -> Part:
         """The slashes and the vertical line of each head, where heads have classes of their own.
 
         Keys are by (class, position), queries by (class of the keys they pair with, position); without slashes the queries
@@ -176,7 +176,7 @@ class Grid(IntraPattern):
         (last, k_row), keys, at, most = self._uncovered(region), region.keys, region.at, classes.most_keys
         # The code of a key ascends in the order of the keys: base exceeds any rank.
         base = len(keys) + 1
-        order = by_class(classes.number, classes.count)
+        order = stable_class_order(classes.number, classes.count)
         code = (classes.number * base + keys.rank[:, None]).gather(2, order)
         number, place = code // base, torch.arange(code.shape[2], device=at.device)
         k_row = k_row[:, None].expand_as(order).gather(2, order)
@@ -185,7 +185,7 @@ class Grid(IntraPattern):
         q_row, q_at = region.q_row.expand_as(pair), last[:, None].expand_as(pair)
         own = own.expand_as(pair)
         if self.slash:
-            order = by_class(torch.where(q_row >= 0, pair, classes.count), classes.count)
+            order = stable_class_order(torch.where(q_row >= 0, pair, classes.count), classes.count)
             q_row, q_at, own, pair = (t.gather(2, order) for t in (q_row, q_at, own, pair))
         if self.horizontal:
             q_row = torch.where(own == classes.dense, -1, q_row)
@@ -216,14 +216,16 @@ class Grid(IntraPattern):
             spans.append(span(rows, end - start - 1, place - start, FAR))
         return Part(q_row, tuple(spans))
 
-    def _framed_lines(self, region: Region, classes: ResidueClasses, frames: FrameClasses) -> list[Part]:
+    def _framed_lines(
+        self, region: AttentionRegion, classes: StrideResidueClasses, frames: FrameResidueClasses
+    ) -> list[Part]:
         """The lines of each head, where all heads share the classes."""
         block, most = self.block, frames.most_keys
         name = "order", region.kinds, self.window, self.sink
-        order = memoize_traced(
-            frames.memo, name, lambda: ClassOrder.of(region, frames, *self._uncovered(region))
+        order = memoize_while_tracing(
+            frames.memo, name, lambda: TokensByStrideClass.of(region, frames, *self._uncovered(region))
         )
-        columns = whole_blocks(max(most, 1), block) * block if self.vertical else 0
+        columns = ceil_block_count(max(most, 1), block) * block if self.vertical else 0
         rows = self._dense_size(region, classes) if self.horizontal else 0
         tokens = order.queries, order.q_begin, order.keys, order.k_begin, frames.stride[:, 0, 0]
         lines = classes.line, classes.shift, classes.dense
@@ -240,7 +242,7 @@ class Grid(IntraPattern):
             parts.append(replace(self._dense_part(region, *more), all_rows=all_rows))
         return parts
 
-    def _dense_rows(self, region: Region, classes: ResidueClasses) -> Part:
+    def _dense_rows(self, region: AttentionRegion, classes: StrideResidueClasses) -> Part:
         """The queries of the horizontal line, in their order, over every key not after them but those of other spans."""
         chosen = classes.of_queries(region.at) == classes.dense
         size = self._dense_size(region, classes)
@@ -253,13 +255,17 @@ class Grid(IntraPattern):
         last, _ = self._uncovered(region)
         return self._dense_part(region, gathered(region.q_row), gathered(last[:, None]))
 
-    def _dense_size(self, region: Region, classes: ResidueClasses) -> int:
+    def _dense_size(self, region: AttentionRegion, classes: StrideResidueClasses) -> int:
         """Space for as many queries of one line as there can be, in whole blocks."""
         # Queries of one rank are of one class; others are of no more than keys are.
-        size = region.at.shape[1] if region.has_rank_ties else min(classes.most_keys, region.at.shape[1])
+        size = (
+            region.at.shape[1]
+            if region.queries_may_share_rank
+            else min(classes.most_keys, region.at.shape[1])
+        )
         return size + -size % self.block
 
-    def _dense_part(self, region: Region, q_row: Tensor, last: Tensor) -> Part:
+    def _dense_part(self, region: AttentionRegion, q_row: Tensor, last: Tensor) -> Part:
         """Queries [B, H, n], and the ranks of the last keys that they may see, over every key up to there."""
         (_, k_row), keys, block = self._uncovered(region), region.keys, self.block
         order = q_row, k_row[:, None], last, keys.rank[:, None]
@@ -268,7 +274,7 @@ class Grid(IntraPattern):
 
 
 @dataclass(frozen=True, eq=False)
-class ClassOrder:
+class TokensByStrideClass:
     """Queries and keys sorted by (class, rank), if all heads share the classes; from the layouts alone.
 
     queries [3, B, P] int32: row, rank of the last key that it may see, and class; keys [3, B, N] int32: row, rank and class;
@@ -285,13 +291,15 @@ class ClassOrder:
     k_pos: Tensor
 
     @classmethod
-    def of(cls, region: Region, frames: FrameClasses, last: Tensor, k_row: Tensor) -> ClassOrder:
+    def of(
+        cls, region: AttentionRegion, frames: FrameResidueClasses, last: Tensor, k_row: Tensor
+    ) -> TokensByStrideClass:
         """Return the order of the queries and keys of `region`; `last` and `k_row` exclude keys of window and sink."""
         number, at, most = frames.number[:, 0], region.at.long(), frames.most_keys
         edge = torch.arange(frames.widest + 1, device=at.device).expand(len(at), -1).contiguous()
 
         def ordered(row: Tensor, rank: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
-            order = by_class(of, frames.widest + 1)
+            order = stable_class_order(of, frames.widest + 1)
             tokens = torch.stack([t.gather(1, order).to(torch.int32) for t in (row, rank, of)])
             return tokens, torch.searchsorted(tokens[2].long(), edge, out_int32=True)
 

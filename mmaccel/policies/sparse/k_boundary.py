@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.boundary_2d import Groups, OneSidedBoundary
+from mmaccel.policies.sparse.boundary_2d import Groups, OneSidedModalityBoundary
 
 
 @register("sparse", "k_boundary")
 @dataclass(frozen=True, kw_only=True)
-class KBoundary(OneSidedBoundary):
+class KBoundary(OneSidedModalityBoundary):
     """All queries, of whatever modality, attend to the keys of each modality by that modality's own pattern.
 
     Only keys are split by modality; queries stay in order, and the last ones of the prompt are used for estimates

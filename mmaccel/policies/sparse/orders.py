@@ -1,4 +1,5 @@
-"""`Region`: some queries of a layer over some of its keys, each in an order; and `IntraPattern`, patterns over regions."""
+"""`AttentionRegion`: some queries of a layer over some of its keys, each in an order; and `IntraPattern`, patterns over
+regions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.merge_heads import Share
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, HeadRun, select_heads, span_by_range
 from mmaccel.core.prefill.sparse import SparsePattern
-from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout, modality_runs
+from mmaccel.policies.sparse.estimate import LastQueryAttention, SampledQueryLayout, modality_run_limits
 
 T = TypeVar("T")
 
@@ -72,25 +73,25 @@ def at_or_before(keys: TokenOrder, queries: TokenOrder) -> Tensor:
     return rank.masked_fill(queries.row < 0, -1).to(torch.int32)
 
 
-def whole_blocks(n: int, block: int) -> int:
+def ceil_block_count(n: int, block: int) -> int:
     """Return the number of blocks of `block` tokens that cover `n` tokens."""
     return -(-n // block)
 
 
-def spanned_blocks(n: int, block: int) -> int:
+def max_touched_blocks(n: int, block: int) -> int:
     """Return the largest number of blocks that a run of `n` tokens can touch."""
     return (n + block - 2) // block + 1 if n > 0 else 0
 
 
-def near_and_first_blocks(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
-    """Return the most blocks that `Region.near_and_first` lists, as `IntraPattern.max_blocks` does."""
-    keys = whole_blocks(n_key, block)
-    near = min(spanned_blocks(block + window - 1, block), keys) if window else 0
+def max_window_sink_blocks(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
+    """Return the most blocks that `AttentionRegion.near_and_first` lists, as `IntraPattern.max_blocks` does."""
+    keys = ceil_block_count(n_key, block)
+    near = min(max_touched_blocks(block + window - 1, block), keys) if window else 0
     # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.
-    return near + whole_blocks(min(sink, n_key), block), keys if gaps and window else 0
+    return near + ceil_block_count(min(sink, n_key), block), keys if gaps and window else 0
 
 
-def memoize_traced(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
+def memoize_while_tracing(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
     """Get the entry `name` of the cache `memo`, computed by `make` if missing; unlike `memoize`, also while a graph is
     traced."""
     if name not in memo:
@@ -100,7 +101,7 @@ def memoize_traced(memo: dict[Hashable, Any], name: Hashable, make: Callable[[],
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
+class AttentionRegion:
     """A region of a layer's attention matrix: some queries, and some keys.
 
     kinds           the modality of the queries and that of the keys, None for all
@@ -132,7 +133,7 @@ class Region:
         """Return the span of the keys (or the `first` ones) whose distance in ranks before the query is lo .. hi - 1."""
         k_row, k_pos, ordered, block = self.keys.row, self.keys.rank, self.keys.count, self.layer.block
         if first is not None:
-            width = min(whole_blocks(first, block) * block, len(self.keys))
+            width = min(ceil_block_count(first, block) * block, len(self.keys))
             k_row, k_pos = k_row[:, :width].masked_fill(k_pos[:, :width] >= first, -1), k_pos[:, :width]
             ordered = None if ordered is None else min(first, ordered)
         order = self.q_row, k_row[:, None], self.at[:, None], k_pos[:, None]
@@ -155,15 +156,15 @@ class Region:
         return self.kinds == (None, None) and self.layer.queries_end_keys
 
     @property
-    def has_rank_ties(self) -> bool:
+    def queries_may_share_rank(self) -> bool:
         """Whether several queries may have the same rank, because the tokens between them are not among the keys."""
         return self.kinds[1] is not None and self.kinds[0] != self.kinds[1]
 
     def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         """Get the value `name`, which follows from the layouts of this region; `make` computes it once for all layers."""
-        return memoize_traced(self.layer.memo, (name, self.kinds), make)
+        return memoize_while_tracing(self.layer.memo, (name, self.kinds), make)
 
-    def last_queries(self, count: int, pooled: bool = False) -> LastQueries:
+    def last_query_attention(self, count: int, pooled: bool = False) -> LastQueryAttention:
         """Return the last `count` queries of this region, which compute their softmax weights over its keys on demand.
 
         The softmax runs over all keys that a query sees, also those outside the region. `pooled`: every query head gets the
@@ -175,21 +176,21 @@ class Region:
         total = None
         if key_kind is not None:
             everything = layer.region(query_kind, None)
-            total = memoize_traced(
-                layer.totals, (query_kind, count), lambda: everything.last_queries(count).totals()
+            total = memoize_while_tracing(
+                layer.totals, (query_kind, count), lambda: everything.last_query_attention(count).totals()
             )
         # No other row of the queries is copied where heads lie apart.
-        return LastQueries(
-            select_heads(layer.planned_heads, query), layer.key, sample, total, pooled, layer.runs
+        return LastQueryAttention(
+            select_heads(layer.planned_head_indices, query), layer.key, sample, total, pooled, layer.runs
         )
 
-    def _sample(self, count: int) -> SampleLayout:
+    def _sample(self, count: int) -> SampledQueryLayout:
         """Which the last `count` queries are and what they see of the keys; no host read."""
         (query_kind, key_kind), layout = self.kinds, self.layer.q_layout
         # Only where a modality is left and met again do ranks jump.
         runs = 1
         if query_kind is not None and query_kind != key_kind:
-            runs = 2 + count // max(modality_runs(layout)[query_kind][1], 1)
+            runs = 2 + count // max(modality_run_limits(layout)[query_kind][1], 1)
         rows, keys = self.q_row[:, 0], self.keys.row[:, : self.max_keys]
         L = min(count, layout.length, rows.shape[1])
         last = (rows >= 0).sum(1, keepdim=True) - L + torch.arange(L, device=rows.device)
@@ -198,7 +199,7 @@ class Region:
         at = torch.where(last >= 0, self.at.gather(1, last.clamp(min=0)).long(), -1)
         seen = (keys >= 0) & (torch.arange(self.max_keys, device=rows.device) <= at[:, -1:])
         gathered = key_kind is not None or self.layer.k_layout.has_padding
-        return SampleLayout(
+        return SampledQueryLayout(
             row, at, keys.clamp(min=0).long() if gathered else None, seen, self.queries_end_keys, runs
         )
 
@@ -220,7 +221,7 @@ class LayerInputs:
     totals: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of_layouts(cls, q_layout: TokenLayout, k_layout: TokenLayout, block: int) -> LayerInputs:
+    def from_layouts(cls, q_layout: TokenLayout, k_layout: TokenLayout, block: int) -> LayerInputs:
         """Create the inputs of a plan from layouts alone, without queries and keys."""
         nothing = torch.empty(0, 0, k_layout.length, 0)
         return cls(nothing, nothing, q_layout, k_layout, block)
@@ -230,20 +231,20 @@ class LayerInputs:
         """Cache of values that follow from the layouts, kept with the layout of the queries for all layers."""
         # The layout of the keys is held, so that its id stays its own.
         name = "regions", id(self.k_layout), self.block
-        held: tuple[Any, dict[Hashable, Any]] = memoize_traced(
+        held: tuple[Any, dict[Hashable, Any]] = memoize_while_tracing(
             self.q_layout.memo, name, lambda: (self.k_layout, {})
         )
         return held[1]
 
     @property
-    def planned_heads(self) -> tuple[int, ...]:
+    def planned_head_indices(self) -> tuple[int, ...]:
         """The numbers of the query heads to plan."""
         return tuple(head for run in self.runs for head in run.heads) or tuple(range(self.query.shape[1]))
 
     @property
     def heads(self) -> int:
         """Number of query heads to plan."""
-        return len(self.planned_heads)
+        return len(self.planned_head_indices)
 
     @property
     def queries_end_keys(self) -> bool:
@@ -256,16 +257,16 @@ class LayerInputs:
 
         return memoize(self.memo, "final", last)
 
-    def region(self, query: int | None = None, key: int | None = None) -> Region:
-        """Return the `Region` of the queries of modality `query` over the keys of modality `key`; None: of all."""
+    def region(self, query: int | None = None, key: int | None = None) -> AttentionRegion:
+        """Return the `AttentionRegion` of the queries of modality `query` over the keys of modality `key`; None: of all."""
         query, key = _apart(self.q_layout, query), _apart(self.k_layout, key)
 
         def of_queries() -> tuple[TokenOrder, Tensor]:
             order = _order(self.q_layout, query, self.block)
             return order, order.row[:, None]
 
-        queries, q_row = memoize_traced(self.memo, ("queries", query), of_queries)
-        keys = memoize_traced(self.memo, ("keys", key), lambda: _order(self.k_layout, key, self.block))
+        queries, q_row = memoize_while_tracing(self.memo, ("queries", query), of_queries)
+        keys = memoize_while_tracing(self.memo, ("keys", key), lambda: _order(self.k_layout, key, self.block))
 
         def ranks() -> Tensor:
             if query is not None or key is not None or not self.queries_end_keys:
@@ -274,8 +275,8 @@ class LayerInputs:
             first = self.k_layout.length - self.q_layout.length
             return (queries.rank + first).masked_fill(queries.row < 0, -1)
 
-        at = memoize_traced(self.memo, ("at", query, key), ranks)
-        return Region(self, (query, key), q_row, at, keys, queries.count)
+        at = memoize_while_tracing(self.memo, ("at", query, key), ranks)
+        return AttentionRegion(self, (query, key), q_row, at, keys, queries.count)
 
     def plan(self, parts: Sequence[Part]) -> AttentionPlan:
         """Return the plan made of `parts`, or one in which nothing is seen if there are none."""
@@ -303,7 +304,7 @@ def _order(layout: TokenLayout, modality: int | None, block: int) -> TokenOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegionPattern(SparsePattern):
+class RegionPlannedPattern(SparsePattern):
     """A pattern whose plan is made of regions: one of all queries and keys, or one for each pair of a boundary. It caches
     derived values with a prompt's layouts, which prevents compilation."""
 
@@ -337,7 +338,7 @@ class RegionPattern(SparsePattern):
         k_layout: TokenLayout,
     ) -> list[Share]:
         layer = LayerInputs(query, key, q_layout, k_layout, self.block, tuple(runs))
-        return [(layer.planned_heads, self._plan(layer))]
+        return [(layer.planned_head_indices, self._plan(layer))]
 
     def _plan(self, layer: LayerInputs) -> AttentionPlan | None:
         if self.dense:
@@ -349,17 +350,17 @@ class RegionPattern(SparsePattern):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntraPattern(RegionPattern):
+class IntraPattern(RegionPlannedPattern):
     """A pattern for any queries over any keys, which can therefore also be used within modality boundaries (section 3.2).
 
     Over the whole sequence it is the paper's no-boundary head: modalities are ignored.
     """
 
     @abstractmethod
-    def parts(self, region: Region) -> tuple[Part, ...]:
+    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         """Return the plan's `Part`s for the queries of `region`; each query sees at most the region's keys up to it."""
 
-    def cached_parts(self, region: Region) -> tuple[Part, ...]:
+    def cached_parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         """Return the plan's parts for a region; cached for all layers if the pattern depends on the layout alone."""
         if self.adaptive:
             return self.parts(region)
@@ -377,23 +378,23 @@ class IntraPattern(RegionPattern):
 
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
         each, more = self.max_blocks(n_query, n_key, gaps=False, ties=False)
-        return whole_blocks(n_query, self.block) * each + more
+        return ceil_block_count(n_query, self.block) * each + more
 
-    def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
+    def estimate_blocks(self, rows: int, keys: int, share: float, region: AttentionRegion | None) -> float:
         """Estimate the listed blocks for `rows` queries over `keys` keys, of which a query sees the share `share` on
         average; `region` (without tensors) if the layout is known. Takes the best case if only the data can tell."""
         return min(
             self.max_blocks_total(rows, keys),
-            whole_blocks(rows, self.block) * (share * keys / self.block + 1),
+            ceil_block_count(rows, self.block) * (share * keys / self.block + 1),
         )
 
     def expected_blocks(
         self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
     ) -> float:
-        region = None if layouts is None else LayerInputs.of_layouts(*layouts, self.block).region()
-        return self.estimate_blocks(n_query, n_key, seen_share(n_query, n_key), region)
+        region = None if layouts is None else LayerInputs.from_layouts(*layouts, self.block).region()
+        return self.estimate_blocks(n_query, n_key, mean_causal_share(n_query, n_key), region)
 
 
-def seen_share(n_query: int, n_key: int) -> float:
+def mean_causal_share(n_query: int, n_key: int) -> float:
     """Return the mean share of the keys that the last `n_query` of them can see causally."""
     return (2 * n_key - n_query + 1) / (2 * n_key)

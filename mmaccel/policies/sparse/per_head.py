@@ -178,7 +178,7 @@ class PerHead(SparsePattern):
             if self.heads is not None:
                 count = len(self.heads)
                 named = {n: named[head] for n, head in enumerate(self.heads) if head in named}
-            of_layer = LayerHeads(block=self.block, named=named, rest=rest, heads=count)
+            of_layer = LayerHeadPatterns(block=self.block, named=named, rest=rest, heads=count)
             self._layers[layer] = of_layer if named else rest
         return self._layers[layer]
 
@@ -204,7 +204,7 @@ def _number(what: str, value: Any) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerHeads(SparsePattern):
+class LayerHeadPatterns(SparsePattern):
     """One layer of `PerHead`: the pattern of each named head, and of the rest; `heads`: number of heads, if known."""
 
     name: ClassVar[str] = PerHead.name

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.boundary_2d import Groups, OneSidedBoundary
+from mmaccel.policies.sparse.boundary_2d import Groups, OneSidedModalityBoundary
 
 
 @register("sparse", "q_boundary")
 @dataclass(frozen=True, kw_only=True)
-class QBoundary(OneSidedBoundary):
+class QBoundary(OneSidedModalityBoundary):
     """The queries of each modality attend to all keys, of whatever modality, by that modality's own pattern.
 
     Rows are permuted, so that the lines and windows of a modality that other segments interrupt are contiguous in its

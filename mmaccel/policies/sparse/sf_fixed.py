@@ -13,14 +13,14 @@ from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.layout import TEXT
 from mmaccel.core.prefill.plan import FAR, pad_rows, span_by_range
 from mmaccel.core.registry import at_least, limited, register
-from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks, whole_blocks
+from mmaccel.policies.sparse.orders import AttentionRegion, IntraPattern, ceil_block_count, max_touched_blocks
 
 FRAMELESS = 128
 """The stride of a sequence without a frame, that of Sparse Transformer on text (arXiv 1904.10509)."""
 
 
 @dataclass(frozen=True, eq=False)
-class KeySegments:
+class FrameAndTextSegments:
     """The segments (frames, or runs of text) of the keys of each sequence, by rank among the keys.
 
     number [B, N]: segment of each key; offset [B, N]: its index in the segment; stride [B, 1]: most tokens of a segment;
@@ -59,13 +59,15 @@ class SegmentedPattern(IntraPattern):
         """The smallest and the largest stride (tokens of a segment) that a sequence may have."""
         return (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride, self.stride)
 
-    def segments(self, region: Region) -> KeySegments:
+    def segments(self, region: AttentionRegion) -> FrameAndTextSegments:
         """Return the segments of the region's keys: of `stride` tokens each, or frames (see the docstring of `SFFixed`)."""
         low, high = self.bounds
-        most = max(1, whole_blocks(region.max_keys, low))
+        most = max(1, ceil_block_count(region.max_keys, low))
         rank = torch.arange(len(region.keys), device=region.at.device).expand_as(region.keys.row)
         if self.stride != "frame":
-            return KeySegments(rank // high, rank % high, torch.full_like(rank[:, :1], high), high, most)
+            return FrameAndTextSegments(
+                rank // high, rank % high, torch.full_like(rank[:, :1], high), high, most
+            )
         layout, here = region.layer.k_layout, region.keys.row >= 0
         row = region.keys.row.clamp(min=0).long()
         text = layout.modality.gather(1, row) == TEXT
@@ -80,12 +82,12 @@ class SegmentedPattern(IntraPattern):
         count = here.sum(1, keepdim=True)
         fits = torch.where(here, number + 1, 0).amax(1, keepdim=True) * low <= count + low - 1
         number = torch.where(fits, number, rank // stride)
-        return KeySegments(number, torch.where(fits, offset, rank % stride), stride, high, most)
+        return FrameAndTextSegments(number, torch.where(fits, offset, rank % stride), stride, high, most)
 
-    def segment_sizes(self, region: Region) -> tuple[int, int]:
+    def segment_sizes(self, region: AttentionRegion) -> tuple[int, int]:
         """Return the stride and the largest number of segments of a sequence; for frames, the layout is read once."""
         if self.stride != "frame":
-            return self.stride, max(1, whole_blocks(region.max_keys, self.stride))
+            return self.stride, max(1, ceil_block_count(region.max_keys, self.stride))
 
         def looked() -> tuple[int, int]:
             segments = self.segments(region)
@@ -119,7 +121,7 @@ class SFFixed(SegmentedPattern):
     summary: int = limited(1, at_least(0, " tokens of a segment"))
     side: Literal["last", "first"] = "last"
 
-    def parts(self, region: Region) -> tuple[Part, ...]:
+    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         segments, at = self.segments(region), region.at.clamp(min=0).long()
         # The keys of the segment of each query: segments lie two sizes apart, so that no two are within one.
         block, size = self.block, segments.size
@@ -134,21 +136,21 @@ class SFFixed(SegmentedPattern):
         return (region.part(spans),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        (least, most), block, keys = self.bounds, self.block, whole_blocks(n_key, self.block)
-        near = min(spanned_blocks(block + most - 1, block), keys)
-        columns = whole_blocks(min(n_key, self.summary * whole_blocks(n_key, least)), block)
+        (least, most), block, keys = self.bounds, self.block, ceil_block_count(n_key, self.block)
+        near = min(max_touched_blocks(block + most - 1, block), keys)
+        columns = ceil_block_count(min(n_key, self.summary * ceil_block_count(n_key, least)), block)
         # Queries ascend: what their blocks see beyond one segment is, all together, no more than the keys.
         return near + columns, keys if gaps else 0
 
-    def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
+    def estimate_blocks(self, rows: int, keys: int, share: float, region: AttentionRegion | None) -> float:
         if region is None:
             return super().estimate_blocks(rows, keys, share, region)
         longest, count = self.segment_sizes(region)
         # A query sees half of its own segment, on the mean; its block reaches a block's length further.
         near = longest / (2 * self.block) + 1.5
-        return whole_blocks(rows, self.block) * (near + share * self.summary * count / self.block + 0.5)
+        return ceil_block_count(rows, self.block) * (near + share * self.summary * count / self.block + 0.5)
 
-    def _summaries(self, region: Region, segments: KeySegments, begin: Tensor) -> KeySpan:
+    def _summaries(self, region: AttentionRegion, segments: FrameAndTextSegments, begin: Tensor) -> KeySpan:
         """The summary tokens, gathered; each query sees those of the segments before its own, which begins at `begin`."""
         block, keys, here = self.block, region.keys, region.keys.row >= 0
         member = here & (segments.offset < self.summary)

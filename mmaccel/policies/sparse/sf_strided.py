@@ -9,8 +9,8 @@ import torch
 from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.prefill.plan import span_by_range
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.orders import Region, spanned_blocks, whole_blocks
-from mmaccel.policies.sparse.sf_fixed import KeySegments, SegmentedPattern, as_int32_if_fits
+from mmaccel.policies.sparse.orders import AttentionRegion, ceil_block_count, max_touched_blocks
+from mmaccel.policies.sparse.sf_fixed import FrameAndTextSegments, SegmentedPattern, as_int32_if_fits
 
 
 @register("sparse", "sf_strided")
@@ -28,26 +28,26 @@ class SFStrided(SegmentedPattern):
     with the sizes of MMInference (Table 2: both the tokens of a frame).
     """
 
-    def parts(self, region: Region) -> tuple[Part, ...]:
+    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         segments = self.segments(region)
         return (self._window(region, segments), self._lines(region, segments))
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        (least, most), block, keys = self.bounds, self.block, whole_blocks(n_key, self.block)
-        window = min(spanned_blocks(block + most - 1, block), keys)
-        line = min(spanned_blocks(whole_blocks(n_key, least), block), keys)
+        (least, most), block, keys = self.bounds, self.block, ceil_block_count(n_key, self.block)
+        window = min(max_touched_blocks(block + most - 1, block), keys)
+        line = min(max_touched_blocks(ceil_block_count(n_key, least), block), keys)
         # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys. In the order of
         # the lines a block of queries has one offset, and one more for each that begins in it.
         return window + line, keys + 2 * min(most, n_query) + (keys if gaps else 0)
 
-    def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
+    def estimate_blocks(self, rows: int, keys: int, share: float, region: AttentionRegion | None) -> float:
         if region is None:
             return super().estimate_blocks(rows, keys, share, region)
         longest, count = self.segment_sizes(region)
         each = longest / self.block + 1.5 + share * count / self.block + 1
-        return whole_blocks(rows, self.block) * each
+        return ceil_block_count(rows, self.block) * each
 
-    def _window(self, region: Region, segments: KeySegments) -> Part:
+    def _window(self, region: AttentionRegion, segments: FrameAndTextSegments) -> Part:
         """The keys less than a stride before each query.
 
         The stride differs between sequences and the range of a span does not: counted in strides of `size`, of which the
@@ -63,7 +63,7 @@ class SFStrided(SegmentedPattern):
         order = (region.q_row, region.keys.row[:, None], q_pos, k_pos[:, None])
         return region.part([span_by_range(*order, 0, size, block, block, ordered=region.keys.count)])
 
-    def _lines(self, region: Region, segments: KeySegments) -> Part:
+    def _lines(self, region: AttentionRegion, segments: FrameAndTextSegments) -> Part:
         """The keys at the offset of each query, a stride or more before it; queries and keys by (offset, rank)."""
         block, count = self.block, segments.count
         rows, at = region.keys.row, region.at.long()

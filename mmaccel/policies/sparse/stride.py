@@ -11,29 +11,29 @@ from torch import Tensor
 
 from mmaccel.backends.ops.lines import class_phases, stride_scores
 from mmaccel.policies.sparse.estimate import (
-    LastQueries,
-    SampleLayout,
+    LastQueryAttention,
+    SampledQueryLayout,
     Score,
-    cat_heads,
     class_scores,
-    combine_scores,
-    score_lines,
+    concatenate_heads,
+    score_columns_or_diagonals,
+    score_from_members,
 )
-from mmaccel.policies.sparse.orders import Region, TokenOrder, memoize_traced
+from mmaccel.policies.sparse.orders import AttentionRegion, TokenOrder, memoize_while_tracing
 
 REACH = 64
 """Members of a line, at most, by which a stride is judged; a grid repeats, so the nearest tell."""
 
 
 @dataclass(frozen=True, eq=False)
-class ResidueClasses:
+class StrideResidueClasses:
     """The residue class (position modulo the stride) of each key in each head of a `grid` pattern, and the lines along which
     the head attends; s, v and p as in `Grid`.
 
     number [B, h, N]: class of each key, in key order; padding has the highest. stride [B, h, 1]: s. line [B, H, 1]: v of the
     vertical lines. dense [B, H, 1]: v of the horizontal ones. shift [B, H, 1]: p of the slashes. h is 1 or H. most_keys:
-    most keys of a class that a query can see. count: number of classes, with that of padding. frames: the `FrameClasses`
-    that gave all sequences their classes; None if the stride was estimated from queries and keys.
+    most keys of a class that a query can see. count: number of classes, with that of padding. frames: the
+    `FrameResidueClasses` that gave all sequences their classes; None if the stride was estimated from queries and keys.
     """
 
     number: Tensor
@@ -43,9 +43,9 @@ class ResidueClasses:
     shift: Tensor
     most_keys: int
     count: int
-    frames: FrameClasses | None = None
+    frames: FrameResidueClasses | None = None
 
-    def select_sequences(self, chosen: Tensor, other: ResidueClasses) -> ResidueClasses:
+    def select_sequences(self, chosen: Tensor, other: StrideResidueClasses) -> StrideResidueClasses:
         """Return these classes for the sequences `chosen` [B], and those of `other` for the rest."""
         mixed: dict[str, Any] = {
             name: torch.where(chosen[:, None, None], getattr(self, name), getattr(other, name))
@@ -72,14 +72,19 @@ class StrideSearch:
     keys: int
 
 
-def max_class_keys(keys: int, low: int) -> int:
+def max_keys_per_class(keys: int, low: int) -> int:
     """Return the most keys of one residue class that a query can see, of `keys` keys and at strides of `low` or more."""
     return max(-(-keys // low), min(keys, 3 * low - 1))
 
 
-def strided_classes(
-    sample: LastQueries, keys: TokenOrder, search: StrideSearch, *, by_columns: bool, by_diagonals: bool
-) -> ResidueClasses:
+def estimate_stride_classes(
+    sample: LastQueryAttention,
+    keys: TokenOrder,
+    search: StrideSearch,
+    *,
+    by_columns: bool,
+    by_diagonals: bool,
+) -> StrideResidueClasses:
     """Classify keys by rank modulo the best stride, with the phases of the lines that get most attention.
 
     The best stride is the smallest whose score is within the slack of the best. The score of a stride is the sum of those of
@@ -88,7 +93,9 @@ def strided_classes(
     """
     layout, n, at = sample.sample, sample.key_count, sample.ranks[:, -1]
     # There is a diagonal of each distance at which the last query sees a column.
-    value = score_lines(torch.stack(sample.line_sums()) / layout.query_counts, layout.seen, search.score)
+    value = score_columns_or_diagonals(
+        torch.stack(sample.line_sums()) / layout.query_counts, layout.seen, search.score
+    )
     columns, diagonals = value
     low, high = search.low, max(search.low, min(search.most, search.keys // 3))
     width = min(n, REACH * high)
@@ -114,7 +121,9 @@ def strided_classes(
     own, classes = number[..., :n], search.most + 1
     line, shift = class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
     dense = _most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
-    return ResidueClasses(number, stride, line, dense, shift, max_class_keys(search.keys, low), classes)
+    return StrideResidueClasses(
+        number, stride, line, dense, shift, max_keys_per_class(search.keys, low), classes
+    )
 
 
 def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor:
@@ -124,11 +133,11 @@ def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor
     folded = torch.nn.functional.pad(value, (0, short)).view(*value.shape[:-1], lines, stride)
     inside = torch.nn.functional.pad(there, (0, short)).view(*there.shape[:-1], lines, stride)
     largest = folded.masked_fill(~inside, -torch.inf).amax(-2)
-    return combine_scores(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
+    return score_from_members(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
 
 
 @dataclass(frozen=True, eq=False)
-class FrameClasses:
+class FrameResidueClasses:
     """Residue classes of the keys by their index within their frame, modulo a stride; from the layout alone.
 
     number [B, 1, N], stride [B, 1, 1]. fits [B]: whether a sequence can have these classes: where `low` is the smallest
@@ -146,13 +155,13 @@ class FrameClasses:
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, region: Region, low: int, high: int) -> FrameClasses:
+    def of(cls, region: AttentionRegion, low: int, high: int) -> FrameResidueClasses:
         """Return the frame classes of the keys of `region`, for strides of `low` to `high`; cached for a prompt."""
         name = "frames", region.kinds[1], low, high
-        return memoize_traced(region.layer.memo, name, lambda: cls._made(region, low, high, name))
+        return memoize_while_tracing(region.layer.memo, name, lambda: cls._made(region, low, high, name))
 
     @classmethod
-    def _made(cls, region: Region, low: int, high: int, name: Hashable) -> FrameClasses:
+    def _made(cls, region: AttentionRegion, low: int, high: int, name: Hashable) -> FrameResidueClasses:
         """Reads the device once. A token outside frames counts on from the first token of the frame before it."""
         keys, layout = region.keys, region.layer.k_layout
         here, row = keys.row >= 0, keys.row.clamp(min=0).long()
@@ -174,7 +183,7 @@ class FrameClasses:
         return cls(number[:, None], stride[:, None], fits, bool(whole), bool(some), largest, widest)
 
 
-def by_class(number: Tensor, most: int) -> Tensor:
+def stable_class_order(number: Tensor, most: int) -> Tensor:
     """Return the indices that sort tokens by class `number` [..., n], in their order within a class; classes >= `most` come
     last.
 
@@ -185,7 +194,7 @@ def by_class(number: Tensor, most: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Pairing:
+class StrideClassPairing:
     """Which classes of keys the sampled last queries pair with, at each phase of a grid pattern; from the layouts alone.
 
     own [B, L] int32: class of each query; paired [B, 1, L, phases]: class that a query's slash of each phase leads to;
@@ -200,45 +209,47 @@ class Pairing:
     start: Tensor
 
     @classmethod
-    def of(cls, sample: SampleLayout, frames: FrameClasses, high: int) -> Pairing:
+    def of(cls, sample: SampledQueryLayout, frames: FrameResidueClasses, high: int) -> StrideClassPairing:
         """Return the class relations of the sampled queries `sample` and the keys of `frames`."""
         number = frames.number[..., : sample.seen.shape[1]]
         B, L = sample.at.shape
         own = number.gather(2, sample.at.clamp(min=0)[:, None])
         bins = number[:, :, None].expand(B, 1, L, -1)
         count = number.new_zeros(B, 1, L, high + 1, dtype=torch.float32)
-        count = count.scatter_add_(3, bins, sample.key_mask()[:, None].float())
+        count = count.scatter_add_(3, bins, sample.causal_key_mask()[:, None].float())
         phase, stride = torch.arange(high, device=number.device), frames.stride[..., None]
         paired = torch.where(phase < stride, (own[..., None] - phase) % stride, high)
-        order = by_class(number[:, 0], high)
+        order = stable_class_order(number[:, 0], high)
         edge = torch.arange(frames.widest + 1, device=number.device).expand(B, -1).contiguous()
         start = torch.searchsorted(number[:, 0].gather(1, order), edge, out_int32=True)
         members = count.gather(3, paired).sum((1, 2))
         return cls(own[:, 0].to(torch.int32), paired, members, order.to(torch.int32), start)
 
 
-def frame_phases(sample: LastQueries, frames: FrameClasses, search: StrideSearch) -> ResidueClasses:
+def frame_phases(
+    sample: LastQueryAttention, frames: FrameResidueClasses, search: StrideSearch
+) -> StrideResidueClasses:
     """Return the classes of `frames`, with the phases of the lines that get most attention."""
     layout, classes = sample.sample, search.most + 1
     own = frames.number[..., : sample.key_count]
-    pairing = memoize_traced(
-        frames.memo, ("pairing", id(layout)), lambda: Pairing.of(layout, frames, search.most)
+    pairing = memoize_while_tracing(
+        frames.memo, ("pairing", id(layout)), lambda: StrideClassPairing.of(layout, frames, search.most)
     )
     if sample.has_kernel:
         order = pairing.order, pairing.start, pairing.own, pairing.members, frames.stride[:, 0, 0]
         found = []
-        for one in sample.by_heads():
+        for one in sample.split_by_head_run():
             made = class_phases(*one.kernel_args, order, search.score, search.rows)
             found.append([one.expand_heads(t) for t in (made if search.rows else made[:2])])
-        line, shift, *spread = map(cat_heads, zip(*found, strict=True))
+        line, shift, *spread = map(concatenate_heads, zip(*found, strict=True))
         dense = _most_even_class(spread[0], sample.ranks, own, classes) if search.rows else line
     else:
         # What each query gives to each class of keys, its own key left out: that one is heavy whatever the phase.
-        before = layout.key_mask()[:, None]
+        before = layout.causal_key_mask()[:, None]
         bins = own[:, :, None].expand(*before.shape)
         lines, shifts = [], []
         for weight in sample.weights():
-            value = score_lines(weight.sum(2) / layout.query_counts, layout.seen, search.score)
+            value = score_columns_or_diagonals(weight.sum(2) / layout.query_counts, layout.seen, search.score)
             lines.append(
                 class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
             )
@@ -250,9 +261,9 @@ def frame_phases(sample: LastQueries, frames: FrameClasses, search: StrideSearch
         line, shift = torch.cat(lines, 1), torch.cat(shifts, 1)
         dense = _most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
     most, whole = (
-        (frames.most_keys, frames) if frames.all_fit else (max_class_keys(search.keys, search.low), None)
+        (frames.most_keys, frames) if frames.all_fit else (max_keys_per_class(search.keys, search.low), None)
     )
-    return ResidueClasses(frames.number, frames.stride, line, dense, shift, most, classes, whole)
+    return StrideResidueClasses(frames.number, frames.stride, line, dense, shift, most, classes, whole)
 
 
 def _most_even_class(spread: Tensor, at: Tensor, number: Tensor, classes: int) -> Tensor:

@@ -10,7 +10,7 @@ from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.prefill.plan import FAR
 from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.sparse.a_shape import AShape
-from mmaccel.policies.sparse.orders import Region, whole_blocks
+from mmaccel.policies.sparse.orders import AttentionRegion, ceil_block_count
 
 
 @register("sparse", "tri_shape")
@@ -28,7 +28,7 @@ class TriShape(AShape):
 
     bottom: int = limited(128, at_least(0, " queries"))
 
-    def parts(self, region: Region) -> tuple[Part, ...]:
+    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         rows = region.q_row[:, 0]
         count = (rows >= 0).sum(1, keepdim=True)
         last = min(self.bottom, rows.shape[1])
@@ -48,5 +48,5 @@ class TriShape(AShape):
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         each, more = super().max_blocks(n_query, n_key, gaps=gaps, ties=ties)
-        dense = whole_blocks(min(self.bottom, n_query), self.block) * whole_blocks(n_key, self.block)
+        dense = ceil_block_count(min(self.bottom, n_query), self.block) * ceil_block_count(n_key, self.block)
         return each, more + dense

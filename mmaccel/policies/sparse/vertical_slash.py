@@ -12,8 +12,8 @@ from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.lines import slash_runs, split_line_keys, strongest
 from mmaccel.core.prefill.plan import FAR, span_by_range
 from mmaccel.core.registry import at_least, limited, register
-from mmaccel.policies.sparse.estimate import modality_runs
-from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
+from mmaccel.policies.sparse.estimate import modality_run_limits
+from mmaccel.policies.sparse.orders import AttentionRegion, IntraPattern, ceil_block_count
 
 MOST_ENTRIES = 1 << 28
 """Most entries of lists made by the host's bound of their sizes; beyond it the sizes are read."""
@@ -49,14 +49,14 @@ class VerticalSlash(IntraPattern):
     last_q: int = limited(64, at_least(1, " query"))
     estimate: Literal["head", "group"] = "head"
 
-    def parts(self, region: Region) -> tuple[Part, ...]:
-        sample = region.last_queries(self.last_q, self.estimate == "group")
+    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
+        sample = region.last_query_attention(self.last_q, self.estimate == "group")
         columns, diagonals = self._strongest(*sample.line_sums(), sample.ranks)
         keys, at, heads = region.keys, region.at[:, None], columns.shape[1]
         left, kind, kept, k_row, k_pos = split_line_keys(
             keys.row, columns, diagonals, region.max_keys, self.block
         )
-        runs = region.cached(("query runs", heads), lambda: QueryBlockRuns.of(region, heads))
+        runs = region.cached(("query runs", heads), lambda: DiagonalKeyBlocks.of(region, heads))
         # A query block lists every key block that a kept diagonal touches in its rows: diagonal d pairs a query of rank i
         # with the key of rank i - d. The ranks say nothing of the rows: those of columns are left out.
         lists = BlockLists(*slash_runs(kept, [*runs], self.block), kind)
@@ -67,15 +67,15 @@ class VerticalSlash(IntraPattern):
         return (region.part(spans),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        blocks = whole_blocks(n_key, self.block)
-        columns = whole_blocks(min(self.vertical, n_key), self.block)
+        blocks = ceil_block_count(n_key, self.block)
+        columns = ceil_block_count(min(self.vertical, n_key), self.block)
         # A diagonal touches two blocks of a run of queries, and as many as there are queries where none follow.
         slash = min((self.block if gaps else 2) * self.slash, blocks)
         return slash + columns, 0
 
-    def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
+    def estimate_blocks(self, rows: int, keys: int, share: float, region: AttentionRegion | None) -> float:
         # At best the diagonals lie side by side; apart, each touches two blocks.
-        blocks, seen = whole_blocks(rows, self.block), share * keys / self.block + 1
+        blocks, seen = ceil_block_count(rows, self.block), share * keys / self.block + 1
         columns = min(self.vertical, keys) / self.block
         return blocks * min(min(self.slash, keys) / self.block + 1 + columns, seen)
 
@@ -90,7 +90,7 @@ class VerticalSlash(IntraPattern):
         return strongest(columns, diagonals, at[:, -1], self.vertical, self.slash)
 
 
-class QueryBlockRuns(NamedTuple):
+class DiagonalKeyBlocks(NamedTuple):
     """For each query block, which key blocks diagonals can touch, from its queries' ranks among the keys; from the layouts
     alone.
 
@@ -114,8 +114,8 @@ class QueryBlockRuns(NamedTuple):
     sure: Tensor
 
     @classmethod
-    def of(cls, region: Region, heads: int) -> QueryBlockRuns:
-        """Return the `QueryBlockRuns` of the queries of `region`, for plans of `heads` heads."""
+    def of(cls, region: AttentionRegion, heads: int) -> DiagonalKeyBlocks:
+        """Return the `DiagonalKeyBlocks` of the queries of `region`, for plans of `heads` heads."""
         block = region.layer.block
         most_shapes, most_gaps, most_pieces = _run_bounds(region)
         blocks = len(region.keys) // block
@@ -158,7 +158,7 @@ class QueryBlockRuns(NamedTuple):
         return cls(*(t.to(torch.int32) for t in (*of_shapes, broken, runs, sure.clamp(max=FAR))))
 
 
-def _run_bounds(region: Region) -> tuple[int, int, int]:
+def _run_bounds(region: AttentionRegion) -> tuple[int, int, int]:
     """How far from one run of ranks the queries of a sequence are: bounds from the layout alone.
 
     Different (offset in a key block, number of ranks) of query blocks whose ranks leave none out; query blocks whose ranks
@@ -167,7 +167,7 @@ def _run_bounds(region: Region) -> tuple[int, int, int]:
     query_kind, key_kind = region.kinds
     if query_kind == key_kind:
         return 2, 0, 1
-    runs = modality_runs(region.layer.q_layout)
+    runs = modality_run_limits(region.layer.q_layout)
     # In each run of the sequence whole blocks have one shape; one more where it begins, and one where it ends.
     shapes = 3 * sum(count for count, _ in runs.values()) + 3
     if query_kind is None:
@@ -177,7 +177,7 @@ def _run_bounds(region: Region) -> tuple[int, int, int]:
 
 
 def _broken(at: Tensor, jump: Tensor, gaps: int, pieces: int) -> tuple[Tensor, Tensor]:
-    """`broken` and `runs` of `QueryBlockRuns`, of at most `gaps` blocks of a sequence in at most `pieces` runs each.
+    """`broken` and `runs` of `DiagonalKeyBlocks`, of at most `gaps` blocks of a sequence in at most `pieces` runs each.
 
     at [B, M, block] the ranks of all blocks, jump [B, M, block - 1] whether the next is further than one.
     """

@@ -20,8 +20,8 @@ import torch
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding import worker as worker_module
-from mmaccel.core.decoding.generate import Speculation, decode_in_turn, speculate
-from mmaccel.core.decoding.worker import OWN, READY, SocketEnd, Worker
+from mmaccel.core.decoding.generate import Speculation, decode_round_robin, speculate
+from mmaccel.core.decoding.worker import OWN, READY, MessageSocket, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import _remote_drafter, _remote_stream
@@ -165,7 +165,7 @@ def together(
         meters.append(meter)
     with pytest.MonkeyPatch.context() as patch:
         dawdle(patch)
-        decode_in_turn(sequences)
+        decode_round_robin(sequences)
     return [sequence.ids[0].tolist() for sequence in sequences], states, meters
 
 
@@ -195,9 +195,9 @@ def test_the_process_frees_what_it_holds_of_a_sequence_that_is_over() -> None:
 
     def serve() -> None:
         with contextlib.suppress(DraftError):
-            _remote_drafter.serve_decoder(SocketEnd(theirs), fresh)
+            _remote_drafter.serve_decoder(MessageSocket(theirs), fresh)
 
-    process, wire = threading.Thread(target=serve), SocketEnd(ours)
+    process, wire = threading.Thread(target=serve), MessageSocket(ours)
     process.start()
     blob = pack({"input_ids": torch.tensor([[1, 0]])}, _remote_drafter._packed(None))
     for number in (1, 2):
@@ -298,7 +298,7 @@ def test_half_a_message_stalls_nothing(target: ModelView) -> None:
 
 def test_a_message_that_comes_in_pieces_is_whole() -> None:
     ours, theirs = socket.socketpair()
-    wire, other = SocketEnd(ours), SocketEnd(theirs)
+    wire, other = MessageSocket(ours), MessageSocket(theirs)
     sent: list[bytes] = []
 
     real, other._end = other._end, Mock(sendall=lambda data: sent.append(bytes(data)))

@@ -22,7 +22,7 @@ from mmaccel.core.decoding.worker import OWN, READY, Blob, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.draft_stream import LocalDraftStream
-from mmaccel.models.prompt_stream import PromptModel
+from mmaccel.models.prompt_stream import PromptStreamModel
 from mmaccel.policies.draft import Parallel, _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, TokenDistribution
 from mmaccel.policies.draft._packed import ALIGN, SLAB, SMALL, make_packer, pack, unpack
@@ -336,7 +336,7 @@ def test_it_says_what_a_stream_here_says(target: ModelView, tmp_path: Path, kv: 
 def test_it_reads_a_prompt_as_a_stream_here_does(target: ModelView, kv: str) -> None:
     inputs = dict(pair(NAME)[1].chat(asked_of_film(20), fps=FPS))
     ids, told = inputs["input_ids"], []
-    settings = replace(watching(kv), processor=None, prompt=(PromptModel, inputs))
+    settings = replace(watching(kv), processor=None, prompt=(PromptStreamModel, inputs))
     for process in (False, True):
         with closing(parallel(process).open_stream(target, settings)) as stream:
             told.append([written(stream, target, ids[:, :-cut] if cut else ids) for cut in (0, 5, 0)])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mmaccel.core.decoding.worker import _HEAD, _MAGIC, BEAT, READY, SocketEnd
+from mmaccel.core.decoding.worker import _HEAD, _MAGIC, BEAT, READY, MessageSocket
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens, TokenDistribution
 from tests.core.toy import ToyRunner, bigram
@@ -35,7 +35,7 @@ class Softmax:
 class Faulty(DraftDecoder):
     """Does its work until its hour has come."""
 
-    def __init__(self, seed: int, fault: str, hour: int, wire: SocketEnd) -> None:
+    def __init__(self, seed: int, fault: str, hour: int, wire: MessageSocket) -> None:
         super().__init__(ToyRunner(bigram(table(seed))), "cpu", VOCAB)
         self.fault, self.hour, self.wire, self.windows = fault, hour, wire, 0
 
@@ -81,7 +81,7 @@ class Faulty(DraftDecoder):
         return written
 
 
-def serve(wire: SocketEnd, options: dict[str, Any]) -> None:
+def serve(wire: MessageSocket, options: dict[str, Any]) -> None:
     """The service."""
     seed, _, rest = options["model"].partition(":")
     fault, _, hour = rest.partition(":")

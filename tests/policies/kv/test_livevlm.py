@@ -9,7 +9,7 @@ from torch import Tensor
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.policies.kv import LiveVLM
 from mmaccel.policies.kv._tokens import TokenMemory, attention_shares
-from mmaccel.policies.kv.livevlm import choose_spread
+from mmaccel.policies.kv.livevlm import choose_tokens_across_stream
 
 from .token_streams import (
     GROUPS,
@@ -57,7 +57,7 @@ def chosen_by_hand(score: list[float], where: list[int], budget: int, scatter: f
 def test_tokens_are_spread_as_the_paper_says(score: list, draws: object, scatter: float, room: int) -> None:
     where = sorted(draws.randint(0, 6) for _ in score)  # type: ignore[attr-defined]
     budget = draws.randint(0, len(score))  # type: ignore[attr-defined]
-    found = choose_spread(torch.tensor(score), torch.tensor(where), budget, scatter, room)
+    found = choose_tokens_across_stream(torch.tensor(score), torch.tensor(where), budget, scatter, room)
     assert found.tolist() == chosen_by_hand(score, where, budget, scatter, room)
 
 
@@ -82,7 +82,7 @@ def history(frames: int, recent: int, units: int, policy: LiveVLM, layer: int) -
         made = position_ids()
         key = torch.cat([raw(layer, c // TOKENS)[1][:, :, c % TOKENS : c % TOKENS + 1] for c in columns], 2)
         key = turned(key, HEAD + torch.tensor(columns))
-        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head_positions())
+        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.prompt_head_positions())
         query = turned(raw(layer, end - 1)[0], made.by_range(end - 1, 1))
         score = share(query, torch.cat([head, key], 2))[HEAD:]
         budget = frames * TOKENS
@@ -124,7 +124,7 @@ def test_a_pass_sees_the_head_and_all_that_is_held_at_true_positions() -> None:
             query = torch.cat([raw(layer, unit)[0] for unit in range(first, last)], 2)
             head = draw((1, layer, -1), 1, GROUPS, HEAD, SIZE)
             expected = torch.cat(
-                [turned(head, made.head_positions()), turned(key, made.by_range(0, last))], 2
+                [turned(head, made.prompt_head_positions()), turned(key, made.by_range(0, last))], 2
             )
             torch.testing.assert_close(view.key, expected)
             assert view.query is not None and view.window is None and view.column is None
@@ -169,7 +169,7 @@ def test_a_question_sees_the_best_pages_and_the_recent_frames(axes: int, limit: 
             _, key, _ = words(layer, 5, 7)
             tail = made.text_positions(after, 0, 5)
             parts = [
-                turned(head, made.head_positions()),
+                turned(head, made.prompt_head_positions()),
                 turned(held.key[:, :, ranks], placed(own, ranks, axes, long)),
                 turned(key, tail),
             ]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.core.decoding.replay import Replays
+from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.core.prefill import attention
 from mmaccel.policies.kv import ReKV
@@ -32,7 +32,7 @@ class Counted(NoReads):
         super().__init__()
         self.launched: Counter[str] = Counter()
         self.replayed: Counter[str] = Counter()
-        for name, of in (("apply_", Rope), ("__call__", Replays), ("dense_attend", attention)):
+        for name, of in (("apply_", Rope), ("__call__", CudaGraphCache), ("dense_attend", attention)):
             patch.setattr(of, name, self.as_one(getattr(of, name)))
 
     def as_one(self, whole: Any) -> Any:

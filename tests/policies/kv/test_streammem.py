@@ -47,7 +47,7 @@ def history(policy: StreamMem, units: int, layer: int) -> list[Token]:
         made = position_ids()
         query, key, _ = words(layer, 2, end)
         tail = made.text_positions(end, 0, 2)
-        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head_positions())
+        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.prompt_head_positions())
         past = turned(
             torch.stack([k for _, k, _ in held], 1)[None], HEAD + torch.tensor([c for c, _, _ in held])
         )
@@ -112,7 +112,7 @@ def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
         count = held.column.shape[0]
         at = placed(held.column, torch.arange(count), axes, long)
         tail = made.text_positions(count // TOKENS if long else 19, 0, 4)
-        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head_positions())
+        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.prompt_head_positions())
         expected = [head, turned(held.key, at), turned(words(layer, 4, 1)[1], tail)]
         torch.testing.assert_close(view.key, torch.cat(expected, 2))
     evidence = state.evidence()

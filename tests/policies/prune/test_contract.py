@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from mmaccel import Recipe, check_policy
 from mmaccel.contract.prefill import DEPTH, check_stages, random_signals
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.prefill.prune import TokenPruner, checked_stages, count_of_share, evenly_spaced, top_indices
+from mmaccel.core.prefill.prune import (
+    TokenPruner,
+    checked_stages,
+    evenly_spaced,
+    share_token_count,
+    top_indices,
+)
 from mmaccel.core.recipe import policy
 from mmaccel.core.registry import registry
 from tests.policies.prune.layouts import frames_of, layout_of, layouts, visual
@@ -157,4 +163,4 @@ def test_ties_go_to_the_first() -> None:
 
 @given(numerator=st.integers(0, 100), count=st.integers(0, 5000))
 def test_quota_rounds_down_decimals(numerator: int, count: int) -> None:
-    assert count_of_share(numerator / 100, count) == numerator * count // 100
+    assert share_token_count(numerator / 100, count) == numerator * count // 100

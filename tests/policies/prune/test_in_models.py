@@ -17,18 +17,24 @@ from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import IMAGE
 from mmaccel.core.prefill.prune import (
     NOTE,
-    Note,
+    ForwardPassInfo,
+    ForwardProbe,
     PrefillPass,
-    Probe,
     TokenPruner,
     candidate_columns,
-    count_of_share,
     kept_layout,
+    share_token_count,
 )
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, SequenceMeter
 from mmaccel.models.install import Hooks
-from mmaccel.models.signals import HiddenStateHook, SignalProbe, VisionProbe, hook_hidden_states, mean_weights
+from mmaccel.models.signals import (
+    DraftPruningProbe,
+    HiddenStateHook,
+    VisionAttentionProbe,
+    hook_hidden_states,
+    mean_weights,
+)
 from mmaccel.policies.draft import Sequential, SparseToDense
 from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -57,9 +63,9 @@ def listening(model: Any, *pruners: TokenPruner) -> Iterator[Accelerated]:
         yield fast
 
 
-def read_by(*probes: Probe) -> dict[str, Note]:
+def read_by(*probes: ForwardProbe) -> dict[str, ForwardPassInfo]:
     """The argument of a forward pass that is read by `probes`."""
-    return {NOTE: Note(probes=probes)}
+    return {NOTE: ForwardPassInfo(probes=probes)}
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +107,7 @@ def test_signals_are_the_model_s_own(family: str, shallow: Any, name: str, kind:
         places = fast.adapter.positions(shallow, inputs)
         S = layout.length
         cuts = {"one": [S], "chunks": [*range(5, S, 9), S], "video, then text": [rows[0], S]}[passes]
-        listener = SignalProbe(fast, pruner, layout, told.append)
+        listener = DraftPruningProbe(fast, pruner, layout, told.append)
         cache, begin = None, 0
         for end in cuts:
             piece = {"inputs_embeds": embeds[:, begin:end], "position_ids": places[..., begin:end]}
@@ -129,7 +135,9 @@ def test_it_is_told_while_later_layers_still_run(family: str, shallow: Any) -> N
             layer.register_forward_hook(lambda m, a, o, i=i: when.append(f"layer {i}"))
             for i, layer in enumerate(fast.adapter.layers(shallow))
         ]
-        fast(**inputs, **read_by(SignalProbe(fast, pruner, layout, lambda columns: when.append("told"))))
+        fast(
+            **inputs, **read_by(DraftPruningProbe(fast, pruner, layout, lambda columns: when.append("told")))
+        )
         for hook in hooks:
             hook.remove()
     assert when == ["layer 0", "layer 1", "told", "layer 2", "layer 3"]
@@ -138,7 +146,7 @@ def test_it_is_told_while_later_layers_still_run(family: str, shallow: Any) -> N
 def test_a_run_is_read_by_its_own_probes_alone(family: str, shallow: Any) -> None:
     inputs = prompt(family, PROMPTS["video"])
 
-    class Mine(Probe):
+    class Mine(ForwardProbe):
         def __init__(self) -> None:
             self.seen: list[int] = []
 
@@ -192,7 +200,7 @@ def test_a_pruner_that_fails_ends_the_draft_and_not_the_target(
         assert "out of memory" in str(fast.report())
         layout = fast.adapter.layout(shallow, inputs)
         with pytest.raises(RuntimeError, match="out of memory"):
-            fast(**inputs, **read_by(SignalProbe(fast, pruner, layout, print)))
+            fast(**inputs, **read_by(DraftPruningProbe(fast, pruner, layout, print)))
 
 
 def test_paid_is_causal_softmax_attention() -> None:
@@ -231,11 +239,11 @@ def test_it_chooses_among_what_the_read_layers_hold(
             for i, layer in enumerate(layers)
         ]
         layout = fast.adapter.layout(model, inputs)
-        listener = SignalProbe(fast, pruner, layout, told.append)
-        cache = fast(**inputs, **{NOTE: Note(probes=(listener,))}).past_key_values
+        listener = DraftPruningProbe(fast, pruner, layout, told.append)
+        cache = fast(**inputs, **{NOTE: ForwardPassInfo(probes=(listener,))}).past_key_values
         for handle in handles:
             handle.remove()
-        left = [cache.state.kept[cache.state.part_of(layer)] for layer in range(6)]
+        left = [cache.state.kept[cache.state.part_index_of_layer(layer)] for layer in range(6)]
     read = [*stage.hidden, *(n for group in stage.attention for n in group)]
     held = left[max(read)]
     assert (
@@ -246,7 +254,7 @@ def test_it_chooses_among_what_the_read_layers_hold(
     assert torch.isin(columns, held).all()
     count = candidate_columns(layout.select_tokens(columns)).numel()
     assert count == min(
-        count_of_share(0.2, candidate_columns(layout).numel()),
+        share_token_count(0.2, candidate_columns(layout).numel()),
         candidate_columns(layout.select_tokens(held)).numel(),
     )
     if name == "uv":
@@ -301,7 +309,7 @@ def test_visionzip_reads_the_tower_of_images(family: str, model: Any, kind: str)
     inputs = prompt(family, PROMPTS[kind], seed=9)
     layout, adapter = adapter_for(model).layout(model, inputs), adapter_for(model)
     with torch.no_grad(), Hooks() as hooks:
-        probe = VisionProbe(hooks, model, adapter)
+        probe = VisionAttentionProbe(hooks, model, adapter)
         adapter.embed(model, inputs)
         told = probe.take_signals(layout)["vision_attention"]
     at = [c for c in visual(layout) if int(layout.modality[0, c]) == IMAGE]

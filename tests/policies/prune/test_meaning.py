@@ -10,7 +10,7 @@ from torch import Tensor
 from mmaccel.contract.prefill import random_signals
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import Stage, kept_layout
-from mmaccel.models.signals import received_attention
+from mmaccel.models.signals import mean_received_attention
 from mmaccel.policies.prune import (
     AttentionPrune,
     DyCoke,
@@ -323,7 +323,7 @@ def test_visionzip_takes_all_frames_at_once() -> None:
             pruner.prune(signals, layout, stage)
         query, key = torch.randn(2, many, 2, 16, 8)
         with ops:
-            received_attention(query, key, 0.3)
+            mean_received_attention(query, key, 0.3)
         counts.append(ops.count)
     assert counts[0] == counts[1]
 

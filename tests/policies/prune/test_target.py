@@ -9,7 +9,7 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.prune import NOTE, Note, PrefillPass, Probe, candidate_columns
+from mmaccel.core.prefill.prune import NOTE, ForwardPassInfo, ForwardProbe, PrefillPass, candidate_columns
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
@@ -143,14 +143,14 @@ def test_dropped_columns_leave_the_cache_and_the_layers(family: str, model: Any)
     inputs = prompt(family, PROMPTS["long"])
     rows: dict[int, tuple[int, int]] = {}
 
-    class Rows(Probe):
+    class Rows(ForwardProbe):
         def read_attention_inputs(
             self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, *rest: Any
         ) -> None:
             rows[layer] = query.shape[2], key.shape[2]
 
     with torch.no_grad(), mmaccel.accelerate(model, prune=FastV(retention=0.25, layer=3)) as fast:
-        logits = fast(**inputs, **{NOTE: Note(probes=(Rows(),))}).logits
+        logits = fast(**inputs, **{NOTE: ForwardPassInfo(probes=(Rows(),))}).logits
         out = fast(**inputs, logits_to_keep=1)
         last = out.logits
         held = out.past_key_values.state.held_indices(1, inputs["input_ids"].shape[1])
@@ -312,13 +312,13 @@ def test_a_sparse_prefill_of_what_is_left(family: str, model: Any, pattern: str)
     layout = layout_in(model, inputs)
     seen: dict[int, TokenLayout] = {}
 
-    class Seen(Probe):
+    class Seen(ForwardProbe):
         def read_attention_inputs(self, run: PrefillPass, layer: int, *rest: Any) -> None:
             seen[layer] = run.layout
 
     pruner = VisionZip(retention=0.5)
     with torch.no_grad(), mmaccel.accelerate(model, prune=pruner, sparse=pattern, dense_tail=8) as fast:
-        fast(**inputs, **{NOTE: Note(probes=(Seen(),))})
+        fast(**inputs, **{NOTE: ForwardPassInfo(probes=(Seen(),))})
         out = fast.generate(**inputs, max_new_tokens=3, do_sample=False)
         report = fast.report()
     assert out.shape[1] == inputs["input_ids"].shape[1] + 3

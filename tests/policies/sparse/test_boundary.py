@@ -137,7 +137,7 @@ def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments
         plan, plain = boundary.plan(*where), alone.plan(*where)
         if isinstance(alone, Dense):
             plain = sight_parts
-        assert plan.may_overlap == plain.may_overlap and len(plan.parts) == len(plain.parts)
+        assert plan.may_share_rows == plain.may_share_rows and len(plan.parts) == len(plain.parts)
         for mine, theirs in zip(plan.parts, plain.parts, strict=True):
             assert torch.equal(mine.q_row, theirs.q_row)
             for a, b in zip(mine.spans, theirs.spans, strict=True):

@@ -145,7 +145,9 @@ def test_the_last_queries_of_a_caller_s_own_are_those_that_are_there(case: str) 
     n, count = queries.length if there is None else there, 16
     if there is not None:
         queries = replace(queries, valid=torch.arange(queries.length)[None] < there)
-    last = LayerInputs(query, key, queries, whole.select_tokens(held), 16).region().last_queries(count)
+    last = (
+        LayerInputs(query, key, queries, whole.select_tokens(held), 16).region().last_query_attention(count)
+    )
     assert last.sample.queries_end_keys == (case == "the last of the keys")
     # Places among the keys, of which some may be gone.
     at = torch.arange(scene.length)[ask][n - count : n] - (held.start or 0)
@@ -166,5 +168,5 @@ def test_the_last_of_the_keys_are_not_searched_for(start: int, monkeypatch: pyte
     order = orders.sequence_order(keys, block=16)
     want = orders.at_or_before(order, orders.sequence_order(keys.select_tokens(slice(start, None)), block=16))
     monkeypatch.setattr(orders, "at_or_before", None)
-    at = LayerInputs.of_layouts(keys.select_tokens(slice(start, None)), keys, 16).region().at
+    at = LayerInputs.from_layouts(keys.select_tokens(slice(start, None)), keys, 16).region().at
     assert at.dtype == want.dtype and torch.equal(at, want)

@@ -19,8 +19,8 @@ from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
 from mmaccel.policies.sparse import AShape, PerHead, VerticalSlash
-from mmaccel.policies.sparse.orders import IntraPattern, Region
-from mmaccel.policies.sparse.per_head import KIND, SCHEMA, LayerHeads
+from mmaccel.policies.sparse.orders import AttentionRegion, IntraPattern
+from mmaccel.policies.sparse.per_head import KIND, SCHEMA, LayerHeadPatterns
 from tests.models.tiny_random import BUILD, prompt
 from tests.spies import heard
 
@@ -36,11 +36,11 @@ PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("vi
 def test_queries_and_keys_are_handed_on_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = torch.randn(1, 8, 96, 8), torch.randn(1, 4, 96, 8)
 
-    def watched(self: IntraPattern, region: Region) -> tuple[int, ...]:
+    def watched(self: IntraPattern, region: AttentionRegion) -> tuple[int, ...]:
         layer = region.layer
         assert layer.key is key if self.adaptive else layer.key._base is key
         assert layer.query is query if self.adaptive else layer.query._base is query
-        return layer.planned_heads
+        return layer.planned_head_indices
 
     seen = heard(monkeypatch, IntraPattern, "cached_parts", watched)
     from mmaccel.core.layout import TokenLayout
@@ -73,7 +73,7 @@ def test_heads_apart_are_planned_at_once_as_run_by_run(
     assert isinstance(own, SparsePattern)
     runs = head_runs(heads, group)
     assert len(runs) == 4
-    named = LayerHeads(block=16, named=dict.fromkeys(heads, own), heads=12)
+    named = LayerHeadPatterns(block=16, named=dict.fromkeys(heads, own), heads=12)
     plan = named.plan(query, key, layout, layout)
     assert plan is not None
     mask = plan.to_mask()
@@ -99,7 +99,7 @@ def test_a_pattern_that_plans_its_own_way_does_so_among_others(mixed: bool) -> N
     layout = TokenLayout.text(1, 96)
     query, key = torch.randn(1, 4, 96, 8), torch.randn(1, 2, 96, 8)
     half = Half(block=16, vertical=9, slash=4, last_q=16)
-    plan = LayerHeads(block=16, named={0: half, 1: half}).plan(query, key, layout, layout)
+    plan = LayerHeadPatterns(block=16, named={0: half, 1: half}).plan(query, key, layout, layout)
     alone = half.plan(query[:, :2], key[:, :1], layout, layout)
     assert plan is not None and alone is not None
     assert torch.equal(plan.to_mask()[:, :2], alone.to_mask())

@@ -24,7 +24,7 @@ from mmaccel.core.prefill.merge_heads import merge_plans
 from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan, parts_to_launch
 from mmaccel.core.registry import registry
-from mmaccel.policies.sparse.estimate import LastQueries
+from mmaccel.policies.sparse.estimate import LastQueryAttention
 from tests.backends.oracle import budget
 from tests.backends.plans import random_plan, with_extras
 from tests.products import product
@@ -149,7 +149,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(operator, "why_not", untraceable)
     monkeypatch.setattr(operator, "find_spec", lambda name: untraceable(name) or name)
     told = property(lambda self: has_kernel(self.query.device, self.query.dtype, *self.query.shape[2:]))
-    monkeypatch.setattr(LastQueries, "has_kernel", told)
+    monkeypatch.setattr(LastQueryAttention, "has_kernel", told)
     operator.triton_unusable.cache_clear()  # type: ignore[attr-defined]
     yield
     operator.triton_unusable.cache_clear()  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ def test_what_a_device_is_asked_is_a_constant_of_the_graph(name: str, fused: Non
         return lambda *inputs: [query] * count  # there is no kernel to run
 
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(LastQueries, "has_kernel", False)
+        plain.setattr(LastQueryAttention, "has_kernel", False)
         plain.setattr(operator, "why_not", lambda *_: "no kernel runs here")
         layer(query, key, value)  # the host knows the layout
     operator.triton_unusable.cache_clear()  # type: ignore[attr-defined]
@@ -262,7 +262,7 @@ def window_mask(plan: AttentionPlan, sinks: int, window: int) -> Tensor:
 def check(plan: AttentionPlan, sinks: int, window: int) -> AttentionPlan:
     narrow = plan.limit_to_window(sinks, window)
     assert torch.equal(narrow.to_mask(), plan.to_mask() & window_mask(plan, sinks, window))
-    assert plan.may_overlap or int(narrow.count_mask().max()) <= 1
+    assert plan.may_share_rows or int(narrow.count_mask().max()) <= 1
     listed = narrow.count_listed_pairs()
     assert (listed >= narrow.to_mask().sum((2, 3))).all() and (listed <= plan.count_listed_pairs()).all()
     if narrow.dense is None:

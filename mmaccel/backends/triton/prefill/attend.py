@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.block_attend import BlockLists, Call, KeySpan, empty_output, unpacks_call
-from mmaccel.backends.triton.launch_args import encode_ints, leading_strides, row_strides
+from mmaccel.backends.ops.block_attend import BlockLists, Call, KeySpan, empty_output, with_unpacked_args
+from mmaccel.backends.triton.launch_args import encode_int_args, leading_strides, row_strides
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.backends.triton.prefill.kernel import (
     LEAST_CHUNK,
@@ -21,9 +21,9 @@ from mmaccel.backends.triton.prefill.kernel import (
     attend_kernel,
     merge_kernel,
     resident_programs,
-    split_outputs,
+    split_kernel_args,
 )
-from mmaccel.backends.triton.prefill.lists import cached_on_plan, merge_query_block_pairs
+from mmaccel.backends.triton.prefill.lists import get_cached_on_plan, merge_query_block_pairs
 from mmaccel.core.errors import RecipeError
 
 PAIRS = 200 << 10
@@ -46,7 +46,7 @@ def _config_for(
     return keys, 8 if rows > 64 else 4, stages
 
 
-@unpacks_call
+@with_unpacked_args
 def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend.define` by Triton. No host synchronization; all sizes come from shapes.
 
@@ -119,16 +119,18 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         and lists == H
         and not all(plain)
         and block_q == block_k == hopper_launch.BOX
-        and hopper_launch.supports(query, key, value, hopper_launch.ROWS, block_k, positions)
+        and hopper_launch.supports_inputs(query, key, value, hopper_launch.ROWS, block_k, positions)
     ):
-        short = hopper_launch.joint_attend((query, key, value), q_row, spans, scale, chunk, (out, lse))
+        short = hopper_launch.attend_shared_key_blocks(
+            (query, key, value), q_row, spans, scale, chunk, (out, lse)
+        )
         if short is None:
             return out, lse
     # Rows and places are whole blocks, and loaded as such; where lists lie depends on the length in any way.
     strides = tuple(
         (
             *(stride for t in (s.k_row, s.q_pos, s.k_pos) for stride in leading_strides(t)),
-            *encode_ints(stride for t in (s.lists.row, s.lists.kind) for stride in leading_strides(t)),
+            *encode_int_args(stride for t in (s.lists.row, s.lists.kind) for stride in leading_strides(t)),
         )
         for s in spans
     )
@@ -139,8 +141,8 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     if split:
         sizes_of = B, lists, M, tiles, longest, resident_programs(query.device), chunk
         plan = [s.lists.row for s in spans]
-        work = cached_on_plan(plan, sizes_of, lambda: Work.of([s.lists.count for s in spans], *sizes_of))
-    outputs = split_outputs(work, tiles * tall * pack, DV, lse)
+        work = get_cached_on_plan(plan, sizes_of, lambda: Work.of([s.lists.count for s in spans], *sizes_of))
+    outputs = split_kernel_args(work, tiles * tall * pack, DV, lse)
     items = work.items if work is not None else list_rows
     layout = dict(GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=tall, PACK=pack, PLACED=bool(rows))
     sizes = dict(DV=DV, BLOCK_DV=value_size)
@@ -149,7 +151,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     engine = (
         not part.extra
         and short is None
-        and hopper_launch.supports(query, key, value, tall * pack, block_k, positions)
+        and hopper_launch.supports_inputs(query, key, value, tall * pack, block_k, positions)
     )
     if engine:
         short = hopper_launch.launch(
@@ -164,7 +166,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
             query, key, value, lse if short is None else short, *given, tuple(s.k_row for s in spans),
             tuple(s.q_pos for s in spans), tuple(s.k_pos for s in spans), tuple(s.lists.row for s in spans),
             tuple(s.lists.entries for s in spans), tuple(s.lists.kind for s in spans),
-            tuple(s.lo for s in spans), encode_ints(min(s.hi, torch.iinfo(positions).max) for s in spans),
+            tuple(s.lo for s in spans), encode_int_args(min(s.hi, torch.iinfo(positions).max) for s in spans),
             plain, strides, more,
             *(stride for t in (query, key, value) for stride in (*row_strides(t), t.stride(3))), *ends, M, scale,
             part.sinks, part.edge or 0, D=D, BLOCK_K=block_k, BLOCK_D=size, SPLIT=split, GATED=short is not None,
@@ -193,7 +195,7 @@ def _extra(spans: Sequence[KeySpan], key: Tensor, value: Tensor) -> tuple[Any, .
         values.append(v)
         biases.append(bias)
         strides = *row_strides(k), *row_strides(v), *leading_strides(bias)
-        steps.append(encode_ints((*strides, 0 if s.bias is None else 1)))
+        steps.append(encode_int_args((*strides, 0 if s.bias is None else 1)))
     return tuple(keys), tuple(values), tuple(biases), tuple(steps)
 
 

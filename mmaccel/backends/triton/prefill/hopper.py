@@ -148,7 +148,7 @@ def rows_of(place, which: gl.constexpr, layout: gl.constexpr, shape):
 
 
 @gluon.jit
-def by_lane(p):
+def partial_row_sums(p):
     """Sum each row of p [64, n] within a thread: [64, 4], since four threads share a row and add their sums later."""
     return gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
 
@@ -227,7 +227,7 @@ def _tell(words, barriers, turn, row, tile, piece):
 
 
 @gluon.jit
-def produce(
+def producer_warp(
     keys, values, words, barriers, table, n_spans, work, strides, shape: gl.constexpr, CHUNKS: gl.constexpr,
     PER: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -350,7 +350,7 @@ def _softmax(
     fade = gl.exp2(peak - floor)
     total = total * gl.expand_dims(
         gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout)), 1
-    ) + by_lane(p)
+    ) + partial_row_sums(p)
     p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = warpgroup_mma_wait(0, deps=(acc,))
     stage, _ = _place(step, STAGES)
@@ -423,7 +423,7 @@ def _consume(
         head_of, mine, at_place, at = rows_of(place, which, line, shape)
         peak = gl.full([64], float("-inf"), gl.float32, line)
         acc = gl.full([64, D], 0.0, gl.float32, o_layout)
-        total = by_lane(nothing)
+        total = partial_row_sums(nothing)
         weights = gl.convert_layout(nothing.to(q_buf.dtype), p_layout)
         begun = gl.to_tensor(0)
         for s in range(n_spans):
@@ -547,7 +547,7 @@ def hopper_kernel(
         [
             (_consume, (told, 0, shape, BLOCK_K, STAGES, D, PLACED, SPLIT)),
             (_consume, (told, 1, shape, BLOCK_K, STAGES, D, PLACED, SPLIT)),
-            (produce, (
+            (producer_warp, (
                 (k_own, k_copies, k_boxes), (v_own, v_copies, v_boxes), words, barriers, table, n_spans, work,
                 (own_b, own_g, column_g), shape, D // 64, 128 // BLOCK_K, STAGES, SPLIT,
             )),

@@ -20,7 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mmaccel.backends.triton.prefill.hopper import FAR, WIDTH, by_lane, fact, fetch, finish, rows_of, together
+from mmaccel.backends.triton.prefill.hopper import (
+    FAR,
+    WIDTH,
+    fact,
+    fetch,
+    finish,
+    partial_row_sums,
+    rows_of,
+    together,
+)
 
 MOST = gl.constexpr(4)  # lists that a tile can hold; one group more than there are registers for
 # In the word of a step, bit i says that group i computes it, and bit i + TESTED that it tests it.
@@ -148,7 +157,7 @@ def _compute(
     peak = gl.full([64], float("-inf"), gl.float32, line)
     acc = gl.full([64, D], 0.0, gl.float32, o_layout)
     nothing = gl.full([64, 64], 0.0, gl.float32, s_layout)
-    total = by_lane(nothing)
+    total = partial_row_sums(nothing)
     parted: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     none = gl.convert_layout(nothing.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     weights = none
@@ -181,7 +190,7 @@ def _compute(
         floor = gl.where(top == float("-inf"), 0.0, top)
         p = gl.exp2(score * scale - gl.expand_dims(floor, 1))
         fade = gl.exp2(peak - floor)
-        total = total * gl.expand_dims(gl.convert_layout(fade, parted), 1) + by_lane(p)
+        total = total * gl.expand_dims(gl.convert_layout(fade, parted), 1) + partial_row_sums(p)
         peak = top
         weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -204,7 +213,7 @@ def _compute(
 
 
 @gluon.jit(do_not_specialize=["M", "tiles", "n_spans", "own_b", "own_g", "column_g", "lse_b", "lse_h"])
-def joint_kernel(
+def shared_key_blocks_kernel(
     k_own, v_own, k_copies, v_copies, table, SHORT, Q, OUT, LSE, PART_OUT, PART_LSE, ITEM, PIECES, SLOT, TOLD,
     q_row, q_row_b, q_row_h, q_b, q_h, q_s, own_b, own_g, column_g, out_b, out_h, out_s, lse_b, lse_h, M,
     tiles, n_spans, scale,

@@ -30,9 +30,9 @@ from mmaccel.backends.triton.prefill.kernel import (
     Work,
     merge_kernel,
     resident_programs,
-    split_outputs,
+    split_kernel_args,
 )
-from mmaccel.backends.triton.prefill.lists import cached_on_plan, count_masked
+from mmaccel.backends.triton.prefill.lists import get_cached_on_plan, prefix_count_masked_blocks
 
 BOX = 64  # keys of a block of the copy engine
 FAR = 2**31 - 1  # the place of what is not there
@@ -48,7 +48,7 @@ HALF = 29  # bits of each of the two numbers in which one is told to the kernel
 
 
 @triton.jit(do_not_specialize=["home", "blocks", "heads", "keys"])
-def home_kernel(
+def find_adjacent_rows_kernel(
     row, row_b, row_h, home, blocks, heads, keys,
     SHARED: tl.constexpr, BOX: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +139,9 @@ class KeyLocations:
             for r, t in zip(apart, home, strict=True):
                 grid, shared = (triton.cdiv(t.shape[2], 16), t.shape[1], B), r.shape[1] == 1
                 sides = t.shape[2], t.shape[1], S
-                home_kernel[grid](r, *leading_strides(r), t, *sides, SHARED=shared, BOX=BOX, BLOCKS=16)
+                find_adjacent_rows_kernel[grid](
+                    r, *leading_strides(r), t, *sides, SHARED=shared, BOX=BOX, BLOCKS=16
+                )
             upto, found, homes = (flat == -1).cumsum(0, dtype=torch.int32), iter(home), list[Tensor]()
             for s, there in zip(spans, natural, strict=True):
                 begin = torch.arange(0, s.k_row.shape[2], BOX, dtype=torch.int32, device=device)
@@ -148,7 +150,7 @@ class KeyLocations:
             return home, homes, k_pos, upto
 
         plan = [t for s in spans for t in (s.k_row, s.k_pos)]
-        home, homes, k_pos, upto = cached_on_plan(plan, ("homes", key.shape, heads, *natural), tables)
+        home, homes, k_pos, upto = get_cached_on_plan(plan, ("homes", key.shape, heads, *natural), tables)
         slot_bytes = 2 * BOX * D * key.element_size()
         keys, values = _pool(min(len(upto), most // slot_bytes), key)
         capacity = len(keys)
@@ -199,7 +201,9 @@ def as_matrix(t: Tensor) -> MatrixView | None:
     return None
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, pos: torch.dtype) -> bool:
+def supports_inputs(
+    query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, pos: torch.dtype
+) -> bool:
     """Whether the Hopper kernel supports query tiles of `rows` rows of these tensors, on their device."""
     D = key.shape[3]
     return (
@@ -236,13 +240,13 @@ def launch(
     joint: int = 0,
     **shape: Any,
 ) -> Tensor | None:
-    """Attention by `hopper_kernel`, or by `joint_kernel` in tiles of `joint` query blocks. Key blocks are read from the
-    cache where their rows are adjacent, else from copies. Returns the number of blocks whose copy had no room, as a device
-    tensor, or None if all have; if it is not 0, the kernel computes nothing.
+    """Attention by `hopper_kernel`, or by `shared_key_blocks_kernel` in tiles of `joint` query blocks. Key blocks are read
+    from the cache where their rows are adjacent, else from copies. Returns the number of blocks whose copy had no room, as a
+    device tensor, or None if all have; if it is not 0, the kernel computes nothing.
 
     grid: list rows (or work items), and tiles of each; tensors: query, key, value; given: outputs, results of
-    `split_outputs`, and the query rows with strides, as in `kernel.attend_kernel`; sizes: output strides and the number of
-    query blocks, for `joint_kernel` also tiles per head.
+    `split_kernel_args`, and the query rows with strides, as in `kernel.attend_kernel`; sizes: output strides and the number
+    of query blocks, for `shared_key_blocks_kernel` also tiles per head.
     """
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -251,11 +255,11 @@ def launch(
 
     query, key, value = tensors
     homes = KeyLocations.of(key, value, spans, query.shape[1])
-    found = (table_row(*one, each=joint > 0) for one in zip(spans, homes.k_pos, homes.home, strict=True))
+    found = (span_table_row(*one, each=joint > 0) for one in zip(spans, homes.k_pos, homes.home, strict=True))
     table = [span[name] for span in found for name in hopper.FIELDS]
     numbers = [x.data_ptr() if isinstance(x, Tensor) else x for x in table]
     plan = [t for s in spans for t in (s.lists.row, s.q_pos)]
-    told = cached_on_plan(plan, ("told", *numbers), lambda: device_integers(numbers, query.device))
+    told = get_cached_on_plan(plan, ("told", *numbers), lambda: write_device_integers(numbers, query.device))
     seen, beside = as_matrix(key), as_matrix(value)
     if seen is None or seen != beside:
         key, value = key.contiguous(), value.contiguous()
@@ -275,7 +279,7 @@ def launch(
     programs: tuple[int, ...] = (min(grid[0] * grid[1], operators.resources(query.device).processors),)
     how: dict[str, Any] = dict(STAGES=STAGES)
     if joint:
-        kernel, of_tiles, programs = hopper_joint.joint_kernel, [], grid
+        kernel, of_tiles, programs = hopper_joint.shared_key_blocks_kernel, [], grid
         how = dict(GROUPS=joint, STAGES=PLACES[joint], LAG=LAG)
     kernel[programs](
         *own, *apart, told,
@@ -286,7 +290,7 @@ def launch(
     return homes.short
 
 
-def table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
+def span_table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
     """The table entries (`hopper.FIELDS`) of a span with its key positions and homes; with `each`, an index also gets
     per-block counts of blocks that are not FULL."""
     lists = span.lists
@@ -294,7 +298,7 @@ def table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False)
     row, index = lists.row.to(torch.int64), lists.entries.to(torch.int32)
     # How many blocks are not FULL: before each block in order, or, of an index of blocks, in all.
     whole = len(index) > 0 and not each
-    counts = cached_on_plan([lists.kind], "masked", lambda: count_masked(lists.kind))
+    counts = get_cached_on_plan([lists.kind], "masked", lambda: prefix_count_masked_blocks(lists.kind))
     counts = counts[..., -1:] if whole else counts
     found: dict[str, Any] = dict(index=index if len(index) else 0, form=int(whole))
     found |= dict(lo=span.lo, hi=span.hi, home=home)
@@ -315,7 +319,7 @@ def _number_kernel(out, numbers, begin):
         tl.store(out + begin + i, (high << 29) + low - (1 << 40))
 
 
-def device_integers(numbers: Sequence[int], device: torch.device, each: int = 20) -> Tensor:
+def write_device_integers(numbers: Sequence[int], device: torch.device, each: int = 20) -> Tensor:
     """Write host integers to a device tensor by kernel arguments: without synchronization, and capturable in a CUDA graph.
 
     They are encoded as odd halves, as Triton would otherwise compile a kernel for every mixture of ones, multiples of 16 and
@@ -330,7 +334,7 @@ def device_integers(numbers: Sequence[int], device: torch.device, each: int = 20
     return out
 
 
-def joint_attend(
+def attend_shared_key_blocks(
     tensors: tuple[Tensor, Tensor, Tensor],
     q_row: Tensor,
     spans: Sequence[KeySpan],
@@ -355,7 +359,7 @@ def joint_attend(
         count = reduce(add, (span.lists.count for span in spans))
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
         work = Work.of([count], B, H, tiles, 1, longest, resident_programs(query.device), chunk)
-    outputs = split_outputs(work, wide, D, out[1])
+    outputs = split_kernel_args(work, wide, D, out[1])
     ends, rows_of = (*row_strides(out[0]), *leading_strides(out[1])), (q_row, *leading_strides(q_row))
     layout = dict(GROUP=H // key.shape[1], LISTS=H, PLACED=True)
     short = launch(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import block_attend
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.triton.launch_args import decode_int, encode_ints, row_strides
+from mmaccel.backends.triton.launch_args import decode_int_arg, encode_int_args, row_strides
 
 FULL, TEST = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.TEST)
 
@@ -101,9 +101,9 @@ def attend_kernel(
     """Attention of one tile over its listed key blocks, or under SPLIT over one piece of at most `chunk` of them.
 
     `scale` includes log2(e) and is positive. Tuples have an entry per span; `strides` has ten: sequence and head strides of
-    k_row, q_pos, k_pos, offset, kind; the last four of them and `hi` by `encode_ints`. Later rows, which are longer, run
-    first. With EXTRA, `extra` has each span's keys, values, biases and strides (by `encode_ints`); EXTRA is 2 if all rows of
-    keys and values start at 16-byte boundaries. NARROW: masked blocks also apply the part's `sinks` and `edge`.
+    k_row, q_pos, k_pos, offset, kind; the last four of them and `hi` by `encode_int_args`. Later rows, which are longer, run
+    first. With EXTRA, `extra` has each span's keys, values, biases and strides (by `encode_int_args`); EXTRA is 2 if all
+    rows of keys and values start at 16-byte boundaries. NARROW: masked blocks also apply the part's `sinks` and `edge`.
     """
     if GATED:
         if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing
@@ -159,30 +159,38 @@ def attend_kernel(
         v_steps = ()
         bias_steps = ()
         for s in tl.static_range(group, group + TOGETHER if group + TOGETHER < len(k_row) else len(k_row)):
-            of_list = offset[s] + b64 * decode_int(strides[s][6]) + h64 * decode_int(strides[s][7]) + m * 5
+            of_list = (
+                offset[s] + b64 * decode_int_arg(strides[s][6]) + h64 * decode_int_arg(strides[s][7]) + m * 5
+            )
             begin, held = tl.load(of_list), tl.load(of_list + 1).to(tl.int32)
             indices = indices + (index[s] + (begin - count),)
             plains = plains + (plain[s],)
             moved = tl.where(plain[s] != 0, begin - count, 0).to(tl.int32)
             shifts = shifts + (tl.load(of_list + 4).to(tl.int32) + moved,)
-            kinds = kinds + (kind[s] + b64 * decode_int(strides[s][8]) + h64 * decode_int(strides[s][9]),)
+            kinds = kinds + (
+                kind[s] + b64 * decode_int_arg(strides[s][8]) + h64 * decode_int_arg(strides[s][9]),
+            )
             heads = heads + (count + tl.load(of_list + 2).to(tl.int32),)
             tails = tails + (count + tl.load(of_list + 3).to(tl.int32),)
             k_rows = k_rows + (k_row[s] + b64 * strides[s][0] + h64 * strides[s][1],)
             q_positions = q_positions + (q_pos[s] + b64 * strides[s][2] + h64 * strides[s][3],)
             k_positions = k_positions + (k_pos[s] + b64 * strides[s][4] + h64 * strides[s][5],)
             lows = lows + (lo[s],)
-            highs = highs + (decode_int(hi[s]).to(q_pos[s].dtype.element_ty),)
+            highs = highs + (decode_int_arg(hi[s]).to(q_pos[s].dtype.element_ty),)
             if EXTRA:
                 steps, g64 = extra[3][s], g.to(tl.int64)
-                own_keys = own_keys + (extra[0][s] + b64 * decode_int(steps[0]) + g64 * decode_int(steps[1]),)
-                own_values = own_values + (
-                    extra[1][s] + b64 * decode_int(steps[3]) + g64 * decode_int(steps[4]),
+                own_keys = own_keys + (
+                    extra[0][s] + b64 * decode_int_arg(steps[0]) + g64 * decode_int_arg(steps[1]),
                 )
-                biases = biases + (extra[2][s] + b64 * decode_int(steps[6]) + h64 * decode_int(steps[7]),)
-                k_steps = k_steps + (decode_int(steps[2]),)
-                v_steps = v_steps + (decode_int(steps[5]),)
-                bias_steps = bias_steps + (decode_int(steps[8]),)
+                own_values = own_values + (
+                    extra[1][s] + b64 * decode_int_arg(steps[3]) + g64 * decode_int_arg(steps[4]),
+                )
+                biases = biases + (
+                    extra[2][s] + b64 * decode_int_arg(steps[6]) + h64 * decode_int_arg(steps[7]),
+                )
+                k_steps = k_steps + (decode_int_arg(steps[2]),)
+                v_steps = v_steps + (decode_int_arg(steps[5]),)
+                bias_steps = bias_steps + (decode_int_arg(steps[8]),)
             count = count + held
             ends = ends + (count,)
         first, last = begun, count
@@ -310,13 +318,17 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["M", "list_rows"])
 def _length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, TILE: tl.constexpr):
-    """Number of key blocks that each query block lists, summed over spans; strides by `encode_ints`."""
+    """Number of key blocks that each query block lists, summed over spans; strides by `encode_int_args`."""
     row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = row < list_rows
     b, h, m = row // M // LISTS, row // M % LISTS, row % M
     length = tl.zeros_like(row)
     for s in tl.static_range(len(counts)):
-        at = b * decode_int(strides[s][0]) + h * decode_int(strides[s][1]) + m * decode_int(strides[s][2])
+        at = (
+            b * decode_int_arg(strides[s][0])
+            + h * decode_int_arg(strides[s][1])
+            + m * decode_int_arg(strides[s][2])
+        )
         length += tl.load(counts[s] + at, mask=inside, other=0).to(tl.int64)
     tl.store(LENGTH + row, length, mask=inside)
 
@@ -424,7 +436,7 @@ class Work:
         room = [n + -n % ALIGNED for n in sizes]
         made = torch.empty(sum(room), dtype=torch.int32, device=device).split(room)
         length, item, pieces, slot, limits = (t[:n] for t, n in zip(made, sizes, strict=True))
-        strides = tuple(encode_ints(row_strides(c)) for c in counts)
+        strides = tuple(encode_int_args(row_strides(c)) for c in counts)
         few = rows <= FEW
         _length_kernel[(triton.cdiv(rows, 1024),)](
             tuple(counts), strides, length, M, rows, LISTS=lists, TILE=1024
@@ -441,7 +453,7 @@ def resident_programs(device: torch.device) -> int:
     return 2 * operators.resources(device).processors
 
 
-def split_outputs(work: Work | None, rows: int, size: int, like: Tensor) -> tuple[Tensor, ...]:
+def split_kernel_args(work: Work | None, rows: int, size: int, like: Tensor) -> tuple[Tensor, ...]:
     """Kernel arguments for query blocks whose lists are split: empty outputs of pieces [slots * rows, size] and their
     log-sum-exps [slots * rows], float32, then the four tables of `work`. A piece has `rows` rows of width `size`. With
     `work` None nothing is split, and kernels read none of these. `like`: a tensor on the device."""

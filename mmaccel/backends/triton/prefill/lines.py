@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from mmaccel.backends.ops import block_attend
-from mmaccel.backends.triton.prefill.lists import halve_range
+from mmaccel.backends.triton.prefill.lists import binary_search_step
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
 
@@ -261,7 +261,7 @@ def _rows_kernel(upto, member, home, reach, out, H, M, BM, width, ROWS: tl.const
 
 
 @triton.jit(do_not_specialize=["N", "H", "M", "G", "R", "base", "blocks"])
-def gaps_kernel(
+def gapped_block_list_kernel(
     kept, broken, runs, sure, index, out, N, H, M, G, R, base, blocks, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
     """Write the list of one query block whose positions are not consecutive, in place of the shared list of its shape.
@@ -333,7 +333,7 @@ def slash_runs(kept, queries, block):
     _steps_kernel[(C, H)](before, shape, index, upto, N, C, H, width, BLOCK=block, STEPS=STEPS, num_warps=4)
     _rows_kernel[(triton.cdiv(M, ROWS), B * H)](upto, member, home, reach, row, H, M, B * M, width, ROWS=ROWS)
     if G:
-        gaps_kernel[(G, B * H)](
+        gapped_block_list_kernel[(G, B * H)](
             before, broken, runs, sure, index, row, N, H, M, G, runs.shape[2], C * H * width, blocks,
             BLOCK=block, TILE=ROWS, num_warps=1,
         )  # fmt: skip
@@ -344,7 +344,7 @@ def slash_runs(kept, queries, block):
 def _not_after(place, low, high, bound, steps):
     """Where the first of the ascending `place` in low .. high lies that is greater than `bound`."""
     for _ in range(steps):
-        low, high = halve_range(place, bound, low, high)
+        low, high = binary_search_step(place, bound, low, high)
     return low
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.ops import block_attend
-from mmaccel.backends.ops.block_attend import lead_sizes
+from mmaccel.backends.ops.block_attend import common_batch_and_heads
 from mmaccel.backends.triton.launch_args import leading_strides
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
@@ -114,7 +114,7 @@ def _settle_kernel(LEAST, MOST, blocks, STEP: tl.constexpr):
 
 
 @triton.jit
-def halve_range(values, bound, low, high):
+def binary_search_step(values, bound, low, high):
     """One step of a binary search for the first of the ascending `values` above `bound`: return the half of low .. high."""
     middle = (low + high) >> 1
     open_ = low < high
@@ -145,10 +145,10 @@ def _reach_kernel(
     first, count, head, tail = none, none, none, none
     first_end, count_end, head_end, tail_end = none + blocks, none + blocks, none + blocks, none + blocks
     for _ in range(steps):
-        first, first_end = halve_range(K_MOST + keys, first_pos - hi, first, first_end)
-        count, count_end = halve_range(K_LEAST + keys, last_pos - lo, count, count_end)
-        head, head_end = halve_range(K_LEAST + keys, last_pos - hi, head, head_end)
-        tail, tail_end = halve_range(K_MOST + keys, first_pos - lo, tail, tail_end)
+        first, first_end = binary_search_step(K_MOST + keys, first_pos - hi, first, first_end)
+        count, count_end = binary_search_step(K_LEAST + keys, last_pos - lo, count, count_end)
+        head, head_end = binary_search_step(K_LEAST + keys, last_pos - hi, head, head_end)
+        tail, tail_end = binary_search_step(K_MOST + keys, first_pos - lo, tail, tail_end)
     count = tl.maximum(count - first, 0)
     to = (lead.to(tl.int64) * M + block) * 5
     tl.store(OUT + to, tl.minimum(first, blocks - 1).to(tl.int64), mask=inside)
@@ -209,8 +209,8 @@ def reach(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k):
         t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_pos, k_pos)
     )
     m, n = q_row.shape[-1] // block_q, k_row.shape[-1] // block_k
-    of_queries, of_keys = lead_sizes(q_row, q_pos), lead_sizes(k_row, k_pos)
-    b, h = lead_sizes(q_row, q_pos, k_row, k_pos)
+    of_queries, of_keys = common_batch_and_heads(q_row, q_pos), common_batch_and_heads(k_row, k_pos)
+    b, h = common_batch_and_heads(q_row, q_pos, k_row, k_pos)
     row = q_row.new_empty(b, h, m, 5, dtype=torch.int64)
     q_least, q_most = q_row.new_empty(2, *of_queries, m, dtype=torch.int64)
     k_least, k_most = q_row.new_empty(2, *of_keys, n, dtype=torch.int64)
@@ -236,7 +236,7 @@ def listed_area(row, index, q_row, k_row, block_q, block_k):
     deterministic."""
     row = row if row.stride()[2:] == (5, 1) else row.contiguous()
     q_row, k_row = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row))
-    b, h = lead_sizes(row, q_row, k_row)
+    b, h = common_batch_and_heads(row, q_row, k_row)
     out, (key_b, key_h, blocks) = row.new_empty(b, h), (*k_row.shape[:2], k_row.shape[2] // block_k)
     nk = k_row.new_empty(key_b, key_h, blocks)
     tile = max(1, TOKENS // block_k)
@@ -303,7 +303,7 @@ def merge_query_block_pairs(row: Tensor) -> Tensor:
     return out
 
 
-def cached_on_plan(plan: list[Tensor], name: Any, make: Any) -> Any:
+def get_cached_on_plan(plan: list[Tensor], name: Any, make: Any) -> Any:
     """Return what `make` computes from tensors of a plan, cached with the first of them: once for each CUDA stream, for all
     layers and passes under the plan. It is computed anew when one of them was written to, and must refer to none."""
     device = plan[0].device
@@ -319,14 +319,14 @@ def cached_on_plan(plan: list[Tensor], name: Any, make: Any) -> Any:
     return block_attend.memoize(made, name, lambda: ([ref(t) for t in plan], make()))[1]
 
 
-def count_masked(kind: Tensor) -> Tensor:
+def prefix_count_masked_blocks(kind: Tensor) -> Tensor:
     """How many of the blocks before each block (and in all, at the end) are not FULL: int32 [b, h, N + 1] from kind [b, h,
     N], or [N + 1] from [N]."""
     return torch.nn.functional.pad((kind != block_attend.FULL).cumsum(-1, dtype=torch.int32), (1, 0))
 
 
 @triton.jit(do_not_specialize=["table", "n", "steps"])
-def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
+def assemble_slices_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
     """Kernel of `copy_pieces`: some elements of one of n slices. `table` has the `ops.block_lists.FIELDS` of each, but in
     place of the first the tiles of the slices before it, and of `source` an address, or 0 for a fill."""
     tile = tl.program_id(0)
@@ -388,5 +388,7 @@ def copy_pieces(sources, table, fills, sizes):
     sent = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
     for some, count in zip((sent[:fills], sent[fills:]), tiles, strict=True):
         if count:
-            pieces_kernel[(count,)](some, *out, len(some), len(some).bit_length(), TILE=TILE, num_warps=8)
+            assemble_slices_kernel[(count,)](
+                some, *out, len(some), len(some).bit_length(), TILE=TILE, num_warps=8
+            )
     return out

@@ -25,7 +25,7 @@ from mmaccel.policies.kv._archived import ArchivedPolicy, FormerField, Prefetch,
 from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, SearchResult, SearchTables
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable
-from mmaccel.policies.kv.mosaic.maintain import Hierarchy
+from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
 from mmaccel.policies.kv.mosaic.split import Rules, UnitMeans
 
 SPLIT = dict(smallest=4, largest=32, tau_small=1.25, tau_large=2, alpha=8, new_scene=2, gain=0.05, unmix=0.5)
@@ -56,7 +56,7 @@ class ClusterIndex(Index):
         device = self.device
         layers, width, init = self.layers, self.key.shape[2], stream.units(policy.init)
         rules = Rules(visual=policy.visual, semantic=policy.semantic, init=init, buffer=policy.buffer)
-        self.tree = Hierarchy(rules, UnitMeans(layers, geometry.hidden, width, stream.dtype, device))
+        self.tree = ClusterHierarchy(rules, UnitMeans(layers, geometry.hidden, width, stream.dtype, device))
         self.by_look, self.retrievals_split = policy.first_stage == "look", policy.splits == "all"
         self.visual_key = torch.zeros(layers, 0, width, dtype=stream.dtype, device=device)
         self.visual_look = torch.zeros(0, geometry.hidden * self.by_look, device=device)
@@ -78,7 +78,7 @@ class ClusterIndex(Index):
         if self.tree.has_unclustered:
             self.tree.insert(self._window)
         while self.tree.means.waiting_passes > keep:
-            retrieved = self.tree.means.add_arrived()
+            retrieved = self.tree.means.add_oldest_waiting_pass()
             retrieved = None if retrieved is None else torch.from_numpy(self._at.rows_of(retrieved.numpy()))
             if retrieved is not None and self.tree.has_clusters:
                 for layer, owners in enumerate(self.tree.semantic.owner.gather(1, retrieved)):
@@ -90,9 +90,9 @@ class ClusterIndex(Index):
     @torch.inference_mode(False)
     @torch.no_grad()
     def cluster_some_units(self) -> None:
-        if self.tree.has_unclustered or self.tree.means.has_arrived:
+        if self.tree.has_unclustered or self.tree.means.oldest_pass_has_arrived:
             if not self.tree.has_unclustered:
-                self.tree.means.add_arrived()
+                self.tree.means.add_oldest_waiting_pass()
             self.tree.insert(self._window, most=1)
 
     @torch.inference_mode(False)
@@ -107,7 +107,7 @@ class ClusterIndex(Index):
         level, kept = self.tree.semantic, self.tree.means
         if self.tree.units != self._units or bool(level.dirty.any()):
             self._ready, self._units = None, self.tree.units
-        layer, cluster = level.changed_clusters()
+        layer, cluster = level.pop_changed_clusters()
         if layer.numel():
             # What was taken back may lie beyond all that is in use.
             room = max(level.used, int(cluster.max()) + 1)
@@ -131,7 +131,7 @@ class ClusterIndex(Index):
 
     def _refresh_visual(self) -> None:
         level, kept = self.tree.visual, self.tree.means
-        _, cluster = level.changed_clusters()
+        _, cluster = level.pop_changed_clusters()
         if not cluster.numel():
             return
         room = max(level.used, int(cluster.max()) + 1)
@@ -213,7 +213,7 @@ class ClusterIndex(Index):
         largest = int(size.max()) if size.numel() else 0
         largest = 1 << max(largest - 1, 0).bit_length()
         fixed = self._fix("within", within), flat, first, self._fix("size", size)
-        lists = ops.ClusterEntries(owners, *fixed, largest)
+        lists = ops.ClusterMembership(owners, *fixed, largest)
         told, alive = self._surveyed(whole, room, absent), (size > 0).sum(1).tolist()
         return SearchTables(
             lists=lists, alive=alive, visual=visual, parent=parent, ready=tree.has_clusters, **told

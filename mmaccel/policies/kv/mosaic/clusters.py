@@ -27,7 +27,7 @@ TOGETHER = 256
 FILL = {"members": -1, "owner": -1, "parent": -1, "home": -1}
 
 
-def point_statistics(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def centroid_variance_size(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return centroid c [..., d], variance s2 [...] (mean squared distance to c) and size n [...] of those points `x` [...,
     m, d] that are `present` [..., m]; zeros for none."""
     n = present.sum(-1)
@@ -73,8 +73,8 @@ class ClusterTable:
     centroid [L, C, d], variance, size [L, C]; members [L, C, M] units, -1 past the size; owner [L, N] the cluster of each
     unit, -1 for none; parent [L, C] the cluster of the level above; home [L, C] the cluster that a buffered one will be
     merged into, -1 for others; lazy [L, C] whether a split is deferred; limit [L, C] a threshold raised for this cluster
-    alone; dirty [L, C] whether it has changed since the last call of `changed_clusters`. Read them freely, but write only by
-    methods, which record former values for `restore`.
+    alone; dirty [L, C] whether it has changed since the last call of `pop_changed_clusters`. Read them freely, but write
+    only by methods, which record former values for `restore`.
     """
 
     def __init__(self, layers: int, width: int, dtype: torch.dtype) -> None:
@@ -144,7 +144,7 @@ class ClusterTable:
 
     def set_members(self, layer: Tensor, cluster: Tensor, members: Tensor, x: Tensor) -> None:
         """Set the members of clusters (layer [b], cluster [b]) to units [b, m] (-1: none) with vectors `x` [b, m, d]."""
-        self.write(layer, cluster, members, *point_statistics(x, members >= 0))
+        self.write(layer, cluster, members, *centroid_variance_size(x, members >= 0))
 
     def write(
         self,
@@ -216,7 +216,9 @@ class ClusterTable:
         for begin in range(0, len(fewer), TOGETHER):
             at = fewer[begin : begin + TOGETHER].unbind(1)
             inside = self.members_of(*at)
-            self.centroid[at], self.variance[at], _ = point_statistics(points(at[0], inside), inside >= 0)
+            self.centroid[at], self.variance[at], _ = centroid_variance_size(
+                points(at[0], inside), inside >= 0
+            )
         self.dirty = (size > 0) | (before > 0)
         self.checkpoint()
         self._count_ids()
@@ -242,7 +244,7 @@ class ClusterTable:
             self._children[parent] = np.array(padded, dtype=np.int64).reshape(self.layers, width)
         return self._children[parent]
 
-    def changed_clusters(self) -> tuple[Tensor, Tensor]:
+    def pop_changed_clusters(self) -> tuple[Tensor, Tensor]:
         """Return (layer [b], cluster [b]) of the clusters that have changed since the last call."""
         layer, cluster = self.dirty.nonzero(as_tuple=True)
         self.dirty.zero_()

@@ -1,4 +1,4 @@
-"""`Hierarchy`: the nested clusters of a stream, built from its first units and updated as units come (Mosaic V-B and VI).
+"""`ClusterHierarchy`: nested clusters of a stream, built from its first units and updated as units come (Mosaic V-B, VI).
 
 A unit is a step of time. Units are clustered by visual feature, and within each visual cluster by their keys, per layer.
 Everything happens in the order of the stream and in single steps of one unit (all layers at once), so that the clusters do
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
-from mmaccel.core.memory.buffers import single_threaded
+from mmaccel.core.memory.buffers import single_cpu_thread
 from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, NearestCluster, cosines, merged, welford
 from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, UnitMeans, kmeans, split_exceeding
 
@@ -30,7 +30,7 @@ TOGETHER = 16
 """Units compared with all clusters at once, and units made points at once (Mosaic VII-A, batched matching)."""
 
 
-class Hierarchy:
+class ClusterHierarchy:
     """A stream's visual and semantic clusters. Letters as in `ClusterTable` and `UnitMeans`; the visual level has one
     layer."""
 
@@ -146,7 +146,7 @@ class Hierarchy:
         """Whether there are units (frames) that have means and no cluster."""
         return self.has_clusters and self.units < self.means.units
 
-    @single_threaded()
+    @single_cpu_thread()
     def insert(self, window: int, retrieved: Tensor | None = None, most: int | None = None) -> None:
         """Assign the units (frames) that have means and no cluster to clusters, in order.
 
@@ -184,7 +184,7 @@ class Hierarchy:
         cut before they are measured, for thresholds taken from mixtures would allow mixtures for ever.
         """
         rules, means = self.rules, self.means
-        floor = means.fix_origin(units)
+        floor = means.set_centring_origin(units)
         count = max(1, round(units / rules.visual))
         looks = means.look_points(ZERO, torch.arange(units))
         label = kmeans(looks[None], count)[0]
@@ -233,7 +233,7 @@ class Hierarchy:
         else:
             centroid, s2 = welford(centroid, s2, n, u)
         level.add(FIRST, np.array([best]), unit, centroid, s2)
-        new = self._refine_visual(torch.tensor([best])) if bounds.exceeded_in_first_layer(level, best) else []
+        new = self._refine_visual(torch.tensor([best])) if bounds.must_split_first_layer(level, best) else []
         matching.update_clusters([best, *new])
         return int(level.owner[0, unit]) if new else best
 
@@ -297,7 +297,7 @@ class Hierarchy:
         cosine = self._cosines(layer, children, u)
         near, n, c, s2 = self._nearest(layer, children, cosine, u)
         home, limit = (row.numpy()[layer, near] for row in (level.home, level.limit))
-        bad = self.bounds[1].exceeded(layer, n, s2, limit)
+        bad = self.bounds[1].must_split(layer, n, s2, limit)
         if not bad.any():
             level.add(layer, near, unit, c, s2)
             self._flush(layer[home >= 0])
@@ -376,7 +376,7 @@ class Hierarchy:
         if not bool((level.home[layer, self.buffer[layer]] == home).any()):
             level.set_row("lazy", at[0], home, 0)
 
-    @single_threaded()
+    @single_cpu_thread()
     def split_deferred(self, layer: int, clusters: Tensor) -> None:
         """Make the deferred splits of the semantic `clusters` [b] of `layer`, which were retrieved to the device."""
         level = self.semantic

@@ -22,7 +22,7 @@ from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, point_statistics, pooled_variance
+from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, centroid_variance_size, pooled_variance
 
 LIFT = 2.0
 """The last coordinate of a point, in root mean square lengths of the first points. Mosaic (V-B) has none (0): angles alone.
@@ -109,13 +109,13 @@ class Bounds:
         share = 1 - torch.exp((1 - n) / self.alpha)
         return (self.small[:, None] + (self.large - self.small)[:, None] * share).numpy()
 
-    def exceeded_in_first_layer(self, level: ClusterTable, cluster: int) -> bool:
-        """Return whether one cluster at layer 0 must be split: `exceeded`, faster, without tensors."""
+    def must_split_first_layer(self, level: ClusterTable, cluster: int) -> bool:
+        """Return whether one cluster at layer 0 must be split: `must_split`, faster, without tensors."""
         n, s2, limit = (float(row[0, cluster]) for row in (level.size, level.variance, level.limit))
         most = max(float(self.threshold(0, int(n))), limit)
         return s2 > (1.0 if n >= self.smallest else self.apart) * most or n > self.largest
 
-    def exceeded(self, layer: Array, n: Array, s2: Array, limit: Array) -> Array:
+    def must_split(self, layer: Array, n: Array, s2: Array, limit: Array) -> Array:
         """Return [b]: whether clusters of size `n`, variance `s2` and own threshold `limit` [b] must be split."""
         most = np.maximum(self.threshold(layer, n), limit)
         often = np.where(n >= self.smallest, 1.0, self.apart)
@@ -142,7 +142,7 @@ def split_exceeding(
     for depth in range(64):
         n, s2 = level.size[layer, cluster], level.variance[layer, cluster]
         limit = level.limit[layer, cluster]
-        too = torch.from_numpy(bounds.exceeded(*(row.numpy() for row in (layer, n, s2, limit))))
+        too = torch.from_numpy(bounds.must_split(*(row.numpy() for row in (layer, n, s2, limit))))
         layer, cluster, n, s2 = layer[too], cluster[too], n[too], s2[too]
         if not layer.numel():
             break
@@ -150,7 +150,7 @@ def split_exceeding(
         present = members >= 0
         x = vectors(layer, members)
         label, forced = bisect(x, present) if depth < DEEPEST else halve(present), n > bounds.largest
-        (_, s2_a, n_a), (_, s2_b, n_b) = (point_statistics(x, label == side) for side in (0, 1))
+        (_, s2_a, n_a), (_, s2_b, n_b) = (centroid_variance_size(x, label == side) for side in (0, 1))
         left = pooled_variance(s2_a, n_a, s2_b, n_b) + torch.finfo(s2.dtype).eps  # rounding is no gain
         weak = (left > (1 - gain) * s2) | (depth >= DEEPEST)
         label = torch.where((weak & forced)[:, None], halve(present), label)
@@ -215,14 +215,14 @@ class UnitMeans:
         return len(self._inbox)
 
     @property
-    def has_arrived(self) -> bool:
+    def oldest_pass_has_arrived(self) -> bool:
         """Whether the means of the oldest waiting pass are on the host; False also if its units retrieved others."""
         if not self._inbox or len(self._inbox[0][0]) > 3:
             return False
         event = self._inbox[0][1]
         return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
-    def add_arrived(self) -> Tensor | None:
+    def add_oldest_waiting_pass(self) -> Tensor | None:
         """Wait for the means of the oldest waiting pass and add them; return units (frames) [L, k] it retrieved, if any."""
         (look, key, value, *rest), event = self._inbox.popleft()
         if event is not None:
@@ -269,7 +269,7 @@ class UnitMeans:
         """Mean value of each unit (frame) and layer, [N, L, d]."""
         return self._value[: self.units]
 
-    def fix_origin(self, units: int) -> tuple[Tensor, Tensor]:
+    def set_centring_origin(self, units: int) -> tuple[Tensor, Tensor]:
         """Take the mean of the first `units` units (frames) as the origin of all points, from now on; return the least
         thresholds of looks [1] and of keys [L], twice the variance that rounding alone makes."""
         (look, one), (key, each) = map(self._origin, (self.looks[:units], self.keys[:units].to(self.work)))

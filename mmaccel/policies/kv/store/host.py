@@ -81,7 +81,7 @@ class HostStore:
         """Units that were forgotten to make room; whoever tells of them empties it."""
         self.relieve: Callable[[], bool] = lambda: False
         """Asked where all stores together have taken what they may: whether another one has given a slab back."""
-        self.written: dict[tuple[int, int], saved.SavedFile] = {}
+        self.written: dict[tuple[int, int], saved.SavedUnitsFile] = {}
         """The files of the last save, by layer and number, as far as their units are as they were then."""
         # What a gather reads: its places, the slabs and these, what divides their addresses, and on the device, made and
         # read on the wire's lane alone, the bytes from the first slab to each.
@@ -108,7 +108,7 @@ class HostStore:
         self._open()
         n, L = len(units), len(layers)
         sides = [
-            [self.shape.as_heads(name, x, n) for x in some]
+            [self.shape.check_and_squeeze_batch(name, x, n) for x in some]
             for name, some in zip(("key", "value"), zip(*pairs, strict=True), strict=True)
         ]
         if len(set(units)) < n or any(unit < 0 for unit in units):
@@ -119,7 +119,7 @@ class HostStore:
             told = f"layer {layers[layer]} holds unit {units[unit]} already"
             raise StoreError(f"host store: {told}; drop it first.")
         # First what may fail on the device: nothing has been forgotten or noted yet.
-        packed = torch.empty(L, n, *self.shape.unit_shape, dtype=self.shape.dtype, device=self.device)
+        packed = torch.empty(L, n, *self.shape.tensor_shape, dtype=self.shape.dtype, device=self.device)
 
         def pack() -> None:
             for side, tensors in enumerate(sides):
@@ -157,7 +157,7 @@ class HostStore:
             entries = self.slabs.slot_views([slots[i] for i in order])
 
             def work() -> None:
-                staged = target.new_empty(len(slots), *self.shape.unit_shape)
+                staged = target.new_empty(len(slots), *self.shape.tensor_shape)
                 places = torch.split(staged, [len(one) for one in entries])
                 for place, entry in zip(places, entries, strict=True):
                     place.copy_(entry, non_blocking=True)
@@ -357,13 +357,13 @@ class HostStore:
                 self._laid = None
                 continue
             drops = self.spill == "drop_oldest"
-            if drops and self.slabs.is_process_full and self.relieve():
+            if drops and self.slabs.process_limit_reached and self.relieve():
                 continue
             needed, held = units * self.shape.layers, self.units()
             left = (unit for unit in held if unit not in keep and not self.pinned(unit))
             old = next(left, None) if drops else None
             if old is None or size < needed:
-                why = self.slabs.why_full(needed if drops else None)
+                why = self.slabs.full_store_message(needed if drops else None)
                 if drops and held and all(map(self.pinned, held)):
                     why = "all of them are pinned; unpin some"
                 raise StoreError(f"host store: full with {len(held)} frames or units held: {why}.")

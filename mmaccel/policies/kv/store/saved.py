@@ -28,7 +28,7 @@ FILE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class SavedFile:
+class SavedUnitsFile:
     """A file that was written: the `units` (frames) of a layer in it, their checksum, and its size."""
 
     units: list[int]
@@ -39,7 +39,7 @@ class SavedFile:
 
 def write_store(store: Any, folder: Path) -> None:
     """Write all units (frames) of `store`, whose transfers have ended; raises `StoreError` if that fails."""
-    most, written = max(1, FILE_BYTES // store.shape.nbytes), dict[tuple[int, int], SavedFile]()
+    most, written = max(1, FILE_BYTES // store.shape.nbytes), dict[tuple[int, int], SavedUnitsFile]()
     told = list[dict[str, Any]]()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def write_store(store: Any, folder: Path) -> None:
                 if piece is None:
                     kept = torch.cat([store.unit_view(layer, unit) for unit in units])
                     checkpoint_io.write_tensors(path, {"units": kept})
-                    piece = SavedFile(units, path, _checksum(kept), path.stat().st_size)
+                    piece = SavedUnitsFile(units, path, _checksum(kept), path.stat().st_size)
                 written[layer, number] = piece
                 told.append({"file": path.name, "layer": layer, "units": units, "crc": piece.crc})
         index = {"version": VERSIONS[-1], "shape": store.shape.to_json(), "pieces": told}
@@ -62,13 +62,13 @@ def write_store(store: Any, folder: Path) -> None:
     store.written = written
 
 
-def _again(last: SavedFile | None, units: list[int], path: Path) -> SavedFile | None:
+def _again(last: SavedUnitsFile | None, units: list[int], path: Path) -> SavedUnitsFile | None:
     """The file of the last save under another name, if it holds just these units and can have one."""
     if last is not None and last.units == units:
         with suppress(OSError):
             if last.path.stat().st_size == last.size:
                 os.link(last.path, path)
-                return SavedFile(units, path, last.crc, last.size)
+                return SavedUnitsFile(units, path, last.crc, last.size)
     return None
 
 
@@ -92,7 +92,7 @@ def read_store(store: Any, folder: Path, end: int) -> None:
             checkpoint_io.check_ints(units, f"{INDEX}: units", end, StoreError)
             if path.name != piece["file"]:
                 raise ValueError(f"{shown(piece['file'])} is not a file of a store")
-            wanted = {"units": ((len(units), *store.shape.unit_shape), store.shape.dtype)}
+            wanted = {"units": ((len(units), *store.shape.tensor_shape), store.shape.dtype)}
             kept = checkpoint_io.read_tensors(path, wanted, torch.device("cpu"))["units"]
             if _checksum(kept) != piece["crc"]:
                 raise ValueError(f"{path.name} is not what was written")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
-from mmaccel.core.memory.buffers import UnitRows, host_available, host_total, on_device
+from mmaccel.core.memory.buffers import UnitRowMap, host_available, host_total, on_device
 from mmaccel.policies.kv.store import saved
 
 SLAB_BYTES = 16 * 2**20
@@ -49,7 +49,7 @@ class UnitShape:
     dtype: torch.dtype
 
     @property
-    def unit_shape(self) -> tuple[int, int, int, int]:
+    def tensor_shape(self) -> tuple[int, int, int, int]:
         """Keys and values of one unit (frame) in one layer: [2, G, P, D]."""
         return 2, self.groups, self.tokens, self.size
 
@@ -62,7 +62,7 @@ class UnitShape:
         """Return the shape's fields as JSON-ready values, for a saved store."""
         return {**vars(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
-    def as_heads(self, name: str, tensor: Tensor, n: int) -> Tensor:
+    def check_and_squeeze_batch(self, name: str, tensor: Tensor, n: int) -> Tensor:
         """Return `tensor` as [G, n * P, D], without a batch of 1; raises `StoreError` for another shape or type."""
         found = tensor[0] if tensor.dim() == 4 and tensor.shape[0] == 1 else tensor
         wanted = self.groups, n * self.tokens, self.size
@@ -173,20 +173,20 @@ class Slabs:
         self._emptied()
         self._remove()
 
-    def why_full(self, slots: int | None = None) -> str:
+    def full_store_message(self, slots: int | None = None) -> str:
         """Return in words why no slab can be added, and the fix; `slots`: needed by a pass after dropping the oldest."""
         mend, need = "spill to disk (spill='disk'), drop frames (spill='drop_oldest')", ""
         if slots is not None:
             need = f" and a pass needs at least {slots * self._shape.nbytes}"
             mend = "watch fewer frames at a time, spill to disk (spill='disk')"
-        if self.is_process_full:
+        if self.process_limit_reached:
             return f"all stores together may take {self._together} bytes{need}; raise process_bytes, {mend}"
         if self._at_cap():
             return f"its cap of {self._cap} bytes is reached{need}; raise cap (a policy's host_bytes), {mend}"
         return f"the host has {host_available()} bytes left{need}; {mend}, or free memory"
 
     @property
-    def is_process_full(self) -> bool:
+    def process_limit_reached(self) -> bool:
         """Whether another slab would exceed the limit for all stores of the process."""
         if self._together is None:
             return False
@@ -199,7 +199,7 @@ class Slabs:
 
     def _room(self) -> bool:
         spare = host_available() - self.slab_bytes >= SPARE * host_total()
-        return spare and not self._at_cap() and not self.is_process_full
+        return spare and not self._at_cap() and not self.process_limit_reached
 
     def _memory(self) -> Tensor | None:
         try:
@@ -249,7 +249,7 @@ class Slabs:
     @torch.inference_mode(False)
     def _cut(self, raw: Tensor) -> Tensor:
         used = raw[: self.per * self._shape.nbytes]
-        return used.view(self._shape.dtype).view(self.per, *self._shape.unit_shape)
+        return used.view(self._shape.dtype).view(self.per, *self._shape.tensor_shape)
 
 
 _open: weakref.WeakKeyDictionary[Slabs, None] = weakref.WeakKeyDictionary()  # `keyrefs` list it in one step
@@ -272,7 +272,7 @@ class SlotTable:
 
     @torch.inference_mode(False)
     def __init__(self, layers: int, device: torch.device) -> None:
-        self.slot, self.at = np.full((layers, 0), -1, dtype=np.int64), UnitRows()
+        self.slot, self.at = np.full((layers, 0), -1, dtype=np.int64), UnitRowMap()
         self.copy = torch.zeros(layers, 0, dtype=torch.long, device=device)  # what `rows_of` gave last
         self.free, self.stale = list[int](), True
 
@@ -311,7 +311,7 @@ class SlotTable:
         found[:, row >= 0] = self.slot[np.ix_(layers, row[row >= 0])]
         return found
 
-    def device_slots(self) -> Tensor:
+    def slots_on_device(self) -> Tensor:
         """Return the slots on the device, uploaded whole at the first call after a change (streams change in one phase and
         are asked in another). The address is the same until the number of rows changes."""
         if self.stale:
@@ -351,7 +351,7 @@ class LaneMark:
         return later.at - self.at if self.event is None else self.event.elapsed_time(later.event) / 1000.0
 
 
-class Lane:
+class DeviceQueue:
     """An ordered queue of device work: a CUDA `stream`, or the host. Lanes run independently unless one waits for a mark of
     another. `current`: the stream is already the current one where work is issued."""
 
@@ -386,14 +386,14 @@ class Lanes:
     device. On CUDA `wire` has its own stream; elsewhere both are the host. Tests can replace them by lanes that run late."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self.wire = device, Lane(_CUDA.Stream(device) if device.type == "cuda" else None)
+        self._device, self.wire = device, DeviceQueue(_CUDA.Stream(device) if device.type == "cuda" else None)
 
     @property
-    def compute(self) -> Lane:
+    def compute(self) -> DeviceQueue:
         """The lane of the current CUDA stream, on which the model computes; on a CPU the same as `wire`."""
         if self._device.type != "cuda":
             return self.wire
-        return Lane(torch.cuda.current_stream(self._device), current=True)
+        return DeviceQueue(torch.cuda.current_stream(self._device), current=True)
 
     def join(self) -> None:
         """Make later computation wait for all copies issued so far."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry
 from mmaccel.policies.kv.mosaic import ClusterIndex, Clusters
-from mmaccel.policies.kv.mosaic.clusters import point_statistics
-from mmaccel.policies.kv.mosaic.maintain import Hierarchy
+from mmaccel.policies.kv.mosaic.clusters import centroid_variance_size
+from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
 from mmaccel.policies.kv.mosaic.split import Rules, UnitMeans
 
 LOOK, WIDTH = 6, 8
@@ -44,12 +44,12 @@ def runs(units: int, seed: int = 0, kinds: int = 7, hold: int = 7) -> list[int]:
     return found[:units]
 
 
-def tree_of(layers: int = 2, lift: float = 0.5, **rules: Any) -> Hierarchy:
+def tree_of(layers: int = 2, lift: float = 0.5, **rules: Any) -> ClusterHierarchy:
     means = UnitMeans(layers, LOOK, WIDTH, torch.float64, torch.device("cpu"), lift)
-    return Hierarchy(Rules(**{**SMALL, **rules}), means)
+    return ClusterHierarchy(Rules(**{**SMALL, **rules}), means)
 
 
-def index_of(tree: Hierarchy, device: str = "cpu", fresh: bool = False, **how: Any) -> ClusterIndex:
+def index_of(tree: ClusterHierarchy, device: str = "cpu", fresh: bool = False, **how: Any) -> ClusterIndex:
     """The index of a tree, brought up to date, or `fresh`."""
     for level in (tree.semantic, tree.visual):
         level.dirty = level.size > 0
@@ -63,7 +63,7 @@ def index_of(tree: Hierarchy, device: str = "cpu", fresh: bool = False, **how: A
 
 
 def feed(
-    tree: Hierarchy,
+    tree: ClusterHierarchy,
     data: tuple[Tensor, Tensor, Tensor],
     chunk: int,
     window: int = 4,
@@ -75,7 +75,7 @@ def feed(
         tree.insert(window, retrieved)
 
 
-def partition(tree: Hierarchy) -> tuple[list[list[frozenset[int]]], frozenset[frozenset[int]]]:
+def partition(tree: ClusterHierarchy) -> tuple[list[list[frozenset[int]]], frozenset[frozenset[int]]]:
     """The semantic clusters of each layer and the visual ones, as sets without their numbers."""
 
     def sets(owner: Tensor) -> frozenset[frozenset[int]]:
@@ -88,7 +88,7 @@ def partition(tree: Hierarchy) -> tuple[list[list[frozenset[int]]], frozenset[fr
     return semantic, sets(tree.visual.owner[0, : tree.units])
 
 
-def audit(tree: Hierarchy, tolerance: float = 1e-9) -> None:
+def audit(tree: ClusterHierarchy, tolerance: float = 1e-9) -> None:
     """Raise unless the hierarchy is what its invariants say, with everything recomputed from the units."""
     if not tree.has_clusters:
         return
@@ -106,12 +106,12 @@ def audit(tree: Hierarchy, tolerance: float = 1e-9) -> None:
         assert (level.members[layer, one, members.shape[1] :] == -1).all()
         held = level.owner[layer[:, None], members.clamp_min(0)]
         assert torch.equal(held[present], one[:, None].expand_as(held)[present])
-        c, s2, _ = point_statistics(points(layer, members), present)
+        c, s2, _ = centroid_variance_size(points(layer, members), present)
         torch.testing.assert_close(level.centroid[layer, one], c, atol=tolerance, rtol=0)
         torch.testing.assert_close(level.variance[layer, one], s2, atol=tolerance, rtol=0)
         torch.testing.assert_close(s2, 1 - c.square().sum(1), atol=tolerance, rtol=0)
         facts = (row.numpy() for row in (layer, n, s2 - tolerance, level.limit[layer, one]))
-        too = torch.from_numpy(bounds.exceeded(*facts))
+        too = torch.from_numpy(bounds.must_split(*facts))
         assert not bool((too & (level.home[layer, one] < 0)).any()), "a cluster should have been split"
         x = points(torch.arange(level.layers), torch.arange(count).expand(level.layers, -1))
         mean = x.mean(1)
@@ -122,7 +122,7 @@ def audit(tree: Hierarchy, tolerance: float = 1e-9) -> None:
     _audit_buffers(tree)
 
 
-def _audit_nest(tree: Hierarchy) -> None:
+def _audit_nest(tree: ClusterHierarchy) -> None:
     level, units = tree.semantic, torch.arange(tree.units)
     for layer in range(tree.layers):
         above = level.parent[layer, level.owner[layer, units]]
@@ -135,7 +135,7 @@ def _audit_nest(tree: Hierarchy) -> None:
             )
 
 
-def _audit_buffers(tree: Hierarchy) -> None:
+def _audit_buffers(tree: ClusterHierarchy) -> None:
     level = tree.semantic
     for layer, ids in enumerate(tree.buffer):
         assert sorted(ids) == (level.home[layer] >= 0).nonzero()[:, 0].tolist()

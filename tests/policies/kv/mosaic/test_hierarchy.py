@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from mmaccel.core.memory.buffers import single_threaded
+from mmaccel.core.memory.buffers import single_cpu_thread
 from mmaccel.policies.kv.mosaic.clusters import (
     ClusterTable,
+    centroid_variance_size,
     merged,
-    point_statistics,
     pooled_variance,
 )
-from mmaccel.policies.kv.mosaic.maintain import Hierarchy
+from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
 from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Bounds, Rules, UnitMeans, unit_length
 from tests.policies.kv.mosaic.scenes import (
     SMALL,
@@ -95,7 +95,7 @@ def test_what_is_seen_once_at_the_start_has_a_cluster_of_its_own(rare: tuple[int
     assert {frozenset([unit]) for unit in rare} <= partition(tree)[1]
 
 
-def pure(tree: Hierarchy, scenes: list[int]) -> int:
+def pure(tree: ClusterHierarchy, scenes: list[int]) -> int:
     """Units that are of the scene of most of their visual cluster."""
     truth = torch.tensor(scenes)
     return sum(int(torch.bincount(truth[list(members)]).max()) for members in partition(tree)[1])
@@ -134,7 +134,7 @@ def test_a_stream_that_begins_with_one_scene_still_tells_scenes_apart() -> None:
 
 def test_what_the_type_rounds_away_is_no_scene() -> None:
     """A still camera, whose frames differ from the 64th on by a rounding error each, then moves."""
-    tree = Hierarchy(Rules(**SMALL), UnitMeans(2, 96, 32, torch.bfloat16, torch.device("cpu")))
+    tree = ClusterHierarchy(Rules(**SMALL), UnitMeans(2, 96, 32, torch.bfloat16, torch.device("cpu")))
     g = torch.Generator().manual_seed(0)
     still, other = torch.randn(2, 96, generator=g)
     looks = still * (1 + 2**-9 * torch.randint(-1, 2, (400, 96), generator=g))
@@ -156,8 +156,8 @@ def three_threads() -> object:
 
 def test_one_thread_inside_and_as_many_as_before_after(three_threads: object) -> None:
     seen: list[int] = []
-    with pytest.raises(KeyError), single_threaded():
-        with single_threaded():
+    with pytest.raises(KeyError), single_cpu_thread():
+        with single_cpu_thread():
             seen.append(torch.get_num_threads())
         seen.append(torch.get_num_threads())
         raise KeyError
@@ -176,7 +176,7 @@ def test_another_thread_keeps_its_own(three_threads: object) -> None:
     thread = threading.Thread(target=other)
     thread.start()
     begun.wait()
-    with single_threaded():
+    with single_cpu_thread():
         done.set()
         thread.join()
     assert seen == [3, 3]
@@ -186,7 +186,7 @@ def test_inserting_and_splitting_take_one_thread(
     three_threads: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed, refined = (
-        heard(monkeypatch, Hierarchy, name, lambda *_: torch.get_num_threads())
+        heard(monkeypatch, ClusterHierarchy, name, lambda *_: torch.get_num_threads())
         for name in ("_place_look", "_refine")
     )
     tree = tree_of(buffer=64)
@@ -270,9 +270,11 @@ def points(n: int, seed: int, d: int = 5) -> torch.Tensor:
 @given(a=st.integers(1, 20), b=st.integers(1, 20), seed=st.integers(0, 99))
 def test_merging_equals_all_at_once_and_conserves_scatter(a: int, b: int, seed: int) -> None:
     x = points(a + b, seed)
-    left, right = (point_statistics(rows, torch.ones(len(rows), dtype=torch.bool)) for rows in (x[:a], x[a:]))
+    left, right = (
+        centroid_variance_size(rows, torch.ones(len(rows), dtype=torch.bool)) for rows in (x[:a], x[a:])
+    )
     c, s2 = merged(*left, *right)
-    whole_c, whole_s2, n = point_statistics(x, torch.ones(a + b, dtype=torch.bool))
+    whole_c, whole_s2, n = centroid_variance_size(x, torch.ones(a + b, dtype=torch.bool))
     assert torch.allclose(c, whole_c, atol=1e-12) and torch.allclose(s2, whole_s2, atol=1e-12)
     between = a * b / (a + b) * (left[0] - right[0]).square().sum()
     within = pooled_variance(left[1], left[2], right[1], right[2]) * n
@@ -281,9 +283,9 @@ def test_merging_equals_all_at_once_and_conserves_scatter(a: int, b: int, seed: 
 
 def test_points_of_unit_length_need_only_their_centroid() -> None:
     x = unit_length(points(12, 0))
-    c, s2, _ = point_statistics(x, torch.ones(12, dtype=torch.bool))
+    c, s2, _ = centroid_variance_size(x, torch.ones(12, dtype=torch.bool))
     assert torch.allclose(s2, 1 - c.square().sum(), atol=1e-12)
-    none = point_statistics(x, torch.zeros(12, dtype=torch.bool))
+    none = centroid_variance_size(x, torch.zeros(12, dtype=torch.bool))
     assert [float(part.abs().sum()) for part in none] == [0, 0, 0]
 
 
@@ -305,7 +307,7 @@ def test_few_units_are_split_where_they_are_strangers() -> None:
     rules = Rules(visual=1, semantic=1, init=2, buffer=0)
     for visual, found in ((True, [False, True, False, True]), (False, [False, False, False, True])):
         bounds = rules.bounds(small, small, visual)
-        assert bounds.exceeded(*(x.numpy() for x in (layer, n, s2, torch.zeros(4)))).tolist() == found
+        assert bounds.must_split(*(x.numpy() for x in (layer, n, s2, torch.zeros(4)))).tolist() == found
 
 
 def test_the_threshold_is_calibrated_layer_by_layer() -> None:

@@ -8,7 +8,7 @@ import torch
 from mmaccel.backends.ops.clusters import Words, score_by_words, score_keys
 from mmaccel.policies.kv._index import Index, SearchResult
 from mmaccel.policies.kv.mosaic import FEWEST, STAGE, ClusterIndex
-from mmaccel.policies.kv.mosaic.maintain import Hierarchy
+from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
 from tests.policies.kv.mosaic.scenes import LOOK, WIDTH, feed, index_of, plant, runs, tree_of
 from tests.spies import heard
 
@@ -33,13 +33,13 @@ def query(seed: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def tree() -> Hierarchy:
+def tree() -> ClusterHierarchy:
     tree = tree_of(visual=3)
     feed(tree, plant(runs(70)), 8)
     return tree
 
 
-def plain(tree: Hierarchy, layer: int, q: torch.Tensor, budget: int, end: int) -> list[int]:
+def plain(tree: ClusterHierarchy, layer: int, q: torch.Tensor, budget: int, end: int) -> list[int]:
     """What the two stages retrieve, from the definition."""
     key = tree.means.keys[:, layer].float()
 
@@ -75,7 +75,7 @@ def plain(tree: Hierarchy, layer: int, q: torch.Tensor, budget: int, end: int) -
 @pytest.mark.parametrize("budget", [1, 5, 12, 33])
 @pytest.mark.parametrize("local", [0, 6])
 def test_the_budget_is_exact_and_the_choice_is_the_definition_s(
-    tree: Hierarchy, budget: int, local: int
+    tree: ClusterHierarchy, budget: int, local: int
 ) -> None:
     end = tree.units - local
     index = index_of(tree)
@@ -86,7 +86,7 @@ def test_the_budget_is_exact_and_the_choice_is_the_definition_s(
             assert found.entries.numel() == budget and int(found.entries.max()) < end
 
 
-def test_a_budget_just_below_the_stream_looks_up_no_entry_that_is_not_there(tree: Hierarchy) -> None:
+def test_a_budget_just_below_the_stream_looks_up_no_entry_that_is_not_there(tree: ClusterHierarchy) -> None:
     """Whatever room there is behind those that are: on a device nothing would say so."""
     asked, rows = [], tree.means.key_rows
     with pytest.MonkeyPatch.context() as patch:
@@ -100,14 +100,14 @@ def test_a_budget_just_below_the_stream_looks_up_no_entry_that_is_not_there(tree
             assert asked[-1] < end
 
 
-def test_a_budget_above_the_stream_retrieves_all(tree: Hierarchy) -> None:
+def test_a_budget_above_the_stream_retrieves_all(tree: ClusterHierarchy) -> None:
     end = tree.units
     found = index_of(tree).search(1, query(0), end, end)
     assert torch.equal(found.entries, torch.arange(end))
     assert rest(index_of(tree), 1, found, end, 99, end)[0].shape[0] == 0
 
 
-def test_all_clusters_have_a_summary_and_retrieved_ones_come_last(tree: Hierarchy) -> None:
+def test_all_clusters_have_a_summary_and_retrieved_ones_come_last(tree: ClusterHierarchy) -> None:
     """Means of all their units, at their mean time; of few, those of the largest scores."""
     end = tree.units - 3
     index, budget = index_of(tree), end // STAGE + 1
@@ -126,7 +126,7 @@ def test_all_clusters_have_a_summary_and_retrieved_ones_come_last(tree: Hierarch
     torch.testing.assert_close(few[2], time[:4])
 
 
-def there(tree: Hierarchy, layer: int, end: int) -> list[int]:
+def there(tree: ClusterHierarchy, layer: int, end: int) -> list[int]:
     """Sizes of the clusters of a layer, counting entries below `end`."""
     return tree.semantic.owner[layer, :end].bincount().tolist()
 
@@ -138,7 +138,7 @@ def test_cosine_knows_no_length() -> None:
     assert torch.equal(a.entries, b.entries)
 
 
-def test_forgotten_entries_are_not_found(tree: Hierarchy) -> None:
+def test_forgotten_entries_are_not_found(tree: ClusterHierarchy) -> None:
     end = tree.units
     index = index_of(tree)
     before = index.search(0, query(0), 8, end).entries
@@ -172,7 +172,7 @@ def test_a_cluster_that_is_taken_back_is_found_no_more(count: int) -> None:
     assert len(index.search(0, query(0), 9, 60).entries) == 9
 
 
-def test_the_first_stage_may_go_by_looks(tree: Hierarchy) -> None:
+def test_the_first_stage_may_go_by_looks(tree: ClusterHierarchy) -> None:
     """As the paper has it: whole visual clusters by the angle of their mean look, whatever the layer's query is."""
     index = index_of(tree, first_stage="look")
     for seed in range(5):
@@ -193,7 +193,7 @@ def test_the_first_stage_may_go_by_looks(tree: Hierarchy) -> None:
         assert len(found.entries) == budget and int(found.entries.max()) < end
 
 
-def test_words_ask_each_for_itself(tree: Hierarchy) -> None:
+def test_words_ask_each_for_itself(tree: ClusterHierarchy) -> None:
     """Clusters by how far they are above others for their best word, less the mean over words, from the definition."""
     index, end, budget, layer = index_of(tree, ask_by="words"), tree.units, 12, 1
     assert index.by_words
@@ -234,7 +234,7 @@ def test_a_frame_that_one_word_is_about_is_found() -> None:
     assert int(score_by_words(key, Words(words[None], torch.tensor([6])), size, False).argmax()) == 30
 
 
-def check(index: ClusterIndex, tree: Hierarchy, end: int) -> None:
+def check(index: ClusterIndex, tree: ClusterHierarchy, end: int) -> None:
     """All that searches among the entries below `end` are told, from the definition."""
     there = index.prepare(end)
     present = [e for e in range(end) if not (e < len(index.absent) and index.absent[e])]

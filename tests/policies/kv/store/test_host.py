@@ -81,7 +81,7 @@ def replay(folder: Path, seed: int, files: bool) -> None:
         elif kind == "index" and not files and plain:
             index, out = torch.full((len(units),), -5), store.buffer(len(units))
             rows = torch.from_numpy(store.table.at.rows_of(np.array(units, dtype=np.int64)))
-            slots = torch.nn.functional.pad(store.table.device_slots()[layer], (0, 10), value=-1)[rows]
+            slots = torch.nn.functional.pad(store.table.slots_on_device()[layer], (0, 10), value=-1)[rows]
             lanes.compute.run(lambda index=index, slots=slots: index.copy_(slots))
             lanes.compute.wait(store.gather(index, out)[1])
             expect(out[1], layer, units, 1)
@@ -292,7 +292,7 @@ def test_a_store_outlives_inference_mode() -> None:
     check(store, 2, list(range(10)))
     with torch.inference_mode():
         empty = open_store(4)
-    assert empty.table.device_slots().shape == (LAYERS, 0)
+    assert empty.table.slots_on_device().shape == (LAYERS, 0)
 
 
 def test_work_is_done_at_once_without_streams() -> None:
@@ -319,7 +319,7 @@ def test_the_table_is_as_wide_as_what_is_held(tmp_path: Path) -> None:
     held = [*pinned, *range(580, 600)]
     store.save(tmp_path)
     for _ in range(2):
-        assert store.table.device_slots().shape[1] == store.table.slot.shape[1] <= 4 * len(held)
+        assert store.table.slots_on_device().shape[1] == store.table.slot.shape[1] <= 4 * len(held)
         check_all(store, held, held[::-1])
         assert all(store.table.find_slots([n], [2, 41, 579]).max() == -1 for n in range(LAYERS))
         with pytest.raises(StoreError, match="does not hold unit 41"):

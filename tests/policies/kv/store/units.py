@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.policies.kv.store import HostStore, UnitShape
-from mmaccel.policies.kv.store.slabs import Lane, LaneMark, Lanes
+from mmaccel.policies.kv.store.slabs import DeviceQueue, LaneMark, Lanes
 
 LAYERS, GROUPS, TOKENS, SIZE = 3, 2, 5, 4
 UNIT_BYTES = 2 * GROUPS * TOKENS * SIZE * 4
@@ -83,7 +83,7 @@ class SimMark(LaneMark):
         return later.at - self.at
 
 
-class SimLane(Lane):
+class SimLane(DeviceQueue):
     def __init__(self, sim: SimLanes) -> None:
         super().__init__()
         self.queue: deque[Callable[[], bool]] = deque()

@@ -83,7 +83,7 @@ def test_layers_share_what_follows_from_their_plan(monkeypatch: pytest.MonkeyPat
     spans = [span(row, k_pos) for row in k_row]
     few = KeyLocations.of(key, value, spans, HEADS, 10 * 2 * BOX * D * 4)
     assert few.short is not None and int(few.short) > 0
-    monkeypatch.setattr("mmaccel.backends.triton.prefill.hopper_launch.home_kernel", None)
+    monkeypatch.setattr("mmaccel.backends.triton.prefill.hopper_launch.find_adjacent_rows_kernel", None)
     for layer in range(3):
         own = key + layer, value - layer
         check(*own, k_row, KeyLocations.of(*own, spans, HEADS, 1 << 30))
@@ -110,7 +110,7 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
         copied = int((found.home[0] < -1).sum()) + sum(int((home < -1).sum()) for home in found.home[1:])
         assert torch.equal(told.keys[:copied], found.keys[:copied])
     if n < S:
-        monkeypatch.setattr("mmaccel.backends.triton.prefill.hopper_launch.home_kernel", None)
+        monkeypatch.setattr("mmaccel.backends.triton.prefill.hopper_launch.find_adjacent_rows_kernel", None)
         assert len(KeyLocations.of(key, value, [span(known, pos[..., :n], n)], HEADS, 1 << 30).keys) == 0
 
 

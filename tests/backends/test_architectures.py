@@ -46,7 +46,7 @@ def judge(row: dict[str, Any]) -> None:
     name, way = row["architecture"], row["way"]
     kernel = row["kernel"].split(".")[1].removesuffix("_kernel").removeprefix("_")
     assert row["shared"] <= operators.find_architecture(name).shared, row
-    product = kernel in ("attend", "piece", "project", "enter", "hopper", "joint")
+    product = kernel in ("attend", "flash_decode", "project", "enter", "hopper", "shared_key_blocks")
     product |= kernel in ("totals", "lines", "classes")
     if "fp32" not in way:
         assert (row["products"] > 0) == product, row

@@ -132,7 +132,7 @@ def test_compiled_it_says_what_it_said(family: str) -> None:
         assert fast.report().kept < 1
     # Ours are the two wrappers, of the multimodal and of the text model: their layers are within one graph.
     ours = [reason for reason in breaks if "disable" in reason]
-    assert len(ours) == 1 and "Attaching._call" in ours[0]
+    assert len(ours) == 1 and "AttachmentBase._call" in ours[0]
 
 
 @pytest.mark.slow

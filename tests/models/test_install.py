@@ -279,7 +279,7 @@ def test_a_change_says_which_call_it_waits_for(family: Any, monkeypatch: pytest.
 
 COLLECTS = """
 import gc, threading
-from mmaccel.models.install import current_frames
+from mmaccel.models.install import current_stack_frames
 
 stop = threading.Event()
 threads = [threading.Thread(target=stop.wait, daemon=True) for _ in range(20)]
@@ -291,7 +291,7 @@ for _ in range(50):
     del one
 gc.set_threshold(gc.get_count()[0] + 10)  # the collector runs at the tenth frame
 gc.enable()
-print(len(current_frames()), gc.isenabled())
+print(len(current_stack_frames()), gc.isenabled())
 """
 
 

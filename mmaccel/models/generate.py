@@ -174,9 +174,10 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
         attachment.owner.clear_figures()
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
     held = 0 if cache is None else cache.get_seq_length()
+    whole = isinstance(ids, Tensor) and ids.shape[1] > held
     if chunk := attachment.get_generate_option("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
-    if not streams and isinstance(ids, Tensor) and ids.shape[1] > held:
+    if not streams and whole:
         attachment.prepare_layout(kwargs, held)
     try:
         rests = draft and not streams and _draft_rests(attachment, kwargs)
@@ -192,7 +193,9 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
                 given or bool(attachment.get_generate_option("return_dict_in_generate", kwargs))
             )
             with cache.at_work() if streams and cache is not None else nullcontext():
-                return _noted(cache, drafting.generate(attachment, kwargs, lasts and (draft or streams)))
+                return _noted(
+                    cache, drafting.generate(attachment, kwargs, lasts and (draft or streams)), whole
+                )
         if not is_set(attachment, "num_beams", kwargs):
             kwargs["streamer"] = TokenCounter(meter.count_tokens, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limit_to_max_positions(kwargs))
@@ -200,18 +203,19 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
             attachment.draft_times.record_without_draft(
                 _sequences(attachment, kwargs), prompt_length(kwargs), meter
             )
-        return _noted(cache, out)
+        return _noted(cache, out, whole)
     finally:
         # A model may be its own assistant, and be asked while it is at work.
         attachment.running.__dict__.update({"layout": None, "chunk": None, **outer})
         meter.generating = False
 
 
-def _noted(cache: Any, out: Any) -> Any:
-    """Return the result `out` of a call; note in `cache`, if it is ours, which tokens it holds."""
+def _noted(cache: Any, out: Any, whole: bool) -> Any:
+    """Return the result `out` of a call; note in `cache`, if it is ours, which tokens it holds, where the call's ids were of
+    the `whole` conversation."""
     ids = out if isinstance(out, Tensor) else getattr(out, "sequences", None)
     if isinstance(cache, KVCache) and cache.sequence is not None and isinstance(ids, Tensor):
-        same = len(ids) == cache.sequence.layout.batch
+        same = whole and len(ids) == cache.sequence.layout.batch
         cache.sequence = replace(cache.sequence, ids=ids[:, : cache.get_seq_length()] if same else None)
     return out
 

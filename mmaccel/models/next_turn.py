@@ -28,10 +28,11 @@ def check_next_turn(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids:
         unlike &= mask[:, :both].to(ids.device).bool()
     same = int((unlike.any(0).cumsum(0) == 0).sum())
     if count <= held or same < both:
+        most = min(same, count - 1)
+        share = f", or keep of past_key_values what both share (its crop({most}))" if most else ""
         raise ModelError(
             f"input_ids: these {count} tokens do not begin with the {held} that past_key_values holds; give those and the "
-            f"new turn behind them, or keep of past_key_values what both share (its crop({min(same, count - 1)})), or leave "
-            "it out."
+            f"new turn behind them{share}, or leave it out."
         )
     marks = torch.tensor(attachment.family.placeholders(attachment.model), device=ids.device)
     for name in PIXELS.values():

@@ -33,6 +33,7 @@ from mmaccel.models.hf import ModelAttachment
 from mmaccel.models.prompt_layout import (
     PIXELS,
     Inputs,
+    is_given,
     last_message_span,
     markup_ids,
     max_positions,
@@ -65,6 +66,9 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
     ) -> None:
         super().__init__(model, family, attachment)
         self._keeper = keeper
+        at_work: Any = self._gate.attached
+        if attachment is None and at_work is not None and at_work.owner.view is keeper:
+            self._attachment = at_work  # the draft is the target itself
         # A video's pixels stay where they are, and go to the device some frames at a time.
         self.inputs = inputs = {
             name: x.to(self.device) if isinstance(x, Tensor) and name != PIXELS[VIDEO] else x
@@ -72,6 +76,13 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         }
         self.ids = ids = inputs["input_ids"]
         self.layout = layout = self.family.layout(self.model, inputs)
+        marks = ids.new_tensor(self.family.placeholders(self.model))
+        given = any(is_given(inputs.get(one)) for one in PIXELS.values())
+        if not given and bool(torch.isin(ids, marks).any()):
+            raise ModelError(
+                "pixel_values_videos: input_ids show images or videos, and no pixels are given; give all that the "
+                "processor returned."
+            )
         self._video = self._longest(layout)
         self._head, self._inside, self._tail = self._columns(layout, ids[0].tolist())
         own, others = self._shares(layout)
@@ -281,7 +292,7 @@ class PromptStreamRunner(Runner):
         self._counted: Callable[[], dict[str, float]] = dict
         self._positions = 0
         self.counters: dict[str, float] = {}
-        self.drafts = GuardedDraftStream()
+        self.drafts, self._deadline = GuardedDraftStream(), Deadline()
 
     def prefill(
         self,
@@ -291,7 +302,7 @@ class PromptStreamRunner(Runner):
         probes: Sequence[ForwardProbe] = (),
     ) -> Tensor:
         attachment, owner = self._attachment, self._attachment.owner
-        deadline = getattr(attachment.running, "deadline", None) or Deadline()
+        deadline = self._deadline = getattr(attachment.running, "deadline", None) or Deadline()
         with self._plainly():
             try:
                 before, inputs = self.cache, remove_padding(inputs)
@@ -306,6 +317,9 @@ class PromptStreamRunner(Runner):
                 self._open.callback(owner.register_state(live.state, self))
                 if before is None:
                     cache.prompt.read_into(live, deadline)
+                else:
+                    why = "an earlier call read the video under it, and a short question is dense"
+                    owner.attention.meter.idle[why] = None
                 turn = run_question(live, ids, self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
                 self._open.enter_context(self.drafts.asked(ids, self._room, live.around))
@@ -357,6 +371,8 @@ class PromptStreamRunner(Runner):
     def sync_cache(self) -> None:
         """End the question, and close the stream unless its cache lasts; a second call does nothing."""
         state, self._state = self._state, None
+        if self.cache is not None and self.cache.lasts and self._deadline.end_reason() is None:
+            self.drafts.finish_intake()  # one that has not read the prompt yet would hold its pixels
         if state is not None:
             self.counters = self._counted()
             self._attachment.owner.release_state(state, self.counters)

@@ -92,7 +92,11 @@ class StreamCache(Cache):
     def __init__(self, attachment: ModelAttachment, prompt: Any, live: Any) -> None:
         super().__init__(layers=[])
         self.prompt, self.live, self.ids, self.lasts = prompt, live, prompt.ids, False
-        self._attachment, self._call, self._free = attachment, threading.Lock(), finalize(self, live.close)
+        self._attachment, self._call, self._free = (
+            attachment,
+            threading.Lock(),
+            finalize(self, live.close, True),
+        )
         self._free.atexit = False
 
     @contextmanager
@@ -108,8 +112,9 @@ class StreamCache(Cache):
     def close(self) -> None:
         """Free the memory; a second call does nothing. Raises `ModelError` while a call is at work on it."""
         with self.at_work():
-            self.prompt = self.live = None
-            self._free()
+            live, self.prompt, self.live = self.live, None, None
+            if self._free.detach() is not None:
+                live.close()
 
     def begin_turn(self, attachment: ModelAttachment, inputs: Mapping[str, Any]) -> None:
         """Go back to what the prompt `inputs` has in common with the last conversation. Raises `ModelError` for one that

@@ -217,6 +217,15 @@ def test_the_time_may_run_out_while_the_video_is_read(models: Any) -> None:
     assert models[1].generate(**call, **CALL).shape[1] == got.shape[1] + 5, "nothing is left of it"
 
 
+def test_a_video_without_pixels_is_refused() -> None:
+    inputs = {name: x for name, x in filmed("random-ov", 8).items() if "pixel" not in name}
+    with (
+        mmaccel.accelerate(pair("random-ov")[0], kv=TIGHT["mosaic"]) as fast,
+        pytest.raises(ModelError, match=r"^pixel_values_videos: input_ids show"),
+    ):
+        fast.generate(**inputs, max_new_tokens=4)
+
+
 def test_inference_mode_changes_nothing(models: Any) -> None:
     call = {**prompt("llava", PROMPTS["video"]), **CALL}
     want = models[0].generate(**call)

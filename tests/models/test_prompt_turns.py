@@ -87,6 +87,10 @@ def talk(name: str, fast: Any, turns: int = 3) -> tuple[list[list[int]], list[st
         figures.append(drafted(fast.report()))
         told = fast.report()
         assert told.draft["failed"] is None and not told.notes and told.video_units == FRAMES // PACE[name]
+        live = out.past_key_values.live
+        assert getattr(getattr(live.draft_stream.stream, "_adapter", None), "inputs", {}) == {}, (
+            "pixels are let go"
+        )
     return ids, texts, figures
 
 
@@ -327,7 +331,7 @@ def test_the_memory_goes_with_the_result(
 def test_a_call_that_returns_no_cache_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "random-ov"
     inputs = turn(name, [], 0)
-    closed = heard(monkeypatch, StreamRunner, "close", lambda self: weakref.ref(self.state))
+    closed = heard(monkeypatch, StreamRunner, "close", lambda self, *_: weakref.ref(self.state))
     plain = {"max_new_tokens": 3, "do_sample": False}
     with mmaccel.accelerate(pair(name)[0], kv=TIGHT["rekv"]) as fast:
         fast.generate(**inputs, **plain)

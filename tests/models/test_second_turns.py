@@ -171,6 +171,25 @@ def test_another_question_on_a_cache_is_refused_before_it_runs(family: str) -> N
         assert torch.equal(fast.generate(**other, past_key_values=cache, **HOW).sequences, want.sequences)
 
 
+@pytest.mark.parametrize("family", BUILD)
+def test_the_whole_conversation_follows_a_turn_of_new_ids_alone(family: str) -> None:
+    model, first = BUILD[family](), prompt(family, TURNS["text"][0])
+    new, last = torch.randint(20, 60, (1, 5)), torch.randint(20, 60, (1, 4))
+
+    def third() -> Tensor:
+        cache = (out := model.generate(**first, **HOW)).past_key_values
+        ids = torch.cat([out.sequences[:, (held := cache.get_seq_length()) :], new], 1)
+        mask = torch.ones(1, held + ids.shape[1], dtype=torch.long)
+        told = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **HOW).sequences
+        whole = torch.cat([out.sequences, new, told[:, ids.shape[1] :], last], 1)
+        mask = torch.ones_like(whole)
+        return model.generate(input_ids=whole, attention_mask=mask, past_key_values=cache, **HOW).sequences
+
+    want = third()
+    with mmaccel.accelerate(model):
+        assert torch.equal(third(), want)
+
+
 TOKENS = 10
 HOW: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, "return_dict_in_generate": True}
 TURNS = {

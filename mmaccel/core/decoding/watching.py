@@ -109,5 +109,6 @@ class DraftStream(ABC):
     def finish_intake(self) -> None:
         """Tell the draft's stream that no more frames come for now."""
 
-    def close(self) -> None:
-        """Release all resources of the draft's stream."""
+    def close(self, collected: bool = False) -> None:
+        """Release all resources of the draft's stream. `collected`: the garbage collector calls, perhaps while this thread
+        is sending something, so that nothing can be sent now."""

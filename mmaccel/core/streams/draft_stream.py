@@ -131,6 +131,7 @@ class LocalDraftStream(DraftStream):
             torch.cuda.synchronize(self._adapter.device)
 
     def finish_intake(self) -> None:
+        self.read_prompt(Deadline())
         if self._live is not None:
             self._live.state.finish_intake()
 
@@ -191,10 +192,10 @@ class LocalDraftStream(DraftStream):
             raise ModelError(f"{folder} was saved with another kv of the draft; give the draft that one.")
         self._live = read_stream(folder, folder / FACTS, facts, self._adapter, self._kv, self._chunk)
 
-    def close(self) -> None:
+    def close(self, collected: bool = False) -> None:
         live, self._live = self._live, None
         try:
             self.end_question()
         finally:
             if live is not None:
-                live.close()
+                live.close(collected)

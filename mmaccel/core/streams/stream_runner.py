@@ -124,12 +124,12 @@ class GuardedDraftStream:
             if stream is not None:
                 stream.restore(mark)
 
-    def close(self) -> None:
-        """Release what the draft's stream holds; a second call does nothing."""
+    def close(self, collected: bool = False) -> None:
+        """Release what the draft's stream holds (see `DraftStream.close`); a second call does nothing."""
         with self.drop_on_error() as stream:
             self.stream = None
             if stream is not None:
-                stream.close()
+                stream.close(collected)
 
 
 class StreamRunner:
@@ -394,7 +394,7 @@ class StreamRunner:
         units = len(self.info.spans)
         return units * (self.stream.tokens_per_unit - sum(self.stream.words)), units
 
-    def close(self) -> None:
-        """Release what is held outside the device, also by the draft's stream."""
+    def close(self, collected: bool = False) -> None:
+        """Release what is held outside the device, also by the draft's stream (see `DraftStream.close`)."""
         self.state.close()
-        self.draft_stream.close()
+        self.draft_stream.close(collected)

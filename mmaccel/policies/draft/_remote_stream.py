@@ -31,6 +31,9 @@ _NUMBERS = itertools.count(1)
 _OPEN: WeakKeyDictionary[Worker, WeakValueDictionary[int, ProcessClient]] = WeakKeyDictionary()
 """For each process its sequences and streams, by number: whoever reads the wire hands on what is another's."""
 
+_COLLECTED: WeakKeyDictionary[Worker, deque[int]] = WeakKeyDictionary()
+"""For each process the streams that were collected as garbage; it is told when the next one is opened."""
+
 
 class ProcessClient:
     """The target's end of one sequence or stream in a draft process that several share; `number` identifies it there."""
@@ -57,6 +60,9 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         super().__init__(worker)
         self._open[self.number] = self
         self._out = 1  # calls not answered yet
+        while over := _COLLECTED.get(worker):
+            call = pickle.dumps(("close", ()))
+            worker.send(CALL, over.popleft(), len(call), blob=[call])
         adapter, inputs = told.prompt or (None, None)
         call = pickle.dumps(("open", (adapter, replace(told, prompt=None))))
         call += bytes(-len(call) % ALIGN)
@@ -104,9 +110,14 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         self._call("load", folder.resolve())
         self.wait_until_done()
 
-    def close(self) -> None:
-        if self._open.pop(self.number, None) is not None and self._worker.alive:
-            self._call("close")
+    def close(self, collected: bool = False) -> None:
+        if self._open.pop(self.number, None) is None or not self._worker.alive:
+            return
+        if collected:
+            _COLLECTED.setdefault(self._worker, deque()).append(self.number)
+            return
+        self._call("close")
+        self._worker.wait_until_sent()  # from here on the prompt's owner may write over it
 
     def wait_until_done(self) -> None:
         """Wait until the draft's process has done all that was requested."""

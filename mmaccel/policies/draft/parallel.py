@@ -74,7 +74,7 @@ class Parallel(VideoDraftStrategy):
     prune_when  "always"; or "measured": answer by answer the draft reads the whole video or what `prune` keeps of it,
               whichever is expected to be faster by the measured steps and acceptance rate; in a session always
               what `prune` keeps of what it retrieves
-    kv        the memory of the draft's own stream, in a session; null: one like the target's
+    kv        the memory of the draft's own stream, under a target's memory of streams; null: one like that
     process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second CUDA
               stream, except in a session
     device    of the second process; None: the CUDA device after the target's if there is one, else its own

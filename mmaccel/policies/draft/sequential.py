@@ -40,7 +40,7 @@ class ChainStrategy(DraftModelStrategy):
 class Sequential(VideoDraftStrategy, ChainStrategy):
     """A smaller model of the target's family drafts `window` tokens, one after the other, between the target's steps.
 
-    The draft is given the whole prompt, pixels included: it sees the video; in a session it watches what the target watches.
+    The draft is given the whole prompt, pixels included: it sees the video; on a stream it watches what the target watches.
     When sampling it draws from its own distribution under the same temperature, cuts and penalties as the target, which is
     what speculative sampling needs. After Leviathan et al. 2023 (arXiv 2211.17192).
 
@@ -52,7 +52,7 @@ class Sequential(VideoDraftStrategy, ChainStrategy):
     confidence  a window ends before a token whose likeliest choice has less than this probability, 0 to 1; the first is
             always drafted; the drawn token has no influence, so sampling stays exact
     prune   a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
-    kv      the memory of the draft's own stream, in a session; null: one like the target's
+    kv      the memory of the draft's own stream, under a target's memory of streams; null: one like that
     """
 
     def open(self, target: ModelView) -> DraftState:

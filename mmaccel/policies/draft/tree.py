@@ -40,7 +40,7 @@ class Tree(VideoDraftStrategy):
     shape  "static": EAGLE's 25 nodes in 5 levels; "dynamic": the `nodes` likeliest of `depth` levels of `width` nodes each
     depth, width, nodes  of a dynamic tree
     prune  a pruner of stage "draft"
-    kv     the memory of the draft's own stream, in a session; null: one like the target's
+    kv     the memory of the draft's own stream, under a target's memory of streams; null: one like that
     """
 
     needs: ClassVar[frozenset[str]] = VideoDraftStrategy.needs | {"branches"}

@@ -220,7 +220,8 @@ def shared_key_blocks_kernel(
     GROUP: gl.constexpr, LISTS: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, PLACED: gl.constexpr,
     SPLIT: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
-    """One tile of GROUPS query blocks (64 rows each) of one head; under SPLIT the same range of entries of each list.
+    """Attention of one tile of GROUPS query blocks (64 rows each) of one head, which share the key blocks they load. Under
+    SPLIT a program reads one range of each block's list, and writes a partial result.
 
     M: query blocks that have lists; tiles: tiles per head.
     """

@@ -145,9 +145,9 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
 
     @property
     def _few(self) -> CapturedStreamSteps:  # type: ignore[override]
-        """One for all prompts of the recipe, whose steps are then captured once."""
+        """One for all prompts of the recipe, whose steps are then captured once; a draft's until another model drafts."""
         made = partial(CapturedStreamSteps, self.model, self.family)
-        name = f"steps of prompts {id(self.model)}"
+        name = f"steps of {'prompts' if self.model is self._keeper.model else 'the draft'}"
         return self._keeper.cached(name, made, lambda steps: steps.model is self.model)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -336,7 +336,8 @@ class PromptStreamRunner(Runner):
         view, kv = attachment.owner.view, recipe.kv
         prompt = PromptStreamModel(attachment.model, attachment.family, inputs, view, attachment)
         live = StreamRunner.begin(prompt, kv, chunk, prompt.frames, None, True, quiet=True)  # type: ignore[arg-type]
-        told = DraftStreamSettings(None, kv, chunk, prompt=(PromptStreamModel, inputs))  # type: ignore[arg-type]
+        read = PromptStreamModel, inputs
+        told = DraftStreamSettings(None, kv, chunk, prompt=read, deadline=self._deadline)  # type: ignore[arg-type]
         live.draft_stream = GuardedDraftStream.of(recipe.draft, view, told)
         return StreamCache(attachment, prompt, live)
 

@@ -24,6 +24,7 @@ class DraftStreamSettings:
     prune      the draft's own pruner, for a draft in another process
     prompt     in the place of a session's processor, for a prompt of `generate`: a subclass of `PromptAdapter`, and the
                inputs of one sequence without padding
+    deadline   of that call of `generate`, within which the prompt is to be sent to another process; None: no limit
     """
 
     processor: Any
@@ -31,6 +32,7 @@ class DraftStreamSettings:
     chunk: int | None
     prune: TokenPruner | None = None
     prompt: tuple[type, Mapping[str, Any]] | None = None
+    deadline: Any = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -234,10 +234,12 @@ class Worker:
         self._got_through()
         self._outbox.put(kind, numbers, blob)
 
-    def wait_until_sent(self) -> None:
-        """Wait until all messages that `post` queued are sent."""
-        self._outbox.wait()
+    def wait_until_sent(self, limit_s: float | None = None) -> None:
+        """Wait until all messages that `post` queued are sent. After `limit_s` the process is ended: raises `DraftError`."""
+        self._outbox.wait(limit_s)
         self._got_through()
+        if limit_s is not None and self._outbox.is_sending:
+            self._broken(DraftError(f"the second process did not take its prompt within {limit_s:.1f} s."))
 
     def _got_through(self) -> None:
         if (error := self._outbox.error) is not None:
@@ -338,16 +340,18 @@ def send_heartbeats(wire: MessageSocket) -> Iterator[None]:
         wire.busy = False
 
 
-def incoming_messages(wire: MessageSocket) -> Iterator[Message]:
+def incoming_messages(wire: MessageSocket, on_arrival: Callable[[Message], None]) -> Iterator[Message]:
     """Yield incoming messages until the wire breaks, then raise its error.
 
-    A thread reads ahead while a message is being handled, so that the sender of a large one need not wait.
+    A thread reads ahead while a message is being handled, so that the sender of a large one need not wait, and calls
+    `on_arrival` for each.
     """
     messages: queue.SimpleQueue[Message | DraftError] = queue.SimpleQueue()
 
     def take() -> None:
         try:
             while (message := wire.receive(None)) is not None:
+                on_arrival(message)
                 messages.put(message)
         except DraftError as error:
             messages.put(error)

@@ -63,6 +63,7 @@ class LocalDraftStream(DraftStream):
     or, with a `PromptAdapter`, when the first question is read. Of what a question retrieves the draft reads only what
     `prune` keeps; `counts` are the numbers of these tokens, before and after; `pruned` is how many it did not read.
 
+    deadline  ends the reading of frames and questions; it never passes, but whoever abandons the stream may cancel it
     reading  number of tokens in the memory's window -> the sparse pattern under which stored videos are read; None, or a
              memory without a window: frames see all earlier ones
     """
@@ -81,6 +82,7 @@ class LocalDraftStream(DraftStream):
         self._live: StreamRunner | None = None
         self._asked: tuple[Any, int] | None = None
         self._question = ExitStack()
+        self.deadline = Deadline()
 
     def take_frames(
         self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool = False
@@ -91,11 +93,11 @@ class LocalDraftStream(DraftStream):
         live = self._live
         ingest = ingest and self._kv.ingests
         with self._attention_of_ingestion(live.info.tokens_per_unit) if ingest else nullcontext():
-            live.take_frames(frames, list(times), lambda done: None, Deadline(), ingest)
+            live.take_frames(frames, list(times), lambda done: None, self.deadline, ingest)
         live.state.forget_old_units(live.unit_time, live.is_pinned)
 
-    def read_prompt(self, deadline: Deadline) -> None:
-        """Read the prompt of a `PromptAdapter`, unless that is done. Raises `Ended` at the deadline."""
+    def read_prompt(self, deadline: Deadline | None = None) -> None:
+        """Read the prompt of a `PromptAdapter`, unless that is done. Raises `Ended` at the deadline (None: the stream's)."""
         prompt = self._adapter
         if self._live is not None or not isinstance(prompt, PromptAdapter):
             return
@@ -104,7 +106,7 @@ class LocalDraftStream(DraftStream):
             with (
                 self._attention_of_ingestion(live.info.tokens_per_unit) if self._kv.ingests else nullcontext()
             ):
-                prompt.read_into(live, deadline)
+                prompt.read_into(live, deadline or self.deadline)
         except BaseException:
             live.close()
             raise
@@ -131,7 +133,7 @@ class LocalDraftStream(DraftStream):
             torch.cuda.synchronize(self._adapter.device)
 
     def finish_intake(self) -> None:
-        self.read_prompt(Deadline())
+        self.read_prompt()
         if self._live is not None:
             self._live.state.finish_intake()
 
@@ -162,7 +164,8 @@ class LocalDraftStream(DraftStream):
 
     def read(self, deadline: Deadline | None = None) -> QuestionRunner:
         """Run the question that was asked; return its runner, valid until `end_question`. Raises `Ended` at the deadline."""
-        self.read_prompt(deadline or Deadline())
+        deadline = deadline or self.deadline
+        self.read_prompt(deadline)
         if self._live is None or self._asked is None:
             raise ModelError("the draft has watched no frame, or has no question.")
         self._live.around = self._guided or MemoryWrapper()

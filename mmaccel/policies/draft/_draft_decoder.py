@@ -204,7 +204,7 @@ class LocalDrafter:
             self._writer.announce_prompt(self._unread["inputs"])
         return self._writer
 
-    def close(self) -> None:
+    def close(self, deadline: Any = None) -> None:
         """Do nothing, as a draft in this process has nothing to free."""
 
 

@@ -8,8 +8,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import UNIT_SLACK, Warp
+from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.decoding.worker import (
     READY,
@@ -34,6 +35,7 @@ from mmaccel.policies.draft._draft_decoder import SUPPORT, DraftDecoder, Drafted
 from mmaccel.policies.draft._draft_model import continues_tokens, draft_stream
 from mmaccel.policies.draft._packed import make_packer, unpack
 from mmaccel.policies.draft._remote_stream import (
+    _OVER,
     BEGIN,
     CALL,
     END,
@@ -50,9 +52,6 @@ SERVICE = "mmaccel.policies.draft._remote_drafter:serve"
 MICRO = 1e-6
 TURN = "mmaccel_turn"
 """Beside a prompt's inputs: whether a turn may follow, and the number of the sequence that this one goes on from, or 0."""
-
-_OVER: WeakKeyDictionary[Worker, deque[int]] = WeakKeyDictionary()
-"""For each process the sequences that no turn will follow; it is told when the next prompt is sent."""
 
 
 class RemoteTurn:
@@ -98,9 +97,7 @@ class RemoteDrafter(ProcessClient):
         """
         for message in self._worker.drain():
             self._hand_on(message)
-        over = _OVER.get(self._worker, ())
-        while over:
-            self._worker.send(END, over.popleft())
+        self._end_collected()
         if lasts or self._after:
             inputs = {**inputs, TURN: [int(lasts), self._after]}
         self._open[self.number] = self
@@ -175,14 +172,14 @@ class RemoteDrafter(ProcessClient):
         self._kept_open = True
         return RemoteTurn(self._worker, self.number, ids)
 
-    def close(self) -> None:
-        """End the sequence; the process frees it unless a later turn may follow, and stays for others."""
+    def close(self, deadline: Deadline | None = None) -> None:
+        """End the sequence; the process frees it unless a later turn may follow, and stays for others unless it has not
+        taken the prompt at the call's `deadline`."""
         if self._open.pop(self.number, None) is not None and self._worker.alive:
             try:
                 if not self._kept_open:
                     self._worker.send(END, self.number)
-                # From here on the prompt's owner may write over it.
-                self._worker.wait_until_sent()
+                self._wait_until_sent(deadline)
             except DraftError as error:
                 # A process that cannot be told has ended, and what it held with it: what is said is whole without it.
                 warn(
@@ -250,12 +247,13 @@ def serve_decoder(
     def read(number: int, columns: Tensor | None) -> None:
         inputs, warp, compact, seed, stream = waiting.pop(number)
         lasts, after = inputs.pop(TURN, (0, 0))
-        with send_heartbeats(wire):
-            writers[number] = writers.pop(after) if after in writers else fresh()
-            writers[number].talk.runner.lasting = bool(lasts)
-            writers[number].read_prompt(inputs, columns, compact, _unpacked(wire, warp, device), seed, stream)
+        with send_heartbeats(wire), suppress(Ended):  # of the stream: then nobody asks this sequence any more
+            writer = writers.pop(after) if after in writers else fresh()
+            writer.talk.runner.lasting = bool(lasts)
+            writer.read_prompt(inputs, columns, compact, _unpacked(wire, warp, device), seed, stream)
+            writers[number] = writer
 
-    for message in incoming_messages(wire):
+    for message in incoming_messages(wire, served.on_arrival):
         number = message.numbers[0]
         if message.kind == BEGIN:
             pruned, compact, seed, *own = message.numbers[1:]
@@ -274,6 +272,7 @@ def serve_decoder(
         elif message.kind == END:
             waiting.pop(number, None)
             writers.pop(number, None)
+            served.end(number)
         elif message.kind == CALL:
             served.handle_message(message)
 

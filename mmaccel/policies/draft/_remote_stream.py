@@ -6,6 +6,7 @@ import itertools
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmaccel.core.decoding.generate import Deadline
+from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings, QuestionAttention
 from mmaccel.core.decoding.worker import OWN, Blob, Message, MessageSocket, Worker, send_heartbeats
 from mmaccel.core.errors import DraftError
@@ -31,8 +32,11 @@ _NUMBERS = itertools.count(1)
 _OPEN: WeakKeyDictionary[Worker, WeakValueDictionary[int, ProcessClient]] = WeakKeyDictionary()
 """For each process its sequences and streams, by number: whoever reads the wire hands on what is another's."""
 
-_COLLECTED: WeakKeyDictionary[Worker, deque[int]] = WeakKeyDictionary()
-"""For each process the streams that were collected as garbage; it is told when the next one is opened."""
+_OVER: WeakKeyDictionary[Worker, deque[int]] = WeakKeyDictionary()
+"""For each process the sequences and streams that were collected as garbage; it is told when the next one begins."""
+
+GRACE_S = 0.5
+"""Seconds after a call's deadline in which a process may still take its prompt; then it is ended."""
 
 
 class ProcessClient:
@@ -43,6 +47,18 @@ class ProcessClient:
         self.number = next(_NUMBERS)
         self._answers: deque[Message] = deque()
         self._open = _OPEN.setdefault(worker, WeakValueDictionary())
+
+    def _end_collected(self) -> None:
+        """Tell the process which sequences and streams are over."""
+        over = _OVER.get(self._worker, ())
+        while over:
+            self._worker.send(END, over.popleft())
+
+    def _wait_until_sent(self, deadline: Deadline | None) -> None:
+        """Wait until all is sent, as the prompt's owner may write over it then; the process is ended `GRACE_S` after the
+        call's deadline: raises `DraftError`."""
+        left = None if deadline is None else 0.0 if deadline.end_reason() else deadline.seconds_left()
+        self._worker.wait_until_sent(None if left is None else left + GRACE_S)
 
     def _hand_on(self, message: Message) -> None:
         """To whom it is for; an answer for one that was given up before is for nobody, nonsense is for us."""
@@ -59,12 +75,10 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         """Open the stream; that of a prompt begins to read it."""
         super().__init__(worker)
         self._open[self.number] = self
-        self._out = 1  # calls not answered yet
-        while over := _COLLECTED.get(worker):
-            call = pickle.dumps(("close", ()))
-            worker.send(CALL, over.popleft(), len(call), blob=[call])
+        self._out, self._deadline = 1, told.deadline  # calls not answered yet
+        self._end_collected()
         adapter, inputs = told.prompt or (None, None)
-        call = pickle.dumps(("open", (adapter, replace(told, prompt=None))))
+        call = pickle.dumps(("open", (adapter, replace(told, prompt=None, deadline=None))))
         call += bytes(-len(call) % ALIGN)
         packed = list if inputs is None else make_packer(inputs)
         worker.post(CALL, self.number, len(call), blob=lambda: [call, *packed()])
@@ -100,7 +114,13 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         else:
             self._worker.send(*numbers, blob=blob)
 
-    end_question = finish_intake = relay(_call)
+    end_question = relay(_call)
+
+    def finish_intake(self) -> None:
+        self._call("finish_intake")
+        if self._deadline is not None:  # a prompt's, whose call may return now
+            self._wait_until_sent(self._deadline)
+            self._deadline = None
 
     def save(self, folder: Path) -> None:
         self._call("save", folder.resolve())
@@ -114,10 +134,10 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         if self._open.pop(self.number, None) is None or not self._worker.alive:
             return
         if collected:
-            _COLLECTED.setdefault(self._worker, deque()).append(self.number)
+            _OVER.setdefault(self._worker, deque()).append(self.number)
             return
-        self._call("close")
-        self._worker.wait_until_sent()  # from here on the prompt's owner may write over it
+        self._worker.send(END, self.number)
+        self._wait_until_sent(self._deadline)
 
     def wait_until_done(self) -> None:
         """Wait until the draft's process has done all that was requested."""
@@ -133,7 +153,8 @@ class RemoteDraftStream(DraftStream, ProcessClient):
 
 
 class ServedStreams:
-    """The draft process's end of its streams: `streams` by number, which `watch` opens."""
+    """The draft process's end of its streams: `streams` by number, which `watch` opens. A stream whose end has arrived reads
+    no further."""
 
     def __init__(
         self, wire: MessageSocket, watch: Callable[[DraftStreamSettings], LocalDraftStream] | None
@@ -141,18 +162,34 @@ class ServedStreams:
         self._wire, self._watch = wire, watch
         self.streams: dict[int, LocalDraftStream] = {}
         self._marks: dict[int, Any] = {}
+        self._deadlines: dict[int, Deadline] = {}
+
+    def on_arrival(self, message: Message) -> None:
+        """Cancel what a stream is reading if `message`, which waits to be handled, ends it."""
+        if message.kind == CALL:
+            self._deadlines.setdefault(message.numbers[0], Deadline())
+        elif message.kind == END and (deadline := self._deadlines.get(message.numbers[0])) is not None:
+            deadline.cancel()
+
+    def end(self, number: int) -> None:
+        """Close the stream `number`, if there is one."""
+        if (stream := self.streams.pop(number, None)) is not None:
+            stream.close()
+            self._marks.pop(number, None)
+            del self._deadlines[number]
 
     def handle_message(self, message: Message) -> None:
         """Carry out the request in `message` on a draft's stream, and report that it is done."""
         number, size = message.numbers
         name, given = pickle.loads(message.blob[:size], buffers=[memoryview(message.blob)[size:]])
-        with send_heartbeats(self._wire):
+        with send_heartbeats(self._wire), suppress(Ended):
             if name == "open":
                 assert self._watch is not None
                 adapter, told = given
                 prompt = None if adapter is None else (adapter, unpack(memoryview(message.blob)[size:])[0])
                 self.streams[number] = opened = self._watch(replace(told, prompt=prompt))
-                opened.read_prompt(Deadline())
+                opened.deadline = self._deadlines[number]
+                opened.read_prompt()
             elif name == "checkpoint":
                 self._marks[number] = self.streams[number].checkpoint()
             elif name == "restore":
@@ -160,7 +197,4 @@ class ServedStreams:
             else:
                 given = (torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in given)
                 getattr(self.streams[number], name)(*given)
-            if name == "close":
-                del self.streams[number]
-                self._marks.pop(number, None)
         self._wire.send(DONE, number)

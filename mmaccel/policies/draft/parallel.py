@@ -213,10 +213,11 @@ class Pipeline(DraftState):
         self._tally = PipelineStats()
         self._resume, self._asked = 0, 0.0
         self._unsent: Any = None
+        self._deadline: Any = None
 
     def begin(self, prompt: Prompt) -> None:
         self._remaining, self._unused = prompt.max_new_tokens or sys.maxsize, self._choice.unused(prompt)
-        self._prompt, inputs = prompt.ids[0], prompt.inputs
+        self._prompt, inputs, self._deadline = prompt.ids[0], prompt.inputs, prompt.deadline
         before = self._taken_up(prompt) if prompt.past is not None else None
         if prompt.past is not None:
             inputs = {**inputs, IDS: prompt.ids}
@@ -365,7 +366,7 @@ class Pipeline(DraftState):
             self._way.add(self._pace)
             self._way = None
         if self._unsent is None:
-            self._engine.close()
+            self._engine.close(self._deadline)
         if silent >= QUIET_S:
             raise DraftError(
                 f"the second process had said nothing for {silent:.1f} s when the answer ended; it is given up after "

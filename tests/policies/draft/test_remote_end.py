@@ -1,5 +1,6 @@
 """What a draft's process does about a call that ends before it: at a deadline, in the middle of a film, by the collector."""
 
+import copy
 import gc
 import socket
 import threading
@@ -33,7 +34,7 @@ HOW: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_
 
 @pytest.fixture(scope="module", params=["full", "mosaic"])
 def fast(request: pytest.FixtureRequest) -> Iterator[mmaccel.Accelerated]:
-    with mmaccel.accelerate(pair(NAME)[0], kv=TIGHT[request.param], draft=parallel(True)) as made:
+    with mmaccel.accelerate(copy.deepcopy(pair(NAME)[0]), kv=TIGHT[request.param], draft=parallel(True)) as made:
         yield made
 
 
@@ -133,10 +134,11 @@ def test_a_film_that_is_abandoned_is_read_no_further(
         near, replace(watching("recent"), processor=None, chunk=8, prompt=(PromptStreamModel, inputs))
     )
     first.prepare_question(inputs["input_ids"], 4)
-    while len(passes) < 2:
+    until = time.monotonic() + 20
+    while len(passes) < 2 and time.monotonic() < until:
         time.sleep(0.01)
     first.close(collected)
-    assert len(passes) < 10
+    assert 2 <= len(passes) < 10
     with closing(RemoteDraftStream(near, watching("recent"))) as second:
         began = time.monotonic()
         second.wait_until_done()

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 import mmaccel
-from mmaccel.core.attach import Accelerated
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.attach import Accelerated, adapter_for
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.streams.stream_runner import StreamRunner
+from mmaccel.models.prompt_stream import PromptStreamModel
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.models.streams import logits as session_logits
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
@@ -231,3 +233,19 @@ def test_inference_mode_changes_nothing(models: Any) -> None:
     want = models[0].generate(**call)
     with torch.inference_mode():
         assert torch.equal(models[1].generate(**call), want)
+
+
+def test_captured_steps_go_with_the_draft_that_another_replaces() -> None:
+    """Those of the target stay, and one draft's serve all its prompts."""
+    model = pair("random-ov")[0]
+    view, inputs = ModelView(model, adapter_for(model), adapter_for), inputs_of("random-ov", 5)
+
+    def steps(of: Any) -> Any:
+        return PromptStreamModel(of, view.adapter, inputs, view)._few
+
+    own, draft = steps(model), copy.deepcopy(model)
+    assert steps(draft) is steps(draft) is not own
+    gone = weakref.ref(steps(draft))
+    steps(draft := copy.deepcopy(model))
+    gc.collect()
+    assert gone() is None and steps(model) is own

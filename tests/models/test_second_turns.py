@@ -171,23 +171,35 @@ def test_another_question_on_a_cache_is_refused_before_it_runs(family: str) -> N
         assert torch.equal(fast.generate(**other, past_key_values=cache, **HOW).sequences, want.sequences)
 
 
+@pytest.mark.parametrize("embeds", [False, True])
 @pytest.mark.parametrize("family", BUILD)
-def test_the_whole_conversation_follows_a_turn_of_new_ids_alone(family: str) -> None:
+def test_the_whole_conversation_follows_a_turn_of_new_tokens_alone(family: str, embeds: bool) -> None:
+    """By their ids or their embeddings. What the cache holds is not known by ids then, but how many tokens it is."""
     model, first = BUILD[family](), prompt(family, TURNS["text"][0])
     new, last = torch.randint(20, 60, (1, 5)), torch.randint(20, 60, (1, 4))
 
-    def third() -> Tensor:
+    def third() -> tuple[Tensor, Any]:
         cache = (out := model.generate(**first, **HOW)).past_key_values
         ids = torch.cat([out.sequences[:, (held := cache.get_seq_length()) :], new], 1)
         mask = torch.ones(1, held + ids.shape[1], dtype=torch.long)
-        told = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **HOW).sequences
-        whole = torch.cat([out.sequences, new, told[:, ids.shape[1] :], last], 1)
+        if embeds:  # of all tokens, of which transformers takes those behind the cache
+            ids = torch.cat([out.sequences, new], 1)
+        given = {"inputs_embeds": model.get_input_embeddings()(ids)} if embeds else {"input_ids": ids}
+        told = model.generate(**given, attention_mask=mask, past_key_values=cache, **HOW).sequences
+        told = told if embeds else told[:, ids.shape[1] :]
+        return torch.cat([out.sequences, new, told, last], 1), cache
+
+    def answered(whole: Tensor, cache: Any) -> Tensor:
         mask = torch.ones_like(whole)
         return model.generate(input_ids=whole, attention_mask=mask, past_key_values=cache, **HOW).sequences
 
-    want = third()
+    want = answered(*third())
     with mmaccel.accelerate(model):
-        assert torch.equal(third(), want)
+        whole, cache = third()
+        held = cache.get_seq_length()
+        with pytest.raises(ModelError, match=rf"do not begin with the {held} that past_key_values holds"):
+            answered(whole[:, :held], cache)
+        assert cache.get_seq_length() == held and torch.equal(answered(whole, cache), want)
 
 
 TOKENS = 10

@@ -34,7 +34,9 @@ HOW: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_
 
 @pytest.fixture(scope="module", params=["full", "mosaic"])
 def fast(request: pytest.FixtureRequest) -> Iterator[mmaccel.Accelerated]:
-    with mmaccel.accelerate(copy.deepcopy(pair(NAME)[0]), kv=TIGHT[request.param], draft=parallel(True)) as made:
+    with mmaccel.accelerate(
+        copy.deepcopy(pair(NAME)[0]), kv=TIGHT[request.param], draft=parallel(True)
+    ) as made:
         yield made
 
 

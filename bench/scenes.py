@@ -96,7 +96,7 @@ class Scenes:
         with torch.no_grad():
             for layer in range(self.geometry.layers):
                 hidden = (STRENGTH * self.direction).to(self.dtype)[None]
-                query = self.family.query(model, layer, hidden)[0].float()
+                query = self.family.project_query(model, layer, hidden)[0].float()
                 folded = query.view(groups, -1, kinds, size).sum(1).transpose(0, 1).flatten(1)
                 self.keys.append(folded / folded.square().mean(1, keepdim=True).sqrt())
                 # What all keys of a layer share, as a bias gives it.

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.backends import select
-from mmaccel.backends.ops.block_lists import reach
+from mmaccel.backends.ops.block_lists import key_band
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.contract import memory as contract
 from mmaccel.core.decoding.draft import Proposal, accept
@@ -133,7 +133,7 @@ def indices() -> Pair:
 
     def lists() -> None:
         for _ in range(20):
-            reach(rows, rows, rows, rows, 0, window, block, block)
+            key_band(rows, rows, rows, rows, 0, window, block, block)
 
     return lists, lists_by_row
 

@@ -20,9 +20,9 @@ from mmaccel.backends.ops.block_attend import (
     Call,
     Part,
     append_span_keys,
-    define,
     in_query_order,
     lse_dtype,
+    register_block_attend,
     with_unpacked_args,
 )
 
@@ -38,7 +38,7 @@ def unusable(device: torch.device) -> str | None:
 
 @with_unpacked_args
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
-    """The operator of `ops.block_attend.define` by FlexAttention; compiled on CUDA, eager on CPU (no lse when compiled)."""
+    """The operator of `ops.block_attend` by FlexAttention; compiled on CUDA, eager on CPU (no lse when compiled)."""
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     (B, H), q_row = query.shape[:2], part.q_row
     mask, _ = make_block_mask(part, block_q, block_k, (B, H))
@@ -72,7 +72,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     return in_query_order(out.masked_fill(blind[..., None], 0.0), lse, q_row, rows)
 
 
-op = define("block_attend_flex", block_attend)
+op = register_block_attend("block_attend_flex", block_attend)
 
 
 @cache

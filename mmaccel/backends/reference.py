@@ -21,9 +21,9 @@ from mmaccel.backends.ops.block_attend import (
     Call,
     Part,
     append_span_keys,
-    define,
     in_query_order,
     lse_dtype,
+    register_block_attend,
     with_unpacked_args,
 )
 
@@ -113,7 +113,7 @@ class _Lists:
 
 @with_unpacked_args
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
-    """The operator of `ops.block_attend.define` in plain PyTorch. Reads list lengths on the host."""
+    """The operator of `ops.block_attend` in plain PyTorch. Reads list lengths on the host."""
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     B, H, n_query, D = query.shape
     key, value, k_row = append_span_keys(key, value, part.spans)
@@ -180,7 +180,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     return in_query_order(out.to(query.dtype), lse, row, rows)
 
 
-op = define("block_attend", block_attend)
+op = register_block_attend("block_attend", block_attend)
 
 
 def _attended(

@@ -318,9 +318,9 @@ def _seen(tried: _Tried) -> Iterator[Row]:
             paid = tried.model(**tried.inputs, output_attentions=True).attentions[number][0, :, -1]
             rows = tried.family.norm(tried.model, number, caught["hidden_states"])
             cos, sin = (angle[:, None] for angle in caught["position_embeddings"])
-            query = tried.family.query(tried.model, number, rows[:, -1:])
+            query = tried.family.project_query(tried.model, number, rows[:, -1:])
             query = tried.family.apply_rope(query, (cos[..., -1:, :], sin[..., -1:, :]))
-            key = tried.family.apply_rope(tried.family.key(tried.model, number, rows), (cos, sin))
+            key = tried.family.apply_rope(tried.family.project_key(tried.model, number, rows), (cos, sin))
             key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
             ours = (query @ key.transpose(-1, -2) * modules[number].scaling).softmax(-1)[0, :, 0]
     finally:

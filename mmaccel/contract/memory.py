@@ -182,7 +182,7 @@ class RotaryModel:
     def norm(self, layer: int, hidden: Tensor) -> Tensor:
         return hidden
 
-    def query(self, layer: int, rows: Tensor) -> Tensor:
+    def project_query(self, layer: int, rows: Tensor) -> Tensor:
         return rows.unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
 
 

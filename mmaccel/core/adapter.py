@@ -188,7 +188,7 @@ class ModelAdapter(ABC):
         """Apply the input norm of `layer`, whose output enters the q/k/v projections, to hidden states [B, n, E]."""
 
     @abstractmethod
-    def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
+    def project_query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
         """Return queries [B, H, n, D] of `layer` before RoPE for rows [B, n, E] of `norm`: affine but for a query norm."""
 
     @abstractmethod
@@ -325,8 +325,8 @@ class ModelView:
     def norm(self, layer: int, hidden: Tensor) -> Tensor:
         return self.adapter.norm(self.model, layer, hidden)
 
-    def query(self, layer: int, rows: Tensor) -> Tensor:
-        return self.adapter.query(self.model, layer, rows)
+    def project_query(self, layer: int, rows: Tensor) -> Tensor:
+        return self.adapter.project_query(self.model, layer, rows)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.adapter.angles(self.model, positions, dtype)

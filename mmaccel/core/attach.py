@@ -372,7 +372,7 @@ def fitted(recipe: Recipe, view: ModelView) -> Recipe:
 
 def _bound(recipe: Recipe, view: ModelView) -> Recipe:
     """A recipe whose parts serve a model; raises `RecipeError` for one that cannot, or for layers it lacks."""
-    bound, depth = recipe.sparse.bind(view), view.geometry.layers
+    bound, depth = recipe.sparse.for_model(view), view.geometry.layers
     for pruner in filter(None, (recipe.prune, recipe.draft.pruner)):
         checked_stages(pruner, depth)
     view.adapter.check(view.model, recipe)

@@ -52,7 +52,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class ArgumentNames:
-    """Arguments of a call as an error message names them: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
+    """Formats names of a call's arguments for an error message: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
 
     within  the words around the names, ``{}`` where the names go; all of it is omitted if no name remains
     sign    what follows each name

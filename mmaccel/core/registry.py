@@ -32,7 +32,7 @@ _FORMER = """
     seat:write_slot idle:finish_intake between:limit_to_units fit:units_that_fit let_go:forget_old_units
     merge:merge_units waiting:waiting_features seen:seen_tokens ahead:take_hidden summaries:count_summary_columns
     wrote:note_written lacks:count_dropped at:for_layer left:kept_token_count cut:prune recall:recalled_columns
-    watch:open_stream notes:report_notes
+    watch:open_stream notes:report_notes bind:for_model
 """
 RENAMED = dict(pair.split(":") for pair in _FORMER.split())
 """Members of policies, memories and drafts, as earlier versions called them: former name -> name."""

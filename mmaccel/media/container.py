@@ -147,7 +147,7 @@ class Source(AbstractContextManager["Source"]):
         # A file that still grows would wait in the decoder for as many frames as there are threads.
         self._stream.thread_type = "SLICE" if self.live else "AUTO"
 
-    def index(self) -> list[float] | None:
+    def read_frame_times(self) -> list[float] | None:
         """Presentation times of all frames, ascending, from the packets, without decoding.
 
         For `local` sources only, since they are read twice. None if packets have no times or equal ones, or if their clock

@@ -94,7 +94,7 @@ def read(
             )
         picture = FrameConverter(size, max_side)
         if callable(frames):
-            if source.count or (source.local and source.index()):
+            if source.count or (source.local and source.read_frame_times()):
                 fps, max_frames = None, None
             else:
                 frames, fps = None, None if fps is None or fps >= source.rate > 0 else fps
@@ -181,7 +181,7 @@ def _by_rate(
 ) -> ReadingPlan:
     end = source.duration
     if end is None and source.local and most is not None:
-        index = source.index()
+        index = source.read_frame_times()
         end = index[-1] + (1.0 / source.rate if source.rate else 0.0) if index else None
     if end is not None and stop is not None:
         end = min(end, stop)
@@ -207,7 +207,7 @@ def drop_item_if_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
 def _by_number(
     source: Source, count: int | Rule | None, start: float, stop: float | None, most: int | None
 ) -> ReadingPlan:
-    times = source.index() if source.local else None
+    times = source.read_frame_times() if source.local else None
     if count is None and times is None and (not source.count or start > 0 or stop is not None):
         return replace(_all(source, start, stop), most=most)
     missing, slack = "", 0 if source.count else 1
@@ -354,7 +354,7 @@ def _check_memory(source: Source, picture: FrameConverter, total: int | None) ->
 def video_metadata(path: str | os.PathLike[str]) -> tuple[int, float, int, int]:
     """Return (number of frames, mean frames a second, height, width) of a video, without decoding; 0 for what is unknown."""
     with Source(path) as source:
-        count = source.count or len((source.local and source.index()) or ())
+        count = source.count or len((source.local and source.read_frame_times()) or ())
         return count, source.rate, source.height, source.width
 
 

@@ -33,7 +33,7 @@ from mmaccel.models.prompt_layout import (
     Inputs,
     ProcessorSpec,
     has_sliding_window,
-    is_given,
+    is_nonempty,
     question_token_mask,
     rope_parameters_of,
     token_grid_fields,
@@ -241,7 +241,7 @@ class Family(ModelFamily):
         return {
             kind
             for kind, pixels in PIXELS.items()
-            if is_given(inputs.get(pixels)) or encoded.get(MODALITIES[kind]) is not None
+            if is_nonempty(inputs.get(pixels)) or encoded.get(MODALITIES[kind]) is not None
         }
 
     def placeholders(self, model: nn.Module) -> tuple[int, ...]:
@@ -272,7 +272,7 @@ class Family(ModelFamily):
         odd += [
             f"{pixels} comes without {fact}"
             for pixels, fact in self.required_extras.items()
-            if is_given(inputs.get(pixels)) and inputs.get(fact) is None
+            if is_nonempty(inputs.get(pixels)) and inputs.get(fact) is None
         ]
         if odd:
             raise ModelError(f"inputs: {odd[0]}; build them with the model's own processor.")
@@ -358,10 +358,10 @@ class Family(ModelFamily):
     def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
         return fused_norm(self.attended_layers(model)[layer].input_layernorm, hidden, self)
 
-    def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
+    def project_query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
         return self._heads(model, layer, rows, "q")
 
-    def key(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
+    def project_key(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
         """Keys [B, G, n, D] of `layer` before RoPE, from normed hidden states `rows` [B, n, E]."""
         return self._heads(model, layer, rows, "k")
 
@@ -386,7 +386,7 @@ class Family(ModelFamily):
 
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         size = angles[0].shape[-1]
-        turned = layer_ops.rotated(x[..., :size], *angles)
+        turned = layer_ops.apply_rope(x[..., :size], *angles)
         return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
 
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:

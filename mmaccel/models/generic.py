@@ -24,7 +24,7 @@ from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family
 from mmaccel.models.intern_tower import InternTowerReader
-from mmaccel.models.prompt_layout import PIXELS, WIDE, ByFrame, Grid, Inputs, Words, is_given, timestamp
+from mmaccel.models.prompt_layout import PIXELS, WIDE, ByFrame, Grid, Inputs, Words, is_nonempty, timestamp
 
 GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 NEAR = 24
@@ -203,7 +203,7 @@ class Generic(Family):
         self, inputs: Inputs, layout: TokenLayout, columns: slice
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Split `inputs` into those of the images at `columns` and all others, for models that take frames as images."""
-        if PIXELS[VIDEO] in inputs or not is_given(inputs.get(PIXELS[IMAGE])):
+        if PIXELS[VIDEO] in inputs or not is_nonempty(inputs.get(PIXELS[IMAGE])):
             return None
         visual = layout.modality[0] != TEXT
         names = [name for name in (PIXELS[IMAGE], "pixel_attention_mask") if inputs.get(name) is not None]
@@ -279,7 +279,7 @@ class Generic(Family):
         known = inspect.signature(index).parameters
         given = {name: x for name, x in inputs.items() if name in known and x is not None}
         kinds = given.get("mm_token_type_ids")
-        if kinds is None or not any(is_given(given.get(name)) for name in GRIDS.values()):
+        if kinds is None or not any(is_nonempty(given.get(name)) for name in GRIDS.values()):
             return plain.expand(3, -1, -1)
         return index(**given)[0]  # type: ignore[no-any-return]
 

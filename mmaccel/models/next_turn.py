@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import ModelError
 from mmaccel.models.hf import ModelAttachment
-from mmaccel.models.prompt_layout import PIXELS, is_given
+from mmaccel.models.prompt_layout import PIXELS, is_nonempty
 
 
 def check_next_turn(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids: Tensor) -> None:
@@ -36,7 +36,7 @@ def check_next_turn(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids:
         )
     marks = torch.tensor(attachment.family.placeholders(attachment.model), device=ids.device)
     for name in PIXELS.values():
-        if is_given(kwargs.get(name)) and not bool(torch.isin(ids[:, held:], marks).any()):
+        if is_nonempty(kwargs.get(name)) and not bool(torch.isin(ids[:, held:], marks).any()):
             raise ModelError(
                 f"{name}: past_key_values has read the images and videos, and the new turn shows none; leave it out."
             )

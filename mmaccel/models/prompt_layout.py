@@ -181,9 +181,9 @@ def max_positions(config: Any) -> int | None:
 def derive_stream_positions(
     family: Any, model: nn.Module, prompts: Sequence[tuple[Any, Tensor, Tensor, int]], alone: bool
 ) -> PositionIds:
-    """Return the positions of a stream by those of `prompts` of one, two and three units: inputs, positions of the head and
-    of the units, and the text's first one. `alone`: no text stands around a unit. Raises `ModelError` where they are not
-    even."""
+    """Return the rotary positions of a video stream of any length, extrapolated from `prompts` with one, two and three units
+    (frames): each (inputs, positions of the head, of the units, and of the first text token behind). `alone`: no text stands
+    around a unit. Raises `ModelError` where positions do not grow evenly."""
     (inputs, head, unit, text), (*_, second), (_, _, three, third) = prompts
     slope, limit = second - text, max_positions(family.text(model).config) or 1 << 15
 
@@ -233,7 +233,7 @@ def remove_padding(inputs: Inputs) -> dict[str, Any]:
     return inputs
 
 
-def is_given(value: Any) -> bool:
+def is_nonempty(value: Any) -> bool:
     """Whether an input is neither None nor an empty list."""
     return value is not None and (isinstance(value, Tensor) or bool(value))
 

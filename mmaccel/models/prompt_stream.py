@@ -33,7 +33,7 @@ from mmaccel.models.hf import ModelAttachment
 from mmaccel.models.prompt_layout import (
     PIXELS,
     Inputs,
-    is_given,
+    is_nonempty,
     last_message_span,
     markup_ids,
     max_positions,
@@ -77,7 +77,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         self.ids = ids = inputs["input_ids"]
         self.layout = layout = self.family.layout(self.model, inputs)
         marks = ids.new_tensor(self.family.placeholders(self.model))
-        given = any(is_given(inputs.get(one)) for one in PIXELS.values())
+        given = any(is_nonempty(inputs.get(one)) for one in PIXELS.values())
         if not given and bool(torch.isin(ids, marks).any()):
             raise ModelError(
                 "pixel_values_videos: input_ids show images or videos, and no pixels are given; give all that the "
@@ -168,7 +168,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         columns = mine.nonzero()[:, 0]
         begin, stop = int(columns[0]), int(columns[-1]) + 1
         if self.family.stamped:
-            self._part, words, (start, end) = units.longest_evenly_spaced_frames(layout, mine)
+            self._part, words, (start, end) = units.find_longest_evenly_spaced_run(layout, mine)
             self.text_around_unit = words, 0
             if words:
                 return start, end, end

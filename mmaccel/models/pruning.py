@@ -23,7 +23,7 @@ from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import PASS, ForwardPass
 from mmaccel.core.prefill.prune import (
-    Kept,
+    KeptTokens,
     Signals,
     Stage,
     TokenPruner,
@@ -201,8 +201,8 @@ class PrefillTokenPruning:
         """
         x, family = layer.input_layernorm(hidden), self.family
         cos, sin = (angle[:, None] for angle in angles)
-        key = family.apply_rope(family.key(self.model, index, x), (cos, sin))
-        query = family.query(self.model, index, x[:, at])
+        key = family.apply_rope(family.project_key(self.model, index, x), (cos, sin))
+        query = family.project_query(self.model, index, x[:, at])
         query = family.apply_rope(query, (cos[:, :, at], sin[:, :, at]))
         return mean_weights(query[0], key[0], at, query.shape[-1] ** -0.5)
 
@@ -243,7 +243,7 @@ class PrefillTokenPruning:
         }
         return {**kwargs, **work.given}
 
-    def _cut(self, work: _Work, stage: Stage, signals: Signals, states: Tensor) -> Kept | None:
+    def _cut(self, work: _Work, stage: Stage, signals: Signals, states: Tensor) -> KeptTokens | None:
         """Ask the pruner, and write down what it keeps; None when that is everything, as it was."""
         layout, part, kept = work.layout, work.state.part_index_of_layer(stage.layer), None
         if work.total:
@@ -256,13 +256,13 @@ class PrefillTokenPruning:
             # The last column is the one that answers.
             end = kept.columns.new_tensor([layout.length - 1])
             kept_states = None if kept.states is None else torch.cat([kept.states, states[-1:]])
-            kept = Kept(torch.cat([kept.columns, end]), kept_states)
+            kept = KeptTokens(torch.cat([kept.columns, end]), kept_states)
         work.layout = kept_layout(layout, kept.columns)
         work.state.keep_columns(part, kept.columns, work.layout)
         return kept
 
     @staticmethod
-    def _left(states: Tensor, kept: Kept) -> Tensor:
+    def _left(states: Tensor, kept: KeptTokens) -> Tensor:
         """[1, n, E] of states [1, S, E]."""
         return states[:, kept.columns] if kept.states is None else kept.states[None]
 

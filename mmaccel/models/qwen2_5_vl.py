@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.layer_ops import rotated
+from mmaccel.backends.ops.layer_ops import apply_rope
 from mmaccel.core.layout import IMAGE, VIDEO, TimeScale
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
@@ -73,7 +73,7 @@ class QwenTowerReader(VisionScorer):
         module, looks = self.attention, []
         query, key = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1)).permute(1, 2, 0, 3)[:2]
         cos, sin = (angle.float() for angle in kwargs["position_embeddings"])
-        query, key = rotated(query.float(), cos, sin), rotated(key.float(), cos, sin)
+        query, key = apply_rope(query.float(), cos, sin), apply_rope(key.float(), cos, sin)
         start, ends = 0, kwargs["cu_seqlens"].tolist()
         for size, same in groupby(stop - begin for begin, stop in pairwise(ends)):
             shape = len(list(same)), size

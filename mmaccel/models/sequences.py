@@ -23,7 +23,7 @@ from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.models.hf import ModelAttachment
-from mmaccel.models.prompt_layout import A_TOKEN, PIXELS, is_given, remove_padding
+from mmaccel.models.prompt_layout import A_TOKEN, PIXELS, is_nonempty, remove_padding
 
 TURN = "mmaccel_turn"
 """The attribute of a cache that holds its `CachedDraftState`."""
@@ -126,7 +126,7 @@ class StreamCache(Cache):
         if self.live is None:
             raise ModelError("past_key_values: it is closed; leave it out, and give the whole prompt.")
         for name in PIXELS.values():
-            if is_given(inputs.get(name)):
+            if is_nonempty(inputs.get(name)):
                 raise ModelError(
                     f"{name}: past_key_values has read the images and videos of its conversation, and takes no more; leave "
                     "the pixels out, or leave past_key_values out and give all of them."
@@ -202,7 +202,7 @@ def why_draft_skipped(attachment: ModelAttachment, kwargs: Mapping[str, Any], co
 def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split the inputs of a batch into those of each sequence, padding included; arguments that are neither per sequence nor
     pixels are copied to each."""
-    if is_given(inputs.get("mm_encoder_outputs")):
+    if is_nonempty(inputs.get("mm_encoder_outputs")):
         raise ModelError(
             "mm_encoder_outputs: a batch is split by its pixels; give these, or prompts one by one."
         )
@@ -211,7 +211,7 @@ def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> lis
     for b in range(layout.batch):
         row = dict(inputs)
         for name in (*A_TOKEN, "attention_mask"):
-            if is_given(inputs.get(name)):
+            if is_nonempty(inputs.get(name)):
                 row[name] = inputs[name][..., b : b + 1, :]
         rows.append(row)
     for kind in (IMAGE, VIDEO):
@@ -237,7 +237,7 @@ def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> lis
 
 def _tiles(family: Any, inputs: Mapping[str, Any], layout: TokenLayout, count: int) -> list[int] | None:
     """How many of `count` images each sequence has, where frames, or tiles of as many tokens each, come as images."""
-    if family.split_images is None or is_given(inputs.get(PIXELS[VIDEO])):
+    if family.split_images is None or is_nonempty(inputs.get(PIXELS[VIDEO])):
         return None
     if inputs[PIXELS[IMAGE]].ndim == 5:  # an axis of sequences
         return [1] * layout.batch

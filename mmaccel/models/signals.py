@@ -256,7 +256,8 @@ def reads_vision_tower(pruner: TokenPruner) -> bool:
 
 
 def tower_reader(family: Any, model: Any) -> type[VisionScorer] | None:
-    """Return what reads the vision tower of `model`; None: nothing does."""
+    """Return the `VisionScorer` class that scores visual tokens inside the vision tower of `model`; None if its family
+    has none."""
     found: Any = family.vision_tower_reader
     return found.get(model.config.model_type) if isinstance(found, Mapping) else found
 

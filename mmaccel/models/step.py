@@ -42,9 +42,9 @@ def _noted(errors: dict[int, Exception], seat: int) -> Iterator[None]:
         errors[seat] = error
 
 
-def shared_stream_steps(stream: Any) -> CapturedStreamSteps:
-    """Return the `CapturedStreamSteps` that a model's streams share, made at the first call: so their answers can be decoded
-    in one step, and its CUDA graphs outlive a stream."""
+def shared_captured_steps(stream: Any) -> CapturedStreamSteps:
+    """Return the one `CapturedStreamSteps` that all streams of a model share, made at the first call: their answers can be
+    decoded in one step, and its CUDA graphs outlive a stream."""
     turns = stream.turns
     stream.each = found = turns.steps() or CapturedStreamSteps(stream.model, stream.family)
     turns.steps = ref(found)

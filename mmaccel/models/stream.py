@@ -80,7 +80,7 @@ class StreamForwardPasses:
             listens = self.frame_pruner and reads_vision_tower(self.frame_pruner)
             vision = VisionAttentionProbe(hooks, self.model, self.family) if listens else None
             captures = not listens and self.device.type in step.DEVICES
-            rows = step.shared_stream_steps(self).tower.features(inputs) if captures else None
+            rows = step.shared_captured_steps(self).tower.features(inputs) if captures else None
             if rows is None:
                 for block in self._tower:
                     hooks.add_pre_hook(block, self._between)
@@ -188,14 +188,14 @@ class StreamForwardPasses:
 
     @property
     def shares(self) -> bool:  # type: ignore[override]
-        return step.shared_stream_steps(self).can_run_fused(torch.empty(1, 0, device=self.device))
+        return step.shared_captured_steps(self).can_run_fused(torch.empty(1, 0, device=self.device))
 
     def run_each(self, passes: Any, embeds: Tensor, units: bool = False) -> Any:
         if units:
             joined = BatchedStreamPass(passes, self._between)
             return self._forward(joined, joined, embeds, passes[0][2], {}), joined.errors
         with self.busy():
-            return step.shared_stream_steps(self).run_batched_answers(passes, embeds)
+            return step.shared_captured_steps(self).run_batched_answers(passes, embeds)
 
     @contextmanager
     def busy(self) -> Iterator[None]:

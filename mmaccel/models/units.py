@@ -75,9 +75,9 @@ def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Seq
     return torch.cat([whole[0], features, whole[1]], 1)
 
 
-def longest_evenly_spaced_frames(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
-    """For the video at columns `mine` [S]: the frames of the longest part of it in which frames are equally far apart, the
-    number of text tokens before each frame, and the columns where the part begins and ends."""
+def find_longest_evenly_spaced_run(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
+    """Find the longest run of frames with equally long text between them, in the video at columns `mine` [S]: return its
+    frames, the number of text tokens before each, and the columns where the run begins and ends."""
     text, frame = (layout.modality[0] == TEXT).tolist(), layout.frame[0].masked_fill(~mine, -1)
     numbers, sizes = frame[frame >= 0].unique_consecutive(return_counts=True)
     starts = [int((frame == number).nonzero()[0, 0]) for number in numbers]

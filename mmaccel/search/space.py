@@ -132,9 +132,10 @@ def recipe_for_all_slots(
 
 @dataclass(frozen=True)
 class BudgetScale:
-    """The scale of budgets: a context of `context` tokens, frames of `frame` tokens (0: none), blocks of `block` tokens.
+    """Scales token budgets that were published for long prompts to prompts of `context` tokens, and rounds them.
 
-    extended: vertical-slashes keep first tokens, and a row of ours follows those of Table 3.
+    Frames have `frame` tokens (0: none), blocks `block` tokens. extended: vertical-slashes keep first tokens, and a row of
+    ours follows those of Table 3.
     """
 
     context: int

@@ -208,7 +208,7 @@ class Engine:
         async with self._fetching[caller]:
             return await await_or_cancel(run_in_thread(work), deadline)
 
-    def read(
+    def decode_video(
         self,
         source: sources.FetchedMedia,
         fps: float | None,
@@ -251,7 +251,7 @@ class Engine:
 
     async def _keep(self, asked: ActiveRequest) -> StreamEntry:
         request, deadline = asked.request, asked.deadline
-        reading = partial(self.read, asked.fetched[0], request.fps, request.frames, deadline)
+        reading = partial(self.decode_video, asked.fetched[0], request.fps, request.frames, deadline)
         video = await await_or_cancel(run_in_thread(reading), deadline)
         parts = self.processor, without_kv_age_limit(self.recipes[asked.recipe]), self.settings.limits
         kept = StreamEntry(self.model, *parts)
@@ -344,7 +344,7 @@ class Engine:
                 frames: Any = sources.decode_image(next(left), limits)
                 found = {"type": "image", "image": frames}
             else:
-                video = self.read(next(left), request.fps, request.frames, asked.deadline, limits)
+                video = self.decode_video(next(left), request.fps, request.frames, asked.deadline, limits)
                 frames, found = video.frames, {"type": "video", "video": video}
             limits = replace(limits, decoded_bytes=limits.decoded_bytes - frames.nbytes)
             return found

@@ -209,7 +209,7 @@ class Streams:
                 with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
                     url = asked.video_url.url
                     source = await engine.fetch(url, "video", stream.owner, Path(folder), deadline)
-                    read = partial(engine.read, source, asked.fps or 1.0, None, deadline)
+                    read = partial(engine.decode_video, source, asked.fps or 1.0, None, deadline)
                     video = await await_or_cancel(run_in_thread(read), deadline)
                 call = partial(session.ingest if asked.stored else session.watch, video)
                 taken = await self._taken(stream, video.frames, call, deadline, not asked.stored)
@@ -295,14 +295,14 @@ class Streams:
         }
 
 
-async def get_streams(request: Request, asks: Asks) -> Streams:
+async def get_open_streams(request: Request, asks: Asks) -> Streams:
     """FastAPI dependency: the server's open streams, with the request's own loaded from another replica if need be."""
     streams: Streams = request.app.state.streams
     await streams.load_current(request.path_params.get("number", ""), asks)
     return streams
 
 
-TheStreams = Annotated[Streams, Depends(get_streams)]
+TheStreams = Annotated[Streams, Depends(get_open_streams)]
 
 
 async def stream_json(stream: Stream) -> dict[str, Any]:

@@ -193,8 +193,8 @@ def test_words_are_moved(dtype: torch.dtype, shown: bool) -> None:
     x, count = torch.randn(24, 100).to(dtype), torch.tensor([19])
     known, before, seen = torch.randn(3, 100)
     mine = [there(one.clone()) for one in (known, before, seen)]
-    wanted = plain.predict_next_hidden.plain(x, count, known, before, seen if shown else None)
-    found = stream.predict_next_hidden(there(x), there(count), *mine[:2], mine[2] if shown else None)
+    wanted = plain.predict_next_layer_input.plain(x, count, known, before, seen if shown else None)
+    found = stream.predict_next_layer_input(there(x), there(count), *mine[:2], mine[2] if shown else None)
     assert torch.equal(found.cpu(), wanted)
     for one, other in zip(mine, (known, before, seen), strict=True):
         torch.testing.assert_close(one.cpu(), other, atol=1e-6, rtol=1e-6)

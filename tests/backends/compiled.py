@@ -255,7 +255,7 @@ def indexed() -> None:
     line_kernels.split_line_keys(row, lines, lines, N, 64)
     Work.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
     lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
-    lists.reach(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
+    lists.key_band(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
     lists.merge_query_block_pairs(told)
     kept, nine = zeros(1, 28, N + 1, dtype=torch.bool)[..., :-1], zeros(1, 9, dtype=INT)
     line_kernels.slash_runs(
@@ -286,7 +286,7 @@ def clustered() -> None:
     out = blank(2, 4, 512, 128)
     stream.summary_tokens(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
     stream.mean_query(blank(28, 16, 128), one, 4)
-    stream.predict_next_hidden(blank(16, E), one, *blank(3, E, dtype=torch.float32))
+    stream.predict_next_layer_input(blank(16, E), one, *blank(3, E, dtype=torch.float32))
     stream.host_slots(long[0], long[0, :80], one, one)
 
 

@@ -64,8 +64,8 @@ def test_reach(seed: int) -> None:
     ranges = [(0, FAR), (0, 70), (-9, 40), (100, FAR)]
     for lo, hi in ranges[seed // 4 % 2 :: 2] if INTERPRETED else ranges:
         arguments = (q_row, k_row, q_pos, k_pos)
-        wanted = block_lists.reach.plain(*arguments, lo, hi, block_q, block_k)
-        found = lists.reach(*(t.to(DEVICE) for t in arguments), lo, hi, block_q, block_k)
+        wanted = block_lists.key_band.plain(*arguments, lo, hi, block_q, block_k)
+        found = lists.key_band(*(t.to(DEVICE) for t in arguments), lo, hi, block_q, block_k)
         for got, want in zip(found, wanted, strict=True):
             assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
 
@@ -79,8 +79,8 @@ def test_reach_over_more_blocks_than_are_looked_at_together() -> None:
     k_row[..., -16 * 40 :] = -1
     place = torch.arange(n, dtype=torch.int32).view(1, 1, n)
     q_row, q_pos = (t[..., 16 * 480 : 16 * 2100 : 16 * 9].repeat_interleave(16, -1) for t in (place, place))
-    wanted = block_lists.reach.plain(q_row, k_row, q_pos, place, 0, 16 * 100, 16, 16)
-    found = lists.reach(*(t.to(DEVICE) for t in (q_row, k_row, q_pos, place)), 0, 16 * 100, 16, 16)
+    wanted = block_lists.key_band.plain(q_row, k_row, q_pos, place, 0, 16 * 100, 16, 16)
+    found = lists.key_band(*(t.to(DEVICE) for t in (q_row, k_row, q_pos, place)), 0, 16 * 100, 16, 16)
     assert all(torch.equal(got.cpu(), want) for got, want in zip(found, wanted, strict=True))
 
 

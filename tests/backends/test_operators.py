@@ -9,7 +9,7 @@ import torch
 
 from mmaccel.backends import flex, reference
 from mmaccel.backends.ops import clusters, layer_ops, lines, operator
-from mmaccel.backends.ops.block_lists import FIELDS, copy_pieces, listed_area, reach
+from mmaccel.backends.ops.block_lists import FIELDS, copy_pieces, key_band, listed_area
 from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.ops.layer_ops import (
@@ -64,8 +64,8 @@ def of_prompts() -> Iterator[Call]:
     yield "merge_parts", layer_ops.merge_parts, (torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3))
     row = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
     heads, none = row.expand(1, 3, 64).contiguous(), torch.empty(0, dtype=torch.int32)
-    yield "reach", reach, (row, heads, row, row, 0, 20, 16, 16)
-    lists, _ = reach(row, heads, row, row, 0, 20, 16, 16)
+    yield "key_band", key_band, (row, heads, row, row, 0, 20, 16, 16)
+    lists, _ = key_band(row, heads, row, row, 0, 20, 16, 16)
     yield "listed_area", listed_area, (lists, none, row, heads, 16, 16)
     last, kept = torch.tensor([39, 7]), torch.rand(2, 3, 65)[..., :-1] < 0.2
     yield "strongest", lines.strongest, (torch.rand(2, 3, 40), torch.rand(2, 3, 40), last, 9, 5)

@@ -103,7 +103,7 @@ def test_an_address_without_an_index_is_read_once(
 ) -> None:
     film(name, muxer={"live": "1"} if name == "live.mkv" else None)
     opened = heard(monkeypatch, Source, "_open", lambda self: self.name)
-    monkeypatch.setattr(Source, "index", lambda self: pytest.fail("it was read twice"))
+    monkeypatch.setattr(Source, "read_frame_times", lambda self: pytest.fail("it was read twice"))
     video = media.read(f"{address}/{name}", **how)
     found = numbers(video.frames)
     steps = {after - before for before, after in itertools.pairwise(found)}

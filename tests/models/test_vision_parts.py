@@ -251,7 +251,7 @@ def adapters(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]
     model, processor = copy.deepcopy(pair(name)[0]), pair(name)[1]
     made = [adapter_for(model).stream_adapter(model, processor) for _ in range(2)]  # type: ignore[attr-defined]
     for one in made:
-        step.shared_stream_steps(one).tower._replays.works = True
+        step.shared_captured_steps(one).tower._replays.works = True
     return model, made
 
 
@@ -266,7 +266,7 @@ def test_the_tower_of_a_frame_is_captured(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(torch.cat([features.flatten(0, 1), marks]), right)
     both[1].features(frames[:3], size)
     assert both[0].features(frames[:2], size)[0].shape[0] == 2 and Kept.made == 1
-    assert len(step.shared_stream_steps(both[0]).tower._replays._held["tower"]) == 2
+    assert len(step.shared_captured_steps(both[0]).tower._replays._held["tower"]) == 2
 
 
 def test_a_tower_that_is_changed_or_heard_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,4 +310,4 @@ def test_a_tower_that_needs_more_than_pixels_is_called(monkeypatch: pytest.Monke
     _, (one, _) = adapters("random-qwen", monkeypatch)
     for _ in range(3):
         one.features(film(2), (42, 70))
-    assert not Kept.made and not step.shared_stream_steps(one).tower._replays._held
+    assert not Kept.made and not step.shared_captured_steps(one).tower._replays._held

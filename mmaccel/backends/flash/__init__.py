@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.block_attend import define
+from mmaccel.backends.ops.block_attend import register_block_attend
 from mmaccel.backends.ops.operator import import_on_first_call
 
 
@@ -27,6 +27,8 @@ def installed() -> bool:
         return False
 
 
-op = define("block_attend_flash", import_on_first_call("mmaccel.backends.flash.attend", "block_attend"))
+op = register_block_attend(
+    "block_attend_flash", import_on_first_call("mmaccel.backends.flash.attend", "block_attend")
+)
 op.prepare = import_on_first_call("mmaccel.backends.flash.attend", "prepare")
 op.extra = False  # no bias, no keys of a span's own, no window: see `select.with_extended_support`

@@ -118,7 +118,7 @@ class FlashCallLayout(NamedTuple):
     @property
     def fits_plan_cache(self) -> bool:
         """Whether the block-sparse tensors of all heads are small enough to be cached with the plan."""
-        each = max(lists.row.shape[0] * lists.heads for lists in self.lists)
+        each = max(lists.row.shape[0] * lists.head_count for lists in self.lists)
         return each * self.sizes[0] * self.sizes[1] <= KEPT * self.tiles.queries * self.tiles.keys
 
 
@@ -139,7 +139,7 @@ def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, 
 
 @with_unpacked_args
 def block_attend(call: Call) -> tuple[Tensor, Tensor]:
-    """The operator of `ops.block_attend.define` by flash-attn 4. No host synchronization; all sizes come from shapes.
+    """The operator of `ops.block_attend` by flash-attn 4. No host synchronization; all sizes come from shapes.
 
     Raises `RecipeError` for calls that flash-attn 4 does not support, or whose block-sparse tensors are too large.
     """
@@ -232,7 +232,7 @@ def head_chunks(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator
     """Slices of heads whose block-sparse tensors are built together: all heads if they share lists, else as many as fit in
     memory, in multiples or divisors of the `group` that shares a key/value head."""
     step = heads
-    if any(one.heads > 1 for one in lists):
+    if any(one.head_count > 1 for one in lists):
         pairs = max(one.row.shape[0] for one in lists) * sum(one.kind.shape[-1] for one in lists)
         most = max(ROOM // (pairs * lists[0].blocks), 1)
         step = most // group * group or max(s for s in range(1, most + 1) if group % s == 0)

@@ -1,8 +1,8 @@
 """The operator `block_attend`: attention of one part of a plan, over all its key spans under one softmax.
 
-Each backend registers the operator under a name of its own (`define`). Its arguments are the part's row tensor, a list of
-tensors and a list of integers, made by `Part.pack` and turned back by `Part.unpack`, so that every fact a plan states about
-its tensors reaches each backend as a value.
+Each backend registers the operator under a name of its own (`register_block_attend`). Its arguments are the part's row
+tensor, a list of tensors and a list of integers, made by `Part.pack` and turned back by `Part.unpack`, so that every fact a
+plan states about its tensors reaches each backend as a value.
 
 Letters: B batch, H query heads, G key/value heads, P rows of a part (whole blocks), N keys of a span (whole blocks), M query
 blocks. Leading dimensions b and h are B and H, or 1 where all sequences or heads share the tensor.
@@ -76,7 +76,7 @@ class BlockLists:
         return self.row.shape[2]
 
     @property
-    def heads(self) -> int:
+    def head_count(self) -> int:
         """Number of heads that have block lists of their own; 1 if all heads share them."""
         return max(self.row.shape[1], self.kind.shape[1])
 
@@ -374,7 +374,7 @@ def with_unpacked_args(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable
     return unpacked
 
 
-def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+def register_block_attend(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     """Register `kernel` as the operator ``mmaccel::<name>`` for `block_attend`, on every device.
 
     The operator computes attention of one part of a plan, over all its key spans under one softmax.

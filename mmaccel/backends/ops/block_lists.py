@@ -45,7 +45,7 @@ def _count_present(row: Tensor, block: int) -> Tensor:
     return (row >= 0).view(*row.shape[:-1], -1, block).sum(-1, dtype=torch.int32)
 
 
-def _reach_shapes(
+def _key_block_shapes(
     q_row: Tensor, k_row: Tensor, q_pos: Tensor, k_pos: Tensor, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
     row = q_row.new_empty(
@@ -56,11 +56,11 @@ def _reach_shapes(
     )
 
 
-@operator("prefill.lists", fake=_reach_shapes)
-def reach(
+@operator("prefill.lists", fake=_key_block_shapes)
+def key_band(
     q_row: Tensor, k_row: Tensor, q_pos: Tensor, k_pos: Tensor, lo: int, hi: int, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
-    """For each query block, the run of key blocks that may hold a pair with ``lo <= q_pos - k_pos < hi``.
+    """List, for each query block, the key blocks of a band: those that may hold a pair with ``lo <= q_pos - k_pos < hi``.
 
     q_row [b, h, P], k_row [b, h, N], and positions q_pos [b, h, P], k_pos [b, h, N]; b and h full or 1; positions of
     present keys (k_row >= 0) ascend. Returns row [b, h, P / block_q, 5] and kind [b, h, N / block_k] of a `BlockLists`

@@ -236,7 +236,7 @@ def mean_query(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
 
 
 @operator("stream", serves=runs_triton_in_float32)
-def predict_next_hidden(
+def predict_next_layer_input(
     words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None
 ) -> Tensor:
     """Predict the hidden states that enter the next layer: `words` [n, E] plus `known` [E] float32, the usual change of a

@@ -61,7 +61,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.copy_(x * cos[:, None] + turned * sin[:, None])
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to a copy of `x` [..., D] by cos and sin [..., D], pairing the halves of D; by one kernel if there is one
     for x [B, H, n, D] and angles [B or 1, 1, n, D]."""
     shapes = x.ndim == cos.ndim == 4 and cos.shape[1] == 1
@@ -274,7 +274,7 @@ class SeparateKVCaches:
 
 @operator("decode", serves=runs_triton_in_float32)
 def decode_attend_each(query: Tensor, caches: SeparateKVCaches, columns: Tensor, scale: float) -> Tensor:
-    """`decode_attend` (without tree or bias) where each sequence has its own cache, which already contains the new rows:
+    """Attention of decode steps of a batch in which each sequence has its own KV cache, which already contains the new rows:
     query [B, H, n, D], row i of sequence b sees slots 0 .. columns[b, i]. Returns [B, H, n, D]."""
     found = []
     for b, (key, value) in enumerate(caches.pairs):

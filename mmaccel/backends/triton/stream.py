@@ -323,7 +323,7 @@ def _predict_hidden_kernel(
     X, COUNT, KNOWN, BEFORE, SEEN, OUT, n, row_n, E,
     SHOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `predict_next_hidden` (predicted hidden states), for some of the E columns of all rows."""
+    """Kernel of `predict_next_layer_input` (predicted hidden states), for some of the E columns of all rows."""
     e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     count = tl.load(COUNT).to(tl.int32)
     mean = _total(X, row_n, e, E, count, ROWS, COLUMNS) / count
@@ -480,8 +480,8 @@ def mean_query(rows, count, groups):
     return out
 
 
-def predict_next_hidden(words, count, known, before, seen):
-    """Launch `ops.clusters.predict_next_hidden`: `words` [n, E] plus `known` [E]; updates `before` and `seen`."""
+def predict_next_layer_input(words, count, known, before, seen):
+    """Launch `ops.clusters.predict_next_layer_input`: `words` [n, E] plus `known` [E]; updates `before` and `seen`."""
     n, E = words.shape
     out = torch.empty(n, E, dtype=words.dtype, device=words.device)
     _predict_hidden_kernel[(triton.cdiv(E, COLUMNS),)](

@@ -42,8 +42,8 @@ class LayerRange(ModelView):
     def norm(self, layer: int, hidden: Tensor) -> Tensor:
         return super().norm(self.layers[layer], hidden)
 
-    def query(self, layer: int, rows: Tensor) -> Tensor:
-        return super().query(self.layers[layer], rows)
+    def project_query(self, layer: int, rows: Tensor) -> Tensor:
+        return super().project_query(self.layers[layer], rows)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cos, sin = super().angles(positions, dtype)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import ABSENT, FULL, TEST, BlockLists, KeySpan, Part, memoize
-from mmaccel.backends.ops.block_lists import block_bounds, compacted, listed_area, reach, restrict_key_rows
+from mmaccel.backends.ops.block_lists import block_bounds, compacted, key_band, listed_area, restrict_key_rows
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 
@@ -349,7 +349,7 @@ def span_by_range(
     True entries of the run are listed, with room for all of them. `known`: `ordered`, `ranks` and `q_first` of `KeySpan`,
     facts that the caller knows of the tensors.
     """
-    row, kind = reach(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
+    row, kind = key_band(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
     if table is None:
         return KeySpan(k_row, q_pos, k_pos, lo, hi, BlockLists(row, None, kind), complete=True, **known)
     b, h, m, n = table.shape

@@ -113,7 +113,7 @@ class Stage:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class KeptTokens:
     """What a pruning stage keeps: columns [n], ascending, and their new states [n, E] (None: unchanged)."""
 
     columns: Tensor
@@ -168,9 +168,11 @@ class TokenPruner(Policy, ABC, kind="prune"):
         in the prompt before any stage, to which retention refers; None: those of `layout`.
         """
 
-    def prune(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
+    def prune(
+        self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None
+    ) -> KeptTokens:
         """Return the columns that `keep` keeps, with new hidden states if dropped tokens are merged into kept ones."""
-        return Kept(self.keep(signals, layout, stage, total))
+        return KeptTokens(self.keep(signals, layout, stage, total))
 
     def on_stream(self) -> TokenPruner | None:
         """Return the pruner to use on a stream, where a question sees cached keys and values but no hidden states; None:

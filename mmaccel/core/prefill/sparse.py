@@ -45,7 +45,7 @@ FRAME = 196
 """Tokens of a frame of the prompts on which a pattern's planning is timed."""
 
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
-"""A backend's operator; its arguments are those of `ops.block_attend.define`."""
+"""A backend's operator; its arguments are those of `ops.block_attend.register_block_attend`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     dense     it plans nothing: prefill stays dense
     reads_values  the plan depends on values too, as pooled keys need pooled values: `plan` is given `value`
     compiles  inductor may compile `plan` as one graph; a plan that reads the device cannot be compiled
-    note    what `bind` found otherwise than asked, for the report's notes: a sentence from "sparse: "; "": nothing
+    note    what `for_model` found otherwise than asked, for the report's notes: a sentence from "sparse: "; "": nothing
     """
 
     adaptive: ClassVar[bool] = False
@@ -124,7 +124,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         more = {} if value is None or not self.reads_values else {"value": value}
         return self.plan(query, key, q_layout, k_layout, **more)
 
-    def bind(self, model: ModelView) -> SparsePattern:
+    def for_model(self, model: ModelView) -> SparsePattern:
         """Return this pattern adapted to `model`; called once at attach. Raises `RecipeError` if it cannot be."""
         return self
 

@@ -332,7 +332,7 @@ class QueryPrediction:
         """Predict the hidden states [1, n, E] that will enter the next layer, from those entering this one, of which the
         first `count` [1] are the question's words. Records the change that the previous layer made."""
         seen = self._seen[layer - 1] if layer else None
-        return clusters.predict_next_hidden(rows[0], count, self._known[layer], self._before, seen)[None]
+        return clusters.predict_next_layer_input(rows[0], count, self._known[layer], self._before, seen)[None]
 
     def note_input(self, layer: int) -> None:
         """Record that a layer's input was given to `predict_hidden`, directly or by a graph replay."""

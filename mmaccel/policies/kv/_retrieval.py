@@ -245,7 +245,7 @@ class ArchivedMemory(StreamMemory):
             if not last:
                 # Without a guess too: what else is computed beside it may change the last bit of a score.
                 coming = None if entering is None else model.norm(layer + 1, entering)
-                asked.append(query if coming is None else model.query(layer + 1, coming)[0])
+                asked.append(query if coming is None else model.project_query(layer + 1, coming)[0])
             queries = torch.stack([self._folded(one, numbers[:1]) for one in asked])
             if self.index.by_words:
                 rows = torch.stack([clusters.sum_query_groups(one, self.geometry.kv_heads) for one in asked])

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import (
-    Kept,
+    KeptTokens,
     Signals,
     Stage,
     TokenPruner,
@@ -103,22 +103,24 @@ class SparseVLM(TokenPruner):
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         return self.prune(signals, layout, stage, total).columns
 
-    def prune(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
+    def prune(
+        self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None
+    ) -> KeptTokens:
         at = candidate_columns(layout)
         count = stage.kept_count(at, total)
         if count == at.numel():
-            return Kept(with_unprunable_columns(layout, at))
+            return KeptTokens(with_unprunable_columns(layout, at))
         score = self._score(signals, layout, at)
         top = top_indices(score, count)
         rest = complement_indices(top, at.numel())
         pool = rest[top_indices(score[rest], share_token_count(self.recycle, rest.numel()))]
         if not pool.numel():
-            return Kept(with_unprunable_columns(layout, at[top]))
+            return KeptTokens(with_unprunable_columns(layout, at[top]))
         states = signals["hidden"][-1]
         chosen, means = _clusters(states[at[pool]], pool.numel() // 10 + 1, self.neighbours)
         columns = with_unprunable_columns(layout, at[top], at[pool[chosen]])
         changed = states.index_copy(0, at[pool[chosen]], means)
-        return Kept(columns, changed[columns])
+        return KeptTokens(columns, changed[columns])
 
     def _score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         """[m] the attention of the raters."""

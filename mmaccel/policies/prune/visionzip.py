@@ -12,7 +12,7 @@ from torch.nn.functional import normalize, one_hot
 
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import (
-    Kept,
+    KeptTokens,
     Signals,
     Stage,
     TokenPruner,
@@ -76,7 +76,9 @@ class VisionZip(TokenPruner):
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         return self.prune(signals, layout, stage, total).columns
 
-    def prune(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
+    def prune(
+        self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None
+    ) -> KeptTokens:
         states = signals["hidden"][0]
         chosen: list[Tensor] = []
         changed = states.clone()
@@ -96,7 +98,7 @@ class VisionZip(TokenPruner):
                     changed[middle] = means.flatten(0, 1).to(states.dtype)
                     chosen.append(middle)
         columns = with_unprunable_columns(layout, *chosen)
-        return Kept(columns, changed[columns])
+        return KeptTokens(columns, changed[columns])
 
 
 def _joined(states: Tensor, keys: Tensor, own: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class SampledQueryLayout:
 
     query_row [B, L] long: rows of the queries; at [B, L] long: rank of each among the keys, -1 for none. row [B, n] long:
     rows of the keys in the key tensor, or None for its first n. seen [B, n]: whether there is a key, no later than the last
-    query. queries_end_keys: whether the queries are known to be the last rows and the last keys, in order; runs: estimated
+    query. queries_are_last_keys: whether the queries are known to be the last rows and keys, in order; runs: estimated
     number of runs of consecutive ranks, by which the faster algorithm is chosen.
     """
 
@@ -56,13 +56,13 @@ class SampledQueryLayout:
     at: Tensor
     row: Tensor | None
     seen: Tensor
-    queries_end_keys: bool
+    queries_are_last_keys: bool
     runs: int
 
     def select_queries(self, query: Tensor) -> Tensor:
         """Return the sampled queries [B, H, L, D] of query [B, H, n_query, D]."""
         L = self.at.shape[1]
-        if self.queries_end_keys:
+        if self.queries_are_last_keys:
             return query[:, :, query.shape[2] - L :]
         return query.gather(2, self.query_row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3]))
 
@@ -84,7 +84,8 @@ def concatenate_heads(made: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LastQueryAttention:
-    """Computes the attention of the last queries of one order to the keys of another.
+    """Softmax weights of a prompt's last L queries over its keys, computed on demand: patterns estimate from them which keys
+    matter.
 
     query [B, H, L, D]: the queries; key [B, G, N, D]: the tensor with the keys. total [B, H, L]: the log-sum-exp over all
     keys that a query sees, if these are only some of them. pooled: query heads that share a key/value head share their mean
@@ -171,7 +172,7 @@ class LastQueryAttention:
         columns, diagonals = [], []
         for weight in self.weights():
             columns.append(weight.sum(2))
-            if self.sample.queries_end_keys:
+            if self.sample.queries_are_last_keys:
                 diagonals.append(_skewed(weight))
                 continue
             # Queries at any ranks: the key of each on each diagonal.
@@ -196,7 +197,7 @@ class LastQueryAttention:
         group = H // G
         column = torch.arange(n, device=self.key.device)
         # Queries that are the last keys see all but the last.
-        first = max(0, n - L) if self.sample.queries_end_keys else 0
+        first = max(0, n - L) if self.sample.queries_are_last_keys else 0
         hidden = (column[first:] > self.ranks[..., None])[:, None]
         step = max(1, min(G, BUDGET // max(1, B * group * L * n)))
         for g in range(0, G, step):

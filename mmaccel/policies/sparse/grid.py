@@ -236,7 +236,7 @@ class Grid(IntraPattern):
             q_pos, k_row, k_pos, *more = more
             spans.append(span_by_range(q_row, k_row, q_pos, k_pos, 0, FAR, block, block))
         # Each of the last queries has a rank and so a class: it is dense, or turned.
-        all_rows = region.layer.q_layout.length if region.queries_end_keys else None
+        all_rows = region.layer.q_layout.length if region.queries_are_last_keys else None
         parts = [Part(q_row, tuple(spans), all_rows=all_rows)]
         if self.horizontal:
             parts.append(replace(self._dense_part(region, *more), all_rows=all_rows))

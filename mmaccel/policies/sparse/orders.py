@@ -125,7 +125,7 @@ class AttentionRegion:
     @property
     def q_first(self) -> int | None:
         """The first rank of `at`, if the ranks of the queries are consecutive; None if the host does not know."""
-        if self.ordered is None or not self.queries_end_keys:
+        if self.ordered is None or not self.queries_are_last_keys:
             return None
         return self.layer.k_layout.length - self.layer.q_layout.length
 
@@ -151,9 +151,9 @@ class AttentionRegion:
         return min(len(self.keys), self.layer.key.shape[2])
 
     @property
-    def queries_end_keys(self) -> bool:
-        """Whether these are all queries and all keys, and the queries the last keys (see `LayerInputs.queries_end_keys`)."""
-        return self.kinds == (None, None) and self.layer.queries_end_keys
+    def queries_are_last_keys(self) -> bool:
+        """Whether these are all queries and keys, and the queries the last keys (as `LayerInputs` says it)."""
+        return self.kinds == (None, None) and self.layer.queries_are_last_keys
 
     @property
     def queries_may_share_rank(self) -> bool:
@@ -200,7 +200,7 @@ class AttentionRegion:
         seen = (keys >= 0) & (torch.arange(self.max_keys, device=rows.device) <= at[:, -1:])
         gathered = key_kind is not None or self.layer.k_layout.has_padding
         return SampledQueryLayout(
-            row, at, keys.clamp(min=0).long() if gathered else None, seen, self.queries_end_keys, runs
+            row, at, keys.clamp(min=0).long() if gathered else None, seen, self.queries_are_last_keys, runs
         )
 
 
@@ -247,7 +247,7 @@ class LayerInputs:
         return len(self.planned_head_indices)
 
     @property
-    def queries_end_keys(self) -> bool:
+    def queries_are_last_keys(self) -> bool:
         """Whether no token is padding and the queries are the last keys, as far as the host knows (layouts alike)."""
         queries, keys = self.q_layout, self.k_layout
 
@@ -269,7 +269,7 @@ class LayerInputs:
         keys = memoize_while_tracing(self.memo, ("keys", key), lambda: _order(self.k_layout, key, self.block))
 
         def ranks() -> Tensor:
-            if query is not None or key is not None or not self.queries_end_keys:
+            if query is not None or key is not None or not self.queries_are_last_keys:
                 return at_or_before(keys, queries)
             # Nothing is searched for the last of the keys.
             first = self.k_layout.length - self.q_layout.length

@@ -55,7 +55,7 @@ class PerHead(SparsePattern):
 
     table: str | Mapping[int, Mapping[int, Any]] = SHIPPED
     default: SparsePattern | str | Mapping[str, Any] | None = None
-    heads: ClassVar[range | None] = None  # the numbers of those at hand, on what `bind` returns
+    heads: ClassVar[range | None] = None  # the numbers of those at hand, on what `for_model` returns
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,7 +131,7 @@ class PerHead(SparsePattern):
             )
         return pattern
 
-    def bind(self, model: ModelView) -> SparsePattern:
+    def for_model(self, model: ModelView) -> SparsePattern:
         if self.table == SHIPPED:
             there = model.folder is not None and (model.folder / FILE).is_file()
             if not there and self.default is None:
@@ -139,7 +139,7 @@ class PerHead(SparsePattern):
                     f"per_head: no table is shipped with this model (there is no {FILE} in its folder); "
                     "run `mmaccel search` on it and give the file as table, or give a default."
                 )
-            bound = replace(self, table=f"{model.folder}/{FILE}" if there else {}).bind(model)
+            bound = replace(self, table=f"{model.folder}/{FILE}" if there else {}).for_model(model)
             if not there:
                 rest = getattr(self.default, "name", None)
                 note = f"sparse: per_head found no table of heads ({FILE}) in the model's folder; {rest} runs for all heads"

@@ -148,7 +148,7 @@ def test_the_last_queries_of_a_caller_s_own_are_those_that_are_there(case: str) 
     last = (
         LayerInputs(query, key, queries, whole.select_tokens(held), 16).region().last_query_attention(count)
     )
-    assert last.sample.queries_end_keys == (case == "the last of the keys")
+    assert last.sample.queries_are_last_keys == (case == "the last of the keys")
     # Places among the keys, of which some may be gone.
     at = torch.arange(scene.length)[ask][n - count : n] - (held.start or 0)
     grouped = key.repeat_interleave(scene.heads // scene.groups, 1)

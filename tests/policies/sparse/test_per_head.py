@@ -232,7 +232,7 @@ def test_a_shard_of_a_model_follows_the_patterns_of_its_own_heads() -> None:
     model._tp_size, model._device_mesh = 2, Mesh()
     assert adapter.local_heads(model) == range(2, 4)
     view = ModelView(model, adapter, adapter_for)
-    bound = PerHead(table={0: sinks, 1: {1: sinks[1], 2: sinks[2]}}, default="dense").bind(view)
+    bound = PerHead(table={0: sinks, 1: {1: sinks[1], 2: sinks[2]}}, default="dense").for_model(view)
     assert [bound.for_layer(0).pattern_of(head) for head in range(2)] == [
         AShape(sink=head, window=5) for head in (2, 3)
     ]

@@ -48,7 +48,7 @@ def _config_for(
 
 @with_unpacked_args
 def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
-    """The operator of `ops.block_attend.define` by Triton. No host synchronization; all sizes come from shapes.
+    """The operator of `ops.block_attend` by Triton. No host synchronization; all sizes come from shapes.
 
     chunk   the most listed blocks that one program processes; longer lists are split and merged by a second kernel. By
             default it follows from the numbers of lists and blocks, so that no program runs long after the others

@@ -291,8 +291,8 @@ def launch(
 
 
 def span_table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
-    """The table entries (`hopper.FIELDS`) of a span with its key positions and homes; with `each`, an index also gets
-    per-block counts of blocks that are not FULL."""
+    """Return one key span's row of the table by which the Hopper kernel finds tensors: field (`hopper.FIELDS`) -> tensor or
+    number. With `each`, an index also gets per-block counts of blocks that are not FULL."""
     lists = span.lists
     # The table holds addresses alone, which the kernel takes for those of numbers of these types.
     row, index = lists.row.to(torch.int64), lists.entries.to(torch.int32)

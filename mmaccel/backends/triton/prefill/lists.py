@@ -203,8 +203,8 @@ def _area_kernel(
     tl.atomic_add(OUT + lead, queries * tl.sum(keys, 0))
 
 
-def reach(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k):
-    """Launch `ops.block_lists.reach`: the run of key blocks that each query block reaches; three kernels."""
+def key_band(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k):
+    """Launch `ops.block_lists.key_band`: the run of key blocks that each query block reaches; three kernels."""
     q_row, k_row, q_pos, k_pos = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_pos, k_pos)
     )

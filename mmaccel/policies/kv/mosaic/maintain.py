@@ -20,7 +20,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import single_cpu_thread
 from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, NearestCluster, cosines, merged, welford
-from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, UnitMeans, kmeans, split_exceeding
+from mmaccel.policies.kv.mosaic.split import FLOOR, Rules, SplitBounds, UnitMeans, kmeans, split_exceeding
 
 FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
 MOST = 1 << 53  # saved counters are below this
@@ -46,7 +46,7 @@ class ClusterHierarchy:
         self.semantic = ClusterTable(self.layers, means.keys.shape[2] + 1, means.work)
         self.buffer: list[list[int]] = [[] for _ in range(self.layers)]
         """Of each layer the buffered clusters, the oldest first."""
-        self.bounds: tuple[Bounds, ...] = ()
+        self.bounds: tuple[SplitBounds, ...] = ()
         """Of the visual and of the semantic level, once there are clusters."""
         self.units = units
         means.centre = None
@@ -212,7 +212,7 @@ class ClusterHierarchy:
     def _unmix(self, level: ClusterTable, points: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Split the clusters that lose the share `unmix` of their variance by it."""
         rules, least = self.rules, torch.full((level.layers,), FLOOR, dtype=level.variance.dtype)
-        bounds = Bounds(least, least, rules.alpha, rules.smallest, level.owner.shape[1])
+        bounds = SplitBounds(least, least, rules.alpha, rules.smallest, level.owner.shape[1])
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
         split_exceeding(level, bounds, points, layer, cluster, rules.unmix)
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)

@@ -43,7 +43,7 @@ class Rules:
 
     smallest, largest  units (frames) below which a cluster is not split, and above which a semantic one is; `largest` is
                        scaled for the visual level
-    tau_small, tau_large, alpha  equation 5, in multiples of the layer's mean variance at the start; see `Bounds`
+    tau_small, tau_large, alpha  equation 5, in multiples of the layer's mean variance at the start; see `SplitBounds`
     new_scene  a unit whose squared distance to the nearest visual cluster exceeds so many thresholds opens a new one; visual
                clusters of so many thresholds are split however small
     gain       a split must lower the variance by this share, or it is not made
@@ -64,24 +64,23 @@ class Rules:
     gain: float = 0.05
     unmix: float = 0.5
 
-    def calibrate(self, level: ClusterTable, visual: bool, floor: Tensor) -> Bounds:
+    def calibrate(self, level: ClusterTable, visual: bool, floor: Tensor) -> SplitBounds:
         """Return the bounds for a level from its present clusters; thresholds are at least `floor` [L]."""
         s2, n = level.variance[:, : level.used], level.size[:, : level.used]
         usual = (s2 * n).sum(1) / n.sum(1).clamp_min(1)
-        small, large = (
-            (tau * usual).maximum(floor).clamp(max=CAP) for tau in (self.tau_small, self.tau_large)
-        )
+        small, large = ((t * usual).maximum(floor).clamp(max=CAP) for t in (self.tau_small, self.tau_large))
         return self.bounds(small, large, visual)
 
-    def bounds(self, small: Tensor, large: Tensor, visual: bool) -> Bounds:
+    def bounds(self, small: Tensor, large: Tensor, visual: bool) -> SplitBounds:
         """Return the bounds for a level with these thresholds; the largest size is scaled from the semantic level's."""
         most = self.largest * (self.visual if visual else self.semantic) // self.semantic
-        return Bounds(small, large, self.alpha, self.smallest, most, self.new_scene if visual else math.inf)
+        apart = self.new_scene if visual else math.inf
+        return SplitBounds(small, large, self.alpha, self.smallest, most, apart)
 
 
 @dataclass(frozen=True, eq=False)
-class Bounds:
-    """Limits of the clusters of one level.
+class SplitBounds:
+    """Limits beyond which the clusters of one level are split.
 
     Mosaic's equation 5: the allowed variance of a cluster goes from `small` to `large` [L] as it grows, at rate `alpha`.
     Small clusters have the lower bound, as the equation's symbols say; the population variance of few points underestimates
@@ -124,7 +123,7 @@ class Bounds:
 
 def split_exceeding(
     level: ClusterTable,
-    bounds: Bounds,
+    bounds: SplitBounds,
     vectors: Callable[[Tensor, Tensor], Tensor],
     layer: Tensor,
     cluster: Tensor,

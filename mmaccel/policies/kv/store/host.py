@@ -357,7 +357,7 @@ class HostStore:
                 self._laid = None
                 continue
             drops = self.spill == "drop_oldest"
-            if drops and self.slabs.process_limit_reached and self.relieve():
+            if drops and self.slabs.next_slab_exceeds_process_limit and self.relieve():
                 continue
             needed, held = units * self.shape.layers, self.units()
             left = (unit for unit in held if unit not in keep and not self.pinned(unit))

@@ -179,14 +179,14 @@ class Slabs:
         if slots is not None:
             need = f" and a pass needs at least {slots * self._shape.nbytes}"
             mend = "watch fewer frames at a time, spill to disk (spill='disk')"
-        if self.process_limit_reached:
+        if self.next_slab_exceeds_process_limit:
             return f"all stores together may take {self._together} bytes{need}; raise process_bytes, {mend}"
         if self._at_cap():
             return f"its cap of {self._cap} bytes is reached{need}; raise cap (a policy's host_bytes), {mend}"
         return f"the host has {host_available()} bytes left{need}; {mend}, or free memory"
 
     @property
-    def process_limit_reached(self) -> bool:
+    def next_slab_exceeds_process_limit(self) -> bool:
         """Whether another slab would exceed the limit for all stores of the process."""
         if self._together is None:
             return False
@@ -199,7 +199,7 @@ class Slabs:
 
     def _room(self) -> bool:
         spare = host_available() - self.slab_bytes >= SPARE * host_total()
-        return spare and not self._at_cap() and not self.process_limit_reached
+        return spare and not self._at_cap() and not self.next_slab_exceeds_process_limit
 
     def _memory(self) -> Tensor | None:
         try:

@@ -26,7 +26,7 @@ RULES: dict[str, Any] = dict(smallest=3, largest=6, alpha=2.0)
 class Looking(RotaryModel):
     """A model that turns, and whose layers' queries are all alike a fixed map of what enters them."""
 
-    def query(self, layer: int, rows: Tensor) -> Tensor:
+    def project_query(self, layer: int, rows: Tensor) -> Tensor:
         apply_rope = torch.eye(HIDDEN, HEADS * SIZE, dtype=rows.dtype) + 0.1 * layer
         return (rows @ apply_rope).view(1, -1, HEADS, SIZE).transpose(1, 2)
 

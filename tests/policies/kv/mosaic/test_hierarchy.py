@@ -20,7 +20,7 @@ from mmaccel.policies.kv.mosaic.clusters import (
     pooled_variance,
 )
 from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
-from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Bounds, Rules, UnitMeans, unit_length
+from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Rules, SplitBounds, UnitMeans, unit_length
 from tests.policies.kv.mosaic.scenes import (
     SMALL,
     WIDTH,
@@ -293,7 +293,7 @@ def test_the_threshold_moves_from_one_bound_to_the_other() -> None:
     small, large = torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.6])
     layer, n = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 9])
     grown = 1 - math.exp(-8 / 8)
-    found = Bounds(small, large, 8.0, 4, 32).threshold(layer.numpy(), n.numpy())
+    found = SplitBounds(small, large, 8.0, 4, 32).threshold(layer.numpy(), n.numpy())
     assert found.tolist() == pytest.approx([0.1, 0.2, 0.2 + 0.4 * grown])
 
 

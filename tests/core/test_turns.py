@@ -1,67 +1,71 @@
 """Turns are given in the order in which threads asked, and back to who gave way."""
 
 import threading
-import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.streams import parts
 from mmaccel.core.streams.parts import FairLock
-from tests.spies import beside, finish
+from tests.spies import beside, finish, until
 
 
-def until(turns: FairLock, waiting: int) -> None:
-    end = time.monotonic() + 10
-    while len(turns._waiting) < waiting:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+class Asked:
+    """A lock, the threads that have asked for it, and what they did, in order."""
+
+    def __init__(self) -> None:
+        self.turns, self.order, self.threads = FairLock(), list[str](), list[threading.Thread]()
+
+    def __call__(self, work: str | Callable[[], None], **how: Any) -> None:
+        """Another thread asks for the lock: to do `work`, or to note that name where it holds it."""
+
+        def note() -> None:
+            with self.turns.holding(**how):
+                self.order.append(str(work))
+
+        waiting = len(self.turns._waiting)
+        self.threads += beside(note if isinstance(work, str) else work)
+        until(lambda: len(self.turns._waiting) > waiting)
+
+    def over(self) -> list[str]:
+        finish(self.threads)
+        assert self.turns._holder is None and self.turns._still is None
+        return self.order
 
 
 def test_turns_come_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PATIENCE_S", 60.0)
-    turns, order = FairLock(), list[str]()
+    asked = Asked()
+    with asked.turns.holding(), asked.turns.holding():
+        for name in "abc":
+            asked(name)
+        asked.turns.yield_lock()
+        asked.order.append("first")
+        assert asked.order == ["a", "b", "c", "first"]
+        asked("d")
+    assert asked.over()[-1] == "d"
+
+
+def test_passes_wait_for_what_is_short_and_for_new_questions() -> None:
+    """A question comes before a new pass, not before an old one; what another has done is not waited for."""
+    asked, done = Asked(), threading.Event()
 
     def work(name: str) -> None:
-        with turns.holding():
-            order.append(name)
-
-    with turns.holding(), turns.holding():
-        threads = []
-        for number, name in enumerate("abc"):
-            threads += beside(lambda name=name: work(name))
-            until(turns, number + 1)
-        turns.yield_lock()
-        order.append("first")
-        assert order == ["a", "b", "c", "first"]
-        threads += beside(lambda: work("d"))
-        until(turns, 1)
-    finish(threads)
-    assert order[-1] == "d" and turns._holder is None
-
-
-def test_passes_wait_for_what_is_short_and_for_new_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A question comes before a new pass, not before an old one; what another has done is not waited for."""
-    turns, order, done = FairLock(), list[str](), threading.Event()
-
-    def work(name: str, **how: object) -> None:
-        with turns.holding(**how):
-            order.append(name if turns._holder == threading.get_ident() else f"{name} is over")
+        with asked.turns.holding(over=done.is_set):
+            asked.order.append(name if asked.turns._holder == threading.get_ident() else f"{name} is over")
             if name == "pass":
                 done.set()
 
-    with turns.holding():
-        threads = []
-        ends = {name: {"over": done.is_set} for name in ("pass", "other")}
-        begins = {
-            name: {"ahead": ahead} for name, ahead in (("question", 60.0), ("short", 50.0), ("late", 0.0))
-        }
-        for number, (name, how) in enumerate({**ends, "plain": {}, **begins}.items()):
-            threads += beside(lambda name=name, how=how: work(name, **how))
-            until(turns, number + 1)
-    finish(threads)
-    assert order[:3] == ["question", "short", "pass"] and turns._holder is None
-    assert sorted(order[3:]) == ["late", "other is over", "plain"]
+    with asked.turns.holding():
+        asked(lambda: work("pass"))
+        asked(lambda: work("other"))
+        asked("plain")
+        for name, ahead in (("question", 60.0), ("short", 50.0), ("late", 0.0)):
+            asked(name, ahead=ahead)
+    assert asked.over()[:3] == ["question", "short", "pass"]
+    assert sorted(asked.order[3:]) == ["late", "other is over", "plain"]
 
 
 def test_who_holds_nothing_gives_no_way() -> None:
@@ -75,27 +79,20 @@ def test_who_holds_nothing_gives_no_way() -> None:
 
 def test_one_pass_at_a_time_stands_still() -> None:
     """The pass that stands still is gone on with before another one would stand still."""
-    turns, order = FairLock(), list[str]()
+    asked = Asked()
 
     def inner() -> None:
-        with turns.holding():
-            beside(third)
-            until(turns, 2)
-            turns.yield_lock(inside=True)
-            order.append("inner")
+        with asked.turns.holding():
+            asked("third")
+            asked.turns.yield_lock(inside=True)
+            asked.order.append("inner")
 
-    def third() -> None:
-        with turns.holding():
-            order.append("third")
-
-    with turns.holding():
-        threads = beside(inner)
-        until(turns, 1)
-        turns.yield_lock(inside=True)
-        order.append("outer")
-        turns.yield_lock(inside=True)
-    finish(threads)
-    assert order == ["inner", "outer", "third"]
+    with asked.turns.holding():
+        asked(inner)
+        asked.turns.yield_lock(inside=True)
+        asked.order.append("outer")
+        asked.turns.yield_lock(inside=True)
+    assert asked.over() == ["inner", "outer", "third"]
 
 
 def test_a_deadline_ends_the_wait_and_leaves_the_queue() -> None:
@@ -138,83 +135,56 @@ def test_many_threads_lose_no_turn() -> None:
 def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for something else waits for the pass's end, whoever asked first."""
     monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
-    turns, order = FairLock(), list[str]()
-
-    def other() -> None:
-        with turns.holding():
-            order.append("other")
+    asked = Asked()
 
     def tokens() -> None:
-        with turns.holding(token=True):
-            order.append("token")
-            turns.yield_lock()
-            order.append("token")
-            turns.wait_for_paused_pass()
-            order.append("answered")
+        with asked.turns.holding(token=True):
+            asked.order.append("token")
+            asked.turns.yield_lock()
+            asked.order.append("token")
+            asked.turns.wait_for_paused_pass()
+            asked.order.append("answered")
 
-    with turns.holding():
-        threads = beside(other)
-        until(turns, 1)
-        threads += beside(tokens)
-        until(turns, 2)
+    with asked.turns.holding():
+        asked("other")
+        asked(tokens)
         for _ in range(3):  # to the first token, to the second, and to nobody
-            turns.yield_to_answers()
-            order.append("layer")
-    finish(threads)
-    assert order == ["token", "layer", "token", "layer", "layer", "other", "answered"]
-    assert turns._holder is None and turns._still is None
+            asked.turns.yield_to_answers()
+            asked.order.append("layer")
+    assert asked.over() == ["token", "layer", "token", "layer", "layer", "other", "answered"]
 
 
 def test_a_pass_above_one_that_stands_still_lets_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """What passes put on a model is taken back in order: the lower one waits for the end of the upper one."""
     monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
-    turns, order = FairLock(), list[str]()
+    asked = Asked()
 
     def upper() -> None:
-        with turns.holding():
-            threads.extend(beside(token))
-            until(turns, 2)
-            turns.yield_lock(inside=True)
-            order.append("upper")
+        with asked.turns.holding():
+            asked("token", token=True)
+            asked.turns.yield_lock(inside=True)
+            asked.order.append("upper")
 
-    def token() -> None:
-        with turns.holding(token=True):
-            order.append("token")
-
-    threads = list[threading.Thread]()
-    with turns.holding():
-        threads += beside(upper)
-        until(turns, 1)
-        turns.yield_lock(inside=True)
-        order.append("lower")
-    finish(threads)
-    assert order == ["token", "upper", "lower"]
+    with asked.turns.holding():
+        asked(upper)
+        asked.turns.yield_lock(inside=True)
+        asked.order.append("lower")
+    assert asked.over() == ["token", "upper", "lower"]
 
 
 def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits for too long is next, and then whoever asked first: neither has to wait for ever."""
     monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
-    turns, order = FairLock(), list[str]()
-
-    def work(name: str) -> None:
-        with turns.holding(token=name == "token"):
-            order.append(name)
-
-    threads = []
-    with turns.holding():
-        for number, name in enumerate(("a", "b", "token", "token", "c")):
-            threads += beside(lambda name=name: work(name))
-            until(turns, number + 1)
-    finish(threads)
-    assert order == ["token", "a", "token", "b", "c"]
+    asked = Asked()
+    with asked.turns.holding():
+        for name in ("a", "b", "token", "token", "c"):
+            asked(name, token=name == "token")
+    assert asked.over() == ["token", "a", "token", "b", "c"]
     monkeypatch.setattr(parts, "PATIENCE_S", 60.0)
-    order.clear()
-    with turns.holding():
-        threads = beside(lambda: work("a"))
-        until(turns, 1)
-        threads += beside(lambda: work("token"))
-        until(turns, 2)
-        turns.yield_to_answers()  # none has waited for long
-        order.append("pass")
-    finish(threads)
-    assert order == ["pass", "a", "token"]
+    asked = Asked()
+    with asked.turns.holding():
+        asked("a")
+        asked("token", token=True)
+        asked.turns.yield_to_answers()  # none has waited for long
+        asked.order.append("pass")
+    assert asked.over() == ["pass", "a", "token"]

@@ -217,13 +217,16 @@ def test_turns_of_other_recipes_are_one_whole_prompt(family: str, part: str) -> 
     assert told.draft["failed"] is None and (told.draft["rounds"] > 0 or part != "pruned draft")
 
 
-@pytest.mark.parametrize("name", ("random-ov", "random-qwen"))
-def test_images_of_the_first_turn_stay_visible(name: str) -> None:
-    processor = pair(name)[1]
+@pytest.mark.parametrize(
+    ("name", "images"), [("random-ov", True), ("random-qwen", True), ("random-ov", False)]
+)
+def test_a_prompt_with_images_goes_on_and_one_without_video(name: str, images: bool) -> None:
+    """Images of the first turn stay visible. Without any pixels the later turn is given all its inputs."""
+    model, processor = pair(name)
     image = {"type": "image", "image": film(25)[24]}
-    content = [image, {"type": "video", "video": film(8)}, image, words(QUESTION)]
-    messages = [{"role": "user", "content": content}]
-    with mmaccel.accelerate(pair(name)[0], kv=TIGHT["mosaic"]) as fast:
+    shown = [image, {"type": "video", "video": film(8)}, image] if images else []
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [*shown, words(QUESTION)]}]
+    with mmaccel.accelerate(model, kv=TIGHT["mosaic"] if images else "mosaic") as fast:
         first = processor.chat(messages, fps=FPS)
         out = fast.generate(**first, **HOW)
         messages.append({"role": "assistant", "content": [words(answered(name, out, first)[1])]})
@@ -232,20 +235,6 @@ def test_images_of_the_first_turn_stay_visible(name: str) -> None:
         want = fast.generate(**whole, **HOW).sequences
         later = {key: x for key, x in whole.items() if not key.startswith("pixel")}
         assert torch.equal(fast.generate(**later, **HOW, past_key_values=out.past_key_values).sequences, want)
-
-
-def test_a_prompt_without_video_goes_on_too() -> None:
-    name = "random-ov"
-    processor = pair(name)[1]
-    messages = [{"role": "user", "content": [words(QUESTION)]}]
-    with mmaccel.accelerate(pair(name)[0], kv="mosaic") as fast:
-        first = processor.chat(messages)
-        out = fast.generate(**first, **HOW)
-        messages.append({"role": "assistant", "content": [words(answered(name, out, first)[1])]})
-        messages.append({"role": "user", "content": [words(ASKED[1])]})
-        whole = processor.chat(messages)
-        want = fast.generate(**whole, **HOW).sequences
-        assert torch.equal(fast.generate(**whole, **HOW, past_key_values=out.past_key_values).sequences, want)
 
 
 def test_what_cannot_go_on_is_refused_and_the_memory_serves_on() -> None:

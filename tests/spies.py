@@ -88,7 +88,18 @@ def finish(threads: Iterable[threading.Thread], seconds: float = 30.0) -> None:
         assert not one.is_alive()
 
 
-def until(there: Callable[[], bool], seconds: float = 30.0) -> None:
+class Pause:
+    """Stops the thread that calls it until `go_on` is set; `reached` is set when it has come."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any) -> None:
+        self.reached.set()
+        assert self.go_on.wait(20)
+
+
+def until(there: Callable[[], Any], seconds: float = 30.0) -> None:
     """Wait until it is so, for so long at most."""
     end = time.monotonic() + seconds
     while not there():

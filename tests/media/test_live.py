@@ -20,7 +20,7 @@ from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media.preprocess import load_frames
 from tests.media.films import Film, answering, numbers, send, silent_pipe
 from tests.media.test_stream import halting
-from tests.spies import beside, finish
+from tests.spies import Pause, beside, finish
 
 
 def readers() -> set[threading.Thread]:
@@ -79,15 +79,14 @@ def test_a_forked_process_is_told_that_its_parent_reads(film: Film) -> None:
     stream, other = (media.clips(path, fps=10, frames_per_clip=4) for _ in range(2))
     parts = [next(stream)]
     next(other)
-    reached, go_on = threading.Event(), threading.Event()
+    pause = Pause()
 
     def hold() -> None:
         with stream._queue._changed, other._queue._changed:
-            reached.set()
-            assert go_on.wait(20)
+            pause()
 
     holder = beside(hold)
-    assert reached.wait(20)
+    assert pause.reached.wait(20)
     gc.collect()  # FFmpeg waits for its own threads where an encoder is freed, and the new process has none
     child = os.fork()
     if not child:
@@ -102,7 +101,7 @@ def test_a_forked_process_is_told_that_its_parent_reads(film: Film) -> None:
                 os._exit(0 if str(error) == told and len(anew) == 15 and list(stream) == [] else 1)
         finally:
             os._exit(2)
-    go_on.set()
+    pause.go_on.set()
     finish(holder, 20)
     parts += list(stream)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

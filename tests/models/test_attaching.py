@@ -24,7 +24,7 @@ from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import crossed
-from tests.spies import beside, finish
+from tests.spies import Pause, beside, finish, until
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -217,12 +217,7 @@ def test_changes_wait_for_calls_under_way(family: tuple[str, Any], what: str, ca
     kind, model = family
     inputs, before = prompt(kind, PROMPTS["text"]), picture(model)
     plain = model.generate(**inputs, **TOLD)
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(*_: Any) -> None:
-        reached.set()
-        assert go_on.wait(20)
-
+    hold = Pause()
     hook = model.model.language_model.layers[0].register_forward_pre_hook(hold)
     fast = mmaccel.accelerate(model) if what == "detach" else None
     out: list[Any] = []
@@ -241,12 +236,12 @@ def test_changes_wait_for_calls_under_way(family: tuple[str, Any], what: str, ca
 
     handles: list[Any] = []
     threads = beside(work)
-    assert reached.wait(20)
+    assert hold.reached.wait(20)
     hook.remove()
     threads += beside(change)
     time.sleep(0.1)
     assert not handles, "it was made in the middle of a call"
-    go_on.set()
+    hold.go_on.set()
     finish(threads, 20)
     assert len(handles) == 1
     if handles[0] is not None:
@@ -262,26 +257,22 @@ def test_a_generation_that_meets_the_first_wrapper_ends_plain(
     kind, model = family
     inputs, before, passes = prompt(kind, PROMPTS["text"]), picture(model), []
     plain = model.generate(**inputs, **TOLD)
-    reached, go_on, drain = threading.Event(), threading.Event(), ModelReadWriteLock.drain
+    pause, drain = Pause(), ModelReadWriteLock.drain
 
     def hold(*_: Any) -> None:
         passes.append(None)
         if len(passes) == 2:
-            reached.set()
-            assert go_on.wait(20)
+            pause()
 
     def drained(self: ModelReadWriteLock, *args: Any) -> None:
-        go_on.set()
-        until = time.monotonic() + 20
-        while not self._waiting and time.monotonic() < until:
-            time.sleep(0.002)
-        assert self._waiting, "the generation waits to enter"
+        pause.go_on.set()
+        until(lambda: self._waiting)  # the generation, to enter
         drain(self, *args)
 
     hook = model.model.language_model.layers[0].register_forward_pre_hook(hold)
     out: list[Any] = []
     threads = beside(lambda: out.append(model.generate(**inputs, **TOLD)))
-    assert reached.wait(20)
+    assert pause.reached.wait(20)
     monkeypatch.setattr(ModelReadWriteLock, "drain", drained)
     with mmaccel.accelerate(model, kv={"name": "window", "sinks": 2, "window": 64}):
         finish(threads, 20)
@@ -296,16 +287,15 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(family: tuple[str, A
     """Another thread is in a call, and holds the gate's lock, when the process forks."""
     _, model = family
     gate = model_lock(model.model.language_model)
-    reached, go_on = threading.Event(), threading.Event()
+    pause = Pause()
 
     def work() -> None:
         with gate.call(), gate._state:
-            reached.set()
-            assert go_on.wait(20)
+            pause()
 
     fast = mmaccel.accelerate(model)
     threads = beside(work)
-    assert reached.wait(20)
+    assert pause.reached.wait(20)
     child = os.fork()
     if not child:
         signal.alarm(10)
@@ -315,7 +305,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(family: tuple[str, A
         finally:
             os._exit(1)
     status = os.waitpid(child, 0)[1]
-    go_on.set()
+    pause.go_on.set()
     finish(threads, 20)
     fast.detach()
     assert os.waitstatus_to_exitcode(status) == 0

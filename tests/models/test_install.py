@@ -30,7 +30,7 @@ from tests import python
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.products import crossed
-from tests.spies import beside, finish, heard
+from tests.spies import Pause, beside, finish, heard, until
 
 pytestmark = [pytest.mark.in_turn("family", 1), pytest.mark.in_turn("name", 4)]
 
@@ -146,10 +146,7 @@ def test_a_finalizer_in_an_import_waits_for_nobody(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(sys.modules[__name__], "during", during, raising=False)
     finish(beside(enter, lambda: importlib.import_module("slowly_imported")), 10)
-    until = time.monotonic() + 10.0
-    while "told" in vars(old) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert "told" not in vars(old)
+    until(lambda: "told" not in vars(old), 10)
 
 
 def test_a_hook_that_goes_while_the_hooks_of_its_module_run_records_nothing() -> None:
@@ -232,48 +229,34 @@ def test_calls_that_overlap_for_ever_do_not_keep_a_change_waiting(
             model.generate(**inputs, **GREEDY)
 
     threads = beside(lambda: work(0), lambda: work(0.07))
-    until = time.monotonic() + 20
-    while len(running) < 4:
-        time.sleep(0.01)
+    began = time.monotonic()
+    until(lambda: len(running) >= 4, 20)
     for _ in range(2):
         mmaccel.accelerate(model).detach()
-    assert time.monotonic() < until
+    assert time.monotonic() < began + 20
     over.set()
     finish(threads, 20)
     slow.remove()
 
 
-def go_on_when(go_on: threading.Event, told: list[Any]) -> None:
-    """Set the event once something is told."""
-    late = time.monotonic() + 15
-    while not told and time.monotonic() < late:
-        time.sleep(0.01)
-    go_on.set()
-
-
 def test_a_change_says_which_call_it_waits_for(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, model = family
     monkeypatch.setattr(install, "LONG_S", 0.2)
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(*_: Any) -> None:
-        reached.set()
-        go_on.wait(20)
-
+    hold = Pause()
     hook = model.model.language_model.layers[0].register_forward_pre_hook(hold)
     for change in (lambda: mmaccel.accelerate(model), lambda: mmaccel.attached(model).detach()):
         work = threading.Thread(target=lambda: model(**inputs), name="serves-questions")
         work.start()
-        assert reached.wait(20)
+        assert hold.reached.wait(20)
         with pytest.warns(
             MmaccelWarning, match=r"has waited .* for a call .* thread 'serves-questions'"
         ) as told:
-            end = beside(lambda told=told: go_on_when(go_on, told.list))
+            end = beside(lambda told=told: (until(lambda: told.list), hold.go_on.set()))
             change()
         finish([work, *end], 20)
         assert len(told) == 1 and told[0].filename == __file__
-        reached.clear()
-        go_on.clear()
+        hold.reached.clear()
+        hold.go_on.clear()
     hook.remove()
 
 

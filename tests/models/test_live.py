@@ -21,6 +21,7 @@ from mmaccel.core.streams import session_io
 from mmaccel.core.streams.standing import Change, StandingQuestion
 from mmaccel.media import Video
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+from tests.spies import until
 
 TIGHT = every_stream(frames=4, window=6)
 
@@ -232,10 +233,8 @@ WHERE, EVERY, LAST = "what is the colour ?", 1.0, 3.0
 
 def settle(standing: StandingQuestion, seconds: float) -> None:
     """Until it was asked of all that is due."""
-    end = time.monotonic() + 30
-    while standing.asked is None or seconds - standing.asked >= EVERY:
-        assert time.monotonic() < end and standing.failed is None
-        time.sleep(0.005)
+    until(lambda: standing.failed or not (standing.asked is None or seconds - standing.asked >= EVERY))
+    assert standing.failed is None
 
 
 @functools.cache

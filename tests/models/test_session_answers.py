@@ -21,7 +21,7 @@ from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.products import crossed
-from tests.spies import beside, finish, heard, returned
+from tests.spies import Pause, beside, finish, heard, returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -218,24 +218,17 @@ def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
         assert session.watch(rest, fps=FPS) == len(rest) and len(session) == 50
 
 
-def test_a_call_that_waits_for_another_has_its_timeout_too() -> None:
+def test_a_call_that_waits_for_another_has_its_timeout_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_session("random-ov", TIGHT["rekv"], 4) as session:
-        began, go = threading.Event(), threading.Event()
-        features = session._stream_adapter.features
-
-        def held_up(*given: Any, **named: Any) -> Any:
-            began.set()
-            assert go.wait(20)
-            return features(*given, **named)
-
-        session._stream_adapter.__dict__["features"] = held_up
+        pause = Pause()
+        heard(monkeypatch, session._stream_adapter, "features", pause)
         threads = beside(lambda: session.watch(film(4), fps=FPS))
-        assert began.wait(20)
+        assert pause.reached.wait(20)
         answer = session.ask(QUESTION, timeout=0.2)
         with pytest.warns(MmaccelWarning, match="took in 0 frames"):
             assert session.watch(film(2), fps=FPS, timeout=0.2) == 0
         assert answer.finish_reason == "timeout" and threads[0].is_alive()
-        go.set()
+        pause.go_on.set()
         finish(threads)
         assert len(session) == 8
 

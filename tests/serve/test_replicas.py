@@ -21,6 +21,7 @@ from mmaccel.core.errors import RecipeError
 from mmaccel.serve.engine import Engine
 from mmaccel.serve.settings import Limits, Settings
 from tests.serve.conftest import KEY, OTHER, QUESTION, SESSIONS, Served, jpegs, loaded, recipes, running
+from tests.spies import until
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 replicas = pytest.importorskip("mmaccel.serve.replicas", reason="Ray Serve is not installed")
@@ -150,10 +151,7 @@ def test_what_nobody_uses_is_removed_while_a_replica_runs(tmp_path: Path) -> Non
         for one in left:
             one.mkdir(parents=True)
         (left[0] / replicas.FACTS).write_text('{"owner": "local"}')
-        end = time.monotonic() + 20
-        while any(one.exists() for one in left):
-            assert time.monotonic() < end, "it stays"
-            time.sleep(0.1)
+        until(lambda: not any(one.exists() for one in left), 20)
 
 
 def test_a_stream_that_is_only_asked_is_in_use(tmp_path: Path) -> None:

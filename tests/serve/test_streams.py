@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from tests.serve.conftest import (
     running,
     talking,
 )
+from tests.spies import until
 
 
 def frames(count: int) -> list[str]:
@@ -276,10 +276,7 @@ def test_streams_are_few_and_close_when_nobody_uses_them() -> None:
         assert mine.post(SESSIONS, json={"recipe": "mosaic"}).status_code == 429
         path = opened(other)
         assert other.post(SESSIONS, json={"recipe": "mosaic"}).status_code == 429
-        end = time.monotonic() + 10
-        while other.get(path).status_code == 200:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        until(lambda: other.get(path).status_code != 200, 10)
         opened(mine)
 
 

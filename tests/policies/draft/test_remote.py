@@ -31,7 +31,7 @@ from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit
 from tests.core.toy import Meter, ToyRunner, bigram, decode_greedily, toy_prompt, view
 from tests.policies.draft.toy_service import VOCAB, Softmax, table
-from tests.spies import heard
+from tests.spies import heard, until
 
 SERVICE = "tests.policies.draft.toy_service:serve"
 TARGET = bigram(table(1))
@@ -347,10 +347,7 @@ def test_no_process_outlives_its_parent() -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
-    while _runs(child) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _runs(child)
+    until(lambda: not _runs(child), 10)
 
 
 def _runs(pid: int) -> bool:

@@ -2,31 +2,24 @@
 
 import copy
 import gc
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
-from functools import partial
-from typing import Any
-from unittest.mock import Mock
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import mmaccel
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.attach import adapter_for
-from mmaccel.core.decoding.worker import MessageSocket, Worker
-from mmaccel.core.errors import DraftError, MmaccelWarning
-from mmaccel.core.streams.stream_runner import StreamRunner
+from mmaccel.core.decoding.worker import Worker
+from mmaccel.core.errors import MmaccelWarning
 from mmaccel.models.prompt_stream import PromptStreamModel
-from mmaccel.policies.draft import _remote_drafter, _remote_stream
-from mmaccel.policies.draft._draft_model import draft_stream
-from mmaccel.policies.draft._remote_stream import END, RemoteDraftStream
+from mmaccel.policies.draft import Parallel, _remote_stream
+from mmaccel.policies.draft._remote_stream import END
 from tests.models.streams import FPS, asked_of_film, pair
-from tests.policies.draft.test_remote_drafter import NAME, TIGHT, parallel, stop, watching
+from tests.policies.draft.test_remote_drafter import NAME, TIGHT, parallel, stop, target, watching  # noqa: F401
 from tests.spies import heard
 
 HOW: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True}
@@ -81,67 +74,23 @@ def test_a_call_ends_at_its_deadline_though_the_process_takes_nothing(fast: mmac
     )
 
 
-class Near(Worker):
-    """The near end of a process that is a thread here."""
-
-    alive = True
-
-    def __init__(self, wire: MessageSocket) -> None:
-        self.wire = wire
-
-    def post(self, kind: int, *numbers: int, blob: Any) -> None:
-        self.send(kind, *numbers, blob=blob())
-
-    def send(self, kind: int, *numbers: int, blob: Any = ()) -> None:
-        self.wire.send(kind, *numbers, blob=blob)
-
-    def receive(self, limit_s: float, silence_s: float | None = None) -> Any:
-        return self.wire.receive(limit_s)
-
-    def wait_until_sent(self, limit_s: float | None = None) -> None:
-        pass
-
-
-@pytest.fixture
-def near() -> Iterator[Near]:
-    """A worker whose service, with the tiny model, is a thread."""
-    model, _ = pair(NAME)
-    ours, theirs = socket.socketpair()
-    wire, view = MessageSocket(theirs), ModelView(model, adapter_for(model), adapter_for)
-    told = partial(draft_stream, model)
-    serve = partial(_remote_drafter.serve_decoder, wire, Mock(), "cpu", lambda settings: told(settings, view))
-
-    def work() -> None:
-        with pytest.raises(DraftError, match="has ended"):
-            serve()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield Near(MessageSocket(ours))
-    ours.close()
-    thread.join(10)
-    theirs.close()
-    assert not thread.is_alive()
+@dataclass(frozen=True, kw_only=True)
+class Slow(Parallel):
+    service: ClassVar[str] = "tests.policies.draft.toy_service:serve_slowly"
 
 
 @pytest.mark.parametrize("collected", [False, True])
-def test_a_film_that_is_abandoned_is_read_no_further(
-    near: Near, collected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_film_that_is_abandoned_is_read_no_further(target: ModelView, collected: bool) -> None:  # noqa: F811
     """What is asked of the process next is done within a second, also where a stream's end is told with the next one."""
-    passes = heard(monkeypatch, StreamRunner, "encode", lambda *_: time.sleep(0.1))
-    closed = heard(monkeypatch, StreamRunner, "close", lambda *_: None)
     inputs = dict(pair(NAME)[1].chat(asked_of_film(80), fps=FPS))
-    first = RemoteDraftStream(
-        near, replace(watching("recent"), processor=None, chunk=8, prompt=(PromptStreamModel, inputs))
-    )
+    film = replace(watching("recent"), processor=None, chunk=8, prompt=(PromptStreamModel, inputs))
+    draft = Slow(model=f"{NAME}-draft", window=4)
+    first: Any = draft.open_stream(target, film)
     first.prepare_question(inputs["input_ids"], 4)
-    until = time.monotonic() + 20
-    while len(passes) < 2 and time.monotonic() < until:
-        time.sleep(0.01)
+    time.sleep(0.5)  # of some three seconds that it takes
+    assert first._worker.receive(0.0) is None, "it is being read"
     first.close(collected)
-    assert 2 <= len(passes) < 10
-    with closing(RemoteDraftStream(near, watching("recent"))) as second:
-        began = time.monotonic()
-        second.wait_until_done()
-        assert time.monotonic() - began < 1 and len(closed) == 1
+    began = time.monotonic()
+    with closing(draft.open_stream(target, watching("recent"))) as second:
+        second.wait_until_done()  # type: ignore[attr-defined]
+        assert time.monotonic() - began < 1

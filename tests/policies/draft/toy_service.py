@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mmaccel.core.decoding.worker import _HEAD, _MAGIC, BEAT, READY, MessageSocket
+from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens, TokenDistribution
 from tests.core.toy import ToyRunner, bigram
@@ -87,3 +88,15 @@ def serve(wire: MessageSocket, options: dict[str, Any]) -> None:
     fault, _, hour = rest.partition(":")
     wire.send(READY, VOCAB_FAULT if fault == "vocabulary" else VOCAB)
     _remote_drafter.serve_decoder(wire, lambda: Faulty(int(seed), fault, int(hour or 0), wire))
+
+
+def serve_slowly(wire: MessageSocket, options: dict[str, Any]) -> None:
+    """The draft's own service, in which each pass over frames takes a tenth of a second longer."""
+    encode = StreamRunner.encode
+
+    def slowly(self: StreamRunner, frames: torch.Tensor) -> None:
+        time.sleep(0.1)
+        encode(self, frames)
+
+    StreamRunner.encode = slowly  # type: ignore[method-assign]
+    _remote_drafter.serve(wire, options)

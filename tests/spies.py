@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -13,31 +14,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmaccel.core.errors import MmaccelError
 
 
-def heard(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, tell: Callable[..., Any]) -> list[Any]:
-    """What `tell` makes of the arguments of each call of `owner.name` from now on, which is made all the same."""
+def heard(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, tell: Callable[..., Any], after: bool = False
+) -> list[Any]:
+    """What `tell` makes of the arguments of each call of `owner.name` from now on, which is made all the same; `after` it,
+    and of what it gives before them."""
     seen: list[Any] = []
     plain = getattr(owner, name)
 
     def noted(*given: Any, **named: Any) -> Any:
-        seen.append(tell(*given, **named))
-        return plain(*given, **named)
-
-    monkeypatch.setattr(owner, name, noted)
-    return seen
-
-
-def returned(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, tell: Callable[..., Any]) -> list[Any]:
-    """What `tell` makes of what each call of `owner.name` gives from now on, and of its arguments."""
-    seen: list[Any] = []
-    plain = getattr(owner, name)
-
-    def noted(*given: Any, **named: Any) -> Any:
+        if not after:
+            seen.append(tell(*given, **named))
         made = plain(*given, **named)
-        seen.append(tell(made, *given, **named))
+        if after:
+            seen.append(tell(made, *given, **named))
         return made
 
     monkeypatch.setattr(owner, name, noted)
     return seen
+
+
+returned = partial(heard, after=True)
 
 
 def always(*_: Any, **__: Any) -> bool:

@@ -183,15 +183,8 @@ def test_the_camera(page: Page, served: Served) -> None:
     assert page.value("document.getElementById('state').textContent") == "The camera is off."
 
 
-def test_an_address(page: Page, served: Served) -> None:
-    opened(page, served)
-    page.value("document.getElementById('url').value = 'file:bars.mp4'")
-    page.value("document.getElementById('read').click()")
-    page.until("document.getElementById('state').textContent.startsWith('file:bars.mp4: 2 frames')")
-    no_error(page)
-
-
 def test_errors_are_told_and_leave_the_page_at_work(page: Page, served: Served, tmp_path: Path) -> None:
+    """An address is read after them, and a question answered."""
     opened(page, served)
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(b"no video at all" * 50)

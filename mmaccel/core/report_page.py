@@ -260,9 +260,7 @@ def describe_run(run: Fields) -> str:
     draft, counters = run["draft"], [_figure(name, value) for name, value in run["kv"].items() if value]
     heads = format_head_counts(Counter(chain.from_iterable(run["patterns"])))
     asked = run["recipe"].get("sparse", {}).get("name", DEFAULTS["sparse"])
-    unused = (
-        "no pattern" if asked == DEFAULTS["sparse"] else f"{asked} was asked for and did nothing, see below"
-    )
+    unused = "no pattern" if asked == DEFAULTS["sparse"] else f"{asked} acted on no part of it, see below"
     lines = [
         f"prompt {run['prompt_tokens']} tokens, {run['new_tokens']} new; first token after {show(run['ttft_s'], '.3f')} s, "
         f"then {show(run['tokens_per_s'], '.1f')} tokens/s",

@@ -255,10 +255,8 @@ class Meter(DraftRounds):
     def _last_notes(self, recipe: dict[str, Any], kv: dict[str, float]) -> Iterator[str]:
         """Sentences on a pattern that no layer ran, and why, unless a note says so already; and on frames that the memory
         has forgotten."""
-        asked, noted = (
-            recipe.get("sparse", {}).get("name"),
-            any(one.startswith("sparse: ") for one in self.notes),
-        )
+        asked = recipe.get("sparse", {}).get("name")
+        noted = any(one.startswith("sparse: ") for one in self.notes)
         if asked not in (None, DEFAULTS["sparse"]) and not self.ran_patterns() and not noted:
             did = "was asked for and did nothing"
             if self.acted_before:

@@ -74,26 +74,11 @@ class CachedDraftState:
         setattr(cache, TURN, self)
 
 
-EVENTS = {
-    "recalled",
-    "questions",
-    "pages",
-    "ingested",
-    "eager_splits",
-    "deferred_splits",
-    "visual_splits",
-    "cuts",
-}
-EVENTS |= {
-    "deferred",
-    "singletons",
-    "flushed",
-    "resolved",
-    "scenes",
-    "host_puts",
-    "host_fetches",
-    "host_gathers",
-}
+_EVENTS = """
+    recalled questions pages ingested eager_splits deferred_splits visual_splits cuts deferred singletons flushed resolved
+    scenes host_puts host_fetches host_gathers
+"""
+EVENTS = frozenset(_EVENTS.split())
 """Counters of a memory that count what has happened, with those of `EVENT_PREFIXES`; others say what it is now."""
 EVENT_PREFIXES = ("fetch_", "host_copies_", "host_bytes_", "host_seconds_", "host_disk_in")
 
@@ -147,10 +132,8 @@ class StreamCache(Cache):
         """Return the memory's counters `now`, at the end of a call; those of events (`EVENTS`) are what came since the last
         one's."""
         before, self._counted = self._counted, now
-        events = {name for name in now if name in EVENTS or name.startswith(EVENT_PREFIXES)}
-        return {
-            name: value - (before.get(name, 0.0) if name in events else 0.0) for name, value in now.items()
-        }
+        events = [name for name in before if name in EVENTS or name.startswith(EVENT_PREFIXES)]
+        return {**now, **{name: now[name] - before[name] for name in events if name in now}}
 
     def begin_turn(self, attachment: ModelAttachment, inputs: Mapping[str, Any]) -> None:
         """Go back to what the prompt `inputs` has in common with the last conversation. Raises `ModelError` for one that

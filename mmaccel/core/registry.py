@@ -280,7 +280,7 @@ class Registry(Mapping[str, type[Any]]):
                 parts = [one for kind in PARTS if kind in known for one in registry(kind).values()]
                 own = [one.name for part in parts for one in dataclasses.fields(part)]
                 others = [*getattr(cls, "FORMER", ()), *own]
-                raise UnknownName(f"field of {self.kind} {name!r}", unknown, known, others=others)
+                raise UnknownName("field", unknown, known, others=others, owner=f"{self.kind} {name!r}")
         _check_types(f"{self.kind} {name!r}", cls, given)
         try:
             return cls(**given)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
@@ -167,6 +168,27 @@ def field_limits(cls: type) -> dict[str, FieldLimit]:
         if limit is not None:
             found[name] = _or_null(limit) if "None" in str(one.type) else limit
     return found
+
+
+def field_texts(cls: type) -> dict[str, str]:
+    """Return the paragraphs of a class's text that begin with the name of a field, each on one line."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    names = {field.name for field in dataclasses.fields(cls)}
+    found: dict[str, str] = {}
+    current = None
+    for line in (inspect.getdoc(cls) or "").splitlines():
+        first = line.split(maxsplit=1)[0].rstrip(",") if line.strip() else ""
+        if line and not line.startswith(" "):
+            current = first if first in names and "  " in line else None
+        if current is not None and line.strip():
+            found[current] = f"{found.get(current, '')} {' '.join(line.split())}".strip()
+    return found
+
+
+def every_field_text(cls: type) -> dict[str, str]:
+    """Return the `field_texts` of a class and of its bases; the nearest class's own is taken."""
+    return {field: text for base in reversed(cls.__mro__) for field, text in field_texts(base).items()}
 
 
 def _or_null(limit: FieldLimit) -> FieldLimit:

@@ -218,6 +218,28 @@ def test_the_time_may_run_out_while_the_video_is_read(models: Any) -> None:
     assert models[1].generate(**call, **CALL).shape[1] == got.shape[1] + 5, "nothing is left of it"
 
 
+@pytest.mark.parametrize("kv", ["full", "mosaic"])
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_frames_of_another_size_are_refused_before_the_tower_runs(
+    kv: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = pair(name)[0], filmed(name, 8)
+    pixels = inputs["pixel_values_videos"]
+    wrong = pixels[..., :-14, :] if pixels.ndim == 5 else pixels[:-4]
+    told = r"^pixel_values_videos: it has .*; build the inputs with the model's processor\.$"
+    with mmaccel.accelerate(model, kv=TIGHT.get(kv, kv)) as fast:
+        want = fast.generate(**inputs, max_new_tokens=2, do_sample=False)
+        with monkeypatch.context() as fails:
+            fails.setattr(
+                type(model.model.visual if name == "random-qwen" else model.model.vision_tower),
+                "forward",
+                None,
+            )
+            with pytest.raises(ModelError, match=told):
+                fast.generate(**{**inputs, "pixel_values_videos": wrong}, max_new_tokens=2)
+        assert torch.equal(fast.generate(**inputs, max_new_tokens=2, do_sample=False), want)
+
+
 def test_a_video_without_pixels_is_refused() -> None:
     inputs = {name: x for name, x in filmed("random-ov", 8).items() if "pixel" not in name}
     with (

@@ -85,7 +85,7 @@ WINDOW_ALONE = _mosaic("window alone", encode_frames=0)
 
 WORDS = {"index": {"name": "clusters", "ask_by": "words"}}
 SPARSE: dict[str, Any] = {"sparse": {"name": "per_head", "table": "shipped"}, "dense_layers": [0, 1, 2]}
-"""The table of layer 0 alone loses as many questions about order as the whole table (lab/LOG.md)."""
+"""Three dense layers: with layer 0 alone dense questions about order are lost in long films (lab/LOG.md)."""
 DRAFT = {"draft": {"name": "sequential", "kv": {"name": "mosaic", "window": 16, "local": 8}}}
 
 

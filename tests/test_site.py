@@ -33,7 +33,7 @@ from tests.spies import returned
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-TUTORIALS = [*sorted(path.name for path in (DOCS / "tutorials").glob("*.md")), "../live.md"]
+TUTORIALS = [*sorted(path.name for path in (DOCS / "tutorials").glob("*.md")), "../live.md", "../compose.md"]
 SITE = runpy.run_path(str(DOCS / "site.py"))
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 WORDS = 1500
@@ -142,6 +142,11 @@ def test_a_tutorial_runs_as_it_stands(
         )
         kept = pytest.approx(100 * space["report"].kept, abs=1)
         assert told and told[1] == space["answer"] and float(told[2]) == kept
+    if name == "../compose.md":
+        assert (
+            space["answer"].strip() == "purple"
+            and space["ids"].shape[1] == len(space["inputs"]["input_ids"][0]) + 13
+        )
     if name in ("stream.md", "../live.md"):
         assert space["answer"].text == "pink"
         assert name != "stream.md" or Path("page.html").read_text().count("<img") > 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,18 @@ from mmaccel.cli.choices import policy_has_field
 from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.recipe import FORMER, MAIN_PRESETS, VERSION, Recipe, check_sequences, presets, stream_policy
-from mmaccel.core.registry import BASES, DEFAULTS, KINDS, PARTS, FieldLimit, field_limits, policy, registry
+from mmaccel.core.registry import (
+    BASES,
+    DEFAULTS,
+    KINDS,
+    PARTS,
+    FieldLimit,
+    every_field_text,
+    field_limits,
+    field_texts,
+    policy,
+    registry,
+)
 from mmaccel.models import shipped
 from mmaccel.models.shapes import SHAPES
 
@@ -135,12 +147,14 @@ def _class(kind: str, name: str) -> str:
     lines = [f"{name} ({'family' if kind == 'model' else kind})", "", inspect.getdoc(cls) or ""]
     if dataclasses.is_dataclass(cls):
         limits = {} if kind == "model" else field_limits(cls)
-        fields = [_field(one, limits.get(one.name)) for one in dataclasses.fields(cls) if one.init]
-        lines += ["", "fields", *(fields or ["  none"])]
+        texts = {**every_field_text(cls), **dict.fromkeys(field_texts(cls), "")}  # its own stand above
+        fields = [one for one in dataclasses.fields(cls) if one.init]
+        told = [_field(one, limits.get(one.name), texts.get(one.name, "")) for one in fields]
+        lines += ["", "fields", *(told or ["  none"])]
     return "\n".join(lines)
 
 
-def _field(field: dataclasses.Field[Any], limit: FieldLimit | None) -> str:
+def _field(field: dataclasses.Field[Any], limit: FieldLimit | None, text: str) -> str:
     # A string, unless the file of the class has its annotations evaluated.
     kind = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
     default = "(required)"
@@ -150,7 +164,8 @@ def _field(field: dataclasses.Field[Any], limit: FieldLimit | None) -> str:
         default = repr(field.default_factory())
     # The choices of a Literal are its type.
     allowed = "" if limit is None or "Literal" in kind else f" ({limit.give})"
-    return f"  {field.name}: {kind} = {default}{allowed}"
+    about = textwrap.wrap(text.removeprefix(field.name), 114)
+    return "\n      ".join([f"  {field.name}: {kind} = {default}{allowed}", *about])
 
 
 def _words(word: str) -> list[str]:
@@ -166,26 +181,10 @@ def _words(word: str) -> list[str]:
                 )
             told += [
                 f"{word} (of {kind} {name})\n\n  {field}: {text.removeprefix(field).strip()}"
-                for field, text in _field_texts(cls).items()
+                for field, text in field_texts(cls).items()
                 if f'"{word}"' in text
             ]
     return told
-
-
-def _field_texts(cls: type) -> dict[str, str]:
-    """The paragraphs of a class's text that begin with the name of a field, each on one line."""
-    if not dataclasses.is_dataclass(cls):
-        return {}
-    names = {field.name for field in dataclasses.fields(cls)}
-    found: dict[str, str] = {}
-    current = None
-    for line in (inspect.getdoc(cls) or "").splitlines():
-        first = line.split(maxsplit=1)[0].rstrip(",") if line.strip() else ""
-        if line and not line.startswith(" "):
-            current = first if first in names and "  " in line else None
-        if current is not None and line.strip():
-            found[current] = f"{found.get(current, '')} {' '.join(line.split())}".strip()
-    return found
 
 
 def _other(kind: str, name: str) -> str:
@@ -346,7 +345,7 @@ def recipe_schema() -> dict[str, Any]:
 
 def _object(cls: Any, name: str | None = None) -> dict[str, Any]:
     """The schema of a mapping that gives the fields of `cls`, and its name."""
-    texts, hints = _field_texts(cls), typing.get_type_hints(cls)
+    texts, hints = every_field_text(cls), typing.get_type_hints(cls)
     properties: dict[str, Any] = {} if name is None else {"name": {"const": name}}
     required = [] if name is None else ["name"]
     for field in dataclasses.fields(cls):

@@ -17,7 +17,7 @@ from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
 from mmaccel.core.files import outside
 from mmaccel.core.report import Report
-from mmaccel.core.report_page import describe_draft, format_attention_share, format_head_counts
+from mmaccel.core.report_page import describe_draft, format_attention_share, format_head_counts, memory_lines
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -176,7 +176,8 @@ def evidence_footer(answer: Answer, moments: int) -> list[str]:
 
 
 def stream_status_lines(report: Report) -> list[str]:
-    """Return lines on what each part of a session's recipe did: frames seen, share of attention computed, tokens drafted."""
+    """Return lines on what each part of a session's recipe did: frames seen, share of attention computed, tokens drafted;
+    and on its memory."""
     parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
     if seen is not None:
         parts.append(f"each frame saw {seen:.0%} of those before it")
@@ -186,4 +187,6 @@ def stream_status_lines(report: Report) -> list[str]:
         )
     if drafted := describe_draft({**draft, "notes": ()}):
         parts.append(f"the last answer's draft: {drafted}")
-    return [*(["; ".join(parts)] if parts else []), *draft["notes"], *report.notes]
+    told = ["; ".join(parts)] if parts else []
+    held = memory_lines(report.to_dict()) if report.kv else []
+    return [*told, *held, *draft["notes"], *report.notes]

@@ -111,6 +111,7 @@ class UnknownName(RecipeError):
     own    whether a file of the user could register the name
     others  former names, and fields of parts (an index, a store), from which the nearest name may also come
     meant  what the name means elsewhere and what to use instead (`Policy.words`); the message then says only this
+    owner  what has a thing of `kind`, if the name is of a part of it: "kv 'mosaic'"
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class UnknownName(RecipeError):
         own: bool = False,
         meant: str | None = None,
         others: Iterable[str] = (),
+        owner: str | None = None,
     ) -> None:
         if meant is not None:
             super().__init__(f"{kind} {name!r} {meant}.")
@@ -138,7 +140,8 @@ class UnknownName(RecipeError):
         of = ", of its index or store, or of an earlier version" if near and near[0] not in names else ""
         hint = f"did you mean {near[0]!r}{of}? {text[0].upper()}{text[1:]}" if near else text
         hint = f"{hint[:-1]}; {OWN}." if own else hint
-        super().__init__(f"unknown {kind} {shown(given)}: {hint}")
+        what = f"unknown {kind}" if owner is None else f"{owner} has no {kind}"
+        super().__init__(f"{what} {shown(given)}: {hint}")
 
 
 class ModelError(MmaccelError):

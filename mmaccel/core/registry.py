@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
@@ -169,6 +170,27 @@ def field_limits(cls: type) -> dict[str, FieldLimit]:
     return found
 
 
+def field_texts(cls: type) -> dict[str, str]:
+    """Return the paragraphs of a class's text that begin with the name of a field, each on one line."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    names = {field.name for field in dataclasses.fields(cls)}
+    found: dict[str, str] = {}
+    current = None
+    for line in (inspect.getdoc(cls) or "").splitlines():
+        first = line.split(maxsplit=1)[0].rstrip(",") if line.strip() else ""
+        if line and not line.startswith(" "):
+            current = first if first in names and "  " in line else None
+        if current is not None and line.strip():
+            found[current] = f"{found.get(current, '')} {' '.join(line.split())}".strip()
+    return found
+
+
+def every_field_text(cls: type) -> dict[str, str]:
+    """Return the `field_texts` of a class and of its bases; the nearest class's own is taken."""
+    return {field: text for base in reversed(cls.__mro__) for field, text in field_texts(base).items()}
+
+
 def _or_null(limit: FieldLimit) -> FieldLimit:
     give = limit.give if "null" in limit.give else f"{limit.give}, or null"
     return FieldLimit(lambda value: value is None or limit.fits(value), give)
@@ -280,7 +302,7 @@ class Registry(Mapping[str, type[Any]]):
                 parts = [one for kind in PARTS if kind in known for one in registry(kind).values()]
                 own = [one.name for part in parts for one in dataclasses.fields(part)]
                 others = [*getattr(cls, "FORMER", ()), *own]
-                raise UnknownName(f"field of {self.kind} {name!r}", unknown, known, others=others)
+                raise UnknownName("field", unknown, known, others=others, owner=f"{self.kind} {name!r}")
         _check_types(f"{self.kind} {name!r}", cls, given)
         try:
             return cls(**given)

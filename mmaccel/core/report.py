@@ -45,7 +45,8 @@ class Report(HtmlReport):
                     (proposed in each), failed (a reason or None), counters (the strategy's own), notes (its own sentences,
                     `DraftState.report_notes`), of all sequences of a batch together, counters and notes only of one alone;
                     sequences: the same of each, with new_tokens and its memory's counters (kv), where a draft was at work
-    kv              counters of the memory; of a batch that is drafted for, of its last sequence's
+    kv              counters of the memory; of a batch that is drafted for, of its last sequence's. On the `past_key_values`
+                    of an earlier call those of events, such as "recalled", are this call's alone
     backend_why     why it is this backend, with the measured rates where "auto" measured
     video_tokens    of the prompt's videos, in a session of the frames taken in; `video_units`: their steps of time (frames,
                     or what the tower takes as one)
@@ -167,6 +168,7 @@ class Meter(DraftRounds):
     notes: list[str] = field(default_factory=list)
     sequences: list[SequenceMeter] = field(default_factory=list)
     idle: dict[str, None] = field(default_factory=dict)  # why layers under a pattern ran dense, each once
+    acted_before: bool = False  # whether a pattern ran when an earlier call read what this one goes on from
     generating: bool = False  # once a generation is over its figures stay until the next pass
 
     def clear(self) -> None:
@@ -246,14 +248,20 @@ class Meter(DraftRounds):
             shares.append(mean if not shares else mean.to(shares[0].device))
         return tuple(map(tuple, torch.stack(shares).tolist())) if shares else ()
 
+    def ran_patterns(self) -> bool:
+        """Return whether any head ran another pattern than "dense"."""
+        return bool({*chain.from_iterable(self.names.values())} - {DEFAULTS["sparse"]})
+
     def _last_notes(self, recipe: dict[str, Any], kv: dict[str, float]) -> Iterator[str]:
         """Sentences on a pattern that no layer ran, and why, unless a note says so already; and on frames that the memory
         has forgotten."""
-        asked, dense = recipe.get("sparse", {}).get("name", DEFAULTS["sparse"]), DEFAULTS["sparse"]
-        ran = {*chain.from_iterable(self.names.values())} - {dense}
-        if asked != dense and not ran and not any(note.startswith("sparse: ") for note in self.notes):
-            why = "; ".join(self.idle) or "no prompt was read, and no film ingested"
-            yield f"sparse: {asked} was asked for and did nothing: {why}"
+        asked = recipe.get("sparse", {}).get("name")
+        noted = any(one.startswith("sparse: ") for one in self.notes)
+        if asked not in (None, DEFAULTS["sparse"]) and not self.ran_patterns() and not noted:
+            did = "was asked for and did nothing"
+            if self.acted_before:
+                did = "acted when an earlier call read the video, and acts on no part of this call"
+            yield f"sparse: {asked} {did}: {'; '.join(self.idle) or 'no prompt was read, and no film ingested'}"
         if gone := kv.get("let_go"):
             yield f"kv: {gone:g} of {kv['units']:g} steps of time (frames) were let go of, and no question recalls them"
 

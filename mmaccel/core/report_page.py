@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -24,6 +25,9 @@ MOST, GIVEN, LONGEST = 8, 8, 6000
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
 STEPS = 10
 """Shades of the map of heads."""
+
+COLUMNS, GROUPS, UNBROKEN = 100, ("fetch_", "host_"), "\N{NO-BREAK SPACE}"
+"""Of the lines on a memory: their width; the first words of counters that have a line of their own; a space in a figure."""
 
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -257,17 +261,15 @@ def describe_run(run: Fields) -> str:
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    draft, counters = run["draft"], [_figure(name, value) for name, value in run["kv"].items() if value]
+    draft = run["draft"]
     heads = format_head_counts(Counter(chain.from_iterable(run["patterns"])))
     asked = run["recipe"].get("sparse", {}).get("name", DEFAULTS["sparse"])
-    unused = (
-        "no pattern" if asked == DEFAULTS["sparse"] else f"{asked} was asked for and did nothing, see below"
-    )
+    unused = "no pattern" if asked == DEFAULTS["sparse"] else f"{asked} acted on no part of it, see below"
     lines = [
         f"prompt {run['prompt_tokens']} tokens, {run['new_tokens']} new; first token after {show(run['ttft_s'], '.3f')} s, "
         f"then {show(run['tokens_per_s'], '.1f')} tokens/s",
         f"attention: kept {format_attention_share(run['kept'])} in prefill ({heads or unused}), backend {run['backend']}",
-        ", ".join([f"memory: peak {run['peak_bytes'] / 2**20:.0f} MiB", *counters]),
+        *memory_lines(run),
     ]
     if run["backend_why"].startswith("measured"):
         lines.insert(2, f"backend {run['backend']}: {run['backend_why']}")
@@ -282,6 +284,21 @@ def describe_run(run: Fields) -> str:
     return "\n".join([*lines, *(f"draft: {note}" for note in notes), *run["notes"]])
 
 
+def memory_lines(run: Fields) -> list[str]:
+    """Return the peak memory and a memory's counters, of the fields of a `Report`, as lines of at most `COLUMNS` characters;
+    counters whose names begin with one of `GROUPS` stand in a line of their own, without that."""
+    groups = {"": [f"memory: peak {run['peak_bytes'] / 2**20:.0f} MiB"], **{name: [] for name in GROUPS}}
+    for name, value in run["kv"].items():
+        group = next((one for one in GROUPS if name.startswith(one)), "")
+        if value:
+            groups[group].append(_figure(name, value).removeprefix(group))
+    lines: list[str] = []
+    for group, figures in groups.items():
+        text = f"  {group[:-1]}: " * bool(group) + ", ".join(one.replace(" ", UNBROKEN) for one in figures)
+        lines += textwrap.wrap(text, COLUMNS, subsequent_indent=4 * " ") if figures else []
+    return [line.replace(UNBROKEN, " ") for line in lines]
+
+
 def _figure(name: str, value: float) -> str:
     """A counter of a memory with its unit, where its name has one; tokens are held and seen."""
     what, _, where = name.partition(" ")
@@ -289,7 +306,8 @@ def _figure(name: str, value: float) -> str:
         return f"{value:g} visual tokens {where}{' on' if where.startswith('from ') else ''}".rstrip()
     if "bytes" in name.split("_"):
         return f"{name} {value / 2**20:.2f} MiB"
-    unit = " tokens" if name in ("held", "held_mean", "seen") else " s" if name.endswith("_s") else ""
+    timed = name.endswith("_s") or "seconds" in name.split("_")
+    unit = " tokens" if name in ("held", "held_mean", "seen") else " s" if timed else ""
     return f"{name} {value:.4g}{unit}" if unit == " s" else f"{name} {value:g}{unit}"
 
 

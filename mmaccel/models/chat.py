@@ -1,5 +1,5 @@
-"""Chats to token ids: the inputs of `Processor.chat` as messages, chat templates that turn messages into text, and the clips
-of the videos given to a session.
+"""Chats to token ids: the inputs of `Processor.chat` as messages, chat templates that turn messages into text, tokenizers,
+and the clips of the videos given to a session.
 
 Chat templates are code from a model's folder, so they run with limits. Users' special tokens can be made plain text.
 """
@@ -14,10 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmaccel.core import errors
 from mmaccel.core.errors import ModelError, check_text
@@ -33,6 +35,8 @@ READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
 READ_FRAMES = 64
 """Frames of a file that are read at a time."""
+ANSWER = "\ue002"
+"""Stands for an answer whose ids are known, where a chat template is rendered for what follows it."""
 QUIET_S = 0.5
 """Seconds without a frame after which the model reads what a live source has sent."""
 GROWTH, FRAME = 4, 1 << 16
@@ -202,6 +206,20 @@ def render(
     return whole
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a model folder; raises `ModelError` if it has none that can be read."""
+    # Without these AutoTokenizer may give an empty tokenizer instead of an error.
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise ModelError(f"{folder} has no tokenizer.json: save the tokenizer there.")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        # The library raises errors of many kinds for a file that is not as it should be.
+        raise ModelError(f"{folder} has no tokenizer that can be read: save it there.") from error
+
+
 def tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
     """Tokenize a text. The special tokens that a `ChatText` marks as plain are tokenized as ordinary text."""
     plain = text.plain if isinstance(text, ChatText) else {}
@@ -219,6 +237,23 @@ def tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int
         begin = next(n for n in range(len(framed)) if framed[n : n + len(bare)] == bare)
         ids = [*framed[:begin], *ids, *framed[begin + len(bare) :]]
     return ids
+
+
+def append_turn(tokenizer: Any, ids: Tensor, text: ChatText) -> Tensor:
+    """Return token ids [1, m]: `ids` [1, n] up to the end of their answer, then what a chat template's `text` has behind
+    `ANSWER`. Raises `ModelError` for several rows, and for a template that leaves answers out."""
+    if ids.ndim != 2 or len(ids) != 1:
+        raise ModelError(f"ids: they are {list(ids.shape)}; give those of one conversation, [1, n].")
+    _, answer, behind = text.partition(ANSWER)
+    if not answer:
+        raise ModelError("chat template: it leaves answers out; write the next turn's ids yourself.")
+    later = ChatText(behind)
+    later.plain = text.plain
+    special = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+    # The template ends the answer itself.
+    words = (~torch.isin(ids[0], ids.new_tensor(special))).nonzero()
+    kept = ids[:, : int(words[-1]) + 1 if len(words) else 0]
+    return torch.cat([kept, ids.new_tensor([tokenize(tokenizer, later, add_special_tokens=False)])], 1)
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:

@@ -225,7 +225,14 @@ class LlavaOnevision(Family):
         config: Any = model.config
         side = _side(model)
         pooled = math.ceil(side / 2)
-        pixels = inputs.get("pixel_values_videos")
+        pixels, size = inputs.get(PIXELS[VIDEO]), config.vision_config.image_size
+        for name in PIXELS.values():
+            if isinstance(given := inputs.get(name), Tensor) and given.shape[-2:] != (size, size):
+                high, wide = given.shape[-2:]
+                raise ModelError(
+                    f"{name}: it has pictures of {high} x {wide} pixels, and the model's tower takes {size} x {size}; build "
+                    "the inputs with the model's processor."
+                )
         encoded = (inputs.get("mm_encoder_outputs") or {}).get("video")
         count = frames = 0
         if pixels is not None:

@@ -18,14 +18,25 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmaccel.core import errors
-from mmaccel.core.errors import ModelError, check_text, warn
+from mmaccel.core.errors import ModelError, check_question, check_text, warn
 from mmaccel.core.files import outside
 from mmaccel.core.registry import registry
 from mmaccel.media.preprocess import Pixels, load_frames, load_image
-from mmaccel.models.chat import ChatText, as_messages, conversations, image_sets, render, tokenize, video_list
+from mmaccel.models.chat import (
+    ANSWER,
+    ChatText,
+    append_turn,
+    as_messages,
+    conversations,
+    image_sets,
+    load_tokenizer,
+    render,
+    tokenize,
+    video_list,
+)
 from mmaccel.models.loading import local_folder, read_config, read_json
 from mmaccel.models.prompt_layout import ProcessorSpec
-from mmaccel.models.taking import most_frames, sample
+from mmaccel.models.taking import take
 
 
 class Processor:
@@ -96,7 +107,7 @@ class Processor:
             template = outside.read_text(new, str(new), ModelError, fix="save it again")
         return cls(
             model_type,
-            _tokenizer(place),
+            load_tokenizer(place),
             image=image,
             video=video,
             extra={key: x for key, x in whole.items() if key not in ("processor_class", "auto_map")},
@@ -231,6 +242,14 @@ class Processor:
         text, special = self._written(messages, kinds)
         return tokenize(self.tokenizer, text, add_special_tokens=special)
 
+    def next_turn(self, ids: Tensor, question: str) -> Tensor:
+        """Token ids [1, m] of a conversation that goes on: `ids` [1, n] of the turns before with the answer, as `generate`
+        gave them, and behind them the user's `question`, by the chat template. On the device of `ids`. With them `generate`
+        needs the `past_key_values` of the turn before and nothing else. Raises `ModelError` for several rows."""
+        turns = (("user", "-"), ("assistant", ANSWER), ("user", check_question(question)))
+        messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+        return append_turn(self.tokenizer, ids, self._written(messages, ("image", "video"))[0])
+
     def _written(self, messages: list[dict[str, Any]], shown: Collection[str]) -> tuple[ChatText, bool]:
         """A conversation as text up to where the answer begins, and whether the tokenizer has to add special tokens; `shown`
         has the kinds of visuals in the call."""
@@ -268,7 +287,7 @@ class Processor:
         return token, number
 
     def _read(
-        self, videos: list[Any], fps: Any, frames: int | str | None, model: Any
+        self, videos: list[Any], fps: Any, frames: Any, model: Any
     ) -> tuple[list[Tensor], list[float | None]]:
         rates = list(fps) if isinstance(fps, (list, tuple)) else [fps] * len(videos)
         if len(rates) != len(videos):
@@ -286,17 +305,13 @@ class Processor:
             )
         if frames == "auto" and model is None:
             raise ModelError("frames: 'auto' takes what a model has room for; give it as model=.")
-        pairs = [self._frames(*one, frames, model) for one in zip(videos, rates, strict=True)]
+        pairs = [
+            take(self, video, rate, frames, model)
+            if isinstance(video, str | os.PathLike)
+            else load_frames(video, rate, frames=None if frames == "auto" else frames)
+            for video, rate in zip(videos, rates, strict=True)
+        ]
         return [shown for shown, _ in pairs], [rate for _, rate in pairs]
-
-    def _frames(self, video: Any, rate: float | None, frames: Any, model: Any) -> tuple[Tensor, float | None]:
-        if not isinstance(video, str | os.PathLike):
-            return load_frames(video, rate, frames=None if frames == "auto" else frames)
-        if frames == "auto":
-            frames, told = most_frames(self, model, video)
-            warn(f"{told}.")
-        taken = sample(self, video, fps=rate, frames=frames)
-        return taken.frames, taken.fps
 
     def _match(self, texts: list[str], given: Mapping[str, int]) -> None:
         """Raise `ModelError` where the placeholders are not as many as the visuals `given` of each kind."""
@@ -350,19 +365,6 @@ class Processor:
             image, video = ids == self.image_token_id, ids == self.video_token_id
             result["mm_token_type_ids"] = image.long() + 2 * video.long()
         return result
-
-
-def _tokenizer(folder: Path) -> Any:
-    # Without these AutoTokenizer may give an empty tokenizer instead of an error.
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
-        raise ModelError(f"{folder} has no tokenizer.json: save the tokenizer there.")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        # The library raises errors of many kinds for a file that is not as it should be.
-        raise ModelError(f"{folder} has no tokenizer that can be read: save it there.") from error
 
 
 def _implied(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -315,11 +315,12 @@ class PromptStreamRunner(Runner):
                 self._state, self._counted = live.state, live.counters
                 self._positions = live.stream.positions.limit
                 self._open.callback(owner.register_state(live.state, self))
+                meter = owner.attention.meter
                 if before is None:
                     cache.prompt.read_into(live, deadline)
+                    cache.read_sparsely = meter.ran_patterns()
                 else:
-                    why = "an earlier call read the video under it, and a short question is dense"
-                    owner.attention.meter.idle[why] = None
+                    meter.acted_before, meter.idle["a short question is dense"] = cache.read_sparsely, None
                 turn = run_question(live, ids, self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
                 self._open.enter_context(self.drafts.asked(ids, self._room, live.around))
@@ -375,7 +376,8 @@ class PromptStreamRunner(Runner):
         if self.cache is not None and self.cache.lasts and self._deadline.end_reason() is None:
             self.drafts.finish_intake()  # one that has not read the prompt yet would hold its pixels
         if state is not None:
-            self.counters = self._counted()
+            assert self.cache is not None
+            self.counters = self.cache.counters_of_call(self._counted())
             self._attachment.owner.release_state(state, self.counters)
         self._open.close()
         # The call keeps this runner until its last prompt has an answer, and is to keep one memory at a time.

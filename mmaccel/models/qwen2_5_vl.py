@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops.layer_ops import apply_rope
+from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, VIDEO, TimeScale
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
@@ -167,6 +168,12 @@ class Qwen25VL(Family):
         def read(kind: int) -> list[Grid]:
             thw, apart = inputs.get(_GRIDS[kind]), kind == VIDEO and self.stamped
             rows = () if thw is None else thw.tolist()
+            pixels, patches = inputs.get(PIXELS[kind]), sum(math.prod(row) for row in rows)
+            if isinstance(pixels, Tensor) and rows and len(pixels) != patches:
+                raise ModelError(
+                    f"{PIXELS[kind]}: it has {len(pixels)} patches, and {_GRIDS[kind]} tells of {patches}; build the inputs "
+                    "with the model's processor."
+                )
             return [Grid(t, h // merge, w // merge, apart=apart) for t, h, w in rows]
 
         return read(IMAGE), read(VIDEO)

@@ -74,6 +74,15 @@ class CachedDraftState:
         setattr(cache, TURN, self)
 
 
+_EVENTS = """
+    recalled questions pages ingested eager_splits deferred_splits visual_splits cuts deferred singletons flushed resolved
+    scenes host_puts host_fetches host_gathers
+"""
+EVENTS = frozenset(_EVENTS.split())
+"""Counters of a memory that count what has happened, with those of `EVENT_PREFIXES`; others say what it is now."""
+EVENT_PREFIXES = ("fetch_", "host_copies_", "host_bytes_", "host_seconds_", "host_disk_in")
+
+
 class StreamCache(Cache):
     """The `past_key_values` of a call on a memory of streams: what the call read of the images and videos of its prompt, for
     the accelerated model that returned it.
@@ -85,6 +94,7 @@ class StreamCache(Cache):
     prompt, live  the `PromptStreamModel` and its `StreamRunner`; None once it is closed
     ids    [1, n] of the last conversation, prompt and answer, as far as they were run
     lasts  whether it outlives the call that opened it
+    read_sparsely  whether a sparse pattern ran while the video was read
     """
 
     is_compileable = False
@@ -98,6 +108,8 @@ class StreamCache(Cache):
             finalize(self, live.close, True),
         )
         self._free.atexit = False
+        self._counted: Mapping[str, float] = {}
+        self.read_sparsely = False
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -115,6 +127,13 @@ class StreamCache(Cache):
             live, self.prompt, self.live = self.live, None, None
             if self._free.detach() is not None:
                 live.close()
+
+    def counters_of_call(self, now: Mapping[str, float]) -> dict[str, float]:
+        """Return the memory's counters `now`, at the end of a call; those of events (`EVENTS`) are what came since the last
+        one's."""
+        before, self._counted = self._counted, now
+        events = [name for name in before if name in EVENTS or name.startswith(EVENT_PREFIXES)]
+        return {**now, **{name: now[name] - before[name] for name in events if name in now}}
 
     def begin_turn(self, attachment: ModelAttachment, inputs: Mapping[str, Any]) -> None:
         """Go back to what the prompt `inputs` has in common with the last conversation. Raises `ModelError` for one that

@@ -127,6 +127,8 @@ class HFProcessor(Processor):
     def _run(self, call: Any, **given: Any) -> dict[str, Tensor]:
         try:
             made = call(**given)
+        except torch.OutOfMemoryError:  # not the input's fault
+            raise
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             raise ModelError(
                 f"{type(self.stock).__name__} makes no inputs of this ({one_line_error(error)}); give other images, videos "

@@ -110,6 +110,17 @@ def sample(
     return replace(video, frames=torch.cat(list(parts)))
 
 
+def take(
+    processor: Any, path: str | os.PathLike[str], rate: float | None, frames: Any, model: Any
+) -> tuple[Tensor, float | None]:
+    """Return the frames [T, 3, H, W] of a prompt's video file and their rate; see `Processor.__call__` for the arguments."""
+    if frames == "auto":
+        frames, told = most_frames(processor, model, path)
+        warn(f"{told}.")
+    taken = sample(processor, path, fps=rate, frames=frames)
+    return taken.frames, taken.fps
+
+
 def most_frames(
     processor: Any, model: nn.Module, path: str | os.PathLike[str], recipe: Recipe | None = None
 ) -> tuple[int, str]:

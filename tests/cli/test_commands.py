@@ -57,6 +57,25 @@ def test_describe_explains_every_field_of_a_recipe(call: Call) -> None:
     assert "dense_tail = 64\n" in defaults and "sparse = dense\n" in defaults and "chunk = null\n" in defaults
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "text"),
+    [
+        ("off", "in_batches", "whether the sequences of a batch are drafted for"),
+        ("fastv", "compact", "renumber the kept tokens 0, 1, 2, ..."),
+        ("rekv", "window", "frames, the current one included, that a query sees"),
+        ("sequential", "in_batches", "whether the sequences of a batch are drafted for"),
+        ("sequential", "window", None),
+    ],
+)
+def test_describe_explains_the_fields_of_a_base(call: Call, name: str, field: str, text: str | None) -> None:
+    """Below the field, where the policy's own text does not explain it already."""
+    said = call.text("describe", name).split("\nfields\n")[1].splitlines()
+    at = next(n for n, line in enumerate(said) if line.startswith(f"  {field}: "))
+    deep = said[at + 1][:6] == 6 * " "
+    assert deep == (text is not None) and (text is None or said[at + 1].strip().startswith(text))
+    assert max(map(len, said)) <= 125
+
+
 def test_describe_knows_the_words_of_policies(call: Call) -> None:
     status, out, _ = call("describe", "beside")
     assert status == 0 and all(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,7 @@ def test_gaps_are_skipped_or_listed(call: Call, ov: str, slides: Path) -> None:
     assert told["frames"] == 12 and told["events"] == []
     status, _, err = call(*base, "--gaps", "mark")
     assert status == 0 and "watched 23 frames, 22 s" in err
+    assert re.search(r"(?m)^memory: peak \d+ MiB, held \d+ tokens, [^:]*\bunits 23\b", err)
     gaps = [line for line in err.splitlines() if line.startswith("gap")]
     assert gaps == ["gap at 2 s, 1 s", "gap at 4 s, 3 s", "gap at 9 s, 7 s"], "each still moment is one gap"
     err = call.error(*base, "--gaps", "wait")

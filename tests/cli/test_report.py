@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 from mmaccel import media
-from mmaccel.core.report_page import describe_draft, describe_memory, render_page
+from mmaccel.core.report_page import COLUMNS, describe_draft, describe_memory, memory_lines, render_page
 from mmaccel.media.thumbnail import SIDE, jpeg
 from tests.cli import Call
 from tests.models.streams import QUESTION, film, open_session
@@ -196,6 +196,28 @@ def test_more_places_than_tokens_are_told_as_copies() -> None:
     twice = "room for 30 tokens, 21 tokens seen: frames that a question recalls are copied"
     assert describe_memory({"held": 20.0, "seen": 21.0}) == "20 of 21 tokens held"
     assert describe_memory({"held": 30.0, "seen": 21.0}) == twice
+
+
+def test_the_counters_of_a_memory_fit_a_terminal_and_stand_in_groups() -> None:
+    few = {
+        "held": 20.0,
+        "fetch_needed": 3.0,
+        "host_bytes": 2.0**20,
+        "host_seconds_in": 0.25,
+        "questions": 0.0,
+    }
+    run: dict[str, Any] = {"peak_bytes": 2**21, "kv": few}
+    assert memory_lines(run) == [
+        "memory: peak 2 MiB, held 20 tokens",
+        "  fetch: needed 3",
+        "  host: bytes 1.00 MiB, seconds_in 0.25 s",
+    ]
+    assert memory_lines({**run, "kv": {}}) == ["memory: peak 2 MiB"]
+    many = {f"{group}counter_{n}_s": n + 0.123456 for group in ("", "fetch_", "host_") for n in range(1, 20)}
+    lines = memory_lines({**run, "kv": many})
+    assert max(map(len, lines)) <= COLUMNS and not any(line[-1].isdigit() for line in lines)
+    assert [line.split()[0] for line in lines if line[:4] != 4 * " "] == ["memory:", "fetch:", "host:"]
+    assert sum(line.count(" s") for line in lines) == len(many), "no figure is broken"
 
 
 def test_a_draft_is_told_as_mmaccel_watch_writes_it() -> None:

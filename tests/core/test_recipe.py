@@ -178,7 +178,7 @@ def test_unknown_names_give_the_nearest_and_the_list() -> None:
     assert "unknown sparse 'griddd': did you mean 'grid'?" in sentence(sparse="griddd")
     assert "unknown recipe field 'sprase': did you mean 'sparse'?" in sentence({"sprase": "dense"})
     told = sentence(sparse={"name": "a_shape", "windw": 3})
-    assert "unknown field of sparse 'a_shape' 'windw': did you mean 'window'?" in told and "sink" in told
+    assert "sparse 'a_shape' has no field 'windw': did you mean 'window'?" in told and "sink" in told
     assert "unknown backend 'cuda'" in sentence(backend="cuda")
     # A name far from all gives the list alone.
     told = sentence(sparse="zzzzzz")
@@ -222,7 +222,7 @@ NO_MODEL = drafted(model=None)
         (drafted(kv={"name": "recent", "local": 4, "window": 1}), "draft.kv: recent: local is 4; give 0 to"),
         (
             drafted(kv={"name": "recent", "lokal": 4}),
-            "draft.kv: unknown field of kv 'recent' 'lokal': did you",
+            "draft.kv: kv 'recent' has no field 'lokal': did you",
         ),
         (drafted(prune="uw"), "draft.prune: unknown prune 'uw': there are"),
         ({"kv": {"name": "mosaic", "store": {"spill": 1}}}, "mosaic: store: host: spill is 1"),

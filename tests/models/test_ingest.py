@@ -333,7 +333,7 @@ def test_live_frames_stay_as_they_are_and_the_report_says_so() -> None:
             assert torch.equal(logits(sparse), logits(dense))
         sparse.ask(QUESTION, 2)
         report = sparse.report()
-    assert "a_shape was asked for and did nothing, see below" in str(report)
+    assert "a_shape acted on no part of it, see below" in str(report)
     assert report.kept is None and "the pattern acts on those given to ingest" in report.notes[0]
 
 

@@ -151,6 +151,32 @@ def test_chat_renders_pieces_in_order(processor: Processor, family: str) -> None
     same(processor.chat(talk), processor(turns, videos=one))
 
 
+@pytest.mark.parametrize("end", ["", "<|im_end|>", "<|endoftext|>"], ids=["cut off", "ended", "stopped"])
+def test_the_next_turn_follows_the_ids_of_the_answer(processor: Processor, family: str, end: str) -> None:
+    """As in the whole conversation, though no video is given; also of a question that names its placeholder."""
+    named = PLACEHOLDERS[family]["video"]
+    talk: list[Any] = [{"role": "user", "content": [{"type": "video", "video": noise(2, 3, 84, 140)}]}]
+    ids = processor.chat(talk)["input_ids"]
+    for answer, question in (("red", "what colour ?"), ("the star", f"what was {named} ?")):
+        said = processor.tokenizer(answer + end, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        ids = processor.next_turn(torch.cat([ids, said], 1), question)
+        talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+        assert torch.equal(ids, processor.chat(talk)["input_ids"])
+
+
+def test_a_next_turn_that_cannot_be_is_told(processor: Processor) -> None:
+    ids = processor.chat("what ?")["input_ids"]
+    for given, question, told in (
+        (ids.expand(2, -1), "what ?", r"^ids: they are \[2, \d+\]; give those of one conversation"),
+        (ids, " ", "^question: it is empty; ask something"),
+    ):
+        with pytest.raises(ModelError, match=told):
+            processor.next_turn(given, question)
+    processor.chat_template = "{{- messages[-1]['content'][0]['text'] }}"
+    with pytest.raises(ModelError, match=r"^chat template: it leaves answers out; write"):
+        processor.next_turn(ids, "what ?")
+
+
 def test_decode(processor: Processor) -> None:
     ids = processor("what colour was the star ?")["input_ids"]
     assert processor.decode(ids[0]) == "what colour was the star ?"

@@ -18,6 +18,7 @@ from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models.prompt_stream import PromptStreamModel
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.models.streams import logits as session_logits
+from tests.models.test_ingest import FEW
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.products import crossed
 from tests.spies import heard
@@ -219,6 +220,28 @@ def test_the_time_may_run_out_while_the_video_is_read(models: Any) -> None:
     assert models[1].generate(**call, **CALL).shape[1] == got.shape[1] + 5, "nothing is left of it"
 
 
+@pytest.mark.parametrize("kv", ["full", "mosaic"])
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_frames_of_another_size_are_refused_before_the_tower_runs(
+    kv: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = pair(name)[0], filmed(name, 8)
+    pixels = inputs["pixel_values_videos"]
+    wrong = pixels[..., :-14, :] if pixels.ndim == 5 else pixels[:-4]
+    told = r"^pixel_values_videos: it has .*; build the inputs with the model's processor\.$"
+    with mmaccel.accelerate(model, kv=TIGHT.get(kv, kv)) as fast:
+        want = fast.generate(**inputs, max_new_tokens=2, do_sample=False)
+        with monkeypatch.context() as fails:
+            fails.setattr(
+                type(model.model.visual if name == "random-qwen" else model.model.vision_tower),
+                "forward",
+                None,
+            )
+            with pytest.raises(ModelError, match=told):
+                fast.generate(**{**inputs, "pixel_values_videos": wrong}, max_new_tokens=2)
+        assert torch.equal(fast.generate(**inputs, max_new_tokens=2, do_sample=False), want)
+
+
 def test_a_video_without_pixels_is_refused() -> None:
     inputs = {name: x for name, x in filmed("random-ov", 8).items() if "pixel" not in name}
     with (
@@ -249,3 +272,30 @@ def test_captured_steps_go_with_the_draft_that_another_replaces() -> None:
     steps(draft := copy.deepcopy(model))
     gc.collect()
     assert gone() is None and steps(model) is own
+
+
+@pytest.mark.parametrize("frames", [2, 24])
+def test_a_later_turn_counts_its_own_events_and_says_when_the_pattern_acted(frames: int) -> None:
+    """Of a video that is too short for the pattern it says that this did nothing, in every turn."""
+    model, processor = pair("random-ov")
+    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    told, cache, ids = [], None, filmed("random-ov", frames)["input_ids"]
+    with mmaccel.accelerate(model, kv=TIGHT["mosaic"], sparse=FEW["a_shape"], backend="reference") as fast:
+        for number in range(3):
+            given = {"input_ids": ids} if number else filmed("random-ov", frames)
+            out = fast.generate(**given, **how, past_key_values=cache)
+            cache, ids = out.past_key_values, processor.next_turn(out.sequences, QUESTION)
+            told.append(fast.report())
+    assert [one.kv["questions"] for one in told] == [1, 1, 1]
+    acted = frames == 24
+    if acted:
+        assert told[0].kept is not None and not told[0].notes
+        assert [one.kv["recalled"] > 0 for one in told] == [True] * 3
+        assert told[1].kv["recalled"] == told[2].kv["recalled"] and told[1].kv["host_bytes_in"] > 0
+        assert told[0].kv["host_puts"] > 0 == told[1].kv["host_puts"] == told[1].kv["ingested"]
+    for one in told[acted:]:
+        assert (one.kv["units"], one.kv["seen"] > 0) == (frames, True), "what is held now is no event"
+        (note,) = one.notes
+        did = "acted when an earlier call read the video, and acts on no part of this call"
+        assert note.startswith(f"sparse: a_shape {did if acted else 'was asked for and did nothing'}: ")
+    assert all("(a_shape acted on no part of it, see below)" in str(one) for one in told[1:])

@@ -26,6 +26,7 @@ from mmaccel.models.taking import most_frames, processor_frame_budget, sample
 from tests.media.films import write_film
 from tests.models.streams import QUESTION, asked_of_film, film, pair
 from tests.models.test_processor import FAMILIES, noise, same, shipped_qwen, write_model
+from tests.spies import broken
 
 
 def plain_film(path: Path, frames: int, rate: int, height: int, width: int) -> Path:
@@ -263,6 +264,15 @@ def test_what_stock_refuses_is_one_sentence(tmp_path: Path) -> None:
         processor(["<video>", "<video>"], videos=[noise(2, 3, 9, 9), noise(1, 3, 9, 9)])
     with pytest.raises(ModelError, match="has 0 placeholders"):
         processor("what", videos=noise(2, 3, 9, 9))
+
+
+def test_a_device_without_memory_is_not_the_fault_of_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor: Any = mmaccel.load_processor(write_model(tmp_path / "model", "llava_onevision"))
+    broken(monkeypatch, processor.stock.video_processor, "preprocess", torch.OutOfMemoryError("none left"))
+    with pytest.raises(torch.OutOfMemoryError):
+        processor("<video>", videos=noise(2, 3, 9, 9))
 
 
 @pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])

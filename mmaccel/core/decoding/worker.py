@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from mmaccel.core.errors import DraftError
+from mmaccel.core.errors import DraftError, MmaccelError
 
 Blob = bytes | bytearray | memoryview
 
@@ -114,6 +114,12 @@ class MessageSocket:
             raise DraftError(f"the second process cannot be reached ({error}).") from error
 
 
+def _reason(error: BaseException) -> str:
+    """An error on one line; one that is not ours with its class."""
+    text = str(error) if isinstance(error, MmaccelError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())
+
+
 class Outbox:
     """Sends messages in order from a background thread, which lives only while a message is pending.
 
@@ -165,10 +171,9 @@ class Outbox:
             try:
                 self._send(kind, *numbers, blob=blob())
             except BaseException as error:  # raised in the caller's thread, by the next call of its worker
-                reason = str(error) if isinstance(error, DraftError) else f"{type(error).__name__}: {error}"
                 with self._lock:
                     # Another one: the frames that this one has been through hold the prompt.
-                    self.error = DraftError(reason)
+                    self.error = DraftError(_reason(error))
                     self._queue.clear()
             del blob  # nor is a prompt kept that has left
             self.left = time.monotonic()
@@ -393,6 +398,5 @@ def main() -> None:
         serve(wire, json.loads(options))
     except BaseException as error:
         with contextlib.suppress(DraftError):
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            wire.send(FAILED, blob=[reason[:400].encode()])
+            wire.send(FAILED, blob=[_reason(error)[:400].encode()])
         raise

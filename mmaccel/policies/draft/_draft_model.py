@@ -29,6 +29,8 @@ PADDING = 1024
 """Rows by which the embeddings of one vocabulary may differ."""
 BESIDE = "beside"
 """In the place of a draft's folder: the one beside the target's own that has its name and ``-draft``."""
+MODEL = "draft.model"
+"""The field of a recipe with which an error of the draft model begins."""
 IDS = "mmaccel_ids"
 """Beside a prompt's inputs, in a later turn: the ids [1, S] of the whole conversation, of which these have the last ones."""
 
@@ -66,7 +68,7 @@ def free_device(taken: Sequence[torch.device]) -> str:
     return next((f"cuda:{n}" for n in after if n not in numbers), str(first))
 
 
-def check_vocabulary(name: str, ours: int, theirs: int) -> None:
+def check_vocabulary(ours: int, theirs: int) -> None:
     """Raise `DraftError` unless a draft with `theirs` token embeddings can serve a target with `ours`: both may be padded
     forms of one vocabulary.
 
@@ -77,7 +79,7 @@ def check_vocabulary(name: str, ours: int, theirs: int) -> None:
     gap = abs(ours - theirs)
     if gap >= PADDING or gap * 100 > max(ours, theirs):
         raise DraftError(
-            f"{name}: model: the draft has {theirs} token embeddings and the target {ours}, so that their tokens differ; "
+            f"{MODEL}: the draft has {theirs} token embeddings and the target {ours}, so that their tokens differ; "
             "give a draft with the target's tokenizer."
         )
 
@@ -139,13 +141,13 @@ class DraftModelStrategy(DraftStrategy):
             reader = target.causal_lm(model) if self.reads_text else None
             peer = reader or target.peer(model)
         except ModelError as error:
-            raise DraftError(f"{self.name}: model: {error}") from error
+            raise DraftError(f"{MODEL}: {error}") from error
         if reader is None and peer.adapter.name != target.adapter.name:
             raise DraftError(
-                f"{self.name}: model: the draft is a {peer.adapter.name} and the target a {target.adapter.name}, which read "
+                f"{MODEL}: the draft is a {peer.adapter.name} and the target a {target.adapter.name}, which read "
                 "other inputs; give a draft of the target's family."
             )
-        check_vocabulary(self.name, target.geometry.vocab, peer.geometry.vocab)
+        check_vocabulary(target.geometry.vocab, peer.geometry.vocab)
         return peer
 
 

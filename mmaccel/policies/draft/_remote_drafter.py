@@ -27,12 +27,12 @@ from mmaccel.core.decoding.worker import (
     incoming_messages,
     send_heartbeats,
 )
-from mmaccel.core.errors import DraftError, warn
+from mmaccel.core.errors import DraftError, ModelError, warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft._draft_decoder import SUPPORT, DraftDecoder, DraftedTokens, TokenDistribution
-from mmaccel.policies.draft._draft_model import continues_tokens, draft_stream
+from mmaccel.policies.draft._draft_model import MODEL, continues_tokens, draft_stream
 from mmaccel.policies.draft._packed import make_packer, unpack
 from mmaccel.policies.draft._remote_stream import (
     _OVER,
@@ -198,12 +198,15 @@ def serve(wire: MessageSocket, options: dict[str, Any]) -> None:
     family = registry("model")[options["family"]]()
     like = nn.Linear(1, 1, dtype=getattr(torch, options["dtype"]), device=options["device"])
     with send_heartbeats(wire):
-        model = family.load(options["model"], like)
+        try:
+            model = family.load(options["model"], like)
+        except ModelError as error:
+            raise DraftError(f"{MODEL}: {error}") from error
         kind = getattr(model.config, "model_type", "")
     if kind not in family.model_types:
         raise DraftError(
-            f"the draft is a {kind} and the target a {family.name}, which read other inputs; give a draft of the target's "
-            "family"
+            f"{MODEL}: the draft is a {kind} and the target a {family.name}, which read other inputs; give a draft of the "
+            "target's family."
         )
     with send_heartbeats(wire):
         bare = [int(_shortest_step_s(family.runner(model), own) / MICRO)] if options.get("bare") else []

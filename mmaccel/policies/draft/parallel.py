@@ -21,6 +21,7 @@ from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.draft._draft_decoder import LocalDrafter, TokenDistribution
 from mmaccel.policies.draft._draft_model import (
     IDS,
+    MODEL,
     VideoDraftStrategy,
     check_text,
     check_vocabulary,
@@ -153,10 +154,10 @@ class Parallel(VideoDraftStrategy):
             worker = Worker(self.service, options, silence_s=self.timeout_s)
             try:
                 (vocab, *_) = worker.wait(READY, self.start_s).numbers
-                check_vocabulary(self.name, target.geometry.vocab, vocab)
+                check_vocabulary(target.geometry.vocab, vocab)
             except DraftError as error:
                 worker.close()
-                raise DraftError(f"parallel: {error}") from error
+                raise DraftError(f"{'' if str(error).startswith(MODEL) else 'parallel: '}{error}") from error
             return worker
 
         worker: Worker = target.cached(f"parallel {options}", begin, lambda worker: worker.alive)

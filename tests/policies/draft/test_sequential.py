@@ -210,7 +210,7 @@ def test_a_draft_of_another_vocabulary_is_refused() -> None:
 def test_the_vocabulary_rule(a: int, b: int, same: bool) -> None:
     for ours, theirs in ((a, b), (b, a)):
         with nullcontext() if same else pytest.raises(DraftError):
-            check_vocabulary("sequential", ours, theirs)
+            check_vocabulary(ours, theirs)
 
 
 def test_a_closed_draft_says_so() -> None:

@@ -308,7 +308,7 @@ def test_a_file_that_is_no_table_is_told(tmp_path: Path, text: str, told: str) -
     ("pattern", "told"),
     [
         ({"name": "zzz"}, "unknown sparse 'zzz': there are"),
-        ({"name": "a_shape", "windw": 3}, "unknown field of sparse 'a_shape' 'windw'"),
+        ({"name": "a_shape", "windw": 3}, "sparse 'a_shape' has no field 'windw'"),
         ({"name": "a_shape", "window": 0}, "a_shape: window is 0"),
     ],
 )

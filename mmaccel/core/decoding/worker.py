@@ -346,11 +346,8 @@ def send_heartbeats(wire: MessageSocket) -> Iterator[None]:
 
 
 def incoming_messages(wire: MessageSocket, on_arrival: Callable[[Message], None]) -> Iterator[Message]:
-    """Yield incoming messages until the wire breaks, then raise its error.
-
-    A thread reads ahead while a message is being handled, so that the sender of a large one need not wait, and calls
-    `on_arrival` for each.
-    """
+    """Yield incoming messages until the wire breaks, then raise its error. A thread reads ahead while a message is being
+    handled, so that the sender of a large one need not wait, and calls `on_arrival` for each."""
     messages: queue.SimpleQueue[Message | DraftError] = queue.SimpleQueue()
 
     def take() -> None:

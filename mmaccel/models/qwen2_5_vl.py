@@ -169,10 +169,11 @@ class Qwen25VL(Family):
             thw, apart = inputs.get(_GRIDS[kind]), kind == VIDEO and self.stamped
             rows = () if thw is None else thw.tolist()
             pixels, patches = inputs.get(PIXELS[kind]), sum(math.prod(row) for row in rows)
-            if isinstance(pixels, Tensor) and rows and len(pixels) != patches:
+            # The tower takes patches under more axes too, as of a loader of data that adds one.
+            if isinstance(pixels, Tensor) and rows and (given := math.prod(pixels.shape[:-1])) != patches:
                 raise ModelError(
-                    f"{PIXELS[kind]}: it has {len(pixels)} patches, and {_GRIDS[kind]} tells of {patches}; build the inputs "
-                    "with the model's processor."
+                    f"{PIXELS[kind]}: it has {given} patches, and {_GRIDS[kind]} tells of {patches}; build the inputs with "
+                    "the model's processor."
                 )
             return [Grid(t, h // merge, w // merge, apart=apart) for t, h, w in rows]
 

@@ -249,10 +249,9 @@ def append_turn(tokenizer: Any, ids: Tensor, text: ChatText) -> Tensor:
         raise ModelError("chat template: it leaves answers out; write the next turn's ids yourself.")
     later = ChatText(behind)
     later.plain = text.plain
-    special = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
-    # The template ends the answer itself.
-    words = (~torch.isin(ids[0], ids.new_tensor(special))).nonzero()
-    kept = ids[:, : int(words[-1]) + 1 if len(words) else 0]
+    token = tokenizer.added_tokens_decoder.get(int(ids[0, -1])) if ids.numel() else None
+    # The template ends the answer itself. Other special tokens at its end are its own, as of a box, and in the cache.
+    kept = ids[:, :-1] if token is not None and token.special else ids
     return torch.cat([kept, ids.new_tensor([tokenize(tokenizer, later, add_special_tokens=False)])], 1)
 
 

@@ -153,11 +153,12 @@ def test_chat_renders_pieces_in_order(processor: Processor, family: str) -> None
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>", "<|endoftext|>"], ids=["cut off", "ended", "stopped"])
 def test_the_next_turn_follows_the_ids_of_the_answer(processor: Processor, family: str, end: str) -> None:
-    """As in the whole conversation, though no video is given; also of a question that names its placeholder."""
-    named = PLACEHOLDERS[family]["video"]
+    """As in the whole conversation, though no video is given; also of a question that names its placeholder, and of an
+    answer with special tokens of its own before its end."""
+    named, own = PLACEHOLDERS[family]["video"], "<|vision_end|>" if end else ""
     talk: list[Any] = [{"role": "user", "content": [{"type": "video", "video": noise(2, 3, 84, 140)}]}]
     ids = processor.chat(talk)["input_ids"]
-    for answer, question in (("red", "what colour ?"), ("the star", f"what was {named} ?")):
+    for answer, question in (("red", "what colour ?"), (f"the star{own}", f"what was {named} ?")):
         said = processor.tokenizer(answer + end, add_special_tokens=False, return_tensors="pt")["input_ids"]
         ids = processor.next_turn(torch.cat([ids, said], 1), question)
         talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]

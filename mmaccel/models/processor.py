@@ -259,7 +259,7 @@ class Processor:
             )
         # Beside a video a text that names its placeholder does not mean another video.
         tokens = {"image": self.image_token, "video": self.video_token}
-        words = [tokens[kind] for kind in shown if kind in tokens]
+        words = [token for kind, token in tokens.items() if token and kind in shown]
         text = render(
             self.tokenizer, self.chat_template, messages, special_tokens=self.special_tokens, words=words
         )

@@ -165,6 +165,14 @@ def test_the_next_turn_follows_the_ids_of_the_answer(processor: Processor, famil
         assert torch.equal(ids, processor.chat(talk)["input_ids"])
 
 
+def test_a_processor_of_images_alone_makes_the_next_turn(processor: Processor) -> None:
+    """As stock ones do that have no token for videos."""
+    ids = torch.cat([processor.chat("what ?")["input_ids"], torch.tensor([[60, 2]])], 1)
+    want = processor.next_turn(ids, "what ?")
+    processor.video_token = None  # type: ignore[assignment]
+    assert torch.equal(processor.next_turn(ids, "what ?"), want)
+
+
 def test_a_next_turn_that_cannot_be_is_told(processor: Processor) -> None:
     ids = processor.chat("what ?")["input_ids"]
     for given, question, told in (

@@ -75,7 +75,7 @@ def share(seen: list[Judged], recipe: str) -> float:
 def test_a_film_is_answered_rightly(name: str, samples: int, shipped: Shipped, loaded: Loaded) -> None:
     """Three kinds of question about real H.264 files, under dense, a_shape and grid; the demonstration asks tiny-ov."""
     recipes = {one: Recipe.load(one) for one in ("dense", "a_shape-short", "grid")}
-    seen = judged(loaded(shipped(name)), recipes, 96 if samples == 1 else 128, samples)
+    seen = judged(loaded(shipped(name)), recipes, 64 if samples == 1 else 128, samples)
     assert len(seen) == 3 * samples
     shares = {one: share(seen, one) for one in recipes}
     assert min(shares.values()) >= 0.9, shares
@@ -136,9 +136,9 @@ def test_a_caption_is_known_token_by_token(name: str, shipped: Shipped, loaded: 
 @pytest.mark.parametrize("name", ONE)
 def test_documents_are_read_and_watched(name: str, shipped: Shipped, loaded: Loaded) -> None:
     with Film() as film:
-        todo = cases(64, 3, SEED, ("needle",), documents=4, tokens_per_frame=16)
+        todo = cases(64, 2, SEED, ("needle",), documents=4, tokens_per_frame=16)
         seen = list(judge(*loaded(shipped(name)), {"dense": Recipe()}, todo, film))
-    assert len(seen) == 3 and share(seen, "dense") >= 0.9
+    assert len(seen) == 2 and share(seen, "dense") == 1
 
 
 def test_natural_spelling_is_understood(shipped: Shipped, loaded: Loaded) -> None:

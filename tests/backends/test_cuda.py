@@ -13,7 +13,7 @@ from mmaccel.core.prefill.sparse import attend_plan
 
 from .oracle import budget, drawn
 from .plans import PATTERNS, SCENE, pattern_plan
-from .test_dense import rules
+from .test_block_attend import rules
 
 pytestmark = pytest.mark.gpu
 

@@ -28,11 +28,6 @@ def test_tells_why_it_cannot_run() -> None:
 
 
 QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
-PRODUCTS = pytest.mark.numeric(by="numpy")
-INTERPRETED = [
-    pytest.param("triton together", marks=PRODUCTS),
-    pytest.param("clusters decode hopper index lists pointwise", marks=PRODUCTS),
-]
 
 
 def ran(names: str, **environment: str) -> None:
@@ -43,9 +38,10 @@ def ran(names: str, **environment: str) -> None:
     assert " passed" in out and "failed" not in out and "skipped" not in out
 
 
-@pytest.mark.parametrize("names", INTERPRETED)
-def test_interpreted(names: str) -> None:
-    ran(names, TRITON_INTERPRET="1")
+@pytest.mark.numeric(by="numpy")
+def test_interpreted() -> None:
+    """All in one process: a start takes as long as thirty cases."""
+    ran("triton together clusters decode hopper index lists pointwise", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
@@ -57,21 +53,22 @@ def test_compiled(name: str) -> None:
 
 
 FIRST = "2000,4001,12001"
-"""Lengths at which nothing is split, some parts are, and all are and have many rows: what is compiled for them differs."""
+"""Lengths at which nothing is split, some parts are, and all are and have many rows: what is compiled for them differs; the
+third is `slow`."""
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kernel", "others"),
+    ("architecture", "kernel", "first", "others"),
     [
-        pytest.param("sm_80", "kernel.attend_kernel", 3, marks=pytest.mark.slow),
-        pytest.param("sm_90", "hopper.hopper_kernel", 9, marks=pytest.mark.slow),
-        ("sm_90", "hopper.hopper_kernel", 1),
+        pytest.param("sm_80", "kernel.attend_kernel", FIRST, 3, marks=pytest.mark.slow),
+        pytest.param("sm_90", "hopper.hopper_kernel", FIRST, 9, marks=pytest.mark.slow),
+        ("sm_90", "hopper.hopper_kernel", FIRST.rpartition(",")[0], 1),
     ],
 )
-def test_a_new_length_compiles_nothing(architecture: str, kernel: str, others: int) -> None:
+def test_a_new_length_compiles_nothing(architecture: str, kernel: str, first: str, others: int) -> None:
     """Whatever it is a multiple of, whatever frames its video has: what is compiled hangs on the pattern."""
     rows = run(
-        "tests.backends.launch_keys", architecture, FIRST, str(others), TRITON_INTERPRET="0"
+        "tests.backends.launch_keys", architecture, first, str(others), TRITON_INTERPRET="0"
     ).splitlines()
     new = {name: int(again) for name, _, again, _ in (row.split("; ", 3) for row in rows)}
     seen = {

@@ -131,7 +131,7 @@ def test_processes_share_the_work(call: Call, ov: str, tmp_path: Path) -> None:
 
 def test_a_searched_recipe_is_asked_without_its_boundaries(call: Call, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    words = ["eval", "haystack", "--recipe", "searched", "--frames", "48", "--depths", "1", "--samples", "1"]
+    words = ["eval", "haystack", "--recipe", "searched", "--frames", "32", "--depths", "1", "--samples", "1"]
     for name in ("without_boundaries", "without_tail"):
         words += ["--rival", name]
     told = json.loads(call.text(*words, "--documents", "--out", rows, "--json"))

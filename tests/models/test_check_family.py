@@ -47,11 +47,14 @@ def try_only(monkeypatch: pytest.MonkeyPatch, checks: str, *patterns: str) -> No
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * kind.endswith("_moe")) for kind in KINDS]
+)
 def test_it_keeps_its_promises(
     kind: str, every: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each family with one pattern, and one that lists everything, others than its neighbour's; `slow`: with all of them."""
+    """Each family with one pattern, and one that lists everything, others than its neighbour's; `slow`: with all of them,
+    and models of experts, whose layers are their namesake's but for the experts."""
     for patterns in ("SPARSE", "FULL") if not every else ():
         all_of_them = getattr(family, patterns)
         one = [*all_of_them][KINDS.index(kind) % len(all_of_them)]

@@ -1,4 +1,5 @@
-"""Questions of several sessions of one model at once: their answers share steps, and each is what its session says alone."""
+"""Questions of several sessions of one model at once: their answers share steps, and each is what its session says alone.
+Several questions to one memory: decoded as one batch, and each answer is the one that is given alone."""
 
 import copy
 import gc
@@ -7,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,13 @@ import torch
 
 import mmaccel
 from mmaccel.core.decoding.generate import Speculation
+from mmaccel.core.errors import ModelError
+from mmaccel.core.streams import intake
+from mmaccel.core.streams import session as session_module
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.models import step
 from mmaccel.models.stream import HFStreamAdapter
-from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, pair, told
+from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, logits, open_session, pair, told
 from tests.products import crossed
 from tests.spies import broken, heard, nth
 
@@ -191,3 +196,203 @@ def test_a_model_goes_with_its_last_session() -> None:
     del own, sessions, one
     gc.collect()
     assert gone() is None
+
+
+QUESTIONS, TOKENS = [QUESTION, "where is the ball ?", "is it red ?", "what colour was the cup ?"], 24
+WHOLE = ("full", "offload")
+"""Memories whose question would need a copy of all that they hold."""
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[mmaccel.VideoSession], list[int]]:
+    """Of a session's model: how many answers had a part in each pass from now on."""
+
+    def of(session: mmaccel.VideoSession) -> list[int]:
+        seen, alone = list[int](), QuestionRunner.step
+        monkeypatch.setattr(
+            session._stream_adapter.turns.batch, "_told", lambda count: count > 1 and seen.append(count)
+        )
+        monkeypatch.setattr(
+            QuestionRunner, "step", lambda *given, **how: (seen.append(1), alone(*given, **how))[1]
+        )
+        return seen
+
+    return of
+
+
+def together(session: mmaccel.VideoSession, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """From now on no answer has its second token before so many questions have been read."""
+    turns = session._stream_adapter.turns
+    decode, come = type(turns).decode, list[int]()
+
+    def waiting(self: Any, one: Any, shares: bool) -> None:
+        come.append(1)
+        with self.release_temporarily():
+            end = time.monotonic() + 20
+            while len(come) < count and time.monotonic() < end:
+                time.sleep(0.001)
+        decode(self, one, shares)
+
+    monkeypatch.setattr(type(turns), "decode", waiting)
+
+
+@crossed(name=["random-ov", "random-qwen"], kv=MEMORIES, captured=[False, True])
+def test_they_are_decoded_in_as_many_passes_as_the_longest(
+    name: str,
+    kv: str,
+    captured: bool,
+    passes: Callable[[mmaccel.VideoSession], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if captured:
+        monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    want = []
+    for question in QUESTIONS:
+        with opened(name, MEMORIES[kv], 0) as session:
+            want.append(told(session.ask(question, TOKENS)))
+    with opened(name, MEMORIES[kv], 0) as session, opened(name, MEMORIES[kv], 0) as still:
+        if kv not in WHOLE:
+            together(session, monkeypatch, len(QUESTIONS))
+        seen = passes(session)
+        found = [told(one) for one in session.ask_all(QUESTIONS, TOKENS)]
+        assert found == want
+        longest, whole = max(len(ids) for ids, *_ in want), sum(len(ids) - 1 for ids, *_ in want)
+        assert sum(seen) == whole
+        if kv in WHOLE:
+            assert len(seen) == whole, "one after another"
+        else:
+            # The first may begin alone, and the last end so.
+            assert longest - 1 <= len(seen) <= longest + 3 and max(seen) == len(QUESTIONS)
+        monkeypatch.undo()
+        for one in (session, still):
+            one.watch(film(4, seed=8), fps=FPS)
+        assert (logits(session) == logits(still)).all(), "the stream is as if nothing had been asked"
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic", "streammem"])
+def test_frames_and_questions_come_meanwhile(kv: str) -> None:
+    """Each sees the stream as it is when its turn comes, also in the middle of others' answers."""
+    with opened("random-ov", MEMORIES[kv], 0) as session, opened("random-ov", MEMORIES[kv], 0) as still:
+        want = [told(one) for one in still.ask_all(QUESTIONS, TOKENS)]
+        replies = []
+        for question in QUESTIONS:
+            replies.append(session.ask(question, TOKENS, stream=True))
+            next(replies[-1])
+        for frame in film(6, seed=8).split(1):
+            session.watch(frame, fps=FPS)
+            still.watch(frame, fps=FPS)
+        late = session.ask(QUESTION, TOKENS, stream=True)
+        for one in (*replies, late):
+            list(one)
+        assert [told(one.answer) for one in replies if one.answer is not None] == want
+        assert late.answer is not None and told(late.answer) == told(still.ask(QUESTION, TOKENS))
+        counted = session.counters()
+        assert counted.get("questions", 5.0) == 5.0
+
+
+def test_questions_with_settings_stretches_and_faults() -> None:
+    with opened("random-ov", MEMORIES["rekv"], 0) as session:
+        how: list[dict[str, Any]] = [
+            {},
+            {"do_sample": True, "seed": 3},
+            {"between": (1.0, 2.5)},
+            {"evidence": False},
+        ]
+        alone = [told(session.ask(QUESTION, TOKENS, **one)) for one in how]
+        session.tell("red star", 1.0)
+        lines = told(session.ask(QUESTION, TOKENS))
+        found = at_once(
+            [lambda one=one: told(session.ask(QUESTION, TOKENS, **one)) for one in ({}, how[1], {})]
+        )
+        assert found[0] == found[2] == lines != alone[0]
+        with pytest.raises(ModelError, match="is one text; give a list of questions, or call ask"):
+            session.ask_all("what colour was the star ?")
+        with pytest.raises(ModelError, match="question"):
+            session.ask_all([QUESTION, ""], TOKENS)
+        assert session.ask_all([]) == []
+        assert [told(one) for one in session.ask_all([QUESTION] * 3, TOKENS)] == [lines] * 3
+        cut = session.ask_all([QUESTION] * 2, TOKENS, timeout=1e-9)
+        assert [one.finish_reason for one in cut] == ["timeout"] * 2
+
+
+def test_a_conversation_goes_turn_by_turn() -> None:
+    with opened("random-ov", MEMORIES["rekv"], 0) as session:
+        found = session.ask_all(QUESTIONS[:3], 6, chat=True)
+        said = [one["content"] for one in session.history]
+        assert sorted(said[::2]) == sorted(QUESTIONS[:3])
+        assert said[1::2] == [found[QUESTIONS.index(question)].text for question in said[::2]]
+
+
+@pytest.mark.parametrize("most", [16, 2])
+def test_who_needs_the_session_alone_waits_for_all_answers(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "AT_ONCE", most)
+    with opened("random-ov", MEMORIES["rekv"], 0) as session:
+        want = told(session.ask(QUESTION, TOKENS))
+        replies = [session.ask(QUESTION, TOKENS, stream=True) for _ in range(4)]
+        next(replies[0])
+        with session._asking.holding():
+            assert session._asking._left == 0
+            running = sum(one.answer is None and one._thread.is_alive() for one in replies)
+        for one in replies:
+            list(one)
+            assert one.answer is not None and told(one.answer) == want
+        assert running < 4
+    with pytest.raises(ModelError, match="the session is closed"):
+        session.ask_all([QUESTION])
+
+
+def test_what_is_old_goes_although_answers_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes once so many have begun, when all have ended; but not while a clip is taken in."""
+    monkeypatch.setattr(intake, "AT_ONCE", 0)
+    monkeypatch.setattr(intake, "FORGET_S", 0.1)
+    with opened("random-ov", {**MEMORIES["mosaic"], "keep_seconds": 6.0}, 0) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "_let_go", lambda: None)  # as while an answer goes on
+            session.watch(film(20, seed=5), fps=FPS)
+        held: Any = session._live.state.store.units if session._live is not None else None
+        before = len(held(0))
+        with session._stream.holding():
+            at_once([lambda: session.ask(QUESTION, 2)])
+            assert len(held(0)) == before
+        session.ask(QUESTION, 2)
+        assert len(held(0)) < before and session.counters()["let_go"] > 0
+
+
+def test_one_deadline_and_one_cancel_are_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those that have not begun; and the first error is raised when all have ended."""
+    monkeypatch.setattr(session_module, "AT_ONCE", 1)
+    with opened("random-ov", MEMORIES["rekv"], 0) as session:
+        answer, ended = session._answer, list[Any]()
+
+        def answering(question: str, *given: Any) -> Any:
+            if not ended:
+                session.cancel()
+            try:
+                return answer(question, *given)
+            finally:
+                ended.append(question)
+
+        monkeypatch.setattr(session, "_answer", answering)
+        assert [one.finish_reason for one in session.ask_all(QUESTIONS, TOKENS)] == ["cancelled"] * 4
+        ended[:] = ["begun"]
+        with pytest.raises(ModelError, match="question: it is empty"):
+            session.ask_all(["", *QUESTIONS], TOKENS)
+        assert len(ended) == 6
+
+
+@pytest.mark.parametrize("call", ["close", "ingest", "load"])
+def test_an_answer_does_not_wait_for_itself(call: str, tmp_path: Path) -> None:
+    with opened("random-ov", MEMORIES["rekv"], 0) as session:
+        session.save(tmp_path / "s")
+        given = {"close": (), "ingest": (film(2),), "load": (tmp_path / "s",)}[call]
+
+        def within(ids: Any, scores: Any) -> Any:
+            getattr(session, call)(*given)
+            return scores
+
+        want = told(session.ask(QUESTION, TOKENS))
+        with pytest.raises(ModelError, match="an answer cannot wait for its own end; call this when"):
+            session.ask(QUESTION, TOKENS, logits_processor=[within])
+        assert told(session.ask(QUESTION, TOKENS)) == want

@@ -23,7 +23,7 @@ from tests.core.test_replay import Repeated
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.kv.mosaic.test_prefetch import Replayed
-from tests.policies.kv.test_question_reads import VIEWS
+from tests.policies.kv.test_fields import VIEWS
 from tests.products import crossed
 from tests.spies import heard
 

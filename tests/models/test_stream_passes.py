@@ -18,7 +18,7 @@ from mmaccel.policies.kv.mosaic import ClusterIndex
 from mmaccel.policies.kv.mosaic.split import UnitMeans
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, resumed
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
-from tests.policies.kv.test_question_reads import Counted
+from tests.policies.kv.test_fields import Counted
 from tests.products import crossed
 from tests.spies import heard
 

@@ -14,9 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmaccel.core.errors import MmaccelError
 
 
-def heard(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, tell: Callable[..., Any], after: bool = False
-) -> list[Any]:
+def heard(monkeypatch, owner: Any, name: str, tell: Callable[..., Any], after: bool = False) -> list[Any]:
     """What `tell` makes of the arguments of each call of `owner.name` from now on, which is made all the same; `after` it,
     and of what it gives before them."""
     seen: list[Any] = []
@@ -47,9 +45,7 @@ def nth(*numbers: int) -> Callable[..., bool]:
     return lambda *_, **__: next(calls) in numbers
 
 
-def broken(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Any, when: Callable[..., bool] = always
-) -> None:
+def broken(monkeypatch, owner: Any, name: str, error: Any, when: Callable[..., bool] = always) -> None:
     """Calls of `owner.name` raise `error` from now on where `when` says yes to their arguments; others are made."""
     plain = getattr(owner, name, None)
 

@@ -75,7 +75,7 @@ def share(seen: list[Judged], recipe: str) -> float:
 def test_a_film_is_answered_rightly(name: str, samples: int, shipped: Shipped, loaded: Loaded) -> None:
     """Three kinds of question about real H.264 files, under dense, a_shape and grid; the demonstration asks tiny-ov."""
     recipes = {one: Recipe.load(one) for one in ("dense", "a_shape-short", "grid")}
-    seen = judged(loaded(shipped(name)), recipes, 64 if samples == 1 else 128, samples)
+    seen = judged(loaded(shipped(name)), recipes, 96 if samples == 1 else 128, samples)
     assert len(seen) == 3 * samples
     shares = {one: share(seen, one) for one in recipes}
     assert min(shares.values()) >= 0.9, shares

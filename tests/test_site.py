@@ -152,9 +152,7 @@ def test_a_tutorial_runs_as_it_stands(
         assert name != "stream.md" or Path("page.html").read_text().count("<img") > 2
 
 
-def test_the_tutorial_s_own_policy_is_known_to_commands(
-    forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tutorial_s_own_policy_is_known_to_commands(forgotten: None, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "mine.py").write_text(blocks(DOCS / "tutorials" / "own-policy.md")[0])
     monkeypatch.chdir(tmp_path)
     for words in (["describe", "powers"], ["draw", "powers", "--out", "powers.png"]):

@@ -176,9 +176,7 @@ def test_heads_apart_in_a_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize(("score", "padded"), some(["contrast", "mean", "sum"], [True, False]))
-def test_classes_of_more_keys_than_a_tile(
-    score: Score, padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_classes_of_more_keys_than_a_tile(score: Score, padded: bool, monkeypatch) -> None:
     """Their tiles that every query sees are not tested; the lines and the phases are those of the plain way."""
     monkeypatch.setattr(estimate, "KEYS", 16)
     long = sequence([(TEXT, [5]), (VIDEO, [5] * 40), (TEXT, [20])])

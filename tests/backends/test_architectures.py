@@ -1,19 +1,24 @@
-"""What each architecture runs: the table, its page, and every kernel compiled for every row without a device."""
+"""What each architecture runs: the table, its page, and every kernel compiled for every row without a device.
+Which backend one gets, and what one is told instead of it."""
 
 import ast
+import dataclasses
 import json
 import re
 from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mmaccel.backends import select
+from mmaccel.backends import flex, measure, reference, select
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.operator import ARCHITECTURES, KERNELS
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, UnknownName
+from tests.backends.oracle import drawn
 from tests.house import FILES, PACKAGE
 
 from .architectures_page import PAGE, between, declared
@@ -177,3 +182,195 @@ def test_stages_fit_shared_memory() -> None:
         1,
         1,
     ]
+
+
+def test_reference_runs_everywhere() -> None:
+    for device in ("cpu", "cuda", "meta"):
+        assert select.why_unusable(device)["reference"] is None
+    assert set(select.why_unusable("cpu")) == set(select.BACKENDS)
+
+
+def test_a_named_backend_is_that_backend() -> None:
+    assert select.get("reference", "cpu") is reference.op
+    assert select.get("flex", "cpu") is flex.op
+
+
+def test_auto_is_one_that_runs() -> None:
+    name = select.choose("cpu")
+    assert select.why_unusable("cpu")[name] is None
+    assert select.get("auto", "cpu") is select.get(name, "cpu")
+    assert select.choose("meta") == "reference"
+
+
+def test_an_unknown_name_tells_the_nearest() -> None:
+    with pytest.raises(UnknownName, match=r"unknown backend 'referense': did you mean 'reference'\?"):
+        select.get("referense", "cpu")
+
+
+def test_what_cannot_run_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        RecipeError, match=r"'flex' cannot run on meta: .*; choose 'auto' or one of 'reference'"
+    ):
+        select.get("flex", torch.device("meta"))
+    monkeypatch.setitem(select.BACKENDS, "absent", "mmaccel.backends.no_such_kernel")
+    assert select.why_unusable("cpu")["absent"] == "it needs mmaccel.backends.no_such_kernel"
+    with pytest.raises(RecipeError, match="backend 'absent' cannot run on cpu: it needs"):
+        select.get("absent", "cpu")
+
+
+SHAPE = measure.AttentionShape(heads=2, groups=1, size=16, dtype=torch.float32)
+SMALL = dict(lengths=(256, 1024))
+
+
+class Stopwatch:
+    """A bench that runs nothing and gives the times it was told, in the order things are asked; a clock that it moves."""
+
+    def __init__(self, *seconds: float, each: float = 0.0) -> None:
+        self.seconds, self.each, self.now, self.asked = list(seconds), each, 0.0, 0
+
+    def __call__(self, run: Any, device: torch.device) -> float:
+        self.now += self.each
+        self.asked += 1
+        return self.seconds.pop(0)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def decided(tmp_path: Path, watch: Stopwatch, **named: Any) -> select.Choice:
+    store = select.Store(tmp_path / "deep" / "costs.json")
+    how = dict(SMALL, bench=watch, clock=watch.clock)
+    return select.decide("auto", "cpu", SHAPE, measure=True, store=store, **how, **named)
+
+
+@pytest.fixture
+def rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two backends on the CPU that are worth measuring."""
+    monkeypatch.setitem(select.BACKENDS, "rival", "mmaccel.backends.reference")
+    monkeypatch.setitem(select.PREFERENCE, "cpu", ("rival", "flex", "reference"))
+    monkeypatch.setitem(measure.STARTS, "flex", 2.0)
+
+
+def test_auto_takes_the_cheapest(rivals: None, tmp_path: Path) -> None:
+    """Dense, then each backend, a short prompt and a long one."""
+    choice = decided(tmp_path, Stopwatch(1, 16, 2, 20, 1, 15))
+    assert choice.backend == "flex" and choice.costs is not None
+    assert set(choice.costs.sparse) == {"rival", "flex"} and choice.costs.untried == {}
+    assert re.fullmatch(
+        r"flex \(measured: blocks by rival .* TFLOP/s, flex .* TFLOP/s; dense .* TFLOP/s\)", choice.describe()
+    )
+    assert decided(tmp_path / "other", Stopwatch(1, 16, 1, 15, 2, 20)).backend == "rival"
+
+
+def test_costs_are_measured_once(rivals: None, tmp_path: Path) -> None:
+    """By device, shape, dtype, versions and what is planned; a file that cannot be read is written anew."""
+    first = decided(tmp_path, Stopwatch(1, 16, 2, 20, 1, 15))
+    again = decided(tmp_path, Stopwatch())
+    assert (again.backend, again.costs) == (first.backend, first.costs) and "measured before" in again.why
+    assert decided(tmp_path, Stopwatch(1, 16, 1, 15, 2, 20), label="other").backend == "rival"
+    other = dataclasses.replace(SHAPE, groups=2)
+    watch = Stopwatch(1, 16, 1, 15, 2, 20)
+    select.decide(
+        "auto",
+        "cpu",
+        other,
+        measure=True,
+        store=select.Store(tmp_path / "deep" / "costs.json"),
+        bench=watch,
+        **SMALL,
+    )
+    assert watch.asked == 6
+    keys = {
+        select.key_of(torch.device("cpu"), s, ("a",), "b")
+        for s in (SHAPE, other, dataclasses.replace(SHAPE, dtype=torch.half))
+    }
+    assert len(keys) == 3 and all(f"torch {version('torch')} " in key for key in keys)
+    (tmp_path / "deep" / "costs.json").write_text('{"half')
+    assert decided(tmp_path, Stopwatch(1, 16, 1, 15, 2, 20)).backend == "rival"
+    assert decided(tmp_path, Stopwatch()).backend == "rival"
+
+
+def test_a_place_that_cannot_be_written_is_no_fault(rivals: None, tmp_path: Path) -> None:
+    (tmp_path / "deep").write_text("a file where a folder should be")
+    assert decided(tmp_path, Stopwatch(1, 16, 2, 20, 1, 15)).backend == "flex"
+
+
+def test_measuring_ends_in_time(rivals: None, tmp_path: Path) -> None:
+    """What would take too long to start is left untried, and the reason says so; the first is always tried."""
+    choice = decided(tmp_path, Stopwatch(1, 16, 2, 20, each=2.5))
+    assert choice.backend == "rival" and choice.costs is not None
+    assert choice.costs.untried == {"flex": "it takes about 2 s to start"} and "flex not tried" in choice.why
+
+
+def test_what_fails_is_passed_over(rivals: None, tmp_path: Path) -> None:
+    class Broken(Stopwatch):
+        def __call__(self, run: Any, device: torch.device) -> float:
+            if self.asked == 2:
+                self.asked += 1
+                raise RuntimeError("out of resource: shared memory")
+            return super().__call__(run, device)
+
+    choice = decided(tmp_path, Broken(1, 16, 2, 20))
+    assert choice.backend == "flex" and "rival not tried: it failed with RuntimeError" in choice.why
+
+
+def test_dense_wherever_a_pattern_would_not_win(rivals: None, tmp_path: Path) -> None:
+    """Dense: 1 us a pair. Blocks: 2 us a pair and 1 s. A plan: 1 ms a token."""
+    causal = [2 * n * (n + 1) / 2 for n in (256, 1024)]
+    listed = [64**2 * 2 * 4, 64**2 * 2 * (1 + 2 * 15)]
+    times = [1e-6 * w for w in causal] + [0.256, 1.024] + [1 + 2e-6 * w for w in listed] + [9, 99]
+    choice = decided(tmp_path, Stopwatch(*times), plan=lambda n: lambda: None, label="p")
+    costs = choice.costs
+    assert choice.backend == "rival" and costs is not None
+    assert [costs.dense.each, costs.planning.each, costs.sparse["rival"].each] == pytest.approx(
+        [1e-6, 1e-3, 2e-6]
+    )
+    assert costs.sparse["rival"].fixed == pytest.approx(1.0) and costs.dense.fixed == pytest.approx(
+        0, abs=1e-9
+    )
+    assert choice.beats_dense(listed=1e6, causal=4.1e6, tokens=1000)
+    assert not choice.beats_dense(listed=1e6, causal=3.9e6, tokens=1000)
+    assert not choice.beats_dense(listed=1e6, causal=4.1e6, tokens=2000)
+    assert dataclasses.replace(choice, costs=None).beats_dense(listed=9e9, causal=1, tokens=1)
+
+
+def test_dense_wins_a_tie() -> None:
+    line = measure.LinearCost(1.0, 2.0)
+    choice = select.Choice("rival", "", measure.Costs(line, {"rival": line}))
+    assert not choice.beats_dense(5.0, 5.0, 7.0) and choice.beats_dense(4.9, 5.0, 7.0)
+
+
+def test_a_line_through_noise_stays_a_cost() -> None:
+    assert measure.LinearCost.through_points((10, 3.0), (20, 2.0)) == measure.LinearCost(0.0, 0.1)
+    assert measure.LinearCost.through_points((10, 1.0), (20, 4.0)).fixed == 0.0
+
+
+def test_nothing_is_measured_on_the_cpu_or_for_a_name(tmp_path: Path) -> None:
+    store = select.Store(tmp_path / "costs.json")
+    choice = select.decide("auto", "cpu", SHAPE, store=store, bench=Stopwatch())
+    assert choice.backend == select.choose("cpu") and choice.beats_dense(1e9, 1, 1)
+    assert "nothing was measured" in choice.why
+    assert select.decide("flex", "cpu", SHAPE, store=store).describe() == "flex (asked for by name)"
+    with pytest.raises(RecipeError, match="'triton' cannot run on cpu"):
+        select.decide("triton", "cpu", SHAPE)
+    assert not store.path.exists()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_real_times_make_a_choice(tmp_path: Path) -> None:
+    """The parts that are timed are attention: their rows see the nearest eighth of the blocks."""
+    choice = select.decide(
+        "auto", "cpu", SHAPE, measure=True, store=select.Store(tmp_path / "c.json"), **SMALL
+    )
+    assert choice.backend in ("reference", "flex") and choice.costs is not None
+    assert choice.costs.dense.each > 0
+    listed, part = measure.nearest_blocks_part(1024, 2, torch.device("cpu"))
+    assert listed == 2 * (1 + 2 * 15)
+    query, key, value = drawn(1, (2, 1), 1024, 1024, 16)
+    out, _ = reference.op(query, key, value, *part.pack(), 64, 64, 0.25)
+    at = torch.arange(1024)
+    seen = (at[:, None] >= at) & (at[:, None] // 64 - at // 64 < 2)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, seen, scale=0.25, enable_gqa=True
+    )
+    torch.testing.assert_close(out, want)

@@ -57,9 +57,7 @@ def on_processors(count: int, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("chunk", [None, 1])
 @pytest.mark.parametrize("programs", [1, 3])
-def test_a_program_computes_tile_after_tile(
-    programs: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_computes_tile_after_tile(programs: int, chunk: int | None, monkeypatch) -> None:
     """On a whole device plans as small as these are about a tile a program: here rings and words go round many times."""
     kernel = partial(block_attend, chunk=chunk)
     for lead, size, keys in (("bh", 128, 300), ("bh", 64, 60), ("", 128, 60)):
@@ -157,9 +155,7 @@ def test_what_lies_behind_the_last_key_is_anything(keys: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_short_of_room_for_copies_the_portable_kernel_computes(
-    monkeypatch: pytest.MonkeyPatch, chunk: int | None
-) -> None:
+def test_short_of_room_for_copies_the_portable_kernel_computes(monkeypatch, chunk: int | None) -> None:
     monkeypatch.setattr(hopper_launch, "SHARE", torch.cuda.get_device_properties(0).total_memory // (1 << 17))
     for block in (128, 64):
         plan = random_plan(4, n_query=300, n_key=700, blocks=(block, 64))

@@ -257,9 +257,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_wrong_is_one_sentence(
-    name: str, call: Call, own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_one_sentence(name: str, call: Call, own: Path, monkeypatch) -> None:
     monkeypatch.chdir(own.parent)
     text, words = FILES[name]
     own.write_text(text, encoding="utf-8")

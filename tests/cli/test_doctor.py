@@ -62,9 +62,7 @@ def test_without_a_gpu(examined: Callable[[], dict[str, Any]], call: Call) -> No
     )
 
 
-def test_with_a_gpu(
-    gpu: None, examined: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_a_gpu(gpu: None, examined: Callable[[], dict[str, Any]], monkeypatch) -> None:
     found = examined()
     device = {"name": "NVIDIA L4", "gpus": 2, "architecture": "sm_89", "compute_capability": "8.9"}
     device |= {"memory_bytes": 22 << 30, "shared_memory_bytes": 99 << 10, "cuda": "13.0"}
@@ -161,9 +159,7 @@ def test_of_a_cpu_it_counts_one_memory(call: Call, monkeypatch: pytest.MonkeyPat
     assert f"lacks {lacks['lacks_device_bytes'] / 1e9:.1f} GB of memory" in first
 
 
-def test_of_a_device_of_this_machine_short_sessions_are_run(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_device_of_this_machine_short_sessions_are_run(call: Call, monkeypatch) -> None:
     """For the presets that may be recommended, and told of while they run, beside the table; of a known device none is."""
     heard: list[Any] = []
 

@@ -172,9 +172,7 @@ def test_a_question_is_no_second_video(question: str, call: Call, clip: str, ov:
     assert told["question"] == question
 
 
-def test_a_near_name_of_a_model_asks_no_hub(
-    call: Call, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_near_name_of_a_model_asks_no_hub(call: Call, clip: str, tmp_path: Path, monkeypatch) -> None:
     import huggingface_hub
 
     asked: list[object] = []

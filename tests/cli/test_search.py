@@ -140,9 +140,7 @@ def test_draw_shows_what_a_pattern_computes(call: Call, tmp_path: Path) -> None:
     assert "text vertical_slash" in call.text("draw", "q_boundary", "--out", path)
 
 
-def test_draw_shows_heads(
-    call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draw_shows_heads(call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "heads"
     named = ("--layer", 1, "--head", 0, "--head", 1, "--resolution", 32, "--max-tokens", 300)
     status, out, err = call("draw", "heads", "--model", ov, "--video", clip, "--out", folder, *named)
@@ -157,9 +155,7 @@ def test_draw_shows_heads(
     assert "weight of a pair" in next(folder.glob("*.svg")).read_text()
 
 
-def test_a_missing_matplotlib_is_told(
-    table: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_matplotlib_is_told(table: Path, call: Call, tmp_path: Path, monkeypatch) -> None:
     missing = ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
     def asked(name: Any, *_: Any, **__: Any) -> bool:

@@ -148,9 +148,7 @@ def test_questions_are_piped(clip: str, ov: str) -> None:
     ]
 
 
-def test_a_file_of_questions(
-    call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_questions(call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "questions.txt"
     path.write_text("how many ?\n")
     base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.1, "--max-new-tokens", 1, "--json")
@@ -211,9 +209,7 @@ def test_a_rate_is_told_for_what_it_is() -> None:
     )
 
 
-def test_typed_questions_are_answered(
-    call: Call, clip: str, ov: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_typed_questions_are_answered(call: Call, clip: str, ov: str, monkeypatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -308,9 +304,7 @@ def test_answers_given_are_not_lost_when_it_ends_early(
     assert (named in err) == bool(left)
 
 
-def test_what_is_typed_and_is_no_text_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_typed_and_is_no_text_is_left_out(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     typed = io.TextIOWrapper(io.BytesIO(b"first ?\n\xff ?\nsecond ?\n"), "utf-8", errors="surrogateescape")
     monkeypatch.setattr("sys.stdin", typed)
     assert list(TerminalQuestions(True).read(waits=True)) == ["first ?", "second ?"]

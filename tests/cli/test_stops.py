@@ -213,9 +213,7 @@ def test_sigterm_while_a_session_is_saved_waits_for_the_save(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("swallowed", [True, False])
-def test_sigterm_acts_again_where_the_first_was_swallowed(
-    call: Call, monkeypatch: pytest.MonkeyPatch, swallowed: bool
-) -> None:
+def test_sigterm_acts_again_where_the_first_was_swallowed(call: Call, monkeypatch, swallowed: bool) -> None:
     from mmaccel.cli import catalog
 
     class Callback:

@@ -289,9 +289,7 @@ def test_the_pattern_acts_on_a_file_and_is_told_where_it_does_not(
     assert live["kept"] is None and "acts on those given to ingest" in live["notes"][0]
 
 
-def test_a_memory_that_does_not_ingest_watches(
-    told: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_memory_that_does_not_ingest_watches(told: Callable[..., dict[str, Any]], monkeypatch) -> None:
     monkeypatch.setattr("mmaccel.policies.kv.rekv.ReKV.ingests", False)
     found = told(NARROW)
     assert found["frames"] == 32 and "ingested" not in found["counters"]

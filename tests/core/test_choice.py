@@ -74,9 +74,7 @@ def test_dense_attention_within_a_window_is_cheaper() -> None:
             assert going(priced(0.0, price * 4.0)).beats_dense(0, query(rows), keys, view) == pays
 
 
-def test_planning_is_part_of_the_price_and_of_a_short_prompt_nothing_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_planning_is_part_of_the_price_and_of_a_short_prompt_nothing_is_looked_at(monkeypatch) -> None:
     """Where making a plan costs more than dense attention, the pattern is not asked what it would list."""
     dear = priced(1.0, planning=LinearCost(1e12, 0.0))
     assert not going(dear).beats_dense(0, query(1 << 16), 1 << 16)

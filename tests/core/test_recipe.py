@@ -127,9 +127,7 @@ def test_a_table_counts_from_the_folder_of_its_file(tmp_path: Path, monkeypatch:
     assert fields_of("searched")["sparse"]["table"] == "shipped"
 
 
-def test_every_path_counts_from_the_folder_of_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_path_counts_from_the_folder_of_its_file(tmp_path: Path, monkeypatch) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there, here / "small", there / "draft", there / "tiny-ov-draft"):
         folder.mkdir()

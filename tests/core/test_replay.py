@@ -193,9 +193,7 @@ def test_of_all_names_the_last_used_are_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert len(MADE) == 101
 
 
-def test_what_comes_to_lie_where_something_lay_is_what_a_replay_reads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_comes_to_lie_where_something_lay_is_what_a_replay_reads(monkeypatch) -> None:
     """A session is closed, and another's memory of the same shape is made of what it gave back."""
     replays = repeating(monkeypatch)
     room = torch.zeros(4)
@@ -211,9 +209,7 @@ def test_what_comes_to_lie_where_something_lay_is_what_a_replay_reads(
     assert len(MADE) >= 1 and torch.equal(out, 2 * again)
 
 
-def test_a_failed_capture_is_over_and_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch, side: None
-) -> None:
+def test_a_failed_capture_is_over_and_leaves_nothing_behind(monkeypatch, side: None) -> None:
     """Shown with stand-ins for streams and graphs, for a device cannot be broken."""
     made: list[Any] = []
 

@@ -159,9 +159,7 @@ def test_films_of_one_seed_are_told_apart(tmp_path: Path) -> None:
     assert {what for what, _, _ in told} == {"write", "read"} and ("write", 64, 64) in told
 
 
-def test_an_answer_ends_where_its_model_ends(
-    random_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_ends_where_its_model_ends(random_folder: Callable[[str], Path], monkeypatch) -> None:
     """Whichever of its ends that is: answers of a batch are padded from there on. A special token before it is wrong."""
     folder = random_folder("tiny-ov-draft")
     model, processor = load_model(folder, dtype=torch.float32), load_processor(folder)

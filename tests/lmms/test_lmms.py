@@ -174,9 +174,7 @@ def test_what_is_missing_is_told_with_where_it_belongs(worlds: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_harness_s_own_openai_model_asks_our_server(
-    worlds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_harness_s_own_openai_model_asks_our_server(worlds: Path, tmp_path: Path, monkeypatch) -> None:
     """`examples/lmms_openai.py`: the server reads the films, and answers as the model does by itself."""
     from mmaccel.serve.settings import Settings
     from tests.examples.test_serving import example

@@ -165,9 +165,7 @@ def test_a_truncated_file_without_an_index_is_told_by_its_duration(film: Film) -
         ),
     ],
 )
-def test_a_truncated_file_that_ends_after_the_span_asked_for(
-    film: Film, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_truncated_file_that_ends_after_the_span_asked_for(film: Film, threads: int, monkeypatch) -> None:
     """A decoder of sixteen threads has read to the broken end before it gives the last frame of the span."""
 
     def more(_: None, source: container.Source) -> None:
@@ -193,9 +191,7 @@ def test_damage_in_the_middle_leaves_the_rest(film: Film, how: dict[str, Any]) -
     assert video.times.tolist() == sorted(video.times.tolist())
 
 
-def test_frames_out_of_order_in_a_damaged_file_shift_no_clock(
-    film: Film, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frames_out_of_order_in_a_damaged_file_shift_no_clock(film: Film, monkeypatch) -> None:
     """Of damage that a decoder conceals only the order of frames may tell; the clock of a file does not restart."""
     path, decode = film(), container.Source._decode
 

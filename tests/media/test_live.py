@@ -108,9 +108,7 @@ def test_a_forked_process_is_told_that_its_parent_reads(film: Film) -> None:
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(60))
 
 
-def test_a_thread_that_cannot_be_started_is_told_and_tried_again(
-    film: Film, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_cannot_be_started_is_told_and_tried_again(film: Film, monkeypatch) -> None:
     stream = media.clips(film(), fps=10, frames_per_clip=60)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))

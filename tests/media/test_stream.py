@@ -139,9 +139,7 @@ def test_a_pipe_is_over_when_its_writer_closes_it(
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 60, 2))
 
 
-def test_a_file_that_cannot_be_read_on_is_a_fault(
-    film: Film, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_read_on_is_a_fault(film: Film, tmp_path: Path, monkeypatch) -> None:
     path, fails = film("film.ts"), OSError(errno.EIO, "Input/output error")
     broken(monkeypatch, GrowingFile, "read", fails, nth(*range(3, 999)))
     parts, stream = [], media.clips(path, fps=5, frames_per_clip=4, follow=True, timeout=0.3)

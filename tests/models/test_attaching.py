@@ -250,9 +250,7 @@ def test_changes_wait_for_calls_under_way(family: tuple[str, Any], what: str, ca
     assert picture(model) == before
 
 
-def test_a_generation_that_meets_the_first_wrapper_ends_plain(
-    family: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generation_that_meets_the_first_wrapper_ends_plain(family: tuple[str, Any], monkeypatch) -> None:
     """Its next pass comes when the forward is wrapped and nobody looked for generations under way yet."""
     kind, model = family
     inputs, before, passes = prompt(kind, PROMPTS["text"]), picture(model), []

@@ -22,7 +22,7 @@ from mmaccel.policies.draft import Sequential, Tree
 from mmaccel_lab import world
 from mmaccel_lab.train import pixels
 from tests.models.streams import logits
-from tests.models.test_hybrid import PIECES, Echo
+from tests.models.test_pruned_steps import PIECES, Echo
 from tests.models.test_stream_families import CLOSE, FPS, QUESTION, TIGHT, film, session
 from tests.models.test_stream_families import pair as stream_pair
 from tests.models.tiny_random import prompt, sampler
@@ -90,9 +90,7 @@ def test_steps_are_the_model_s_own(kind: str, replays: None, monkeypatch: pytest
 
 
 @crossed("replays", kind=KINDS, draft=["off", "echo", "model", "tree"], replays=REPLAYS, together=2)
-def test_a_recipe_decodes_by_them(
-    kind: str, draft: str, replays: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_decodes_by_them(kind: str, draft: str, replays: None, monkeypatch) -> None:
     """Token for token; a draft with other weights is often wrong, and goes back itself. A later turn goes on from there."""
     model, inputs = model_of(kind), prompt(kind, PIECES)
     choice = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
@@ -218,9 +216,7 @@ def test_steps_go_on_outside_inference_mode() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 @torch.no_grad()
-def test_a_step_that_fails_leaves_running_states_as_they_were(
-    shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_leaves_running_states_as_they_were(shared: bool, monkeypatch) -> None:
     """Those who share it are stepped again, each alone."""
     (plain, one), (_, other) = pair("qwen3_5"), pair("qwen3_5")
     together, ids = BatchedDecodeSteps(one), torch.tensor([[5, 6]])

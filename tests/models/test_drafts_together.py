@@ -139,9 +139,7 @@ def test_drafts_of_one_model_take_their_steps_together(
     assert len(whole) > 2 * sum(count == len(CALLS) for count in judged) > 0
 
 
-def test_a_draft_that_fails_in_a_shared_step_ends_alone(
-    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_that_fails_in_a_shared_step_ends_alone(models: tuple[Any, Any], monkeypatch) -> None:
     """Its sequence goes on without it, and says the same; the others draft on."""
     model, draft = models
     recipe = drafts(draft)["sequential"]

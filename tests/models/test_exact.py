@@ -196,9 +196,7 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("sparse", list(SPARSE))
-def test_nothing_is_larger_than_the_hidden_states(
-    model: torch.nn.Module, sparse: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_larger_than_the_hidden_states(model: torch.nn.Module, sparse: str, monkeypatch) -> None:
     """Not the feed-forward's inner rows, not the logits of the prompt, not an entry for every pair of tokens."""
     inputs = prompt("llava", [("text", N)])
     monkeypatch.setattr(reference, "BUDGET", 1 << 14)
@@ -215,9 +213,7 @@ def test_nothing_is_larger_than_the_hidden_states(
     torch.testing.assert_close(seen[256][1], seen[1 << 15][1], rtol=0, atol=1e-5)
 
 
-def test_pieces_of_a_batch_and_with_gradients(
-    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_a_batch_and_with_gradients(model: torch.nn.Module, monkeypatch) -> None:
     norm = model.model.language_model.norm
     hidden = torch.randn(3, 100, 64, generator=torch.Generator().manual_seed(0))
     whole = norm(hidden)

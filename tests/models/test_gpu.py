@@ -139,9 +139,7 @@ def test_clusters_on_the_device_recall_what_they_do_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic"])
-def test_a_question_waits_for_nothing_before_its_first_token(
-    kv: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_question_waits_for_nothing_before_its_first_token(kv: str, monkeypatch) -> None:
     _, session = on_gpu("random-ov", torch.bfloat16, CLUSTERED if kv == "mosaic" else TIGHT[kv])
     prefill = mmaccel.core.streams.asking.QuestionRunner.prefill
 
@@ -213,9 +211,7 @@ def test_two_streams_say_what_the_target_says(
             assert told["failed"] is None and told["counters"]["drafted"] > 0
 
 
-def test_the_draft_works_on_a_stream_of_its_own(
-    family: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_draft_works_on_a_stream_of_its_own(family: tuple[str, Any], monkeypatch) -> None:
     """A twin is right wherever it is asked, and neither reads nor writes on the stream that the target verifies on."""
     name, model = family
     inputs = question(name, "video")

@@ -176,9 +176,7 @@ def test_frames_see_no_further_than_they_are_told_to(kv: str, name: str = "rando
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_film_longer_than_the_positions_keeps_its_positions_within_them(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_film_longer_than_the_positions_keeps_its_positions_within_them(name: str, monkeypatch) -> None:
     """Two ways to the same view: a base is taken from positions, or the film is seen `ingest_frames` at a time."""
     from mmaccel.core.layout import PositionIds
 
@@ -267,9 +265,7 @@ def test_a_memory_that_does_not_ingest_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_frame_sees_at_least_what_it_would_under_the_window(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frame_sees_at_least_what_it_would_under_the_window(name: str, monkeypatch) -> None:
     """At the borders of passes too; and a question in the midst of an ingestion is refused."""
     passes = heard(monkeypatch, IngestState, "_took", lambda self, held, one: (one.first, self._first))
     with open_session(name, {"name": "recent", "window": 8, "local": 4, "ingest_frames": 12}) as session:

@@ -213,9 +213,7 @@ def test_a_call_that_waits_for_a_helper_and_a_change(family: Any, what: str, inn
     assert helped.steps == 4 and torch.equal(out[0], plain) and mmaccel.attached(model) is None
 
 
-def test_calls_that_overlap_for_ever_do_not_keep_a_change_waiting(
-    family: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_overlap_for_ever_do_not_keep_a_change_waiting(family: Any, monkeypatch) -> None:
     """Two threads, each of whose calls lasts longer than a new call waits at first."""
     inputs, model = family
     monkeypatch.setattr(install, "FIRST_S", 0.01)

@@ -33,9 +33,7 @@ def family(request: pytest.FixtureRequest) -> tuple[str, Any, Any]:
     return request.param, model, BUILD[request.param](seed=1)
 
 
-def ends_after(
-    model: Any, inputs: dict[str, torch.Tensor], room: int, monkeypatch: pytest.MonkeyPatch
-) -> int:
+def ends_after(model: Any, inputs: dict[str, torch.Tensor], room: int, monkeypatch) -> int:
     """Give the model so many positions that `room` are left after the prompt's last column; how many there are."""
     family = adapter_for(model)
     last = int(family.positions(model, inputs)[..., -1].max())
@@ -114,9 +112,7 @@ def test_each_sequence_of_a_batch_ends_by_itself(
     assert new[1].tolist() == want[1].tolist()
 
 
-def test_a_second_turn_counts_the_first(
-    family: tuple[str, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_turn_counts_the_first(family: tuple[str, Any, Any], monkeypatch) -> None:
     name, model, _ = family
     inputs = prompt(name, PROMPTS["video"])
     most = ends_after(model, inputs, 20, monkeypatch)

@@ -145,9 +145,7 @@ def test_of_too_many_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found[-1] == "orange 23" and len(found) == 6
 
 
-def test_where_lines_are_too_many_those_that_most_layers_saw_come_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_lines_are_too_many_those_that_most_layers_saw_come_first(monkeypatch) -> None:
     with open_session("tiny-ov", TIGHT["rekv"], 24) as session:
         told(session)
         whole = session.ask(QUESTION, 2)

@@ -102,9 +102,7 @@ def test_what_fails_in_one_stream_ends_its_pass_alone(where: str, batches: list[
     alike(apart[1:2], both[1:2])
 
 
-def test_what_fails_for_all_leaves_every_stream_as_it_was(
-    batches: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_for_all_leaves_every_stream_as_it_was(batches: list[int], monkeypatch) -> None:
     apart, both = (opened("random-ov", MEMORIES["rekv"]) for _ in range(2))
     batches.clear()
     with monkeypatch.context() as patch:
@@ -147,9 +145,7 @@ def test_a_batch_has_no_more_units_than_a_pass(batches: list[int], monkeypatch: 
     assert found == [2, 4, 6] and sorted(batches) in ([1, 2], [1, 1, 1])
 
 
-def test_a_tower_that_fails_for_all_is_run_for_each(
-    batches: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tower_that_fails_for_all_is_run_for_each(batches: list[int], monkeypatch) -> None:
     apart, both = (opened("random-ov", MEMORIES["rekv"]) for _ in range(2))
     for number, one in enumerate(apart):
         one.watch(news(number), fps=FPS)

@@ -324,9 +324,7 @@ def test_a_conversation_goes_turn_by_turn() -> None:
 
 
 @pytest.mark.parametrize("most", [16, 2])
-def test_who_needs_the_session_alone_waits_for_all_answers(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_needs_the_session_alone_waits_for_all_answers(most: int, monkeypatch) -> None:
     monkeypatch.setattr(intake, "AT_ONCE", most)
     with opened("random-ov", MEMORIES["rekv"], 0) as session:
         want = told(session.ask(QUESTION, TOKENS))

@@ -93,9 +93,7 @@ def test_what_excludes_itself_is_told(folder: Path) -> None:
             mmaccel.load_model(folder, device_map=given)
 
 
-def test_another_type_is_refused_before_weights_are_read(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_type_is_refused_before_weights_are_read(folder: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_6_vl"}))
     read = pytest.fail
     monkeypatch.setattr(T.AutoModelForImageTextToText, "from_pretrained", lambda *_, **__: read("weights"))

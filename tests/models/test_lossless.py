@@ -76,9 +76,7 @@ def words_of(target: torch.nn.Module | None = None, vocab: int = VOCAB) -> T.Qwe
 
 
 @crossed("family", kind=["text", "video", "interleaved"], family=sorted(BUILD))
-def test_greedy_tokens_are_the_plain_ones(
-    family, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_tokens_are_the_plain_ones(family, kind: str, tmp_path: Path, monkeypatch) -> None:
     """Its steps are those that are captured, where any are."""
     name, target = family
     inputs = prompt(name, PROMPTS[kind])

@@ -222,9 +222,7 @@ def test_the_time_may_run_out_while_the_video_is_read(models: Any) -> None:
 
 @pytest.mark.parametrize("kv", ["full", "mosaic"])
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
-def test_frames_of_another_size_are_refused_before_the_tower_runs(
-    kv: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frames_of_another_size_are_refused_before_the_tower_runs(kv: str, name: str, monkeypatch) -> None:
     model, inputs = pair(name)[0], filmed(name, 8)
     pixels = inputs["pixel_values_videos"]
     wrong = pixels[..., :-14, :] if pixels.ndim == 5 else pixels[:-4]

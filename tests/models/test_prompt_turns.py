@@ -117,9 +117,7 @@ def test_a_later_turn_is_the_session_s(kv: str, draft: str, name: str) -> None:
 
 
 @crossed(kv=KVS, name=("random-ov", "random-qwen"))
-def test_a_later_turn_is_one_whole_prompt_and_reads_no_video(
-    kv: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_turn_is_one_whole_prompt_and_reads_no_video(kv: str, name: str, monkeypatch) -> None:
     """The scores of the whole prompt, given without a cache; the tower runs for `no_cache` alone, which has only frames."""
     how = {**HOW, "output_logits": True}
     with mmaccel.accelerate(pair(name)[0], kv=TIGHT[kv]) as fast:

@@ -169,9 +169,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, see: Callable[..., None]) -> None:
 
 
 @crossed(kv=[one for one in TIGHT if one not in ("full", "offload", "no_cache")], name=FAMILIES)
-def test_each_layer_shows_the_best_of_what_it_recalled(
-    kv: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_layer_shows_the_best_of_what_it_recalled(kv: str, name: str, monkeypatch) -> None:
     """By the last word's attention in the layer before the stage where all layers show the same, else in its own."""
     views: dict[int, tuple[KVView, KVView]] = {}
     facts: list[RetrievedTokenPruning] = []

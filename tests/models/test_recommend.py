@@ -183,9 +183,7 @@ def test_on_a_gpu_a_layer_s_time_leaves_out_what_a_step_adds(device: str, wanted
     assert found == pytest.approx(wanted)
 
 
-def test_a_layer_of_few_rows_is_timed_as_a_session_s_captured_step_runs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layer_of_few_rows_is_timed_as_a_session_s_captured_step_runs_it(monkeypatch) -> None:
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     ran: list[int] = []
     layers = heard(monkeypatch, step.CapturedStreamSteps, "run", lambda steps, run, embeds, *_: len(embeds))

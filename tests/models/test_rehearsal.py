@@ -146,9 +146,7 @@ def measured(store: Any, recipes: list[Recipe], **given: Any) -> rates.Device:
     return rehearsal.with_measured_surplus(DEVICE, CPU, SIZES, "llava-onevision-7b", **how)
 
 
-def test_sessions_of_four_and_twelve_layers_tell_of_28(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_sessions_of_four_and_twelve_layers_tell_of_28(monkeypatch, tmp_path: Path) -> None:
     """The prediction then is what a session takes whose host needs so long; kept on disk, and measured once."""
     spent = told(
         read=(0.4, 1e-3, 0.0, 0.01, 3e-4, 0.0), question=(*[0.0] * 3, 5e-4, 0.0, 0.0),
@@ -219,9 +217,7 @@ def test_a_shape_gets_a_processor_that_counts_as_its_sizes_do(name: str) -> None
 
 
 @pytest.mark.parametrize(("family", "kind"), product(["random-ov", "random-qwen"], KINDS))
-def test_sessions_run_on_a_loaded_model(
-    family: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_sessions_run_on_a_loaded_model(family: str, kind: str, monkeypatch, tmp_path: Path) -> None:
     """One layer and two of a random model, by its own processor; the caller's random numbers stay as they are."""
     monkeypatch.setattr(rehearsal, "UNITS", (8, 16, 24))
     monkeypatch.setattr(rehearsal, "ANSWER", 4)

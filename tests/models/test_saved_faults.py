@@ -97,9 +97,7 @@ def test_facts_that_cannot_be_are_refused(tmp_path: Path) -> None:
         assert torch.equal(logits(session), before), "what is right is read after all of them"
 
 
-def test_a_saved_memory_that_cannot_be_opened_is_told_with_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_memory_that_cannot_be_opened_is_told_with_its_folder(tmp_path: Path, monkeypatch) -> None:
     path = saved(tmp_path / "whole") / "session.json"
     facts = json.loads(path.read_text())
     kept = facts["recipe"]["kv"]
@@ -290,18 +288,14 @@ def test_files_are_on_the_disk_before_their_list_and_the_former_ones_go_after_it
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_cannot_sync_is_saved_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_file_system_that_cannot_sync_is_saved_to(tmp_path: Path, monkeypatch, number: int) -> None:
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, os.strerror(number))))
     with begun("recent", 3) as session:
         session.save(tmp_path / "s")
         session.load(tmp_path / "s")
 
 
-def test_a_disk_that_fails_while_it_syncs_leaves_the_former_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_while_it_syncs_leaves_the_former_session(tmp_path: Path, monkeypatch) -> None:
     with begun("recent", 3) as session:
         session.save(tmp_path / "s")
         session.watch(film(5)[3:], fps=FPS)
@@ -321,9 +315,7 @@ def while_it_loads(monkeypatch: pytest.MonkeyPatch, place: str, work: Callable[[
 
 
 @crossed(kv=["recent", "mosaic"], place=["_check_file", "_print_of", "_read_info"])
-def test_a_load_beside_a_save_reads_what_was_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, place: str
-) -> None:
+def test_a_load_beside_a_save_reads_what_was_saved(tmp_path: Path, monkeypatch, kv: str, place: str) -> None:
     with begun(kv, 4) as session, begun(kv, 6) as other, begun(kv, 3) as reader:
         session.save(tmp_path / "s")
         while_it_loads(monkeypatch, place, lambda: other.save(tmp_path / "s"))
@@ -331,9 +323,7 @@ def test_a_load_beside_a_save_reads_what_was_saved(
         assert len(reader) == 6
 
 
-def test_a_load_of_a_damaged_session_does_not_try_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_of_a_damaged_session_does_not_try_for_ever(tmp_path: Path, monkeypatch) -> None:
     with begun("recent", 3) as session, begun("recent", 4) as reader:
         session.save(tmp_path / "s")
         (tmp_path / "s" / "data-1" / "film.safetensors").unlink()

@@ -74,9 +74,7 @@ def test_a_question_and_its_answer_end_with_the_positions(name: str, monkeypatch
 
 
 @pytest.mark.parametrize("kv", TIGHT)
-def test_a_question_past_the_positions_is_refused_before_it_is_run(
-    kv: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_question_past_the_positions_is_refused_before_it_is_run(kv: str, monkeypatch) -> None:
     limited(monkeypatch, "random-ov", 400)
     with open_session("random-ov", TIGHT[kv], 8) as session:
         before = session.ask(QUESTION, 2)
@@ -89,9 +87,7 @@ def test_a_question_past_the_positions_is_refused_before_it_is_run(
         assert session.ask(QUESTION, 2).ids == before.ids
 
 
-def test_a_memory_that_keeps_little_answers_where_all_of_the_stream_would_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_memory_that_keeps_little_answers_where_all_of_the_stream_would_not_fit(monkeypatch) -> None:
     limited(monkeypatch, "random-ov", 400)
     long = "what was it ? " * 30
     for kv in ({**TIGHT["rekv"], "positions": "original"}, TIGHT["mosaic"], TIGHT["streammem"]):

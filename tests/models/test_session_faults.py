@@ -128,9 +128,7 @@ def test_with_a_place_on_disk_the_cap_changes_nothing(kv: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic"])
-def test_a_full_disk_is_told_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str
-) -> None:
+def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, monkeypatch, kv: str) -> None:
     from mmaccel.policies.kv.store import saved
 
     fields = {**TIGHT[kv], "store": {"host_bytes": 0, "spill": "disk", "folder": str(tmp_path)}}

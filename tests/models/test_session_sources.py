@@ -88,9 +88,7 @@ def test_a_silent_pipe_is_left(tmp_path: Path, how: str, sent: bool) -> None:
 
 
 @crossed(how=["timeout", "cancel"], timed=[False, True])
-def test_a_slow_decoder_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, timed: bool
-) -> None:
+def test_a_slow_decoder_is_left(tmp_path: Path, monkeypatch, how: str, timed: bool) -> None:
     film, frames = write(tmp_path / "film.mp4", even(140, 1.0)), Source.frames
 
     def slow(self: Source, start: float = 0.0) -> Iterator[Any]:
@@ -138,9 +136,7 @@ def test_a_still_moment_is_watched(slides: Path, kv: str) -> None:
 
 
 @pytest.mark.parametrize("error", [VideoError("it is silent."), RuntimeError("broken"), KeyboardInterrupt()])
-def test_the_clips_before_an_error_are_kept(
-    slides: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_the_clips_before_an_error_are_kept(slides: Path, monkeypatch, error: BaseException) -> None:
     inner: Callable[..., Iterator[Video]] = media.clips
 
     def broken(path: Path, **how: Any) -> Iterator[Video]:

@@ -98,9 +98,7 @@ def in_runs(monkeypatch: pytest.MonkeyPatch, *first: int) -> None:
 
 @crossed("family", first=[(0, 1), (0, 2, 3), (0, 0, 3)], family=sorted(BUILD))
 @torch.no_grad()
-def test_a_step_in_runs_is_the_step(
-    family: tuple[str, Any], first: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_in_runs_is_the_step(family: tuple[str, Any], first: tuple[int, ...], monkeypatch) -> None:
     """Chains, shorter ones than the width, and trees: what a run gives is what the next one takes, all rows of it."""
     name, model = family
     inputs = prompt(name, PROMPTS["interleaved"])
@@ -168,9 +166,7 @@ def test_a_shape_is_made_where_its_layers_lie(monkeypatch: pytest.MonkeyPatch) -
     assert out.shape == (1, 6)
 
 
-def test_hooks_of_ours_do_not_keep_steps_from_being_captured(
-    family: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_of_ours_do_not_keep_steps_from_being_captured(family: tuple[str, Any], monkeypatch) -> None:
     _, model = family
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     loading.spread_layers_over_devices(model, [CPU, OTHER])

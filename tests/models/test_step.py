@@ -192,9 +192,7 @@ def test_steps_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("poisoned")
 @crossed(kv=["mosaic", "rekv"], name=["random-ov", "random-qwen"])
-def test_replayed_layers_say_what_layers_launched_one_by_one_say(
-    name: str, kv: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replayed_layers_say_what_layers_launched_one_by_one_say(name: str, kv: str, monkeypatch) -> None:
     """Questions of several lengths and their answers, while the stream grows."""
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     monkeypatch.setattr(replay, "_Replay", Replayed)
@@ -253,9 +251,7 @@ def test_captures_do_not_outlive_what_they_read(monkeypatch: pytest.MonkeyPatch)
         assert all(few._replays._rooms[name] is not room for name, room in rooms.items())
 
 
-def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(monkeypatch) -> None:
     """transformers installs hooks at such a call and leaves them: they act only where a call asks again."""
     model, processor = copy.deepcopy(pair("random-ov")[0]), pair("random-ov")[1]
     with torch.no_grad():

@@ -206,9 +206,7 @@ def quiet() -> tuple[int, ...]:
     "method",
     ["take_frames", "checkpoint", "prepare_question", "read", "end_question", "save", "finish_intake"],
 )
-def test_a_failing_draft_loses_nothing_of_the_stream(
-    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_draft_loses_nothing_of_the_stream(tmp_path: Path, method: str, monkeypatch) -> None:
     frames, want = film(18), quiet()
     with opened("mosaic", agreeing()) as session:
         session.watch(frames[:9], fps=FPS)

@@ -214,9 +214,7 @@ def test_a_view_s_layout_names_head_summaries_units_and_the_question(monkeypatch
 
 @pytest.mark.parametrize("question", [QUESTION, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("kv", ["mosaic", "no_cache"])
-def test_a_call_plans_what_it_ingests_and_a_long_question(
-    kv: str, question: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_plans_what_it_ingests_and_a_long_question(kv: str, question: str, monkeypatch) -> None:
     model, processor = pair("random-ov")
     inputs = inputs_of("random-ov", FRAMES, question)
     ids = inputs["input_ids"][0]

@@ -18,7 +18,7 @@ from mmaccel.core.prefill.recalled import RetrievedTokenPruning
 from mmaccel.models import deepstack, step
 from mmaccel.models.qwen3_vl import Qwen3VL
 from tests.models.streams import every_stream, logits
-from tests.models.test_hybrid import Echo
+from tests.models.test_pruned_steps import Echo
 from tests.models.test_second_turns import said
 from tests.models.tiny_random import prompt, sampler
 from tests.products import crossed
@@ -307,9 +307,7 @@ def test_times_that_a_tokenizer_writes_in_unlike_numbers_are_refused(monkeypatch
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_running_states_come_back_after_errors_questions_and_drafts(
-    captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_states_come_back_after_errors_questions_and_drafts(captured: bool, monkeypatch) -> None:
     """A watch that fails in a pass, a question that fails, and drafted tokens that are not taken leave nothing behind."""
     kind, kv = "qwen3_5", TIGHT["rekv"]
     frames = film(20, kind)

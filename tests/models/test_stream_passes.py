@@ -188,9 +188,7 @@ def test_pixels_without_a_text_are_those_with_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("memory", sorted(MEMORIES))
-def test_watching_reads_nothing_back_and_launches_little(
-    memory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watching_reads_nothing_back_and_launches_little(memory: str, monkeypatch) -> None:
     """All but the clustering and its tables, which are the host's own: it is given what has arrived, and gives them once."""
     fields, most = MEMORIES[memory]
     with open_session("random-ov", fields) as session:

@@ -115,9 +115,7 @@ def test_a_folder_and_a_caller_say_otherwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
-def test_auto_takes_all_that_there_is_room_for(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_all_that_there_is_room_for(name: str, tmp_path: Path, monkeypatch) -> None:
     model, processor = pair(name)
     path = write_film(tmp_path / "film.mp4", 60)
     family = adapter_for(model)
@@ -146,9 +144,7 @@ def test_auto_takes_all_that_there_is_room_for(
         assert most_frames(processor, model, path)[0] > count
 
 
-def test_auto_takes_all_that_the_positions_of_qwen_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_all_that_the_positions_of_qwen_hold(tmp_path: Path, monkeypatch) -> None:
     """Its positions are seconds: of fewer frames the last begins earlier. One step of time more would not fit."""
     model, processor = pair("random-qwen")
     path, family = write_film(tmp_path / "film.mp4", 600), adapter_for(model)
@@ -224,9 +220,7 @@ def both(folder: Path, **how: Any) -> tuple[Any, Processor]:
     return mmaccel.load_processor(folder, **how), Processor.from_pretrained(folder, **how)
 
 
-def test_stock_code_is_taken_where_it_runs_and_ours_where_it_does_not(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stock_code_is_taken_where_it_runs_and_ours_where_it_does_not(folder: Path, monkeypatch) -> None:
     chosen = mmaccel.load_processor(folder)
     assert isinstance(chosen, stock.HFProcessor) and isinstance(chosen.stock, T.ProcessorMixin)
     monkeypatch.setattr(stock, "find_spec", lambda name: None)
@@ -266,9 +260,7 @@ def test_what_stock_refuses_is_one_sentence(tmp_path: Path) -> None:
         processor("what", videos=noise(2, 3, 9, 9))
 
 
-def test_a_device_without_memory_is_not_the_fault_of_the_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_without_memory_is_not_the_fault_of_the_input(tmp_path: Path, monkeypatch) -> None:
     processor: Any = mmaccel.load_processor(write_model(tmp_path / "model", "llava_onevision"))
     broken(monkeypatch, processor.stock.video_processor, "preprocess", torch.OutOfMemoryError("none left"))
     with pytest.raises(torch.OutOfMemoryError):

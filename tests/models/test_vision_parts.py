@@ -99,9 +99,7 @@ CASES = cases()
 
 
 @crossed(name=CASES, most=[1, 40, 100, 300])
-def test_calls_are_bounded_and_features_the_same(
-    name: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_are_bounded_and_features_the_same(name: str, most: int, monkeypatch) -> None:
     family, inputs = CASES[name]
     model = BUILD[family]()
     with torch.no_grad(), calls(model) as seen:
@@ -133,9 +131,7 @@ def _features(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", list(BUILD))
-def test_in_bfloat16_parts_are_as_near_to_float32_as_one_call(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_bfloat16_parts_are_as_near_to_float32_as_one_call(family: str, monkeypatch) -> None:
     inputs = prompt(family, PROMPTS["long"])
     exact = BUILD[family]()
     low = BUILD[family]().bfloat16()
@@ -189,9 +185,7 @@ def test_what_listens_to_the_tower_hears_the_same(family: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("family", list(BUILD))
-def test_a_draft_s_prompt_and_what_recipes_share_are_seen_in_parts_too(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_s_prompt_and_what_recipes_share_are_seen_in_parts_too(family: str, monkeypatch) -> None:
     model, inputs = BUILD[family](), prompt(family, PROMPTS["long"])
     fam = adapter_for(model)
     length = inputs["input_ids"].shape[1]

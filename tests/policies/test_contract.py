@@ -21,7 +21,7 @@ from tests import sentence
 from tests.core.toy import ToyModel, bigram
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.faulty import DRAFTS, MEMORIES, PRUNE, SPARSE, Half, Pooled, Sound, wrong
-from tests.policies.kv.memory import open_state
+from tests.policies.kv.token_streams import open_state
 
 EVERY = [(kind, name) for kind in BASES for name in registry(kind)]
 SEQUENCES = [name for name, cls in registry("kv").items() if cls.sequences]

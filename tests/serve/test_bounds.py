@@ -77,9 +77,7 @@ def test_frames_that_wait_are_capped_in_bytes(served: Served, monkeypatch: pytes
             assert heard(talk, "dropped")["frames"] == 1
 
 
-def test_frames_that_differ_are_taken_in_one_after_another(
-    served: Served, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frames_that_differ_are_taken_in_one_after_another(served: Served, stream: str, monkeypatch) -> None:
     """Of another size, or without a time: the others of their batch keep theirs."""
     calls, go = [], threading.Event()
 

@@ -119,9 +119,7 @@ def test_http_sources_have_caps(tmp_path: Path) -> None:
         assert status("to=ftp://127.0.0.1/a")[0] == 400
 
 
-def test_a_redirect_may_not_lead_to_a_private_address(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_redirect_may_not_lead_to_a_private_address(served: Served, tmp_path: Path, monkeypatch) -> None:
     """Nor may a name that means another address when it is looked up again."""
     film = write_film(tmp_path / "film.mp4", 12).read_bytes()
     with answering(partial(site, film)) as url:

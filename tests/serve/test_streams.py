@@ -246,9 +246,7 @@ def test_a_wrong_message_is_told_and_ends_nothing(served: Served, stream: str) -
         assert heard(socket, "taken")["frames"] == 1
 
 
-def test_frames_that_come_too_fast_are_left_out_and_told(
-    served: Served, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frames_that_come_too_fast_are_left_out_and_told(served: Served, stream: str, monkeypatch) -> None:
     go = threading.Event()
     watch = mmaccel.AsyncVideoSession.watch
 

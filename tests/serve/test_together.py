@@ -124,9 +124,7 @@ def test_no_more_share_steps_than_the_limit() -> None:
             assert "mmaccel_alone_answers_total 0.0" in client.get("/metrics").text
 
 
-def test_one_that_finds_no_memory_in_a_step_leaves_the_others(
-    plain: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_finds_no_memory_in_a_step_leaves_the_others(plain: list[Any], monkeypatch) -> None:
     bad, alone = 3, list(map(said, plain))
     with running(Settings(), model=without_end()) as served:
         prompts = [one.json()["usage"]["prompt_tokens"] for one in plain]

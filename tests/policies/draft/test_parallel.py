@@ -100,9 +100,7 @@ def test_greedy_is_the_target_alone(seed: int, vocab: int, length: int, window: 
 
 
 @pytest.mark.parametrize(("quiet", "told"), [(0.0, True), (60.0, False)])
-def test_a_draft_that_falls_silent_is_told_of(
-    quiet: float, told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_that_falls_silent_is_told_of(quiet: float, told: bool, monkeypatch) -> None:
     """The target says the rest, and what is owed when the answer ends is a failure if it is owed for long."""
     monkeypatch.setattr(parallel, "QUIET_S", quiet)
     target = bigram(torch.eye(5).roll(1, 1))
@@ -212,9 +210,7 @@ def test_a_window_that_comes_too_late_is_no_refusal(window: int) -> None:
     assert told["keep_rate"] > ASSUMED and refused == pytest.approx(TOKENS_KNOWN * (1 - ASSUMED))
 
 
-def test_the_second_process_takes_a_device_that_the_target_leaves_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_second_process_takes_a_device_that_the_target_leaves_free(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for taken, place in (
         ("cpu", "cpu"),

@@ -135,9 +135,7 @@ def test_a_process_may_be_ended_while_its_prompt_is_on_the_way(silent: Worker) -
     assert time.monotonic() - began < 10 and not silent._outbox.is_sending
 
 
-def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(worker: Worker, monkeypatch) -> None:
     """The longest silence counts from when the last message had left, not from when it was posted."""
     monkeypatch.setattr(worker.wire, "silence_s", 0.5)
 
@@ -241,9 +239,7 @@ class Halved:
 
 
 @pytest.mark.parametrize(("device", "named"), [("cpu", []), ("cuda", []), ("cuda:1", [1])])
-def test_the_process_opens_its_own_device_alone(
-    device: str, named: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_opens_its_own_device_alone(device: str, named: list[int], monkeypatch) -> None:
     """That which has no number is the current one already, and cannot be made it by name."""
     told: list[int] = []
 

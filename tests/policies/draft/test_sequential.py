@@ -284,9 +284,7 @@ def test_as_many_drawn_tokens_are_kept_as_by_drafting_in_turns(heat: float) -> N
     assert kept[0] == pytest.approx(kept[1], abs=0.02) and 0.3 < kept[0] < 0.95
 
 
-def test_sampled_triples_of_a_late_draft_have_the_targets_joint_distribution(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sampled_triples_of_a_late_draft_have_the_targets_joint_distribution(monkeypatch) -> None:
     """Windows that come when the target has gone on by itself: refused, or agreed with by chance and judged from there."""
     dice, late = random.Random(2), []  # type: random.Random, list[bool]
 

@@ -13,7 +13,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.buffers import ROOM_MAX
 from mmaccel.core.memory.kv import KVPolicy, KVState
 from mmaccel.policies.kv import Full, Window
-from tests.policies.kv.memory import open_state, read, seen, visible
+from tests.policies.kv.token_streams import open_state, read, seen, visible
 
 
 class Machine(RuleBasedStateMachine):

@@ -193,9 +193,7 @@ def test_spare_units_push_no_window_of_half_the_limit_past_it() -> None:
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 @pytest.mark.parametrize("kv", ["rekv", "recent", "window"])
-def test_past_the_limit_the_cut_of_the_stream_changes_nothing(
-    name: str, kv: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_past_the_limit_the_cut_of_the_stream_changes_nothing(name: str, kv: str, monkeypatch) -> None:
     model, _ = pair(name)
     head = 40
     limit = head + 16 * 8 if name == "random-ov" else head + 60
@@ -246,9 +244,7 @@ def _spy(state: Any, used: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kv", ["rekv", "mosaic"])
-def test_true_positions_are_closed_up_when_they_pass_the_limit(
-    kv: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_true_positions_are_closed_up_when_they_pass_the_limit(kv: str, monkeypatch) -> None:
     model, _ = pair("random-ov")
     monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", 40 + 16 * 20)
     said: dict[str, list[Tensor]] = {"original": [], "compact": []}

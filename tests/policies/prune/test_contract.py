@@ -20,7 +20,7 @@ from mmaccel.core.prefill.prune import (
 )
 from mmaccel.core.recipe import policy
 from mmaccel.core.registry import registry
-from tests.policies.prune.layouts import frames_of, layout_of, layouts, visual
+from tests.policies.prune.by_hand import frames_of, layout_of, layouts, visual
 
 NAMES = sorted(registry("prune"))
 EVERYTHING: dict[str, dict[str, Any]] = {"dycoke": {"drop": 0.0}, "sparsevlm": {"retention": (1.0, 1.0, 1.0)}}

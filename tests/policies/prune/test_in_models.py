@@ -39,7 +39,7 @@ from mmaccel.policies.draft import Sequential, SparseToDense
 from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
-from tests.policies.prune.layouts import looking, visual
+from tests.policies.prune.by_hand import looking, visual
 from tests.policies.prune.test_target import PRUNERS
 from tests.products import product
 from tests.spies import broken

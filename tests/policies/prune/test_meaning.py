@@ -22,7 +22,7 @@ from mmaccel.policies.prune import (
     UVPrune,
     VisionZip,
 )
-from tests.policies.prune.layouts import LAYOUTS, asked, frames_of, layout_of, looking, top, visual, whole
+from tests.policies.prune.by_hand import LAYOUTS, asked, frames_of, layout_of, looking, top, visual, whole
 from tests.spies import Ops
 
 

@@ -14,8 +14,8 @@ from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, Vision
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 from tests.policies.prune import by_hand
+from tests.policies.prune.by_hand import looking, top, videos, visual, whole
 from tests.policies.prune.conftest import WITH_HYBRID
-from tests.policies.prune.layouts import looking, top, videos, visual, whole
 from tests.policies.prune.test_meaning import sparse_by_hand
 from tests.products import product
 from tests.spies import heard

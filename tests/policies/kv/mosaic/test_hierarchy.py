@@ -182,9 +182,7 @@ def test_another_thread_keeps_its_own(three_threads: object) -> None:
     assert seen == [3, 3]
 
 
-def test_inserting_and_splitting_take_one_thread(
-    three_threads: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inserting_and_splitting_take_one_thread(three_threads: object, monkeypatch) -> None:
     placed, refined = (
         heard(monkeypatch, ClusterHierarchy, name, lambda *_: torch.get_num_threads())
         for name in ("_place_look", "_refine")

@@ -134,9 +134,7 @@ def the_wire_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [compute_waits_for_nothing, the_wire_waits_for_nothing])
-def test_a_missing_wait_is_caught(
-    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_wait_is_caught(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch) -> None:
     fault(monkeypatch)
     assert not all(holds(seed) for seed in range(30))
 

@@ -21,9 +21,7 @@ from tests.spies import heard
 from .units import UNIT_BYTES, SimLanes, check, check_all, contents, fill, open_store
 
 
-def ahead(
-    monkeypatch: pytest.MonkeyPatch, fails: Collection[int] = (), **fields: Any
-) -> tuple[HostStore, list[str]]:
+def ahead(monkeypatch, fails: Collection[int] = (), **fields: Any) -> tuple[HostStore, list[str]]:
     """A store of 4 slots a slab, as if pinned; and the threads that made its slabs, of which those numbered in `fails`,
     from 1, fail."""
     store = open_store(4, **fields)
@@ -103,9 +101,7 @@ def test_one_that_cannot_be_made_is_told_when_it_is_needed(monkeypatch: pytest.M
     store.close()
 
 
-def test_one_that_could_not_be_made_ahead_is_made_when_it_is_needed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_that_could_not_be_made_ahead_is_made_when_it_is_needed(monkeypatch, tmp_path: Path) -> None:
     store, made = ahead(monkeypatch, fails={4}, spill="disk", folder=tmp_path)
     for unit in range(5):
         fill(store, [unit])

@@ -32,7 +32,7 @@ def shown(rows: list[dict[str, Any]]) -> set[str]:
 
 def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    rows = run(out, "question", shrink=20)
+    rows = run(out, "question", shrink=15)
     assert "torch" in rows[0]["environment"]
     ways = {row["way"]: row for row in rows if row.get("case") == "question"}
     assert all(0 < row["p50_s"] <= row["p95_s"] and row["bytes_in"] > 0 for row in ways.values())
@@ -49,7 +49,7 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     told = happened["question, mosaic"]
     assert min(told["recalled"], told["deferred"], told["singletons"], told["deferred_splits"]) > 0
     assert all(row["off"] >= 0.9 for row in happened.values()) and len(happened) == 2
-    again = run(out, "question", "encode", shrink=20)
+    again = run(out, "question", "encode", shrink=15)
     assert [row["done"] for row in again if "done" in row] == ["question", "encode"]
     encoded = {row["way"] for row in again if row.get("case") == "encode"}
     assert {f"encode, {way}" for way in encoded} == shown(again) - shown(rows) and len(encoded) == 4
@@ -85,7 +85,7 @@ def test_steps_that_vary_what_is_asked_of(tmp_path: Path) -> None:
 
 
 def test_a_day_beside_what_is_predicted(tmp_path: Path) -> None:
-    rows = run(tmp_path / "rows.jsonl", "day", shrink=200)
+    rows = run(tmp_path / "rows.jsonl", "day", shrink=150)
     hours = [row for row in rows if row.get("case") == "day"]
     assert [row["hour"] for row in hours] == list(range(1, len(hours) + 1)) and len(hours) >= 3
     assert hours[0]["slower"] == 1 and all(row["slower"] > 0 for row in hours)

@@ -208,11 +208,11 @@ def test_what_the_index_knew_of_them_is_given_back(kv: str, tmp_path: Path, monk
         session = open_session("random-ov", {**KEEPERS[kv], "keep_seconds": KEEP})
         session.watch(film(10), fps=FPS)
         session.pin(1.0, 2.0)
-        for round in range(4):
+        for round in range(5):
             for begin in range(0, COUNT, 7):
                 session.watch(film(COUNT)[begin : begin + 7], fps=FPS)
             session.ask(QUESTION, 2)
-            if round == 2:
+            if round == 3:
                 session.unpin(1.0, 2.0)
         return session
 

@@ -252,7 +252,7 @@ WHOLE = every_stream()
 
 @functools.cache
 def footage(name: str, seed: int) -> tuple[World, Footage]:
-    world = World.generate(seed, 64)
+    world = World.generate(seed, 128)
     return world, Footage(*pair(name), world, 0.3)
 
 

@@ -1,5 +1,4 @@
-"""Retrieval in two stages: exact budgets, the same as plain loops over sets; and what the device is told of the clusters.
-Spherical k-means, bisection and halves against brute force."""
+"""Retrieval in two stages, and what the device is told of clusters; k-means, bisection and halves against brute force."""
 
 import itertools
 import random

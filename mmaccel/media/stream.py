@@ -28,8 +28,9 @@ CHECK_S = 0.05
 """Seconds between two calls of `check` while a frame is awaited."""
 POLL_S = 0.02
 """Seconds between two looks at a file that grows."""
-LEAVE_S = 0.5
-"""Seconds that `Clips.close`, and the end of the interpreter, wait for a thread."""
+LEAVE_S, FILE_S = 0.5, 5.0
+"""Seconds that `Clips.close`, and the end of the interpreter, wait for a thread; the end for that of a stored file longer,
+which stops after the frame that it decodes."""
 
 
 def clips(
@@ -273,21 +274,22 @@ class _Reading:
                 raise VideoError(message) from error
 
 
-_running: dict[threading.Thread, FrameQueue] = {}
+_running: dict[threading.Thread, tuple[FrameQueue, float]] = {}
+"""The queue of each reading thread, and how many seconds the end of the interpreter waits for it."""
 
 
 @atexit.register
 def _leave() -> None:
     """End all reading before the interpreter goes: it ends the process where a thread comes back into torch later."""
-    running, late = list(_running.items()), time.monotonic() + LEAVE_S
-    for _, queue in running:
+    running, now = list(_running.items()), time.monotonic()
+    for _, (queue, _) in running:
         queue.close()
-    for thread, _ in running:
-        thread.join(max(0.0, late - time.monotonic()))
+    for thread, (_, seconds) in running:
+        thread.join(max(0.0, now + seconds - time.monotonic()))
 
 
 def _forked() -> None:
-    for queue in list(_running.values()):
+    for queue, _ in list(_running.values()):
         queue.reset_after_fork()
     _running.clear()
 
@@ -318,7 +320,7 @@ class Clips(Iterator[Video]):
     def __next__(self) -> Video:
         if self._end is None:
             if self._thread.ident is None:
-                _running[self._thread] = self._queue
+                _running[self._thread] = self._queue, LEAVE_S if self._reading.live else FILE_S
                 try:
                     self._thread.start()
                 except RuntimeError:  # no more threads: the next call tries again

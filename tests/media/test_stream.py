@@ -14,6 +14,7 @@ import torch
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoStalled
+from mmaccel.media import stream
 from mmaccel.media.stream import GrowingFile
 from tests.media.films import Film, answering, numbers, send
 from tests.spies import beside, broken, finish, nth
@@ -52,6 +53,28 @@ def test_clips_are_the_frames_of_the_whole(film: Film) -> None:
     assert torch.equal(torch.cat([part.times for part in parts]), whole.times)
     assert {(part.fps, part.source_fps) for part in parts} == {(4.0, 10.0)}
     assert [part.duration for part in parts] == [1.75, 1.75, 1.75, 0.75]
+
+
+def test_the_end_of_the_interpreter_waits_for_a_slow_frame(
+    film: Film, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that comes back into torch after the end would end the process by a signal."""
+    slow, convert = threading.Event(), stream.FrameConverter.convert
+
+    def slowly(*given: Any) -> Any:
+        if first.is_set():
+            slow.set()
+            time.sleep(2 * stream.LEAVE_S)
+        first.set()
+        return convert(*given)
+
+    first = threading.Event()
+    monkeypatch.setattr(stream.FrameConverter, "convert", slowly)
+    clips = media.clips(film(), fps=4, frames_per_clip=1)
+    next(clips)
+    assert slow.wait(20)
+    stream._leave()
+    assert not any(thread.is_alive() for thread in stream._running)
 
 
 def test_size_and_progress(film: Film) -> None:

@@ -123,7 +123,7 @@ def _reason(error: BaseException) -> str:
 class Outbox:
     """Sends messages in order from a background thread, which lives only while a message is pending.
 
-    send   a function of a message's kind, numbers and `blob`, its bytes in pieces; see `Wire.send`
+    send   a function of a message's kind, numbers and `blob`, its bytes in pieces; see `MessageSocket.send`
     error  why a message was not sent; those after it are dropped
     left   when the last one was sent, by `time.monotonic`
     """
@@ -154,12 +154,14 @@ class Outbox:
                     raise
                 self._thread = thread
 
-    def wait(self, limit_s: float | None = None) -> None:
-        """Wait until all queued messages are sent, at most `limit_s` seconds."""
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Wait until all queued messages are sent, at most `limit_s` seconds; return whether they are."""
         thread = self._thread
         # The thread itself may be asked: the collector of garbage, which ends a process that nobody has, runs in any.
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(limit_s)
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(limit_s)
+        return not thread.is_alive()
 
     def _work(self) -> None:
         while True:
@@ -210,8 +212,7 @@ class Worker:
         self.ready: tuple[int, ...] = ()
         self._outbox = Outbox(self.wire.send)
         self._heard = time.monotonic()
-        resources = os.getpid(), self.process, ours, self._errors, self._outbox
-        self.close = weakref.finalize(self, _end, *resources)
+        self.close = weakref.finalize(self, _end, os.getpid(), self.process, ours, self._errors, self._outbox)
 
     @property
     def alive(self) -> bool:
@@ -241,9 +242,9 @@ class Worker:
 
     def wait_until_sent(self, limit_s: float | None = None) -> None:
         """Wait until all messages that `post` queued are sent. After `limit_s` the process is ended: raises `DraftError`."""
-        self._outbox.wait(limit_s)
+        sent = self._outbox.wait(limit_s)  # another's message may be on its way by now
         self._got_through()
-        if limit_s is not None and self._outbox.is_sending:
+        if not sent:
             self._broken(DraftError(f"the second process did not take its prompt within {limit_s:.1f} s."))
 
     def _got_through(self) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,7 +14,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.decoding.worker import Worker
+from mmaccel.core.decoding.worker import Blob, Outbox, Worker
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.models.prompt_stream import PromptStreamModel
 from mmaccel.policies.draft import Parallel, _remote_stream
@@ -72,6 +73,24 @@ def test_a_call_ends_at_its_deadline_though_the_process_takes_nothing(fast: mmac
     assert (
         torch.equal(fast.generate(**inputs, **HOW).sequences, want) and fast.report().draft["failed"] is None
     )
+
+
+def test_what_another_sends_next_does_not_end_the_process(
+    fast: mmaccel.Accelerated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences share it: one whose prompt is sent may go, though the next one's is on its way."""
+    worker, going = worker_of(fast), threading.Event()
+
+    def another() -> list[Blob]:
+        assert going.wait(10)
+        return []
+
+    worker.post(END, 0, blob=list)
+    with monkeypatch.context() as patched:
+        heard(patched, Outbox, "wait", lambda *_: worker.post(END, 0, blob=another), after=True)
+        worker.wait_until_sent(5.0)
+    assert worker.alive and worker._outbox.is_sending
+    going.set()
 
 
 @dataclass(frozen=True, kw_only=True)

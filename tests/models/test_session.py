@@ -82,11 +82,12 @@ def test_a_report_says_what_is_in_use_and_what_the_last_answer_took() -> None:
         assert told.kv == session.counters() and told.kv["units"] == 14
         assert told.draft["proposed"] == answer.counters["drafted"] > 0
         assert told.draft["accepted"] == sum(told.draft["lengths"]) == answer.counters["accepted"]
-        text = str(told)
+        text = " ".join(str(told).split())
         assert f"first token after {answer.ttft_s:.3f} s" in text and "no pattern" in text
-        size = told.kv["host_bytes"] / 2**20
-        assert f"host_bytes {size:.2f} MiB" in text and f"held {told.kv['held']:g} tokens" in text
-        printed = [name for name in told.kv if f" {name} " in text]
+        size, host = told.kv["host_bytes"] / 2**20, text.split(" host: ")[1]
+        assert f", bytes {size:.2f} MiB" in host and f"held {told.kv['held']:g} tokens" in text
+        short = {name: name.removeprefix("host_").removeprefix("fetch_") for name in told.kv}
+        printed = [name for name in told.kv if f" {short[name]} " in text]
         assert printed == [name for name, value in told.kv.items() if value] and len(printed) < len(told.kv)
     assert session.report().new_tokens == told.new_tokens, "it can be read when the session is closed"
 

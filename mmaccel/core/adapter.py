@@ -326,6 +326,7 @@ class ModelView:
         return self.adapter.norm(self.model, layer, hidden)
 
     def project_query(self, layer: int, rows: Tensor) -> Tensor:
+        """Return queries as `ModelAdapter.project_query` does."""
         return self.adapter.project_query(self.model, layer, rows)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -196,6 +196,7 @@ class LocalDraftStream(DraftStream):
         self._live = read_stream(folder, folder / FACTS, facts, self._adapter, self._kv, self._chunk)
 
     def close(self, collected: bool = False) -> None:
+        """End the stream; `collected`: called by the garbage collector, in any thread, which may wait for nothing."""
         live, self._live = self._live, None
         try:
             self.end_question()

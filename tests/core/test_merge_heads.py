@@ -16,7 +16,7 @@ from mmaccel.core.prefill.plan import AttentionPlan, HeadRun, head_runs, span_by
 from mmaccel.core.prefill.sparse import attend_plan, parts_to_launch
 from mmaccel.policies.sparse import AShape, Grid, VerticalSlash
 from tests.backends.oracle import masked
-from tests.policies.sparse.scenes import Scene, scenes, sequence
+from tests.policies.sparse.scenes import Scene, Token, scenes, sequence
 
 BLOCK = 16
 
@@ -203,6 +203,19 @@ def test_ranges_share_a_slot_where_they_begin_at_nought() -> None:
     mixed = merge_plans([((0,), one), ((1,), two)], 2, 2, layout, layout)
     assert mixed is not None
     assert [(s.lo, s.hi) for s in mixed.parts[0].spans] == [(0, 5), (0, far)]
+
+
+def test_keys_of_all_heads_are_not_repeated_beside_those_of_each() -> None:
+    """The dense rows of a grid see all keys, its vertical line those of one class of each head."""
+    scene = Scene((tuple(Token(VIDEO, n // 40) for n in range(320)),), heads=8)
+    query, key, _ = scene.tensors(torch.float32)
+    layout = scene.layout()
+    plan = Grid(min_stride=8, block=BLOCK).plan(query, key, layout, layout)
+    assert plan is not None
+    (part,) = parts_to_launch(plan)
+    alone = sorted(span.k_row.shape[2] for part in plan.parts for span in part.spans if span.k_row.shape[1] > 1)
+    assert alone and sorted(s.k_row.shape[2] for s in part.spans if s.k_row.shape[1] > 1) == alone
+    assert [s.ordered for s in part.spans if s.ordered is not None] == [320]
 
 
 def test_one_share_of_all_heads_is_its_own_plan_and_heads_are_each_named_once() -> None:

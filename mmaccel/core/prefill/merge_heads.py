@@ -168,6 +168,11 @@ class Piece(NamedTuple):
     span: KeySpan
 
     @property
+    def shared(self) -> bool:
+        """Whether all heads have the same keys."""
+        return all(t is None or t.shape[1] == 1 for t in (self.span.k_row, self.span.k_pos, self.span.bias))
+
+    @property
     def distance_range_end(self) -> int:
         """The end of the span's range of distances, after a shift by which all ranges begin at 0."""
         return FAR if self.span.hi >= FAR else self.span.hi - self.span.lo
@@ -219,7 +224,9 @@ def _part(
             for span in sorted(part.spans, key=lambda s: -s.k_row.shape[-1]):
                 piece = Piece(heads, begin, span)
                 own = (None if t is None else _number(t, owned) for t in (span.key, span.value))
-                kind = piece.distance_range_end, span.lists.index is None, span.bias is None, *own
+                # Keys that all heads share do not go beside a head's own, which would repeat them for each head.
+                apart = head_range is None and piece.shared
+                kind = piece.distance_range_end, span.lists.index is None, span.bias is None, apart, *own
                 number = seen[kind] = seen.get(kind, -1) + 1
                 slots.setdefault((*kind, number), []).append(piece)
     spans = [_span(packer, some, q_row, blocks) for some in slots.values()]
@@ -255,7 +262,6 @@ def _span(
 ) -> Callable[[], KeySpan]:
     """One span of all pieces: of each head the keys of its pieces follow one another, those of one order once."""
     one, (batch, heads, rows), put = some[0].span, q_row.shape, packer.put
-    alike = all(t is None or t.shape[1] == 1 for t in (one.k_row, one.k_pos, one.bias))
     begins: list[int] = []
     seen: list[Tensor] = []
     known: dict[tuple[tuple[int, ...], Any], int] = {}
@@ -267,7 +273,7 @@ def _span(
             ends[p.heads] = known[name] + p.span.k_row.shape[-1]
         begins.append(known[name])
     # Keys that are those of all who list any need not be repeated for each head.
-    shared = alike and len({name for _, name in known}) == 1
+    shared = some[0].shared and len({name for _, name in known}) == 1
     width = max(ends.values())
     wide = any(t.dtype == torch.int64 for p in some for t in (p.span.q_pos, p.span.k_pos))
     dtype = torch.int64 if wide else torch.int32
@@ -307,6 +313,7 @@ def _span(
         lists = BlockLists(tensor(row), None if index is None else tensor(index).flatten(), tensor(kind))
         extra: dict[str, Any] = dict(key=one.key, value=one.value)
         extra |= dict(bias=None if bias is None else tensor(bias).view(torch.float32))
+        extra |= dict(ordered=one.ordered if shared else None)
         return KeySpan(
             tensor(k_row), tensor(q_pos), tensor(k_pos), 0, some[0].distance_range_end, lists, **extra
         )

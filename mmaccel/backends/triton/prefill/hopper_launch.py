@@ -110,7 +110,7 @@ class KeyLocations:
             the tensor's order): the row in the tensor, or -2 - slot in the pool of copies, or -1 for none
     k_pos   positions of its keys, FAR for absent ones
     keys, values    the pool of copies [slots, 64, D]
-    short   scalar int32, number of blocks without a slot; None if the pool has a slot for every block
+    short   scalar int32, number of blocks without a slot; None if the pool has a slot for every block that is copied
     """
 
     home: Sequence[Tensor]
@@ -129,9 +129,12 @@ class KeyLocations:
         (B, G, S, D), device = key.shape, key.device
         # What is in the order of the tensor is where it is.
         natural = [s.k_row.shape[2] <= S and s.ordered == s.k_row.shape[2] for s in spans]
-        apart = [s.k_row for s, there in zip(spans, natural, strict=True) if not there]
+        aside = [s for s, there in zip(spans, natural, strict=True) if not there]
+        apart = [s.k_row for s in aside]
         shapes = [(B, G if r.shape[1] == 1 else heads, r.shape[2] // BOX) for r in apart]
         sizes = [b * x * n for b, x, n in shapes]
+        # Of rows in the tensor's order the last block alone, which is not whole, can need a copy.
+        copied = sum(size if s.ordered is None else b * x for s, size, (b, x, _) in zip(aside, sizes, shapes, strict=True))
 
         def tables() -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
             flat = torch.empty(sum(sizes), dtype=torch.int32, device=device)
@@ -152,7 +155,7 @@ class KeyLocations:
         plan = [t for s in spans for t in (s.k_row, s.k_pos)]
         home, homes, k_pos, upto = get_cached_on_plan(plan, ("homes", key.shape, heads, *natural), tables)
         slot_bytes = 2 * BOX * D * key.element_size()
-        keys, values = _pool(min(len(upto), most // slot_bytes), key)
+        keys, values = _pool(min(copied, most // slot_bytes), key)
         capacity = len(keys)
         for r, t, u in zip(apart, home, upto.split(sizes) if apart else (), strict=True):
             _copy_kernel[(t.shape[2], t.shape[1], B)](
@@ -160,7 +163,7 @@ class KeyLocations:
                 t.shape[2], t.shape[1],
                 GROUP=heads // G, SHARED=r.shape[1] == 1, BOX=BOX, D=D, num_warps=8,
             )  # fmt: skip
-        short = (upto[-1] - capacity).clamp(min=0) if capacity < len(upto) else None
+        short = (upto[-1] - capacity).clamp(min=0) if capacity < copied else None
         return cls(homes, k_pos, keys, values, short)
 
 

@@ -213,9 +213,26 @@ def test_keys_of_all_heads_are_not_repeated_beside_those_of_each() -> None:
     plan = Grid(min_stride=8, block=BLOCK).plan(query, key, layout, layout)
     assert plan is not None
     (part,) = parts_to_launch(plan)
-    alone = sorted(span.k_row.shape[2] for part in plan.parts for span in part.spans if span.k_row.shape[1] > 1)
+    alone = sorted(
+        span.k_row.shape[2] for part in plan.parts for span in part.spans if span.k_row.shape[1] > 1
+    )
     assert alone and sorted(s.k_row.shape[2] for s in part.spans if s.k_row.shape[1] > 1) == alone
     assert [s.ordered for s in part.spans if s.ordered is not None] == [320]
+    # Beside heads of another pattern they are repeated; that they stand in their order is still known.
+    some = Grid(min_stride=8, block=BLOCK).plan(query[:, :6], key[:, :1], layout, layout)
+    near = AShape(sink=16, window=32, block=BLOCK).plan(query[:, :1], key[:, :1], layout, layout)
+    mixed = merge_plans([(range(6), some), ((6, 7), near)], 8, 4, layout, layout)
+    assert mixed is not None
+    spans = [span for part in mixed.parts for span in part.spans if span.scattered is not None]
+    for span in spans:
+        rows = span.k_row.unflatten(-1, (-1, BLOCK))
+        begin = rows - torch.arange(BLOCK)
+        least, most = (
+            f(begin.where(rows >= 0, fill), -1) for f, fill in ((torch.amin, 999), (torch.amax, -999))
+        )
+        found = int(((least < most) | (most + BLOCK > 320)).sum()) * BLOCK
+        assert found <= (span.scattered or 0)
+    assert any((span.scattered or 0) < span.k_row.numel() // 2 for span in spans)
 
 
 def test_one_share_of_all_heads_is_its_own_plan_and_heads_are_each_named_once() -> None:

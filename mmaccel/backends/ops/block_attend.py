@@ -147,6 +147,7 @@ class KeySpan:
     ranks     `k_pos` is 0, 1, 2, ... in each row
     q_first   the positions of the rows of an ordered part are q_first, q_first + 1, ...
     complete  the lists name every block that holds a pair in range
+    scattered  at most so many keys, of all sequences and heads, lie in blocks whose `k_row` are not consecutive
 
     bias [b, h, N] float32, or None: added to the logits of each key. key, value, or None: keys [B or 1, G or 1, S', D] and
     values of this span alone, for the key/value heads of the part; `k_row` then indexes rows of these.
@@ -162,6 +163,7 @@ class KeySpan:
     ranks: bool = False
     q_first: int | None = None
     complete: bool = False
+    scattered: int | None = None
     bias: Tensor | None = None
     key: Tensor | None = None
     value: Tensor | None = None
@@ -265,7 +267,7 @@ class Part:
             for s in self.spans:
                 tensors += [s.k_row, s.q_pos, s.k_pos, s.lists.row, s.lists.index, s.lists.kind]
                 tensors += [s.bias, s.key, s.value]
-                known = (UNKNOWN if n is None else n for n in (s.ordered, s.q_first))
+                known = (UNKNOWN if n is None else n for n in (s.ordered, s.q_first, s.scattered))
                 numbers += [s.lo, s.hi, *known, int(s.ranks), int(s.complete)]
             return tensors, numbers
 
@@ -277,12 +279,12 @@ class Part:
         """Rebuild a plan part from the results of `pack`, for all heads of the tensors it is used with."""
         known: list[Any] = [None if n == UNKNOWN else n for n in numbers]
         spans = []
-        for s in range((len(numbers) - 4) // 6):
+        for s in range((len(numbers) - 4) // 7):
             k_row, q_pos, k_pos, row, index, kind, *extra = tensors[9 * s : 9 * s + 9]
             assert k_row is not None and q_pos is not None and k_pos is not None
             assert row is not None and kind is not None
-            lo, hi, ordered, q_first, ranks, complete = known[4 + 6 * s : 10 + 6 * s]
-            facts = BlockLists(row, index, kind), ordered, bool(ranks), q_first, bool(complete)
+            lo, hi, ordered, q_first, scattered, ranks, complete = known[4 + 7 * s : 11 + 7 * s]
+            facts = BlockLists(row, index, kind), ordered, bool(ranks), q_first, bool(complete), scattered
             spans.append(KeySpan(k_row, q_pos, k_pos, lo, hi, *facts, *extra))
         ordered, all_rows, sinks, edge = known[:4]
         return Part(q_row, tuple(spans), None, 0, ordered, all_rows, sinks, edge)

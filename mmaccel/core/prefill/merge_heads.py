@@ -289,7 +289,7 @@ def _span(
     row = packer.add((batch, heads, rows // blocks[0], block_lists.ROW), 0, torch.int64, q_row.first)
     indices = [p.span.lists.index for p in some if p.span.lists.index is not None]
     index = packer.add((1, 1, sum(t.numel() for t in indices)), 0, torch.int32) if indices else None
-    written, entries = set(), 0
+    written, entries, scattered = set(), 0, 0
     for p, begin in zip(some, begins, strict=True):
         lists, first, at = p.span.lists, begin // blocks[1], p.begin // blocks[0]
         put(q_pos, p.heads, p.span.q_pos, p.begin, -p.span.lo)
@@ -302,6 +302,9 @@ def _span(
         place = (() if shared else p.heads), begin
         if place not in written:
             written.add(place)
+            scattered += (
+                batch * len(p.heads) * (p.span.k_row.shape[-1] if p.span.ordered is None else blocks[1])
+            )
             put(k_row, p.heads, p.span.k_row, begin)
             put(k_pos, p.heads, p.span.k_pos, begin)
             put(kind, p.heads, lists.kind, first)
@@ -313,7 +316,7 @@ def _span(
         lists = BlockLists(tensor(row), None if index is None else tensor(index).flatten(), tensor(kind))
         extra: dict[str, Any] = dict(key=one.key, value=one.value)
         extra |= dict(bias=None if bias is None else tensor(bias).view(torch.float32))
-        extra |= dict(ordered=one.ordered if shared else None)
+        extra |= dict(ordered=one.ordered) if shared else dict(scattered=scattered)
         return KeySpan(
             tensor(k_row), tensor(q_pos), tensor(k_pos), 0, some[0].distance_range_end, lists, **extra
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
+from math import prod
 from operator import add
 from typing import Any, NamedTuple
 
@@ -132,9 +133,8 @@ class KeyLocations:
         aside = [s for s, there in zip(spans, natural, strict=True) if not there]
         apart = [s.k_row for s in aside]
         shapes = [(B, G if r.shape[1] == 1 else heads, r.shape[2] // BOX) for r in apart]
-        sizes = [b * x * n for b, x, n in shapes]
-        # Of rows in the tensor's order the last block alone, which is not whole, can need a copy.
-        copied = sum(size if s.ordered is None else b * x for s, size, (b, x, _) in zip(aside, sizes, shapes, strict=True))
+        sizes = [prod(shape) for shape in shapes]
+        copied = sum(map(_most_copies, aside, shapes)) if S >= BOX else sum(sizes)
 
         def tables() -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
             flat = torch.empty(sum(sizes), dtype=torch.int32, device=device)
@@ -165,6 +165,14 @@ class KeyLocations:
             )  # fmt: skip
         short = (upto[-1] - capacity).clamp(min=0) if capacity < copied else None
         return cls(homes, k_pos, keys, values, short)
+
+
+def _most_copies(span: KeySpan, shape: tuple[int, int, int]) -> int:
+    """How many of a span's blocks of 64 keys, [b, x, blocks], may need a copy."""
+    blocks: int = prod(shape)
+    if span.ordered is not None:  # the last alone, which is not whole
+        return shape[0] * shape[1]
+    return blocks if span.scattered is None else min(blocks, span.scattered // BOX)
 
 
 def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:

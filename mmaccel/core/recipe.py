@@ -46,8 +46,9 @@ class Recipe:
     draft       the drafting method of speculative decoding
     prune       a token pruner, or None
     backend     "auto" (chosen once, when the recipe is attached; on CUDA by measured cost, and dense wherever a pattern
-                would not be faster; on a CPU nothing is measured and the pattern always runs, on short prompts more slowly
-                than dense attention would), or one by name ("reference", "flex", "triton", "flash"), which never falls back
+                would not be faster; on a CPU nothing is measured and the pattern runs, on short prompts more slowly than
+                dense attention would, but for a later turn or a question of which it saves nothing), or one by
+                name ("reference", "flex", "triton", "flash"), which never falls back
     chunk       prefill in chunks of this many tokens; None runs the whole prompt at once
     dense_tail  this many last rows of a prompt see every key: the question's rows decide the answer and cost next to
                 nothing. 0 runs the pattern on every row, as the paper's baselines do

@@ -288,6 +288,7 @@ class ModelAttachment(AttachmentBase):
             state=cache.state if isinstance(cache, KVCache) else None,
             layout=layout,
             start=start,
+            later=start > 0,
             prefill=not note.verify and (count > 1 or start == 0),
             branches=note.branches,
             probes=note.probes,
@@ -357,8 +358,7 @@ class ModelAttachment(AttachmentBase):
         chunk = getattr(self.running, "chunk", None) or self.owner.recipe.chunk
         if chunk is None or count <= chunk or kwargs.get("output_attentions"):
             return self._pass(run, kwargs)
-        own = kwargs.get("past_key_values") is None
-        if own:
+        if own := kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = self.cache()
             run = replace(run, state=kwargs["past_key_values"].state)
         outputs = [self._pass(*self._piece(run, kwargs, *part)) for part in token_chunk_ranges(run, chunk)]

@@ -320,14 +320,16 @@ class PromptStreamRunner(Runner):
                     cache.prompt.read_into(live, deadline)
                     cache.read_sparsely = meter.ran_patterns()
                 else:
-                    meter.acted_before, meter.idle["a short question is dense"] = cache.read_sparsely, None
+                    meter.acted_before = cache.read_sparsely
                 turn = run_question(live, ids, self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
                 self._open.enter_context(self.drafts.asked(ids, self._room, live.around))
             except BaseException:
                 self.sync_cache()
                 raise
-            owner.attention.meter.merge_counts(self._question.meter)
+            if before is not None and not self._question.meter.idle:
+                meter.idle["a short question is dense"] = None
+            meter.merge_counts(self._question.meter)
             return self._question.logits
 
     def _begun(self, inputs: Inputs) -> StreamCache:

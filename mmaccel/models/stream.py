@@ -142,7 +142,8 @@ class StreamForwardPasses:
         # The last rows of a question are a prompt's last; no row of a unit is.
         rest = 0 if few else self.attention.recipe.dense_tail
         told: dict[str, Any] = {"check": check or (None if few else self._between), "meter": meter}
-        run = ForwardPass(self.attention, False, rest, branches, state=state, stream=True, **told)
+        told |= {"state": state, "stream": True, "later": few}
+        run = ForwardPass(self.attention, False, rest, branches, **told)
         captured = few and branches is None and not input_hooks and embeds.device.type in step.DEVICES
         steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
         slots = None if steps is None else state.all_write_slot()

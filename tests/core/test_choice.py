@@ -1,5 +1,7 @@
 """Dense or sparse, told from sizes and measured costs before anything is planned."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -106,3 +108,21 @@ def test_a_layer_runs_what_pays(each: float, name: str) -> None:
 def test_without_costs_a_pattern_runs() -> None:
     assert going(None).beats_dense(0, query(64), 64)
     assert ForwardPass(AttentionConfig(RECIPE, "reference", reference.op)).beats_dense(0, query(64), 64)
+
+
+SAVING = [("a_shape", 140, 1024, "dense"), ("a_shape", 140, 32, "a_shape"), ("a_shape", 66, 32, "dense")]
+
+
+@pytest.mark.parametrize(("name", "rows", "window", "ran"), [*SAVING, ("block_topk", 140, 0, "dense")])
+def test_without_costs_a_later_turn_that_saves_nothing_is_dense(name, rows, window, ran) -> None:
+    """A pattern by content lists what it lists at its first layer, and the next ones go by that."""
+    sizes = {"sink": 64, "window": window} if window else {"budget": 1.0}
+    recipe, keys = Recipe.load(sparse={"name": name, "block": 16, **sizes}), 400
+    way, q, k = road(None, recipe), torch.randn(1, 4, rows, 16), torch.randn(1, 2, keys, 16)
+    turn = ForwardPass(way, layout=TokenLayout.text(1, keys), start=keys - rows, later=True)
+    for layer in (0, 1):
+        turn.attend(layer, q, k, k, 0.25)
+    assert way.meter.names[1] == (ran,) * 4
+    assert (ran == "dense") == any(one.startswith(("the pattern is", "fewer")) for one in way.meter.idle)
+    replace(turn, later=False, config=(first := road(None, recipe))).attend(0, q, k, k, 0.25)
+    assert first.meter.names[0] == (name,) * 4

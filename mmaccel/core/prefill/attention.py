@@ -37,7 +37,7 @@ ELSEWHERE = 2
 PLANNER_S, SAVED = 32.0, 0.5
 """Seconds that inductor takes to compile a plan, and the share of a plan's time it saves, as of block_topk (lab/LOG.md)."""
 MIN_ROWS = 64
-"""A shorter prompt, or last piece of one, is dense."""
+"""A shorter prompt, or last piece of one, is dense; so is, under "auto", a later turn of so few before the dense tail."""
 BIASED = "sparse: {} planned no pass whose memory adds a bias to the scores of its keys; these are dense"
 
 
@@ -108,6 +108,7 @@ class ForwardPass(PrefillPass):
     rest      columns of the prompt that come after this pass
     branches  the token tree formed by draft tokens to verify
     probes    read what the layers compute
+    later     whether its columns follow what an earlier call, or a stream, has read
     stream    whether the memory alone decides what rows see: its view's columns are 0 .. N - 1, the last ones new
     check     called at each layer; what it raises aborts the pass
     pruning   state of the target's pruner, for its stages between layers
@@ -120,6 +121,7 @@ class ForwardPass(PrefillPass):
     rest: int = 0
     branches: Branches | None = None
     probes: tuple[ForwardProbe, ...] = ()
+    later: bool = False
     stream: bool = False
     check: Callable[[], None] | None = None
     pruning: object = None
@@ -143,25 +145,24 @@ class ForwardPass(PrefillPass):
 
     def beats_dense(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
         """Return whether the pattern of `layer` is faster than dense attention to `view` (None: all columns), by sizes and
-        measured costs.
+        measured costs. Without costs it is, unless "auto" expects it to save nothing of a later turn.
 
         If the most blocks that it may list are slower, the expected number decides, scaled by how far this was off two
         passes ago (of an ingestion) or at the last sparse layer, whose count is waited for."""
-        choice = self.config.choice
-        if choice is None or choice.costs is None:
+        choice, (B, H, n, _) = self.config.choice, query.shape
+        if choice is None or not (choice.costs or (self.later and self.config.recipe.backend == "auto")):
             return True
-        B, H, n, _ = query.shape
-        causal = n * (2 * n_key - n + 1) / 2
         most_seen = n_key if view is None or view.window is None else min(view.sinks + view.window, n_key)
         few = max(most_seen - (n_key - n), 0)
         dense = B * H * (few * (2 * (n_key - n) + few + 1) / 2 + (n - few) * most_seen)
-        if not choice.beats_dense(0, dense, B * n_key):
-            return False  # a short prompt: making the plan alone costs more
+        short = self.later and max(begin for _, begin, _ in self._tails) < MIN_ROWS
+        if short or not choice.beats_dense(0, dense, B * n_key):
+            return False  # making the plan alone costs more
         pattern = self.config.recipe.sparse.for_layer(layer)
         # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
-        most = causal + n * pattern.block
+        most = n * (2 * n_key - n + 1) / 2 + n * pattern.block
         listed = min(pattern.max_blocks_total(n, n_key) * pattern.block**2, most)
-        if choice.beats_dense(B * H * listed, dense, B * n_key):
+        if choice.costs is not None and choice.beats_dense(B * H * listed, dense, B * n_key):
             return True
         expected = self._expected(layer, n, n_key, None if view is None else view.column)
         if told := self._before.get(layer, [self.listed.get(self.start)])[0]:
@@ -169,6 +170,10 @@ class ForwardPass(PrefillPass):
             if ready is not None:
                 ready.synchronize()
             expected *= float(value) / max(before, 1.0)
+        elif choice.costs is None and pattern.adaptive:
+            return True  # its first layer tells
+        if choice.costs is None:
+            return B * H * min(expected, listed) < dense
         return choice.beats_dense(B * H * min(expected, listed), dense, B * n_key)
 
     def _expected(self, layer: int, n: int, n_key: int, column: Tensor | None) -> float:
@@ -207,8 +212,7 @@ class ForwardPass(PrefillPass):
         held = self.layout.memo.get(name)
         if held is None or held[0] is not column:
             held = self.layout.memo[name] = column, make()
-        made: T = held[1]
-        return made
+        return held[1]
 
     @cached_property
     def new_columns_layout(self) -> TokenLayout:
@@ -340,7 +344,7 @@ class ForwardPass(PrefillPass):
             meter.add_note(BIASED.format(recipe.sparse.name))
             return None
         if why or not self.beats_dense(layer, query, key.shape[2], view):
-            meter.idle[why or "dense attention is measured to be faster here"] = None
+            meter.idle[why or "the pattern is expected to save nothing here"] = None
             return None
         # Estimates weigh scores by the size of a head.
         even = scale * query.shape[3] ** 0.5
@@ -363,8 +367,7 @@ class ForwardPass(PrefillPass):
             replace(part, q_row=torch.where(part.q_row < first, part.q_row, -1), ordered=None, all_rows=None)
             for part in plan.parts
         )
-        dense = replace(plan.dense, rows=max(heads)) if plan.dense is not None else None
-        return replace(plan, parts=parts, dense=dense)
+        return replace(plan, parts=parts, dense=plan.dense and replace(plan.dense, rows=max(heads)))
 
     def _count(self, layer: int, plan: Any, view: KVView, query: Tensor, images: Any) -> None:
         if not self.prefill:
@@ -382,12 +385,12 @@ class ForwardPass(PrefillPass):
             listed, names = dense.expand(-1, heads), ("dense",) * heads
         else:
             listed = plan.count_listed_pairs()
-            if self.config.choice is not None and self.config.choice.costs is not None:
+            tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
+            listed = listed + tails[:, None]
+            if (choice := self.config.choice) and (choice.costs or self.later):
                 expected = self._expected(layer, query.shape[2], view.key.shape[2], view.column)
                 own = self.listed[self.start] = (*start_host_copy(listed.mean()), expected)
                 self._before[layer] = [*self._before.get(layer, [])[-1:], own]
-            tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
-            listed = listed + tails[:, None]
             if images is not None:
                 listed = listed + images.anticausal_plan(query, view.key).count_listed_pairs()
             names = self.config.recipe.sparse.for_layer(layer).head_pattern_names(heads)

@@ -311,3 +311,28 @@ async def test_a_coroutine_is_awaited_in_the_loop() -> None:
         session.on(WHERE, came.put_nowait, max_new_tokens=2)
         await session.watch(film(3), fps=2.0)
         assert [(await asyncio.wait_for(came.get(), 20)).before for _ in range(2)] == [None, None]
+
+
+@in_a_loop
+async def test_what_was_found_before_the_close_is_told() -> None:
+    """Also where the close comes while its evidence is worked out, and where telling it takes a while."""
+    told, found = list[str](), threading.Event()
+
+    async def slowly(change: Change) -> None:
+        await asyncio.sleep(0.2)
+        told.append(change.answer.text)
+
+    async with mmaccel.AsyncVideoSession(*pair("tiny-ov"), None, kv=KV) as session:
+        ask = session.session.ask
+
+        def asked(*args: Any, evidence: bool = True, **how: Any) -> Any:
+            if evidence:
+                found.set()
+                time.sleep(0.1)  # the close comes meanwhile
+            return ask(*args, evidence=evidence, **how)
+
+        session.session.ask = asked  # type: ignore[method-assign]
+        session.on(WHERE, slowly, max_new_tokens=2)
+        await session.watch(film(3), fps=2.0)
+        assert await asyncio.to_thread(found.wait, 20)
+    assert told and told[0]

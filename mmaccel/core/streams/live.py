@@ -107,11 +107,13 @@ class AsyncVideoSession:
         **choices: Any,
     ) -> None:
         self.session = VideoSession(model, processor, recipe, **choices)
+        self._calls = set[asyncio.Task[Any]]()  # of standing questions
 
     @classmethod
     async def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> AsyncVideoSession:
         """Return a session with the recipe and the stream that `save` wrote to `path`."""
         live = cls.__new__(cls)
+        live._calls = set()
         live.session = await run_in_thread(lambda: VideoSession.resume(model, processor, path))
         return live
 
@@ -179,15 +181,16 @@ class AsyncVideoSession:
 
         return AsyncReply(work, deadline)
 
-    def on(self, question: str, call: Callable[[Change], object], **how: Any) -> StandingQuestion:
+    def on(self, question: str, call: Callable[[Change], Any], **how: Any) -> StandingQuestion:
         """Ask `question` again while frames come, and run `call` (async or not) in the loop when the answer changes."""
         loop = asyncio.get_running_loop()
 
+        def begin(turn: Change) -> None:
+            self._calls.add(task := loop.create_task(call(turn)))
+            task.add_done_callback(self._calls.discard)
+
         def tell(turn: Change) -> None:
-            if asyncio.iscoroutinefunction(call):
-                asyncio.run_coroutine_threadsafe(call(turn), loop)
-            else:
-                loop.call_soon_threadsafe(call, turn)
+            loop.call_soon_threadsafe(begin if asyncio.iscoroutinefunction(call) else call, turn)
 
         return self.session.on(question, tell, **how)
 
@@ -206,9 +209,17 @@ class AsyncVideoSession:
         await run_in_thread(lambda: self.session.load(path))
 
     async def close(self) -> None:
-        """End all calls, and release what the stream holds."""
+        """End all calls, and release what the stream holds. Changes that standing questions had found are told before: it
+        waits for their `call`, but for one that closes the session itself."""
+        for one in (standing := self.session._standing):
+            one.stop()
         self.session.cancel()
+        for one in standing:
+            await run_in_thread(one.wait_until_told)
         await run_in_thread(self.session.close)
+        self._calls.discard(asyncio.current_task())
+        while self._calls:
+            await asyncio.wait(self._calls)
 
     def cancel(self) -> None:
         """Ask all running and waiting calls of `watch` and `ask` to end, from any thread; return at once."""

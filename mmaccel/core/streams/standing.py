@@ -10,6 +10,9 @@ from typing import Any
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, warn
 
+CUT = ("timeout", "cancelled")
+"""What ended an answer that is not whole."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -56,10 +59,20 @@ class StandingQuestion:
         """Tell the question's thread that new frames came: it asks again if `every` seconds have passed. Returns at once."""
         self._came.set()
 
-    def cancel(self) -> None:
-        """Stop asking. A running question ends with its answer, which is not reported."""
+    def stop(self) -> None:
+        """Stop asking. A change that was found before is still told."""
         self._over = True
         self._came.set()
+
+    def cancel(self) -> None:
+        """Stop asking. A running question ends with its answer, which is not reported."""
+        self._call = lambda change: None
+        self.stop()
+
+    def wait_until_told(self) -> None:
+        """Wait, after `stop`, until what was found is told; returns at once where it is being told."""
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
     def _run(self) -> None:
         while True:
@@ -83,14 +96,13 @@ class StandingQuestion:
         stretch = None if self._last is None else (begin, now)
         # Evidence is worked out where something is told.
         answer = self._session.ask(self._question, self._most, evidence=False, between=stretch)
-        if answer.finish_reason in ("timeout", "cancelled"):
+        if answer.finish_reason in CUT:
             return
         before, self._before = self._before, answer.text
         if not self._turned(before, answer.text) or self._over:
             return
         whole = self._session.ask(self._question, self._most, between=(begin, now))
-        if not self._over:
-            self._call(Change(self._question, whole, before, now))
+        self._call(Change(self._question, answer if whole.finish_reason in CUT else whole, before, now))
 
     def _turned(self, before: str | None, now: str) -> bool:
         if self._says is None:

@@ -164,6 +164,7 @@ class Mmaccel(lmms):
         tokens = sum(one.new_tokens for one in reports)
         seconds = sum(one.ttft_s or 0.0 for one in reports)
         seconds += sum((one.new_tokens - 1) / one.tokens_per_s for one in reports if one.tokens_per_s)
+        seconds += sum(one.draft["wait_s"] for one in reports)
         figures: dict[str, float] = {"num_requests": len(reports)}
         figures["peak_gib"] = max(one.peak_bytes for one in reports) / 2**30
         for name in ("ttft_s", "kept"):

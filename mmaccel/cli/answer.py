@@ -127,12 +127,15 @@ def draft_metrics(run: Generation, plain: Generation | None = None) -> dict[str,
     a_step        tokens per target step, mean: M with it (vLLM, Spec-Bench; plain decoding has 1)
     streak        accepted tokens in a row, over rounds if the draft runs ahead (ParallelVLM's adaptive length), mean
     share         accepted tokens over drafted tokens up to each first rejection
-    tokens_per_s  after the first token; `plain_per_s` without draft (None: not run), `speedup` over it
+    tokens_per_s  after the first token, without `draft_wait_s`, in which the draft read the prompt; `plain_per_s` without
+                  draft (None: not run), `speedup` over it, which counts the wait
     same          whether tokens equal those without draft, or that was not run; `check_rounding` judges a difference
     """
     (ids, report), draft = run, run[1].draft
     lengths, steps, pace = draft["lengths"], draft["target_steps"], report.tokens_per_s
-    plain_pace = plain and plain[1].tokens_per_s
+    plain_pace, whole = plain and plain[1].tokens_per_s, pace
+    if pace and draft["wait_s"]:
+        whole = 1 / (1 / pace + draft["wait_s"] / (report.new_tokens - 1))
     # A round is judged up to its first refusal; all kept, there is none.
     refused = sum(length < window for length, window in zip(lengths, draft["windows"], strict=True))
     return {
@@ -147,11 +150,12 @@ def draft_metrics(run: Generation, plain: Generation | None = None) -> dict[str,
         "plain_per_s": plain_pace,
         "ttft_s": report.ttft_s,
         "plain_ttft_s": plain and plain[1].ttft_s,
+        "draft_wait_s": draft["wait_s"],
         "same": plain is None or torch.equal(ids, plain[0]),
         "failed": draft["failed"],
         "counters": draft["counters"],
         "notes": draft["notes"],
-        "speedup": pace / plain_pace if pace and plain_pace else None,
+        "speedup": whole / plain_pace if whole and plain_pace else None,
     }
 
 

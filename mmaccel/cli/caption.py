@@ -101,6 +101,8 @@ def _figure_lines(
         plain = format_number(told["plain_per_s"], ".1f", " tokens/s")
         speed += f", {format_number(told['speedup'], '.2f')} x plain decoding ({plain})"
         first += f", plain {format_number(told['plain_ttft_s'], '.2f', ' s')}"
+    if wait := told["draft_wait_s"]:
+        first += f"; then {wait:.2f} s in which the draft read the prompt"
     floor = f"{facts['floor_tokens_per_s']:.0f} tokens/s"
     found = [
         f"{facts['model']}, {plural(facts['frames'], 'frame')}, {plural(facts['prompt_tokens'], 'token')}; "

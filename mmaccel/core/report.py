@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mmaccel.backends import select
 from mmaccel.core.registry import DEFAULTS
-from mmaccel.core.report_page import HtmlReport, describe_run
+from mmaccel.core.report_page import HtmlReport, describe_run, plural
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,14 @@ class Report(HtmlReport):
     patterns        for each layer, the name of the pattern each head ran ("boundary_2d(grid)" when it ran within a boundary,
                     "dense" when it did not run sparse; "grid+dense" when pieces of a prompt ran differently)
     ttft_s          seconds from the call of `generate` to its first token, vision included; None without generation
-    tokens_per_s    new tokens after the first over the seconds they took; None for fewer than two
+    tokens_per_s    new tokens after the first over the seconds they took, without a draft's wait_s; None for fewer than two
     peak_bytes      largest device memory during the call (CUDA), or largest resident set of the process so far (CPU)
     new_tokens      of a batch, those of its longest answer
-    draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), windows
-                    (proposed in each), failed (a reason or None), counters (the strategy's own), notes (its own sentences,
-                    `DraftState.report_notes`), of all sequences of a batch together, counters and notes only of one alone;
-                    sequences: the same of each, with new_tokens and its memory's counters (kv), where a draft was at work
+    draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), windows (proposed in each),
+                    failed (a reason or None), wait_s (seconds of decoding in which it read its prompt), counters (the
+                    strategy's own), notes (its own sentences, `DraftState.report_notes`), of all sequences of a batch
+                    together, counters and notes only of one alone; sequences: the same of each, with new_tokens and its
+                    memory's counters (kv), where a draft was at work
     kv              counters of the memory; of a batch that is drafted for, of its last sequence's. On the `past_key_values`
                     of an earlier call those of events, such as "recalled", are this call's alone
     backend_why     why it is this backend, with the measured rates where "auto" measured
@@ -92,6 +93,7 @@ class DraftRounds:
     lengths: list[int] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
     target_steps: int = 0
+    wait_s: float = 0.0
     failed: str | None = None
 
     def count_round(self, proposed: int, accepted: int) -> None:
@@ -110,15 +112,9 @@ class DraftRounds:
 
     def figures(self) -> dict[str, Any]:
         """Return the draft statistics in the form of `Report.draft`."""
-        return {
-            "rounds": len(self.lengths),
-            "target_steps": self.target_steps,
-            "proposed": sum(self.windows),
-            "accepted": sum(self.lengths),
-            "lengths": list(self.lengths),
-            "windows": list(self.windows),
-            "failed": self.failed,
-        }
+        told = {"rounds": len(self.lengths), "proposed": sum(self.windows), "accepted": sum(self.lengths)}
+        names = ("target_steps", "lengths", "windows", "failed", "wait_s")
+        return told | {name: copy(getattr(self, name)) for name in names}
 
 
 @dataclass
@@ -140,7 +136,8 @@ class SequenceMeter(DraftRounds):
         self.whole.draft_failed(reason)
 
     def draft_ended(self, counters: dict[str, float], notes: list[str]) -> None:
-        self.counters, self.notes = counters, notes
+        self.counters, self.notes, self.wait_s = counters, notes, counters.pop("draft_wait_s", 0.0)
+        self.whole.wait_s += self.wait_s
 
     def count_tokens(self, count: int) -> None:
         """Count `count` new tokens of this sequence, and of the whole call if it has the longest answer."""
@@ -175,20 +172,25 @@ class Meter(DraftRounds):
         """Forget all figures of the last call."""
         self.__init__()  # type: ignore[misc]
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self, device: torch.device, acted_before: bool = False) -> None:
         """Start measuring a generation: reset all figures and the device's peak memory, and start the clock."""
         self.clear()
-        self.generating = True
+        self.generating, self.acted_before = True, acted_before
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self.started = time.perf_counter()
 
     def begin_pass(self, tokens: int, start: int, video: tuple[int, int] = (0, 0)) -> None:
         """Start measuring a pass over `tokens` new columns from column `start`; `video`: its tokens and units (frames)."""
-        if not self.generating and start == 0:
+        if not self.generating and (start == 0 or self.awaits_pass):
             self.clear()
         if self.prompt_tokens == 0:
             self.prompt_tokens, self.video = tokens, video
+
+    @property
+    def awaits_pass(self) -> bool:
+        """Whether the next pass is the first that counts, or the first after a generation, whose figures then go."""
+        return self.prompt_tokens == 0 or (self.started is not None and not self.generating)
 
     def count_tokens(self, count: int = 1) -> None:
         """Count `count` new tokens that have reached the host, and note the time."""
@@ -253,15 +255,21 @@ class Meter(DraftRounds):
         return bool({*chain.from_iterable(self.names.values())} - {DEFAULTS["sparse"]})
 
     def _last_notes(self, recipe: dict[str, Any], kv: dict[str, float]) -> Iterator[str]:
-        """Sentences on a pattern that no layer ran, and why, unless a note says so already; and on frames that the memory
-        has forgotten."""
-        asked = recipe.get("sparse", {}).get("name")
-        noted = any(one.startswith("sparse: ") for one in self.notes)
-        if asked not in (None, DEFAULTS["sparse"]) and not self.ran_patterns() and not noted:
+        """Sentences on a pattern that no layer ran and on an idle draft, and why, unless a note says so already; and on
+        frames that the memory has forgotten."""
+        asked, draft = (recipe.get(kind, {}).get("name", DEFAULTS[kind]) for kind in ("sparse", "draft"))
+        noted = {one.split(": ")[0] for one in self.notes}
+        if asked != DEFAULTS["sparse"] and not self.ran_patterns() and "sparse" not in noted:
             did = "was asked for and did nothing"
             if self.acted_before:
-                did = "acted when an earlier call read the video, and acts on no part of this call"
+                did = "acted in an earlier call, which read what this one goes on from, and acts on no part of this call"
             yield f"sparse: {asked} {did}: {'; '.join(self.idle) or 'no prompt was read, and no film ingested'}"
+        idle = not (self.lengths or self.failed or "draft" in noted)
+        if draft != DEFAULTS["draft"] and self.new_tokens and idle:
+            why = "the first token, which needs none, was all"
+            if self.target_steps:
+                why = f"it proposed nothing in {plural(self.target_steps, 'target step')}"
+            yield f"draft: {draft} was asked for and did nothing: {why}"
         if gone := kv.get("let_go"):
             yield f"kv: {gone:g} of {kv['units']:g} steps of time (frames) were let go of, and no question recalls them"
 
@@ -272,8 +280,8 @@ class Meter(DraftRounds):
         by_head, ttft, rate = self.kept_by_head(), None, None
         if self.first is not None and self.last is not None:
             ttft = None if self.started is None else self.first - self.started
-            if self.new_tokens > 1 and self.last > self.first:
-                rate = (self.new_tokens - 1) / (self.last - self.first)
+            if self.new_tokens > 1 and (seconds := self.last - self.first - self.wait_s) > 0:
+                rate = (self.new_tokens - 1) / seconds
         only = self.sequences[0] if len(self.sequences) == 1 else SequenceMeter(self)
         return Report(
             recipe=recipe,

@@ -279,8 +279,6 @@ def describe_run(run: Fields) -> str:
             f"draft: {said}"
             + (f"; {plural(draft['target_steps'], 'target step')}" if draft["rounds"] else "")
         )
-    elif notes:
-        lines.append("draft: nothing")
     return "\n".join([*lines, *(f"draft: {note}" for note in notes), *run["notes"]])
 
 
@@ -335,11 +333,13 @@ def describe_memory(kv: Fields) -> str:
 
 
 def describe_draft(draft: Fields) -> str:
-    """Return in words how many tokens were drafted and accepted, what the draft's pruner left out, and what its own memory
-    holds, from `Report.draft`; "" if nothing was drafted."""
+    """Return in words how many tokens were drafted and accepted, what the draft's pruner left out, what its own memory
+    holds, and how long the answer waited for it, from `Report.draft`; "" if nothing was drafted."""
     failed, notes, rounds = draft.get("failed"), "; ".join(draft.get("notes", ())), draft.get("rounds")
+    seconds = draft.get("wait_s")
+    waited = f"the answer waited {seconds:.3f} s for it to read the prompt" if seconds else ""
     if not rounds:
-        return f"nothing: {failed or notes}" if failed or notes else ""
+        return "; ".join(filter(None, [f"nothing: {failed or notes}" if failed or notes else "", waited]))
     counters = draft.get("counters", {})
     own = describe_memory({name.removeprefix("kv_"): value for name, value in counters.items()})
     told = [
@@ -349,6 +349,7 @@ def describe_draft(draft: Fields) -> str:
         if (left := counters.get("pruned"))
         else "",
         f"its own memory: {own}" if own else "",
+        waited,
         notes,
         f"stopped: {failed}" if failed else "",
     ]

@@ -301,7 +301,7 @@ class KVCache(Cache):
         """`layers` of attention; and `states`, the `recurrent.RecurrentCacheLayer` of each other layer by its number."""
         self.state, self.states = state, states or {}
         state.running = (*self.states.values(),)
-        self.door = _Door()
+        self.door, self.read_sparsely = _Door(), False  # whether a pattern ran in a call of `generate` on it
         self.sequence: Columns | None = None
         own = iter([_Layer(state, self.door, index) for index in range(layers)])
         count = layers + len(self.states)

@@ -162,14 +162,10 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
     streams = not attachment.owner.recipe.kv.sequences
     if given and not streams and isinstance(ids, Tensor):
         check_next_turn(attachment, kwargs, ids)
-    if (
-        not streams
-        and kwargs.get("past_key_values") is None
-        and (caches or draft or not isinstance(ids, Tensor))
-    ):
+    if not (streams or given) and (caches or draft or not isinstance(ids, Tensor)):
         kwargs["past_key_values"] = attachment.cache()
     meter = attachment.owner.attention.meter
-    meter.begin(attachment.owner.view.device)
+    meter.begin(attachment.owner.view.device, getattr(kwargs.get("past_key_values"), "read_sparsely", False))
     if streams:
         attachment.owner.clear_figures()
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
@@ -208,6 +204,8 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
         # A model may be its own assistant, and be asked while it is at work.
         attachment.running.__dict__.update({"layout": None, "chunk": None, **outer})
         meter.generating = False
+        if isinstance(cache, KVCache):
+            cache.read_sparsely |= meter.ran_patterns()
 
 
 def _noted(cache: Any, out: Any, whole: bool) -> Any:

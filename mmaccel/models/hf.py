@@ -294,7 +294,7 @@ class ModelAttachment(AttachmentBase):
             probes=note.probes,
             images=note.images,
         )
-        if start == 0 or self.owner.attention.meter.prompt_tokens == 0:
+        if start == 0 or self.owner.attention.meter.awaits_pass:
             self.owner.attention.meter.begin_pass(int(new.valid.sum()), start, new.video())
         if self.states and mask is not None:
             kwargs["attention_mask"] = mask

@@ -319,8 +319,6 @@ class PromptStreamRunner(Runner):
                 if before is None:
                     cache.prompt.read_into(live, deadline)
                     cache.read_sparsely = meter.ran_patterns()
-                else:
-                    meter.acted_before = cache.read_sparsely
                 turn = run_question(live, ids, self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
                 self._open.enter_context(self.drafts.asked(ids, self._room, live.around))

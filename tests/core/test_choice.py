@@ -29,6 +29,32 @@ def test_a_draft_that_failed_is_told_once_whatever_the_choice(why: str, rounds: 
     assert told.count("out of cheese") == 1 and ("draft: nothing" in told) == (rounds == 0)
 
 
+@pytest.mark.parametrize(
+    ("rounds", "tokens", "line"),
+    [
+        ([], 1, "draft: tree was asked for and did nothing: the first token, which needs none, was all"),
+        ([0, 0], 3, "draft: tree was asked for and did nothing: it proposed nothing in 2 target steps"),
+        (
+            [0, 4],
+            3,
+            "draft: 2 of 4 accepted in 1 round, 2.00 a round; the answer waited 0.500 s for it to read the",
+        ),
+    ],
+)
+def test_an_idle_draft_is_told_and_its_reading_is_not_decoding(monkeypatch, rounds, tokens, line) -> None:
+    clock = iter([0.0, 1.0, 2.0, 3.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    (one := (whole := Meter()).new_sequence()).count_tokens(1)
+    for proposed in rounds:
+        one.count_round(proposed, proposed // 2)
+    for _ in range(tokens - 1):
+        one.count_tokens(1)
+    one.draft_ended({"draft_wait_s": 0.5 * bool(any(rounds))}, [])
+    report = whole.report({"draft": {"name": "tree"}}, "reference", {}, torch.device("cpu"))
+    assert line in str(report) and "\ndraft: nothing" not in str(report)
+    assert report.tokens_per_s == (None if tokens == 1 else 2 / 1.5 if any(rounds) else 1.0)
+
+
 def priced(each: float, fixed: float = 0.0, **more: LinearCost) -> Costs:
     """A pair of dense attention costs 1, one of listed blocks `each`, and `fixed` once."""
     return Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(fixed, each)}, **more)

@@ -296,6 +296,6 @@ def test_a_later_turn_counts_its_own_events_and_says_when_the_pattern_acted(fram
     for one in told[acted:]:
         assert (one.kv["units"], one.kv["seen"] > 0) == (frames, True), "what is held now is no event"
         (note,) = one.notes
-        did = "acted when an earlier call read the video, and acts on no part of this call"
+        did = "acted in an earlier call, which read what this one goes on from, and acts on no part of this call"
         assert note.startswith(f"sparse: a_shape {did if acted else 'was asked for and did nothing'}: ")
     assert all("(a_shape acted on no part of it, see below)" in str(one) for one in told[1:])

@@ -287,11 +287,12 @@ def test_turns_on_one_cache_are_one_whole_prompt(family, draft: str, turns: str,
         got, reports = talk(fast, name, TURNS[turns])
     assert [one.tolist() for one in got] == [one.tolist() for one in want]
     for report in reports:
-        assert not report.notes
+        assert not report.notes or (draft == "prompt_lookup" and "proposed nothing" in report.notes[0])
         if draft == "off":
             continue
         assert report.draft["failed"] is None
         assert report.draft["rounds"] > 0 or draft == "prompt_lookup"
+        assert (report.draft["wait_s"] > 0) == (draft in ("sequential", "tree", "text_only", "parallel"))
         if draft in ("sequential", "parallel"):
             assert report.draft["accepted"] == report.draft["proposed"] > 0, (
                 "a twin that sees the same is right"
@@ -343,3 +344,18 @@ def test_a_pruner_of_the_target_says_that_it_leaves_a_later_video(family) -> Non
     assert told[0] == told[1]
     with mmaccel.accelerate(model, prune=prune) as fast, pytest.warns(MmaccelWarning, match="of this turn"):
         talk(fast, name, TURNS["video"][:2])
+
+
+def test_a_later_turn_knows_that_the_pattern_acted_and_a_pass_after_it_is_told_alone() -> None:
+    model, first = BUILD["llava"](), prompt("llava", [("text", 6), ("video", 36), ("text", 60)])
+    pattern = {"name": "a_shape", "block": 16, "window": 16, "sink": 16}
+    with mmaccel.accelerate(model, sparse=pattern, draft="prompt_lookup", dense_tail=0) as fast:
+        out = fast.generate(**first, **HOW)
+        assert not [one for one in fast.report().notes if "sparse" in one]
+        more = torch.cat([out.sequences, torch.randint(20, 60, (1, 3))], 1)
+        out = fast.generate(input_ids=more, past_key_values=out.past_key_values, **HOW)
+        assert any(one.startswith("sparse: a_shape acted in an earlier call") for one in fast.report().notes)
+        with torch.no_grad():
+            fast(input_ids=torch.randint(20, 60, (1, 70)), past_key_values=out.past_key_values)
+        told = fast.report()
+        assert (told.new_tokens, told.prompt_tokens, told.notes) == (0, 70, ()) and told.ttft_s is None

@@ -16,7 +16,7 @@ from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import StreamModel, adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings, time_when_done
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import StreamPolicy
@@ -242,9 +242,8 @@ class Conversation:
         for number, (ids, inputs) in enumerate(self._told, 1):
             columns = keep
             if keep is not None and number < len(self._told):
-                columns = torch.tensor(
-                    [ids.numel() - 1]
-                )  # of a prompt that nobody asked about, what it takes to go on
+                # Of a prompt that nobody asked about, what it takes to go on.
+                columns = torch.tensor([ids.numel() - 1])
             inputs = self._behind(inputs, ids, whole=keep is None)
             if columns is None:
                 logits = self.runner.prefill(inputs)
@@ -335,7 +334,7 @@ class DraftModelState(DraftState):
         self._stream: DraftStream | None = None
         self._unused: list[str] = []
         self._unread: Prompt | None = None
-        self._steps = self._pruned = 0
+        self._steps, self._pruned, self._wait_s = 0, 0, 0.0
         self._counted: Callable[[], dict[str, float]] = dict  # of the memory of the draft's own stream
 
     def begin(self, prompt: Prompt) -> None:
@@ -358,6 +357,7 @@ class DraftModelState(DraftState):
         if self._unread is not None:
             deadline = self._unread.deadline or Deadline()
             deadline.check()
+            began = time_when_done(self._device)
             if isinstance(self._stream, LocalDraftStream):
                 asked = self._stream.read(deadline)
                 self._runner, self._pruned, self._counted = asked, self._stream.pruned, asked.counted
@@ -368,7 +368,7 @@ class DraftModelState(DraftState):
                     raise DraftError(f"prune {pruner.name!r} received nothing from the target's prefill.")
                 self._talk.read(*(() if pruner is None else (self._columns, pruner.compact)))
                 self._runner, self._pruned = self._talk.runner, self._talk.pruned
-            self._unread = None
+            self._wait_s, self._unread = time_when_done(self._device) - began, None
         return self._runner
 
     def _tell(self, prompt: Prompt) -> None:
@@ -382,7 +382,8 @@ class DraftModelState(DraftState):
 
     def counters(self) -> dict[str, float]:
         own = {f"kv_{name}": value for name, value in self._counted().items()}
-        return {"draft_steps": float(self._steps), "pruned": float(self._pruned), **own}
+        seen = {"pruned": float(self._pruned), "draft_wait_s": self._wait_s}
+        return {"draft_steps": float(self._steps), **seen, **own}
 
     def report_notes(self) -> list[str]:
         return self._unused

@@ -378,4 +378,5 @@ class Pipeline(DraftState):
         return [*self._unused, *filter(None, [self._read]), *self._tally.report_notes(self._pace)]
 
     def counters(self) -> dict[str, float]:
-        return self._tally.counters(self._pace, self._window)
+        waited = self._tally.prompt_s if isinstance(self._engine, LocalDrafter) else 0.0
+        return {**self._tally.counters(self._pace, self._window), "draft_wait_s": waited}

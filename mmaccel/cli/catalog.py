@@ -164,7 +164,7 @@ def _field(field: dataclasses.Field[Any], limit: FieldLimit | None, text: str) -
         default = repr(field.default_factory())
     # The choices of a Literal are its type.
     allowed = "" if limit is None or "Literal" in kind else f" ({limit.give})"
-    about = textwrap.wrap(text.removeprefix(field.name), 114)
+    about = textwrap.wrap(text.removeprefix(field.name).strip(), 114)
     return "\n      ".join([f"  {field.name}: {kind} = {default}{allowed}", *about])
 
 

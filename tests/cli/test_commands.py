@@ -43,6 +43,7 @@ def test_describe_shows_fields_and_presets(call: Call) -> None:
     assert "default: {name: a_shape" in call("describe", "long-video")[1]
     shape = call.text("describe", "a_shape")
     assert "sink: int = 128 (at least 0)\n" in shape and "\n  block: int = 64\n" in shape
+    assert "\n      whether the sequences of" in call("describe", "sequential")[1]
     out = call("describe", "window")[1]
     assert "window (recipe: what `--recipe window` is; there is a kv of this name too, below)" in out
     assert "window (kv)" in out and "(recipe: what `--recipe std` is)" in call("describe", "std")[1]

@@ -112,8 +112,8 @@ def question_row(case: str, variant: str, some: Sequence[dict[str, float]], size
         f"{case} {variant:42} p50 {row['p50_s'] * 1e3:7.1f} ms, p95 {row['p95_s'] * 1e3:7.1f}, "
         f"whole {mean['whole_s'] * 1e3:6.1f}, {mean['bytes_in'] / 1e6:5.0f} MB at {row.get('gb_s', 0):4.1f} GB/s, "
         f"{mean['copies_in']:5.0f} copies, ahead {row.get('coverage', 0):.2f}, "
-        f"in time {row.get('in_time_share', 0):.2f}, waited {1e3 * mean.get('waited_s', 0):4.1f} and "
-        f"{1e3 * mean.get('waited_missing_s', 0):4.1f} ms, of the scenes {mean['recall']:.2f}",
+        f"in time {row.get('in_time_share', 0):.2f}, waited {1e3 * mean.get('waited_seconds', 0):4.1f} and "
+        f"{1e3 * mean.get('waited_missing_seconds', 0):4.1f} ms, of the scenes {mean['recall']:.2f}",
         flush=True,
     )
 

@@ -304,8 +304,8 @@ def _figure(name: str, value: float) -> str:
         return f"{value:g} visual tokens {where}{' on' if where.startswith('from ') else ''}".rstrip()
     if "bytes" in name.split("_"):
         return f"{name} {value / 2**20:.2f} MiB"
-    timed = name.endswith("_s") or "seconds" in name.split("_")
-    unit = " tokens" if name in ("held", "held_mean", "seen") else " s" if timed else ""
+    unit = " s" if "seconds" in name.split("_") else ""
+    unit = " tokens" if name in ("held", "held_mean", "seen") else unit
     return f"{name} {value:.4g}{unit}" if unit == " s" else f"{name} {value:g}{unit}"
 
 

@@ -213,7 +213,9 @@ def test_the_counters_of_a_memory_fit_a_terminal_and_stand_in_groups() -> None:
         "  host: bytes 1.00 MiB, seconds_in 0.25 s",
     ]
     assert memory_lines({**run, "kv": {}}) == ["memory: peak 2 MiB"]
-    many = {f"{group}counter_{n}_s": n + 0.123456 for group in ("", "fetch_", "host_") for n in range(1, 20)}
+    many = {
+        f"{group}counter_{n}_seconds": n + 0.123456 for group in ("", "fetch_", "host_") for n in range(1, 20)
+    }
     lines = memory_lines({**run, "kv": many})
     assert max(map(len, lines)) <= COLUMNS and not any(line[-1].isdigit() for line in lines)
     assert [line.split()[0] for line in lines if line[:4] != 4 * " "] == ["memory:", "fetch:", "host:"]

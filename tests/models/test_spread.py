@@ -239,6 +239,15 @@ def test_it_answers_as_on_one_device(name: str, kv: str, way: str) -> None:
         assert mine["units"] == others["units"] and 0.95 < others["bytes"] / mine["bytes"] < 1.2
 
 
+def test_bytes_and_seconds_of_all_devices_are_summed() -> None:
+    names = ("host_bytes_in", "host_seconds_in", "fetch_waited_seconds", "units")
+    state: Any = MultiDeviceStreamState.__new__(MultiDeviceStreamState)
+    state._states = [
+        mock.Mock(counters=mock.Mock(return_value=dict.fromkeys(names, count))) for count in (1.0, 2.0)
+    ]
+    assert state.counters() == {**dict.fromkeys(names, 3.0), "units": 2.0}
+
+
 def test_a_device_gets_what_is_of_its_pass_when_the_others_have_theirs() -> None:
     """What is sent to a device waits for what it has to do. So would a first device that sent it before its own layers, or
     got the last layer's rows."""

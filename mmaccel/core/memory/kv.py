@@ -126,7 +126,7 @@ class KVState(ABC):
         raise ModelError(f"{type(self).__name__} cannot be loaded; choose another kv policy.")
 
     def counters(self) -> dict[str, float]:
-        """Return figures for the report, which prints names with "bytes" in MiB and names that end in "_s" in seconds."""
+        """Return figures for the report, which prints names with "bytes" in MiB and names with "seconds" in seconds."""
         return dict(held=float(self.held_columns()), seen=float(self.length()), bytes=float(self.nbytes()))
 
 

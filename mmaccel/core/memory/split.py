@@ -261,11 +261,11 @@ class MultiDeviceStreamState(StreamState):
         }
 
     def counters(self) -> dict[str, float]:
-        """Return the memories' figures: sums of bytes and seconds, and the largest of all others."""
+        """Return the memories' figures: sums of names with "bytes" or "seconds", and the largest of all others."""
         found = [state.counters() for state in self._states]
         return {
             name: sum(one.get(name, 0.0) for one in found)
-            if "bytes" in name or name.endswith("_s")
+            if {"bytes", "seconds"} & {*name.split("_")}
             else max(one.get(name, 0.0) for one in found)
             for name in found[0]
         }

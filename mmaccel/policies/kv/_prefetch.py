@@ -53,8 +53,8 @@ class Prefetcher:
 
     counts  entries needed; of these cached, covered (prefetched), missing; entries guessed; entries covered by
             prefetches that had ended before the device waited for them ("in_time"); prefetches ("ahead");
-            by how many seconds those in time came early ("slack_s"), and for how many seconds the device waited
-            for prefetched entries ("waited_s") and for the rest ("waited_missing_s")
+            by how many seconds those in time came early ("slack_seconds"), and for how many seconds the device waited
+            for prefetched entries ("waited_seconds") and for the rest ("waited_missing_seconds")
     """
 
     def __init__(self, store: HostStore, layers: int, window: int, room: int) -> None:
@@ -75,7 +75,7 @@ class Prefetcher:
         self._told: list[int] = []
         self._ahead: dict[int, LaneMark] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
-        self._seconds = dict.fromkeys(("slack_s", "waited_s", "waited_missing_s"), 0.0)
+        self._seconds = dict.fromkeys(("slack_seconds", "waited_seconds", "waited_missing_seconds"), 0.0)
         self._guessed: list[Tensor] = []
         self._brought: list[_Brought] = []
         self._wanted_later = self._gap = 0
@@ -263,13 +263,13 @@ class Prefetcher:
             slack = one.ahead.seconds(one.asked)
             if slack >= 0:
                 self._counts["in_time"] += covered
-                self._seconds["slack_s"] += slack
+                self._seconds["slack_seconds"] += slack
             else:
-                self._seconds["waited_s"] -= slack
+                self._seconds["waited_seconds"] -= slack
                 begin = one.ahead
         if missing:
             one.ready.sync()
-            self._seconds["waited_missing_s"] += begin.seconds(one.ready)
+            self._seconds["waited_missing_seconds"] += begin.seconds(one.ready)
 
     def _begins(self) -> dict[str, int]:
         """The code of the first unit of each place."""

@@ -86,7 +86,7 @@ def test_a_guess_by_this_layer_s_query_is_right_where_layers_agree(monkeypatch: 
     driven.ask(0)
     told = driven.counters
     assert told["fetch_covered"] == told["fetch_in_time"] > told["fetch_missing"] / 2
-    assert 0.5 < told["prefetch_coverage"] <= 1 and told["fetch_slack_s"] > 0
+    assert 0.5 < told["prefetch_coverage"] <= 1 and told["fetch_slack_seconds"] > 0
 
 
 def test_single_precision_is_near_double_s() -> None:

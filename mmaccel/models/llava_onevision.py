@@ -226,8 +226,16 @@ class LlavaOnevision(Family):
         side = _side(model)
         pooled = math.ceil(side / 2)
         pixels, size = inputs.get(PIXELS[VIDEO]), config.vision_config.image_size
-        for name in PIXELS.values():
-            if isinstance(given := inputs.get(name), Tensor) and given.shape[-2:] != (size, size):
+        for kind, name in PIXELS.items():
+            if not isinstance(given := inputs.get(name), Tensor):
+                continue
+            if given.ndim != 5 and (kind == VIDEO or given.ndim != 4):
+                axes = "videos, frames" if kind == VIDEO else "images, tiles"
+                raise ModelError(
+                    f"{name}: its shape is {list(given.shape)}, and the model's tower takes [{axes}, 3, {size}, {size}]; "
+                    "build the inputs with the model's processor."
+                )
+            if given.shape[-2:] != (size, size):
                 high, wide = given.shape[-2:]
                 raise ModelError(
                     f"{name}: it has pictures of {high} x {wide} pixels, and the model's tower takes {size} x {size}; build "

@@ -171,6 +171,8 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
     held = 0 if cache is None else cache.get_seq_length()
     whole = isinstance(ids, Tensor) and ids.shape[1] > held
+    read = getattr(getattr(cache, "sequence", None), "ids", None)
+    read = None if read is None else read[:, :held]
     if chunk := attachment.get_generate_option("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
     if not streams and whole:
@@ -189,9 +191,8 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
                 given or bool(attachment.get_generate_option("return_dict_in_generate", kwargs))
             )
             with cache.at_work() if streams and cache is not None else nullcontext():
-                return _noted(
-                    cache, drafting.generate(attachment, kwargs, lasts and (draft or streams)), whole
-                )
+                out = drafting.generate(attachment, kwargs, lasts and (draft or streams))
+                return _noted(cache, out, whole, read)
         if not is_set(attachment, "num_beams", kwargs):
             kwargs["streamer"] = TokenCounter(meter.count_tokens, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limit_to_max_positions(kwargs))
@@ -199,7 +200,7 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
             attachment.draft_times.record_without_draft(
                 _sequences(attachment, kwargs), prompt_length(kwargs), meter
             )
-        return _noted(cache, out, whole)
+        return _noted(cache, out, whole, read)
     finally:
         # A model may be its own assistant, and be asked while it is at work.
         attachment.running.__dict__.update({"layout": None, "chunk": None, **outer})
@@ -208,13 +209,13 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
             cache.read_sparsely |= meter.ran_patterns()
 
 
-def _noted(cache: Any, out: Any, whole: bool) -> Any:
+def _noted(cache: Any, out: Any, whole: bool, read: Tensor | None) -> Any:
     """Return the result `out` of a call; note in `cache`, if it is ours, which tokens it holds, where the call's ids were of
-    the `whole` conversation."""
+    the `whole` conversation; else those `read` [B, n] before it."""
     ids = out if isinstance(out, Tensor) else getattr(out, "sequences", None)
     if isinstance(cache, KVCache) and cache.sequence is not None and isinstance(ids, Tensor):
         same = whole and len(ids) == cache.sequence.layout.batch
-        cache.sequence = replace(cache.sequence, ids=ids[:, : cache.get_seq_length()] if same else None)
+        cache.sequence = replace(cache.sequence, ids=ids[:, : cache.get_seq_length()] if same else read)
     return out
 
 

@@ -15,7 +15,8 @@ from mmaccel.models.prompt_layout import PIXELS, is_nonempty
 
 def check_next_turn(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids: Tensor) -> None:
     """Raise `ModelError` for a prompt `ids` [B, S] that does not go on from the caller's cache, or that brings the pixels of
-    what the cache has read. New tokens alone, with a longer attention mask, are taken as they are."""
+    what the cache has read. New tokens alone, with a longer attention mask, are taken as they are. Such a turn, and one by
+    `inputs_embeds`, is not known by its ids: of a later prompt only what stands before it is compared."""
     cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
     held, count, known = cache.get_seq_length(), ids.shape[1], attachment.columns_of(cache)
     if not (held and cache.layers) or (isinstance(mask, Tensor) and mask.shape[-1] > count):

@@ -174,7 +174,7 @@ def test_another_question_on_a_cache_is_refused_before_it_runs(family: str) -> N
 @pytest.mark.parametrize("embeds", [False, True])
 @pytest.mark.parametrize("family", BUILD)
 def test_the_whole_conversation_follows_a_turn_of_new_tokens_alone(family: str, embeds: bool) -> None:
-    """By their ids or their embeddings. What the cache holds is not known by ids then, but how many tokens it is."""
+    """By their ids or their embeddings. Of what the cache holds only the turn before is known by its ids then."""
     model, first = BUILD[family](), prompt(family, TURNS["text"][0])
     new, last = torch.randint(20, 60, (1, 5)), torch.randint(20, 60, (1, 4))
 
@@ -199,6 +199,9 @@ def test_the_whole_conversation_follows_a_turn_of_new_tokens_alone(family: str, 
         held = cache.get_seq_length()
         with pytest.raises(ModelError, match=rf"do not begin with the {held} that past_key_values holds"):
             answered(whole[:, :held], cache)
+        other = torch.cat([whole[:, :3], whole[:, 3:4] + 1, whole[:, 4:]], 1)
+        with pytest.raises(ModelError, match=rf"do not begin with the {held} .* \(its crop\(3\)\)"):
+            answered(other, cache)
         assert cache.get_seq_length() == held and torch.equal(answered(whole, cache), want)
 
 

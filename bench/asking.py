@@ -29,16 +29,8 @@ from mmaccel.policies.kv.store import HostStore
 from mmaccel.policies.kv.store.slabs import split_units
 
 WIRE = ("copies_in", "bytes_in", "seconds_in", "gathers")
-FETCH = (
-    "needed",
-    "covered",
-    "missing",
-    "guessed",
-    "in_time",
-    "slack_seconds",
-    "waited_seconds",
-    "waited_missing_seconds",
-)
+WAITS = ("slack_seconds", "waited_seconds", "waited_missing_seconds")
+FETCH = ("needed", "covered", "missing", "guessed", "in_time", *WAITS)
 BUDGETS = (16, 32, 64, 128)
 LENGTHS = (225, 450, 900, 1800, 3600)
 WHOLE = (32, 64, 128, 256, 512, 1024)

@@ -188,12 +188,11 @@ def ask_under(way: str, draft: Any, keeps: list[float], tokens: int, sizes: Size
         for keep in keeps:
             with replaying(model, keep):
                 answers = [session.ask(QUESTION, tokens) for _ in range(sizes.questions + 3)][3:]
-            # A draft's reading is part of its price.
             waits = [one.counters.get("draft_wait_s", 0.0) / max(len(one.ids) - 1, 1) for one in answers]
+            both = zip((one.tokens_per_s for one in answers), waits, strict=True)
             paces = [
-                1 / (1 / one.tokens_per_s + wait) if one.tokens_per_s else 0.0
-                for one, wait in zip(answers, waits, strict=True)
-            ]
+                1 / (1 / pace + wait) if pace else 0.0 for pace, wait in both
+            ]  # its reading is part of the price
             figures = {
                 **spread([one.ttft_s for one in answers]),
                 "tokens_s": statistics.median(paces),

@@ -242,9 +242,8 @@ class Meter(DraftRounds):
         """Return listed over causal pairs for each layer and head, averaged over sequences; waits for the device."""
         shares: list[Tensor] = []
         for layer, parts in sorted(self.listed.items()):
-            listed, causal = (
-                torch.stack([p.double() for p in t]).sum(0) for t in (parts, self.causal[layer])
-            )
+            pairs = (torch.stack([p.double() for p in t]).sum(0) for t in (parts, self.causal[layer]))
+            listed, causal = pairs
             mean = (listed / causal.clamp(min=1)).mean(0)
             # Layers of a model spread over devices tell from where they are.
             shares.append(mean if not shares else mean.to(shares[0].device))
@@ -255,8 +254,7 @@ class Meter(DraftRounds):
         return bool({*chain.from_iterable(self.names.values())} - {DEFAULTS["sparse"]})
 
     def _last_notes(self, recipe: dict[str, Any], kv: dict[str, float]) -> Iterator[str]:
-        """Sentences on a pattern that no layer ran and on an idle draft, and why, unless a note says so already; and on
-        frames that the memory has forgotten."""
+        """Sentences on a pattern or a draft that did nothing, unless a note tells of it; and on forgotten frames."""
         asked, draft = (recipe.get(kind, {}).get("name", DEFAULTS[kind]) for kind in ("sparse", "draft"))
         noted = {one.split(": ")[0] for one in self.notes}
         if asked != DEFAULTS["sparse"] and not self.ran_patterns() and "sparse" not in noted:
@@ -266,9 +264,8 @@ class Meter(DraftRounds):
             yield f"sparse: {asked} {did}: {'; '.join(self.idle) or 'no prompt was read, and no film ingested'}"
         idle = not (self.lengths or self.failed or "draft" in noted)
         if draft != DEFAULTS["draft"] and self.new_tokens and idle:
-            why = "the first token, which needs none, was all"
-            if self.target_steps:
-                why = f"it proposed nothing in {plural(self.target_steps, 'target step')}"
+            steps = plural(self.target_steps, "target step")
+            why = f"it proposed nothing in {steps}" if self.target_steps else "the first token needs no draft"
             yield f"draft: {draft} was asked for and did nothing: {why}"
         if gone := kv.get("let_go"):
             yield f"kv: {gone:g} of {kv['units']:g} steps of time (frames) were let go of, and no question recalls them"
@@ -315,6 +312,13 @@ def peak_bytes(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def time_when_done(device: torch.device) -> float:
+    """Return `time.perf_counter()` once `device` has done what this thread's stream has launched."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter()
 
 
 class JsonlFile:

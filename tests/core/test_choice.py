@@ -32,7 +32,7 @@ def test_a_draft_that_failed_is_told_once_whatever_the_choice(why: str, rounds: 
 @pytest.mark.parametrize(
     ("rounds", "tokens", "line"),
     [
-        ([], 1, "draft: tree was asked for and did nothing: the first token, which needs none, was all"),
+        ([], 1, "draft: tree was asked for and did nothing: the first token needs no draft"),
         ([0, 0], 3, "draft: tree was asked for and did nothing: it proposed nothing in 2 target steps"),
         (
             [0, 4],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,10 +114,3 @@ class DraftStream(ABC):
     def close(self, collected: bool = False) -> None:
         """Release all resources of the draft's stream. `collected`: the garbage collector calls, perhaps while this thread
         is sending something, so that nothing can be sent now."""
-
-
-def time_when_done(device: torch.device) -> float:
-    """Return `time.perf_counter()` once `device` has done what this thread's stream has launched."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return time.perf_counter()

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.decoding.draft import Warp, sample_index
-from mmaccel.core.decoding.watching import DraftStream, time_when_done
+from mmaccel.core.decoding.watching import DraftStream
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.report import time_when_done
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft._draft_model import IDS, Conversation
 

@@ -16,12 +16,13 @@ from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import StreamModel, adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings, time_when_done
+from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy, registry, with_base_dir
+from mmaccel.core.report import time_when_done
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.sparse.a_shape import AShape
 

@@ -257,7 +257,7 @@ class Meter(DraftRounds):
         """Sentences on a pattern or a draft that did nothing, unless a note tells of it; and on forgotten frames."""
         asked, draft = (recipe.get(kind, {}).get("name", DEFAULTS[kind]) for kind in ("sparse", "draft"))
         noted = {one.split(": ")[0] for one in self.notes}
-        if asked != DEFAULTS["sparse"] and not self.ran_patterns() and "sparse" not in noted:
+        if asked != DEFAULTS["sparse"] and not self.ran_patterns() and ("sparse" not in noted or self.idle):
             did = "was asked for and did nothing"
             if self.acted_before:
                 did = "acted in an earlier call, which read what this one goes on from, and acts on no part of this call"

@@ -55,6 +55,14 @@ def test_an_idle_draft_is_told_and_its_reading_is_not_decoding(monkeypatch, roun
     assert report.tokens_per_s == (None if tokens == 1 else 2 / 1.5 if any(rounds) else 1.0)
 
 
+def test_a_question_that_stays_dense_says_why_beside_the_note_of_live_frames() -> None:
+    meter, recipe = Meter(), {"sparse": {"name": "grid"}}
+    meter.add_note("sparse: frames given to watch see all")
+    assert len(meter.report(recipe, "reference", {}, torch.device("cpu")).notes) == 1
+    meter.idle["it saves nothing"] = None
+    assert meter.report(recipe, "reference", {}, torch.device("cpu")).notes[1].endswith(": it saves nothing")
+
+
 def priced(each: float, fixed: float = 0.0, **more: LinearCost) -> Costs:
     """A pair of dense attention costs 1, one of listed blocks `each`, and `fixed` once."""
     return Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(fixed, each)}, **more)

@@ -31,7 +31,7 @@ from mmaccel.core.streams.sources import each_layer, pad_to_units, units_in_pass
 
 WATCHED = (
     "sparse: frames given to watch see all that the memory shows; the pattern acts on those given to ingest, and on "
-    f"questions of {MIN_ROWS} tokens and of more than dense_tail"
+    f"questions of {MIN_ROWS} tokens and of more than dense_tail where it saves something"
 )
 ROWS = {"cuda": 1 << 16}
 """Tokens of a pass of an ingestion where the recipe has no `chunk`; elsewhere half as many."""

@@ -295,7 +295,9 @@ def check_acted(cell: Cell) -> None:
     said, report = run(cell, (*range(len(QUESTIONS)),) if cell.use == "batch" else (0,))
     cut, other = cell.prune == "dycoke", cell.family in OTHERS
     few = cell.kv == "streammem" and ((other and cut) or cell.family == "glm4v_moe")
-    told = [note for note in report.notes if not (few and "fewer than 64 tokens at a time" in note)]
+    # A random model may say nothing that stands in its prompt.
+    looked = [note for note in report.notes if not note.startswith("draft: prompt_lookup was asked for")]
+    told = [note for note in looked if not (few and "fewer than 64 tokens at a time" in note)]
     assert all(said) and not told, report.notes
     if cell.sparse != "dense":
         # What dycoke leaves of a clip of streammem is four blocks, which some patterns list whole; of the smaller units of

@@ -26,6 +26,18 @@ from mmaccel.backends import select
 from mmaccel.core.registry import DEFAULTS
 from mmaccel.core.report_page import HtmlReport, describe_run, plural
 
+_EVENTS = """
+    recalled questions pages ingested eager_splits deferred_splits visual_splits cuts deferred singletons flushed resolved
+    scenes host_puts host_fetches host_gathers
+"""
+_EVENT_PREFIXES = ("fetch_", "host_copies_", "host_bytes_", "host_seconds_", "host_disk_in")
+
+
+def events_since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Return a memory's counters `now`; of those that count what has happened, what has come since `before`."""
+    events = [name for name in before if name in _EVENTS.split() or name.startswith(_EVENT_PREFIXES)]
+    return {**now, **{name: now[name] - before[name] for name in events if name in now}}
+
 
 @dataclass(frozen=True)
 class Report(HtmlReport):
@@ -195,8 +207,7 @@ class Meter(DraftRounds):
     def count_tokens(self, count: int = 1) -> None:
         """Count `count` new tokens that have reached the host, and note the time."""
         self.last = time.perf_counter()
-        if self.first is None:
-            self.first = self.last
+        self.first = self.last if self.first is None else self.first
         self.new_tokens += count
 
     def count_attention(self, layer: int, names: tuple[str, ...], listed: Tensor, causal: Tensor) -> None:

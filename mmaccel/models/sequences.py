@@ -22,6 +22,7 @@ from mmaccel.core.adapter import Columns
 from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.report import events_since
 from mmaccel.models.hf import ModelAttachment
 from mmaccel.models.prompt_layout import A_TOKEN, PIXELS, is_nonempty, remove_padding
 
@@ -74,15 +75,6 @@ class CachedDraftState:
         setattr(cache, TURN, self)
 
 
-_EVENTS = """
-    recalled questions pages ingested eager_splits deferred_splits visual_splits cuts deferred singletons flushed resolved
-    scenes host_puts host_fetches host_gathers
-"""
-EVENTS = frozenset(_EVENTS.split())
-"""Counters of a memory that count what has happened, with those of `EVENT_PREFIXES`; others say what it is now."""
-EVENT_PREFIXES = ("fetch_", "host_copies_", "host_bytes_", "host_seconds_", "host_disk_in")
-
-
 class StreamCache(Cache):
     """The `past_key_values` of a call on a memory of streams: what the call read of the images and videos of its prompt, for
     the accelerated model that returned it.
@@ -129,11 +121,9 @@ class StreamCache(Cache):
                 live.close()
 
     def counters_of_call(self, now: Mapping[str, float]) -> dict[str, float]:
-        """Return the memory's counters `now`, at the end of a call; those of events (`EVENTS`) are what came since the last
-        one's."""
+        """Return the memory's counters `now`, at the end of a call, with the events since the last one's."""
         before, self._counted = self._counted, now
-        events = [name for name in before if name in EVENTS or name.startswith(EVENT_PREFIXES)]
-        return {**now, **{name: now[name] - before[name] for name in events if name in now}}
+        return events_since(before, now)
 
     def begin_turn(self, attachment: ModelAttachment, inputs: Mapping[str, Any]) -> None:
         """Go back to what the prompt `inputs` has in common with the last conversation. Raises `ModelError` for one that

@@ -16,6 +16,7 @@ from mmaccel.core.attach import Accelerated, adapter_for
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models.prompt_stream import PromptStreamModel
+from mmaccel.policies.draft import Sequential
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.models.streams import logits as session_logits
 from tests.models.test_ingest import FEW
@@ -281,13 +282,19 @@ def test_a_later_turn_counts_its_own_events_and_says_when_the_pattern_acted(fram
     model, processor = pair("random-ov")
     how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     told, cache, ids = [], None, filmed("random-ov", frames)["input_ids"]
-    with mmaccel.accelerate(model, kv=TIGHT["mosaic"], sparse=FEW["a_shape"], backend="reference") as fast:
+    choices: dict[str, Any] = {
+        "kv": TIGHT["mosaic"],
+        "sparse": FEW["a_shape"],
+        "draft": Sequential(model=model),
+    }
+    with mmaccel.accelerate(model, **choices, backend="reference") as fast:
         for number in range(3):
             given = {"input_ids": ids} if number else filmed("random-ov", frames)
             out = fast.generate(**given, **how, past_key_values=cache)
             cache, ids = out.past_key_values, processor.next_turn(out.sequences, QUESTION)
             told.append(fast.report())
     assert [one.kv["questions"] for one in told] == [1, 1, 1]
+    assert [one.draft["counters"]["kv_questions"] for one in told] == [1, 1, 1], "the draft's memory, too"
     acted = frames == 24
     if acted:
         assert told[0].kept is not None and not told[0].notes

@@ -23,6 +23,7 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
+from mmaccel.core.report import events_since
 from mmaccel.core.streams.asking import QuestionRunner, run_question
 from mmaccel.core.streams.listening import GuidedRetrievalWrapper
 from mmaccel.core.streams.parts import MemoryWrapper
@@ -163,15 +164,21 @@ class LocalDraftStream(DraftStream):
         self._guided = GuidedRetrievalWrapper(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
     def read(self, deadline: Deadline | None = None) -> QuestionRunner:
-        """Run the question that was asked; return its runner, valid until `end_question`. Raises `Ended` at the deadline."""
+        """Run the question that was asked; return its runner, valid until `end_question`. Raises `Ended` at the deadline. On
+        a prompt's memory it counts the events of its own call, as a target does."""
         deadline = deadline or self.deadline
+        before = {} if self._live is None else self._live.counters()
         self.read_prompt(deadline)
         if self._live is None or self._asked is None:
             raise ModelError("the draft has watched no frame, or has no question.")
         self._live.around = self._guided or MemoryWrapper()
-        return self._question.enter_context(
+        runner = self._question.enter_context(
             run_question(self._live, *self._asked, weigh=False, deadline=deadline)
         )
+        if isinstance(self._adapter, PromptAdapter):
+            counted = runner.counted
+            runner.counted = lambda: events_since(before, counted())
+        return runner
 
     def end_question(self) -> None:
         self._asked = None

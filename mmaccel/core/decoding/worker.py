@@ -35,11 +35,10 @@ Blob = bytes | bytearray | memoryview
 READY, FAILED, BEAT = 1, 2, 3
 """Kinds of message that every worker may send; a service counts its own from `OWN` on."""
 OWN = 16
-BEAT_S = 0.5
-END_S = 5.0
+BEAT_S, END_S, STILL_S = 0.5, 5.0, 0.5
 _HEAD = struct.Struct("<IHHQ")
 _MAGIC = 0x6D6D6163
-_MOST = 1 << 34
+_MOST, _PART = 1 << 34, 1 << 20
 
 
 class Message(NamedTuple):
@@ -56,6 +55,7 @@ class MessageSocket:
 
     silence_s  longest time that sending may block on the other end; None: no limit
     begun      since when half a message has been received, by `time.monotonic`; None: none has
+    offered    since when the other end has not taken the part that it is being sent; infinite while nothing is sent
     """
 
     def __init__(self, end: socket.socket, silence_s: float | None = None) -> None:
@@ -65,7 +65,7 @@ class MessageSocket:
         self._head: tuple[int, int] | None = None
         self._part, self._at = bytearray(_HEAD.size), 0
         self.begun: float | None = None
-        self.busy = False
+        self.offered, self.busy = math.inf, False
         self.pulse: threading.Thread | None = None
 
     def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
@@ -75,16 +75,17 @@ class MessageSocket:
         try:
             with self._lock:
                 self._end.settimeout(self.silence_s)
-                for piece in (head, *blob):
-                    self._end.sendall(piece)
+                for piece in [memoryview(one) for one in (head, *blob)]:
+                    for at in range(0, piece.nbytes, _PART):
+                        self.offered = time.monotonic()
+                        self._end.sendall(piece[at : at + _PART])
+                self.offered = math.inf
         except OSError as error:
             raise DraftError(f"the second process cannot be reached ({error}).") from error
 
     def receive(self, limit_s: float | None) -> Message | None:
-        """Return the next message, or None if it is not complete within `limit_s` (None: no limit).
-
-        A partly received message is kept for the next call.
-        """
+        """Return the next message, or None if it is not complete within `limit_s` (None: no limit): then what is there of it
+        is kept for the next call."""
         until = None if limit_s is None else time.monotonic() + limit_s
         try:
             poll = select.poll()  # `select.select` would refuse the files of a program that has many open
@@ -224,8 +225,7 @@ class Worker:
         busy = self._outbox.is_sending  # asked first: what was busy and broke meanwhile takes nothing more
         self._got_through()
         if busy:
-            self._outbox.put(kind, numbers, lambda: blob)
-            return
+            return self._outbox.put(kind, numbers, lambda: blob)
         try:
             self.wire.send(kind, *numbers, blob=blob)
         except DraftError as error:
@@ -241,11 +241,14 @@ class Worker:
         self._outbox.put(kind, numbers, blob)
 
     def wait_until_sent(self, limit_s: float | None = None) -> None:
-        """Wait until all messages that `post` queued are sent. After `limit_s` the process is ended: raises `DraftError`."""
+        """Wait until all messages that `post` queued are sent. After `limit_s` a process that has taken nothing for
+        `STILL_S` is ended: raises `DraftError`."""
         sent = self._outbox.wait(limit_s)  # another's message may be on its way by now
+        while not sent and time.monotonic() - self.wire.offered < STILL_S:
+            sent = self._outbox.wait(STILL_S)
         self._got_through()
         if not sent:
-            self._broken(DraftError(f"the second process did not take its prompt within {limit_s:.1f} s."))
+            self._broken(DraftError("the second process did not take its prompt by the call's deadline."))
 
     def _got_through(self) -> None:
         if (error := self._outbox.error) is not None:
@@ -267,8 +270,7 @@ class Worker:
         raise DraftError(f"{error}{why}") from error
 
     def drain(self) -> list[Message]:
-        """Return all messages that have arrived. Called before a new task is sent, as a worker whose messages nobody reads
-        blocks."""
+        """Return all messages that have arrived. Call it before a new task: a worker whose messages nobody reads blocks."""
         self._heard = time.monotonic()
         return list(iter(lambda: self.receive(0.0), None))
 
@@ -390,9 +392,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the terminal is the parent's to handle
     try:
         module, _, name = service.partition(":")
-        serve: Callable[[MessageSocket, dict[str, Any]], None] = getattr(
-            importlib.import_module(module), name
-        )
+        serve: Callable[..., None] = getattr(importlib.import_module(module), name)
         serve(wire, json.loads(options))
     except BaseException as error:
         with contextlib.suppress(DraftError):

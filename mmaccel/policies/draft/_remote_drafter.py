@@ -72,8 +72,8 @@ class RemoteDrafter(ProcessClient):
     def __init__(self, worker: Worker, vocab: int) -> None:
         super().__init__(worker)
         self._vocab = vocab
-        self._asked = self._after = 0
-        self._kept_open = False
+        self._asked, self._kept_open = 0, False
+        self._previous: RemoteTurn | None = None
 
     def begin(
         self,
@@ -98,12 +98,15 @@ class RemoteDrafter(ProcessClient):
         for message in self._worker.drain():
             self._hand_on(message)
         self._end_collected()
-        if lasts or self._after:
-            inputs = {**inputs, TURN: [int(lasts), self._after]}
+        previous, self._previous = self._previous, None
+        if lasts or previous is not None:
+            inputs = {**inputs, TURN: [int(lasts), 0 if previous is None else previous.number]}
         self._open[self.number] = self
         own = (stream.number,) if isinstance(stream, RemoteDraftStream) else ()
         numbers = self.number, int(pruned), int(compact), seed, *own
         self._worker.post(BEGIN, *numbers, blob=make_packer(dict(inputs), _packed(warp)))
+        if previous is not None:
+            previous.over.detach()  # only now: a turn from which nothing goes on is to be freed
 
     def keep(self, columns: Tensor) -> None:
         """Send to the draft's process which columns of the prompt to run."""
@@ -164,8 +167,7 @@ class RemoteDrafter(ProcessClient):
         fits = isinstance(previous, RemoteTurn) and previous.worker is self._worker
         if not fits or not continues_tokens(previous.known, ids, past):
             return False
-        previous.over.detach()
-        self._after = previous.number
+        self._previous = previous
         return True
 
     def state_for_next_turn(self, ids: Tensor) -> RemoteTurn:

@@ -20,7 +20,6 @@ from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings, QuestionAttention
 from mmaccel.core.decoding.worker import OWN, Blob, Message, MessageSocket, Worker, send_heartbeats
 from mmaccel.core.errors import DraftError
-from mmaccel.core.memory.relay import relay
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft._packed import ALIGN, make_packer, unpack
 
@@ -34,9 +33,6 @@ _OPEN: WeakKeyDictionary[Worker, WeakValueDictionary[int, ProcessClient]] = Weak
 
 _OVER: WeakKeyDictionary[Worker, deque[int]] = WeakKeyDictionary()
 """For each process the sequences and streams that were collected as garbage; it is told when the next one begins."""
-
-GRACE_S = 0.5
-"""Seconds after a call's deadline in which a process may still take its prompt; then it is ended."""
 
 
 class ProcessClient:
@@ -55,10 +51,10 @@ class ProcessClient:
             self._worker.send(END, over.popleft())
 
     def _wait_until_sent(self, deadline: Deadline | None) -> None:
-        """Wait until all is sent, as the prompt's owner may write over it then; the process is ended `GRACE_S` after the
-        call's deadline: raises `DraftError`."""
+        """Wait until all is sent, as the prompt's owner may write over it then; a process that takes nothing more after the
+        call's deadline is ended: raises `DraftError`."""
         left = None if deadline is None else 0.0 if deadline.end_reason() else deadline.seconds_left()
-        self._worker.wait_until_sent(None if left is None else left + GRACE_S)
+        self._worker.wait_until_sent(left)
 
     def _hand_on(self, message: Message) -> None:
         """To whom it is for; an answer for one that was given up before is for nobody, nonsense is for us."""
@@ -114,13 +110,19 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         else:
             self._worker.send(*numbers, blob=blob)
 
-    end_question = relay(_call)
+    def end_question(self) -> None:
+        self._call("end_question")
+        self._wait_for_prompt()
 
     def finish_intake(self) -> None:
         self._call("finish_intake")
-        if self._deadline is not None:  # a prompt's, whose call may return now
-            self._wait_until_sent(self._deadline)
-            self._deadline = None
+        self._wait_for_prompt()
+
+    def _wait_for_prompt(self) -> None:
+        """Wait until a prompt is sent, whose call may return now; later calls have deadlines of their own."""
+        deadline, self._deadline = self._deadline, None
+        if deadline is not None:
+            self._wait_until_sent(deadline)
 
     def save(self, folder: Path) -> None:
         self._call("save", folder.resolve())
@@ -137,7 +139,7 @@ class RemoteDraftStream(DraftStream, ProcessClient):
             _OVER.setdefault(self._worker, deque()).append(self.number)
             return
         self._worker.send(END, self.number)
-        self._wait_until_sent(self._deadline)
+        self._wait_for_prompt()
 
     def wait_until_done(self) -> None:
         """Wait until the draft's process has done all that was requested."""

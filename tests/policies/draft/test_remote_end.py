@@ -5,23 +5,27 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import mmaccel
 from mmaccel.core.adapter import ModelView
+from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.worker import Blob, Outbox, Worker
 from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.layout import TokenLayout
 from mmaccel.models.prompt_stream import PromptStreamModel
 from mmaccel.policies.draft import Parallel, _remote_stream
+from mmaccel.policies.draft._remote_drafter import RemoteDrafter, RemoteTurn
 from mmaccel.policies.draft._remote_stream import END
 from tests.models.streams import FPS, asked_of_film, pair
 from tests.policies.draft.test_remote_drafter import NAME, TIGHT, parallel, stop, target, watching  # noqa: F401
-from tests.spies import heard
+from tests.spies import broken, heard
 
 HOW: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True}
 
@@ -67,7 +71,7 @@ def test_a_call_ends_at_its_deadline_though_the_process_takes_nothing(fast: mmac
     worker = worker_of(fast)
     stop(worker)
     began = time.monotonic()
-    with pytest.warns(MmaccelWarning, match=r"did not take its prompt within"):
+    with pytest.warns(MmaccelWarning, match=r"did not take its prompt by the call"):
         fast.generate(**inputs, **HOW, max_time=1.0)
     assert time.monotonic() - began < 4 and not worker.alive
     assert (
@@ -93,9 +97,64 @@ def test_what_another_sends_next_does_not_end_the_process(
     going.set()
 
 
+def test_a_process_that_takes_its_prompt_is_not_ended_though_the_call_is_over(
+    fast: mmaccel.Accelerated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large prompt, which is on the way for a second and a half."""
+    worker = worker_of(fast)
+    end: Any = worker.wire._end
+
+    def slowly(data: Blob) -> None:
+        time.sleep(len(data) / 1e7)
+        end.sendall(data)
+
+    monkeypatch.setattr(worker.wire, "_end", Mock(wraps=end, sendall=slowly, fileno=end.fileno))
+    worker.post(END, 0, blob=lambda: [bytes(15_000_000)])
+    worker.wait_until_sent(0.1)
+    assert worker.alive and not worker._outbox.is_sending
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slow(Parallel):
     service: ClassVar[str] = "tests.policies.draft.toy_service:serve_slowly"
+
+
+def test_the_stream_of_a_call_that_has_ended_waits_for_no_other_s_prompt(
+    target: ModelView,  # noqa: F811
+) -> None:
+    """The deadline was that call's: what a later one, or the cache's end, sends does not end the process."""
+    inputs, going = dict(pair(NAME)[1].chat(asked_of_film(10), fps=FPS)), threading.Event()
+    film = replace(watching("recent"), processor=None, prompt=(PromptStreamModel, inputs))
+    stream: Any = Slow(model=f"{NAME}-draft").open_stream(target, replace(film, deadline=Deadline(0.01)))
+    worker: Worker = stream._worker
+    stream.prepare_question(inputs["input_ids"], 4)
+    stream.end_question()
+    assert not worker._outbox.is_sending, "the prompt is the caller's again"
+    worker.post(END, 0, blob=lambda: [bytes(going.wait(10))])
+    stream.finish_intake()
+    assert worker.alive and worker._outbox.is_sending
+    going.set()
+    stream.wait_until_done()
+    stream.close()
+
+
+def test_a_turn_from_which_nothing_goes_on_is_freed(fast: mmaccel.Accelerated) -> None:
+    """It is in the process until the next prompt has it."""
+    worker, ids = worker_of(fast), torch.arange(4)
+    past = TokenLayout.text(1, 4)
+    for fails in (True, False):
+        engine, turn = RemoteDrafter(worker, 10), RemoteTurn(worker, 1 << 40, ids)
+        assert engine.continues_from(turn, torch.arange(6), past)
+        with pytest.MonkeyPatch.context() as patch, suppress(RuntimeError):
+            broken(
+                patch, Outbox, "put", RuntimeError("can't start new thread"), lambda *_, fails=fails: fails
+            )
+            engine.begin({"input_ids": torch.arange(6)[None]}, None, True, False, 0)
+        engine.close()
+        del engine, turn
+        gc.collect()
+        assert (1 << 40 in _remote_stream._OVER[worker]) is fails
+        _remote_stream._OVER[worker].clear()
 
 
 @pytest.mark.parametrize("collected", [False, True])

@@ -188,11 +188,9 @@ def ask_under(way: str, draft: Any, keeps: list[float], tokens: int, sizes: Size
         for keep in keeps:
             with replaying(model, keep):
                 answers = [session.ask(QUESTION, tokens) for _ in range(sizes.questions + 3)][3:]
-            waits = [one.counters.get("draft_wait_s", 0.0) / max(len(one.ids) - 1, 1) for one in answers]
-            both = zip((one.tokens_per_s for one in answers), waits, strict=True)
-            paces = [
-                1 / (1 / pace + wait) if pace else 0.0 for pace, wait in both
-            ]  # its reading is part of the price
+            # The draft's reading is part of its price.
+            both = [(a, a.counters.get("draft_wait_seconds", 0.0)) for a in answers]
+            paces = [1 / (1 / (a.tokens_per_s or 1e-9) + w / max(len(a.ids) - 1, 1)) for a, w in both]
             figures = {
                 **spread([one.ttft_s for one in answers]),
                 "tokens_s": statistics.median(paces),

@@ -213,9 +213,8 @@ def figures(report: Report) -> dict[str, Any]:
     """What a row tells of a whole generation."""
     pace, first = report.tokens_per_s, report.ttft_s
     assert pace is not None and first is not None
-    pace = 1 / (
-        1 / pace + report.draft["wait_s"] / (report.new_tokens - 1)
-    )  # the draft's reading is part of its price
+    # The draft's reading is part of its price.
+    pace = 1 / (1 / pace + report.draft["wait_s"] / (report.new_tokens - 1))
     return {
         "prompt": report.prompt_tokens,
         "ttft_s": first,

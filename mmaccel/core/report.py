@@ -148,7 +148,7 @@ class SequenceMeter(DraftRounds):
         self.whole.draft_failed(reason)
 
     def draft_ended(self, counters: dict[str, float], notes: list[str]) -> None:
-        self.counters, self.notes, self.wait_s = counters, notes, counters.pop("draft_wait_s", 0.0)
+        self.counters, self.notes, self.wait_s = counters, notes, counters.pop("draft_wait_seconds", 0.0)
         self.whole.wait_s += self.wait_s
 
     def count_tokens(self, count: int) -> None:

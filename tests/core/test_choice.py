@@ -49,7 +49,7 @@ def test_an_idle_draft_is_told_and_its_reading_is_not_decoding(monkeypatch, roun
         one.count_round(proposed, proposed // 2)
     for _ in range(tokens - 1):
         one.count_tokens(1)
-    one.draft_ended({"draft_wait_s": 0.5 * bool(any(rounds))}, [])
+    one.draft_ended({"draft_wait_seconds": 0.5 * bool(any(rounds))}, [])
     report = whole.report({"draft": {"name": "tree"}}, "reference", {}, torch.device("cpu"))
     assert line in str(report) and "\ndraft: nothing" not in str(report)
     assert report.tokens_per_s == (None if tokens == 1 else 2 / 1.5 if any(rounds) else 1.0)

@@ -266,7 +266,7 @@ class VideoSession(FrameIntake):
                         counters |= {
                             "drafted": float(draft["proposed"]),
                             "accepted": float(draft["accepted"]),
-                            "draft_wait_s": draft["wait_s"],
+                            "draft_wait_seconds": draft["wait_s"],
                         }
                     speed = report.ttft_s or 0.0, report.tokens_per_s
                     answer = Answer(text, ids, *speed, turn.evidence(), counters, reason, turn.lines)

@@ -383,7 +383,7 @@ class DraftModelState(DraftState):
 
     def counters(self) -> dict[str, float]:
         own = {f"kv_{name}": value for name, value in self._counted().items()}
-        seen = {"pruned": float(self._pruned), "draft_wait_s": self._wait_s}
+        seen = {"pruned": float(self._pruned), "draft_wait_seconds": self._wait_s}
         return {"draft_steps": float(self._steps), **seen, **own}
 
     def report_notes(self) -> list[str]:

@@ -379,4 +379,4 @@ class Pipeline(DraftState):
 
     def counters(self) -> dict[str, float]:
         waited = self._tally.prompt_s if isinstance(self._engine, LocalDrafter) else 0.0
-        return {**self._tally.counters(self._pace, self._window), "draft_wait_s": waited}
+        return {**self._tally.counters(self._pace, self._window), "draft_wait_seconds": waited}

@@ -40,6 +40,8 @@ QUESTIONS, FIRST, ANSWER = 5, 3, 16
 LIMIT_S = 30.0
 """Seconds that sessions may take by what is predicted of them without their own surplus: half of what they do take on a
 GPU. Those beyond it are not run."""
+SLOW = 3.0
+"""A session that reads the video in so many times what is predicted is run again: something was compiled, or in its way."""
 RATE = 0.5
 QUESTION = "What happens in the video?"
 """Short where a tokenizer knows no word of it, too: more than 64 rows go another way."""
@@ -251,8 +253,12 @@ class _Plan:
                 run_measured(*built, recipe, frames, replace(work, questions=min(2, work.questions)))
             _tidy(built[0].device)
             taken = run_measured(*built, recipe, frames, work, clock=clock)
-            work = replace(work, step_tokens=taken.step_tokens)
-            found[layers, units] = taken, costs.cost(recipe, sizes, work, device)
+            told = costs.cost(recipe, sizes, replace(work, step_tokens=taken.step_tokens), device)
+            if taken.read_s > SLOW * told.read_s:
+                _tidy(built[0].device)
+                again = run_measured(*built, recipe, frames, work, clock=clock)
+                taken = min(taken, again, key=lambda one: one.read_s)
+            found[layers, units] = taken, told
         return found
 
 

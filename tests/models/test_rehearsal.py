@@ -171,12 +171,33 @@ def test_sessions_of_four_and_twelve_layers_tell_of_28(monkeypatch, tmp_path: Pa
     measured(store, [replace(recipe, draft=Recipe.load("everything").draft)])
     assert len(ran) == 4, "a draft model beside it is not run"
     measured(store, [recipe, Recipe.load("exact")])
-    assert len(ran) == 8 and len(store) == 2
+    assert len(ran) == 10 and len(store) == 2, (
+        "what is planted is over three times a short dense session: run again"
+    )
     whole = json.loads(store.path.read_text())
     for damage in ({"read": [1.0]}, {"first": None}, {"step": "fast"}):
         store.path.write_text(json.dumps({key: {**one, **damage} for key, one in whole.items()}))
         count = len(ran)
         assert measured(store, [recipe]) == found and len(ran) == count + 4
+
+
+def test_what_stops_a_session_once_is_not_predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran, late = sessions(monkeypatch, told()), [20.0]
+    plain = rehearsal.run_measured
+
+    def run(model: Any, layers: int, recipe: Recipe, film: Any, one: costs.Workload, **how: Any) -> Any:
+        found = plain(model, layers, recipe, film, one, **how)
+        stopped = late.pop() if ran[-1][:2] == (12, 316) and late else 0.0
+        return replace(found, read_s=found.read_s + stopped)
+
+    monkeypatch.setattr(rehearsal, "run_measured", run)
+    recipe = Recipe.load("film-many-questions", sparse="dense")
+    found = measured(Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict), [recipe])
+    many = work(frames=1800, questions=20)
+    assert costs.cost(recipe, SIZES, many, found).read_s == pytest.approx(
+        costs.cost(recipe, SIZES, many, DEVICE).read_s, rel=1e-6
+    )
+    assert len(ran) == 5 and not late
 
 
 def test_what_takes_too_long_or_too_much_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

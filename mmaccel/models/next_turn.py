@@ -14,11 +14,20 @@ from mmaccel.models.prompt_layout import PIXELS, is_nonempty
 
 
 def check_next_turn(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids: Tensor) -> None:
-    """Raise `ModelError` for a prompt `ids` [B, S] that does not go on from the caller's cache, or that brings the pixels of
-    what the cache has read. New tokens alone, with a longer attention mask, are taken as they are. Such a turn, and one by
-    `inputs_embeds`, is not known by its ids: of a later prompt only what stands before it is compared."""
+    """Raise `ModelError` for a prompt `ids` [B, S] that does not go on from the caller's cache, that is of another number of
+    sequences, or that brings the pixels of what the cache has read. New tokens alone, with a longer attention mask, are
+    taken as they are. Such a turn, and one by `inputs_embeds`, is not known by its ids: of a later prompt only what stands
+    before it is compared."""
     cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
     held, count, known = cache.get_seq_length(), ids.shape[1], attachment.columns_of(cache)
+    beams, more = (
+        attachment.get_generate_option(name, kwargs) or 1 for name in ("num_beams", "num_return_sequences")
+    )
+    if held and known is not None and known.layout.batch != (rows := len(ids) * max(beams, more)):
+        raise ModelError(
+            f"past_key_values: it holds {known.layout.batch} sequences and this call has {rows}, beams included; give a "
+            "cache of as many (batch_repeat_interleave), or leave it out."
+        )
     if not (held and cache.layers) or (isinstance(mask, Tensor) and mask.shape[-1] > count):
         return  # a `StreamCache` has no layers, and says itself whom it serves
     read = None if known is None else known.ids

@@ -168,6 +168,12 @@ def test_another_question_on_a_cache_is_refused_before_it_runs(family: str) -> N
         with pytest.raises(ModelError, match=r"^pixel_values_videos: past_key_values has read"):
             fast.generate(**other, past_key_values=cache, **HOW)
         del other["pixel_values_videos"]
+        two = {name: x if name.startswith("video") else x.repeat(2, 1) for name, x in other.items()}
+        for given, beams in ((two, 1), (other, 2)):
+            with pytest.raises(
+                ModelError, match=r"^past_key_values: it holds 1 sequences and this call has 2"
+            ):
+                fast.generate(**given, past_key_values=cache, **HOW, num_beams=beams)
         assert torch.equal(fast.generate(**other, past_key_values=cache, **HOW).sequences, want.sequences)
 
 

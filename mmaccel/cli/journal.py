@@ -18,11 +18,11 @@ from types import NoneType
 
 from mmaccel.cli.console import error_sentence, plural, remark
 from mmaccel.cli.program import delay_sigterm
-from mmaccel.core.errors import MmaccelError
+from mmaccel.core.errors import MmaccelError, VideoError
 from mmaccel.core.files import outside
 from mmaccel.core.files.checkpoint_io import sync_to_disk, write_owner_only_text
 from mmaccel.core.streams.session import VideoSession
-from mmaccel.core.streams.session_io import FACTS
+from mmaccel.core.streams.session_io import FACTS, load_rate
 
 EVERY_S = 60.0
 """Seconds between two saves, unless saving takes more than a tenth of them."""
@@ -62,23 +62,30 @@ def journal_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.mmaccel-journal")
 
 
+def saved_rate(folder: Path) -> float | None:
+    """Frames a second at which the session in `folder` read its last video, or its first where there is no journal; None if
+    unknown."""
+    last = _of_session(folder)
+    return load_rate(folder) if last is None else last.reading.fps
+
+
 def find_resume_point(folder: Path, reading: WatchSource) -> ReadProgress | None:
-    """Find in the journal where the session in `folder` stopped reading this video; None if it read another one, or with
-    other options.
+    """Find in the journal where the session in `folder` stopped reading this video; None if it read another one. Raises
+    `VideoError` if it read this one with other options.
 
     `whole` of the result: nothing is left, as the video was read to its end and is no longer growing.
     """
     last = _of_session(folder)
     if last is None or last.reading.video != reading.video:
         return None
-    sizes = {last.reading.bytes, reading.bytes} - {None}
-    if replace(last.reading, bytes=reading.bytes) != reading or len(sizes) > 1:
-        remark(
-            f"{reading.video} is read from the beginning: the saved session had read it up to {last.until:g} s with "
-            f"--fps {last.reading.fps:g} --gaps {last.reading.gaps}, or had read a different file."
-        )
+    former = last.reading
+    if len({former.bytes, reading.bytes} - {None}) > 1:
+        remark(f"{reading.video} is another file than the saved session read, and is read from its beginning.")
         return None
-    if last.whole and None not in (last.reading.bytes, reading.bytes):
+    if (former.fps, former.gaps) != (reading.fps, reading.gaps):
+        how = f"--fps {former.fps:g} --gaps {former.gaps}"
+        raise VideoError(f"--load: {folder} was saved while it read {reading.video} with {how}; give the same.")
+    if last.whole and None not in (former.bytes, reading.bytes):
         remark(f"nothing of {reading.video} is left to watch: the saved session has watched it to its end.")
         return last
     remark(f"continues at {last.until:g} s of {reading.video}, where the saved session stopped reading.")
@@ -114,7 +121,7 @@ def _is_sound(point: ReadProgress) -> bool:
         (bool,): (point.whole,),
     }
     right = all(type(value) in kind for kind, values in kinds.items() for value in values)
-    return right and 0 <= point.until < math.inf and math.isfinite(point.shift)
+    return right and 0 < reading.fps < math.inf and 0 <= point.until < math.inf and math.isfinite(point.shift)
 
 
 class PeriodicSaver:

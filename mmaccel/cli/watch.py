@@ -16,7 +16,7 @@ from typer import Argument, Exit, Option
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
 from mmaccel.cli.console import add_bar, error_sentence, out, plural, print_json, progress_bars, remark, say
-from mmaccel.cli.journal import EVERY_S, PeriodicSaver, WatchSource, find_resume_point
+from mmaccel.cli.journal import EVERY_S, PeriodicSaver, WatchSource, find_resume_point, saved_rate
 from mmaccel.cli.program import INTERRUPTED, delay_sigterm, delay_stop_signals
 from mmaccel.cli.questions import (
     INPUT,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from mmaccel.media import Video
 
 RECIPE = "mosaic"
+FPS = 0.5
 LIVE, STORED = 16, 64
 """Frames read at a time, of a source that comes and of a stored video; the first are taken in at a time too."""
 OF_REPORT = ("backend", "backend_why", "peak_bytes", "patterns", "kept_by_head")
@@ -58,7 +59,9 @@ def watch(
     recipe: Annotated[
         str | None, Option(help=f"A preset, a memory's name or a YAML file ({RECIPE}).")
     ] = None,
-    fps: Annotated[float, Option(help="Frames a second to look at.")] = 0.5,
+    fps: Annotated[
+        float | None, Option(help=f"Frames a second to look at ({FPS}; with --load as the session was saved).")
+    ] = None,
     question: Annotated[
         list[str] | None,
         Option(help="QUESTION@SECONDS, or QUESTION for the end; - reads standard input; several."),
@@ -123,6 +126,7 @@ def watch(
         if load is not None and (keep_seconds is not None or host_bytes is not None):
             raise RecipeError("--keep-seconds, --host-bytes: a saved session has its own; leave them out.")
         chosen = choices.set_frame_retention(chosen, keep_seconds, host_bytes, "host_bytes")
+        fps = (load and saved_rate(load)) or FPS if fps is None else fps
         processor = choices.load_supported_processor(model)
         clips: Iterator[Video] = iter(())
         reading, point, broken, stored = None, None, list[VideoError](), False

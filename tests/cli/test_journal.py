@@ -117,19 +117,28 @@ def test_a_killed_watch_goes_on(
     assert call.object("watch", another, *again[2:], "--load", folder)["frames"] == 46
 
 
-def test_another_reading_of_the_file_begins_at_its_beginning(
+def test_a_session_goes_on_at_its_own_rate(
     call: Call, ov: str, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not at the default rate, by which the same film would be read again as a second one."""
     base = ("watch", slides, "--model", ov, "--json")
     with monkeypatch.context() as patch:
         patch.setattr(media, "clips", after(1, media.clips))
         call(*base, "--recipe", "recent", "--fps", 1, "--clip", 5, "--live", "--save", tmp_path / "s")
-    status, out, err = call(*base, "--fps", 2, "--load", tmp_path / "s")
-    assert status == 0 and json.loads(out)["frames"] == 5 + 45
-    assert err == (
-        f"{slides} is read from the beginning: the saved session had read it up to 4.5 s with --fps 1 --gaps hold, "
-        "or had read a different file.\n"
-    )
+    for other in (("--fps", 2), ("--gaps", "skip")):
+        told = f"--load: {tmp_path / 's'} was saved while it read {slides} with --fps 1 --gaps hold; give the same."
+        assert call.error(*base, *other, "--load", tmp_path / "s") == f"error: {told}\n"
+    status, out, err = call(*base, "--load", tmp_path / "s")
+    assert (status, json.loads(out)["frames"]) == (0, 23) and err.startswith("continues at 4.5 s of ")
+    journal_path(tmp_path / "s").unlink()
+    assert call.object(*base, "--load", tmp_path / "s")["frames"] == 5 + 23, "at the rate of its first clip"
+    grown = tmp_path / "grown.mkv"
+    grown.write_bytes(slides.read_bytes())
+    call(*base[:1], grown, *base[2:], "--load", tmp_path / "s", "--save", tmp_path / "s")
+    grown.write_bytes(slides.read_bytes() + b"0")
+    status, out, err = call(*base[:1], grown, *base[2:], "--load", tmp_path / "s")
+    assert json.loads(out)["frames"] == 5 + 23 + 23
+    assert err == f"{grown} is another file than the saved session read, and is read from its beginning.\n"
 
 
 def test_a_stall_is_told_and_what_came_is_kept(call: Call, ov: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import zlib
@@ -104,6 +105,13 @@ def load_recipe(path: Path) -> Recipe:
 def load_model_dtype(path: Path) -> str:
     """Return the name of the dtype of the model whose session is saved at `path`; raises `ModelError` as `load_recipe`."""
     return str(_read(path)["dtype"])
+
+
+def load_rate(path: Path) -> float | None:
+    """Return the frames a second of the first clip of the session saved at `path`, None if it has none; raises `ModelError`
+    as `load_recipe`."""
+    rate = _read(path).get("fps")
+    return rate if isinstance(rate, float) and 0 < rate < math.inf else None
 
 
 def load(

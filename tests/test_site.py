@@ -138,7 +138,8 @@ def test_a_tutorial_runs_as_it_stands(
         assert space["answer"] == "orange" and "orange" in Path("page.html").read_text()
     if name == "stock-script.md":
         told = re.search(
-            r"```text\n(\w+)\n.*\n.*kept ([\d.]+)%", (DOCS / "tutorials" / name).read_text("utf-8")
+            r"```text\n(\w+)\n.*\n.*prefill ([\d.]+)% of causal",
+            (DOCS / "tutorials" / name).read_text("utf-8"),
         )
         kept = pytest.approx(100 * space["report"].kept, abs=1)
         assert told and told[1] == space["answer"] and float(told[2]) == kept

@@ -35,6 +35,7 @@ from mmaccel.core.errors import RecipeError, VideoError, check_question
 from mmaccel.core.prefill.prune import candidate_columns, share_token_count
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report_page import (
+    describe_decoding,
     describe_draft,
     describe_memory,
     format_attention_share,
@@ -88,7 +89,7 @@ def ask(
     dtype: Dtype = "auto",
     report: Page = None,
 ) -> None:
-    """Ask a question about a video; prints the answer, seconds, tokens per second, share of attention kept, memory."""
+    """Ask a question about a video; prints the answer, seconds, tokens per second, query-key pairs computed, memory."""
     if not question.strip():
         raise VideoError("the question is empty; ask something.")
     check_question(question)
@@ -230,8 +231,8 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
         ("answer", lambda a: a.text or "(nothing)"),
         ("ends", lambda a: why_cut_off(a.finish_reason, a.report.new_tokens)),
         ("first token", lambda a: format_number(a.report.ttft_s, ".2f", " s")),
-        ("then", lambda a: format_number(a.report.tokens_per_s, ".1f", " tokens/s")),
-        ("attention kept", lambda a: format_attention_share(a.report.kept)),
+        ("decode", lambda a: describe_decoding(a.report.new_tokens, a.report.tokens_per_s)),
+        ("pairs computed", lambda a: format_attention_share(a.report.kept)),
         ("heads", lambda a: format_head_counts(a.report.heads())),
         ("drafted", lambda a: describe_draft(a.report.draft)),
         ("video", lambda a: _pruned(_count_video_tokens(a, tokens))),

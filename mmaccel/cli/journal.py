@@ -80,11 +80,15 @@ def find_resume_point(folder: Path, reading: WatchSource) -> ReadProgress | None
         return None
     former = last.reading
     if len({former.bytes, reading.bytes} - {None}) > 1:
-        remark(f"{reading.video} is another file than the saved session read, and is read from its beginning.")
+        remark(
+            f"{reading.video} is another file than the saved session read, and is read from its beginning."
+        )
         return None
     if (former.fps, former.gaps) != (reading.fps, reading.gaps):
         how = f"--fps {former.fps:g} --gaps {former.gaps}"
-        raise VideoError(f"--load: {folder} was saved while it read {reading.video} with {how}; give the same.")
+        raise VideoError(
+            f"--load: {folder} was saved while it read {reading.video} with {how}; give the same."
+        )
     if last.whole and None not in (former.bytes, reading.bytes):
         remark(f"nothing of {reading.video} is left to watch: the saved session has watched it to its end.")
         return last

@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from mmaccel.cli.console import format_number, plural, remark, why_cut_off
+from mmaccel.cli.console import plural, remark, why_cut_off
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
 from mmaccel.core.files import outside
 from mmaccel.core.report import Report
-from mmaccel.core.report_page import describe_draft, format_attention_share, format_head_counts, memory_lines
+from mmaccel.core.report_page import (
+    describe_decoding,
+    describe_draft,
+    format_attention_share,
+    format_head_counts,
+    summarize_stream_memory,
+)
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -26,15 +32,9 @@ INPUT = "-"
 """In the place of a question: those on standard input."""
 PATIENCE_S = 1.0
 """Seconds after which a standard input that does not end is told of."""
-HEADS = (
-    "based on",
-    "shown at",
-    "layers that saw it",
-    "layers that retrieved it",
-    "part of what reached the answer",
-)
-"""Seen is retrieved, or in the local window, which is seen without being looked for. What reaches an answer is estimated by
-attention from layer to layer (`Evidence.score`); blank where the memory does not tell it."""
+HEADS = ("based on", "shown at", "visible in", "retrieved in", "attention-rollout share")
+"""Shares of the layers; visible is retrieved, or in the local window, which is visible without being looked for. The last is
+`Evidence.score`; blank where the memory does not tell it."""
 
 Asked = tuple[float | None, str]
 """A question, and the seconds after which it is asked; None: at the end."""
@@ -170,23 +170,26 @@ def evidence_footer(answer: Answer, moments: int) -> list[str]:
         lines.append(f"and on {left} more")
     if answer.evidence and all(one.score is None for one in answer.evidence):
         lines.append("these were seen; this memory does not tell which of them the answer is based on")
-    rate = format_number(answer.tokens_per_s, ".1f", " tokens/s")
-    lines.append(f"first token {answer.ttft_s:.3f} s, then {rate}")
+    elif any(one.share > one.recalled == 0 for one in answer.top(moments)):
+        lines.append("0% retrieved: a recent frame, or another that every question sees without retrieval")
+    decoded = describe_decoding(len(answer.ids), answer.tokens_per_s)
+    lines.append(f"first token {answer.ttft_s:.3f} s; decode: {decoded}")
     return [line for line in lines if line]
 
 
-def stream_status_lines(report: Report) -> list[str]:
-    """Return lines on what each part of a session's recipe did: frames seen, share of attention computed, tokens drafted;
-    and on its memory."""
+def stream_status_lines(report: Report, ingested: tuple[int, int] = (0, 0)) -> list[str]:
+    """Return lines on what each part of a session's recipe did: frames seen, query-key pairs computed, tokens drafted; and
+    on its memory. `ingested`: the first frame of the last ingestion, and the first after it."""
     parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
     if seen is not None:
         parts.append(f"each frame saw {seen:.0%} of those before it")
     if report.kept is not None:
-        parts.append(
-            f"attention kept {format_attention_share(report.kept)} ({format_head_counts(report.heads())})"
-        )
+        first, end = ingested
+        where = f" in the last ingestion (frames {first}-{end - 1})" if first else ""
+        share = format_attention_share(report.kept)
+        parts.append(f"pairs computed{where}: {share} ({format_head_counts(report.heads())})")
     if drafted := describe_draft({**draft, "notes": ()}):
         parts.append(f"the last answer's draft: {drafted}")
     told = ["; ".join(parts)] if parts else []
-    held = memory_lines(report.to_dict()) if report.kv else []
+    held = [summarize_stream_memory(report.kv, report.peak_bytes)] if report.kv else []
     return [*told, *held, *draft["notes"], *report.notes]

@@ -121,8 +121,8 @@ def search(
     say(f"{output}: {layers}, {count} on {facts['tokens']} tokens")
     say(f"heads: {heads}")
     say(
-        f"kept {format_attention_share(facts['kept'])}, mean error {facts['error']:.3f}, {facts['seconds']:.0f} s, "
-        f"peak memory {size(facts['peak_bytes'])} on {table['device']}"
+        f"pairs computed {format_attention_share(facts['kept'])}, mean error {facts['error']:.3f}, "
+        f"{facts['seconds']:.0f} s, peak memory {size(facts['peak_bytes'])} on {table['device']}"
     )
 
 

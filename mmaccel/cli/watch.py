@@ -60,7 +60,8 @@ def watch(
         str | None, Option(help=f"A preset, a memory's name or a YAML file ({RECIPE}).")
     ] = None,
     fps: Annotated[
-        float | None, Option(help=f"Frames a second to look at ({FPS}; with --load as the session was saved).")
+        float | None,
+        Option(help=f"Frames a second to look at ({FPS}; with --load as the session was saved)."),
     ] = None,
     question: Annotated[
         list[str] | None,
@@ -257,7 +258,7 @@ def watch(
         if left:
             named = (f"{text!r}" + ("" if at is None else f" (for {at:g} s)") for at, text in left)
             remark(f"not answered: {', '.join(named)}")
-        for line in stream_status_lines(report):
+        for line in stream_status_lines(report, work.ingested):
             remark(line)
         if not failed:
             closing = f"{'stopped after' if stopped else 'watched'} {frames}, {facts['seconds']:.0f} s"
@@ -282,6 +283,7 @@ class WatchRun:
     begin, had  seconds of the last frame, and number of frames, of the saved session it continues; None, 0 for none
     asked       questions with a time still to come, in order, then those for the end
     unanswered  questions without an answer yet; `answers`: the answers, JSON-ready
+    ingested    the first frame of the last ingestion, and the first after it
     uneven      gaps and irregular times of the source; `lines`: text beside its frames, in the session's times
     """
 
@@ -293,7 +295,7 @@ class WatchRun:
         self._session, self._fps, self.lines = session, fps, list[TimedText]()
         self._most, self._moments, self._quiet = most, moments, quiet
         self.begin, self.had = session.seconds if len(session) else None, len(session)
-        self.asked, self.unanswered = asked, list(asked)
+        self.asked, self.unanswered, self.ingested = asked, list(asked), (0, 0)
         self.answers: list[dict[str, Any]] = []
         self.uneven = EventLog()
 
@@ -344,6 +346,7 @@ class WatchRun:
                 self._session.ingest(
                     film(rest), progress=lambda n, _: seen(before + n, None), subtitles=self.lines
                 )
+            self.ingested = before, len(self._session)
         seen(len(self._session), None)
         self.answer(due)
 

@@ -23,6 +23,9 @@ Thumbnails = Callable[[float], bytes | None]
 MOST, GIVEN, LONGEST = 8, 8, 6000
 """Frames shown below an answer, and of a video whose answer names none; characters of a recipe."""
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
+FEWEST = 8
+"""Tokens of an answer from which on a rate is told."""
+PLACES = {"bytes": "device", "host_bytes": "host", "host_disk_bytes": "files"}
 STEPS = 10
 """Shades of the map of heads."""
 
@@ -241,10 +244,9 @@ def _costs(runs: Mapping[str, Fields]) -> str:
 
     rows: dict[str, Callable[[Fields], str]] = {
         "first token": number("ttft_s", ".3f", " s"),
-        "then": number("tokens_per_s", ".1f", " tokens/s"),
+        "decode": lambda run: describe_decoding(run.get("new_tokens") or 0, run.get("tokens_per_s")),
         "prompt": number("prompt_tokens", "d", " tokens"),
-        "answer": number("new_tokens", "d", " tokens"),
-        "attention kept": number("kept", ".1%", " of the pairs of prefill"),
+        "pairs computed": number("kept", ".1%", " of causal, in the last prompt or ingestion"),
         "peak memory": number("peak_bytes", ".0f", " MiB", 2**-20),
         "memory holds": lambda run: describe_memory(run.get("kv") or {}),
         "draft": lambda run: describe_draft({**(run.get("draft") or {}), "notes": ()}),  # they stand below
@@ -266,9 +268,10 @@ def describe_run(run: Fields) -> str:
     asked = run["recipe"].get("sparse", {}).get("name", DEFAULTS["sparse"])
     unused = "no pattern" if asked == DEFAULTS["sparse"] else f"{asked} acted on no part of it, see below"
     lines = [
-        f"prompt {run['prompt_tokens']} tokens, {run['new_tokens']} new; first token after {show(run['ttft_s'], '.3f')} s, "
-        f"then {show(run['tokens_per_s'], '.1f')} tokens/s",
-        f"attention: kept {format_attention_share(run['kept'])} in prefill ({heads or unused}), backend {run['backend']}",
+        f"prompt: {run['prompt_tokens']} tokens, first token after {show(run['ttft_s'], '.3f')} s; "
+        f"decode: {describe_decoding(run['new_tokens'], run['tokens_per_s'])}",
+        f"attention: pairs computed in prefill {format_attention_share(run['kept'])} ({heads or unused}), "
+        f"backend {run['backend']}",
         *memory_lines(run),
     ]
     if run["backend_why"].startswith("measured"):
@@ -315,9 +318,27 @@ def format_head_counts(heads: Mapping[str, int]) -> str:
 
 
 def format_attention_share(kept: float | None) -> str:
-    """Format the share of attention computed in percent; above 100% with the reason."""
-    percent = "-" if kept is None else f"{kept:.1%}"
-    return f"{percent} (blocks count whole)" if kept and kept > 1 and percent != "100.0%" else percent
+    """Format query-key pairs computed over causal pairs, in percent; above 100% with the reason."""
+    percent = "-" if kept is None else f"{kept:.1%} of causal"
+    return f"{percent} (blocks count whole)" if kept and kept > 1 and percent[:6] != "100.0%" else percent
+
+
+def describe_decoding(tokens: int, rate: float | None) -> str:
+    """Format the tokens of an answer and their `rate` a second, which of fewer than `FEWEST` says nothing."""
+    return plural(tokens, "token") + (f", {rate:.1f} tokens/s" if rate and tokens >= FEWEST else "")
+
+
+def summarize_stream_memory(kv: Fields, peak: int) -> str:
+    """Return in one line what a stream's memory holds and where, from its counters `kv`; `peak` bytes of the run."""
+    units, here = kv.get("units", 0), kv.get("resident", 0)
+    what = f"{here:.4g} of {units:g} steps of time (frames) on the device"
+    if units == kv.get("window") and "let_go" in kv:
+        done = "offloaded" if kv.get("clusters") else "clustered or offloaded"
+        what = f"all {units:g} steps of time (frames) fit in the window, nothing was {done}"
+    more = [", ".join(f"{place} {size(kv[key])}" for key, place in PLACES.items() if kv.get(key))]
+    if kv.get("fetch_needed"):
+        more.append(f"{kv.get('prefetch_coverage', 0):.0%} of what questions copied back was prefetched")
+    return "; ".join([f"memory: {what}", *filter(None, more), f"peak {size(peak)}"])
 
 
 def describe_memory(kv: Fields) -> str:
@@ -327,7 +348,7 @@ def describe_memory(kv: Fields) -> str:
         mean = kv.get("held_mean", held)
         least = ", the mean of the layers" if mean < held else ""
         tokens, twice = plural(round(kv.get("seen", held)), "token"), mean > kv.get("seen", held)
-        told = f"room for {mean:.0f} tokens, {tokens} seen: frames that a question recalls are copied"
+        told = f"{mean:.0f} tokens allocated for {kv.get('seen'):g}, with copies of retrieved frames"
         parts.append((told if twice else f"{mean:.0f} of {tokens} held") + least)
     return ", ".join(parts)
 
@@ -348,7 +369,7 @@ def describe_draft(draft: Fields) -> str:
         f"its pruner left out {plural(int(left), 'visual token')}"
         if (left := counters.get("pruned"))
         else "",
-        f"its own memory: {own}" if own else "",
+        f"draft KV cache: {own}" if own else "",
         waited,
         notes,
         f"stopped: {failed}" if failed else "",

@@ -55,16 +55,16 @@ def test_compare_puts_dense_beside_the_recipe(call: Call, clip: str, ov: str) ->
     status, out, _ = call(*arguments, "--max-new-tokens", 2)
     assert status == 0 and out.index("dense") < out.index("a_shape-short")
     assert "what colour was the star ?" in out and "64 frames" in out
-    for label in ("answer", "first token", "attention kept", "heads", "peak memory"):
+    for label in ("answer", "first token", "pairs computed", "heads", "peak memory"):
         assert label in out
 
 
 def test_a_share_above_all_pairs_says_why(call: Call, clip: str, ov: str) -> None:
     asked = ("ask", clip, "hi", "--model", ov, "--recipe", "grid", "--max-new-tokens", 1)
     status, out, _ = call(*asked, "--frames", 8)
-    assert status == 0 and re.search(r"kept +│ 1[0-9]{2}\.\d% \(blocks count whole\)", out)
+    assert status == 0 and re.search(r"computed +│ 1[0-9]{2}\.\d% of causal \(blocks count whole\)", out)
     status, out, _ = call(*asked)
-    assert status == 0 and re.search(r"kept +│ \d\d\.\d% ", out) and "blocks" not in out
+    assert status == 0 and re.search(r"computed +│ \d\d\.\d% of causal ", out) and "blocks" not in out
 
 
 def test_several_recipes_stand_side_by_side(call: Call, clip: str, ov: str) -> None:

@@ -108,7 +108,7 @@ def test_eval_needle_gives_accuracy_for_each_length(call: Call, ov: str, tmp_pat
     assert [row["asked"] for row in told["lengths"]] == [2, 2]
     assert len(list(tmp_path.glob("*.mp4"))) == 4
     status, out, _ = call(*arguments, "--recipe", "a_shape", "--kind", "all")
-    assert status == 0 and "frames" in out and "attention kept" in out and "combine" in out
+    assert status == 0 and "frames" in out and "pairs computed" in out and "combine" in out
 
 
 def test_eval_needle_documents(call: Call, random_folder: Folder) -> None:

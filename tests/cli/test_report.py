@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,16 @@ import yaml
 from PIL import Image
 
 from mmaccel import media
-from mmaccel.core.report_page import COLUMNS, describe_draft, describe_memory, memory_lines, render_page
+from mmaccel.cli.questions import stream_status_lines
+from mmaccel.core.report import Meter
+from mmaccel.core.report_page import (
+    COLUMNS,
+    describe_draft,
+    describe_memory,
+    memory_lines,
+    render_page,
+    summarize_stream_memory,
+)
 from mmaccel.media.thumbnail import SIDE, jpeg
 from tests.cli import Call
 from tests.models.streams import QUESTION, film, open_session
@@ -115,7 +125,7 @@ def test_ask_writes_a_page_and_so_does_report(call: Call, clip: str, ov: str, tm
     found, told = Page(text), json.loads(out)
     assert [tag for tag, _ in found.tags].count("svg") == 2  # a map of heads for each run
     assert "dense" in found.text["th"] and "a_shape-short" in found.text["th"]
-    assert f"{told['kept']:.1%} of the pairs of prefill" in found.text["td"]
+    assert f"{told['kept']:.1%} of causal, in the last prompt or ingestion" in found.text["td"]
     assert "does not say which frames" in found.text["p"]
     given = media.read(clip, fps=told["fps"]).frames
     for shown, other, number in zip(found.images, Page(again).images, range(0, 64, 8), strict=True):
@@ -193,9 +203,35 @@ def test_a_long_recipe_and_text_that_is_no_utf_8_are_shown() -> None:
 
 def test_more_places_than_tokens_are_told_as_copies() -> None:
     """A memory of streams that answered holds what the question sees a second time."""
-    twice = "room for 30 tokens, 21 tokens seen: frames that a question recalls are copied"
+    twice = "30 tokens allocated for 21, with copies of retrieved frames"
     assert describe_memory({"held": 20.0, "seen": 21.0}) == "20 of 21 tokens held"
     assert describe_memory({"held": 30.0, "seen": 21.0}) == twice
+
+
+def test_a_stream_s_memory_is_told_in_one_line() -> None:
+    fits = {"units": 60.0, "window": 60.0, "resident": 60.0, "let_go": 0.0, "clusters": 0.0, "bytes": 2.0**21}
+    told = "all 60 steps of time (frames) fit in the window, nothing was clustered or offloaded; device 2 MiB"
+    assert summarize_stream_memory(fits, 2**22) == f"memory: {told}; peak 4 MiB"
+    more = {
+        "units": 90.0,
+        "clusters": 4.0,
+        "host_bytes": 2.0**20,
+        "fetch_needed": 8.0,
+        "prefetch_coverage": 0.5,
+    }
+    told = "60 of 90 steps of time (frames) on the device; device 2 MiB, host 1 MiB"
+    prefetched = "50% of what questions copied back was prefetched"
+    assert summarize_stream_memory(fits | more, 2**22) == f"memory: {told}; {prefetched}; peak 4 MiB"
+
+
+def test_an_ingestion_that_was_cut_is_told_as_the_last() -> None:
+    run = Meter().report({}, "reference", {}, torch.device("cpu"))
+    run = replace(run, kept=0.25, patterns=(("grid",),), new_tokens=8, tokens_per_s=2.0)
+    assert stream_status_lines(run, (0, 60)) == ["pairs computed: 25.0% of causal (grid x 1)"]
+    told = "pairs computed in the last ingestion (frames 31-59): 25.0% of causal (grid x 1)"
+    assert stream_status_lines(run, (31, 60)) == [told]
+    assert "decode: 8 tokens, 2.0 tokens/s" in str(run)
+    assert "decode: 7 tokens\n" in str(replace(run, new_tokens=7))
 
 
 def test_the_counters_of_a_memory_fit_a_terminal_and_stand_in_groups() -> None:

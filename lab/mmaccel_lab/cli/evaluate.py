@@ -311,7 +311,7 @@ def _rows(tally: Tally, kinds: tuple[str, ...]) -> Any:
     from rich.table import Table
 
     shown = Table(title=f"accuracy under {tally.recipe}")
-    for head in ("frames", "tokens", "accuracy", "attention kept", *(kinds if len(kinds) > 1 else ())):
+    for head in ("frames", "tokens", "accuracy", "pairs computed", *(kinds if len(kinds) > 1 else ())):
         shown.add_column(head, justify="right")
     for row in tally.rows():
         per_kind = [row["kinds"].get(kind) for kind in kinds] if len(kinds) > 1 else []

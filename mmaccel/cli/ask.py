@@ -72,10 +72,11 @@ def ask(
     question: Annotated[str, Argument(help="What to ask about it.")],
     model: Model = "tiny-ov",
     recipe: Annotated[
-        list[str] | None, Option(help="A name, a YAML file or a table; several stand side by side.")
+        list[str] | None,
+        Option(help="A recipe, a policy, a YAML file or a heads.json; repeat it to compare."),
     ] = None,
     draft: Draft = None,
-    compare: Annotated[bool, Option("--compare", help="Dense first, the recipe beside it.")] = False,
+    compare: Annotated[bool, Option("--compare", help="Also run dense attention, first.")] = False,
     as_json: Json = False,
     fps: Fps = None,
     frames: Frames = None,

@@ -37,6 +37,8 @@ from mmaccel.core.registry import (
 from mmaccel.models import shipped
 from mmaccel.models.shapes import SHAPES
 
+STEPS = "captured steps", "CUDA-graph decode"
+"""Of a family, in JSON and in words."""
 RECIPE = "recipe"
 """The word for what a recipe holds."""
 DESCRIBED = tuple(kind for kind in KINDS if kind != "model")
@@ -69,23 +71,27 @@ def list_names(
     table = Table("kind", "names", box=None, pad_edge=False)
     for kind, names in found.items():
         if kind == "backend":
-            names = [name if reason is None else f"{name} (no: {reason})" for name, reason in names.items()]
+            names = [
+                name if reason is None else f"{name} (unavailable: {reason})"
+                for name, reason in names.items()
+            ]
         table.add_row(kind, ", ".join(names) or "(none)")
-    out().print(table)
+    out().print(
+        table, "`--recipe` takes a name of kind sparse, kv, draft, prune or recipe, or a YAML file.", sep="\n"
+    )
     uses, lines = Table("preset", "what for", box=None, pad_edge=False), presets()
     for name in MAIN_PRESETS:
         uses.add_row(name, lines[name])
     out().print()
     out().print(uses)
-    families = Table(
-        "family", "model types", *next(iter(_family_features().values())), box=None, pad_edge=False
-    )
+    features = (one.replace(*STEPS) for one in next(iter(_family_features().values())))
+    families = Table("family", "model types", *features, box=None, pad_edge=False)
     for name, can in _family_features().items():
         families.add_row(name, ", ".join(registry("model")[name].model_types), *can.values())
     out().print(
         "",
         families,
-        "A family without captured steps decodes by its own modules, which is slower on CUDA; so do quantized weights of "
+        f"A family without {STEPS[1]} decodes by its own modules, which is slower on CUDA; so do quantized weights of "
         "every family. A running state (qwen3_5) reads prompts by transformers' own code, which is slow without "
         "flash-linear-attention.",
         sep="\n",
@@ -100,7 +106,7 @@ def _family_features() -> dict[str, dict[str, str]]:
         can = {what: what not in family.unable for what in ("streams", "trees", "pruning")}
         can |= {
             "vision pruners": family.vision_tower_reader is not None and can["pruning"],
-            "captured steps": bool(family.decoder_layers),
+            STEPS[0]: bool(family.decoder_layers),
         }
         found[name] = {what: "yes" if able else "no" for what, able in can.items()}
         if isinstance(some := family.vision_tower_reader, Mapping) and can["pruning"]:
@@ -112,7 +118,7 @@ def describe(
     name: Annotated[
         str,
         Argument(
-            help="A policy, a preset, a model, a shape, a backend, a word of a policy, or recipe: what one holds."
+            help="A policy, a recipe, a model, a shape, a backend, a word of a policy, or recipe: what one holds."
         ),
     ],
 ) -> None:
@@ -150,7 +156,7 @@ def _class(kind: str, name: str) -> str:
         texts = {**every_field_text(cls), **dict.fromkeys(field_texts(cls), "")}  # its own stand above
         fields = [one for one in dataclasses.fields(cls) if one.init]
         told = [_field(one, limits.get(one.name), texts.get(one.name, "")) for one in fields]
-        lines += ["", "fields", *(told or ["  none"])]
+        lines += ["", "fields (None is null in YAML)", *(told or ["  none"])]
     return "\n".join(lines)
 
 

@@ -66,10 +66,10 @@ def _parse_frames(text: str) -> int | str:
 
 
 Frames = Annotated[
-    Any, Option(parser=_parse_frames, metavar="N|auto", help="So many, evenly spaced; auto: all with room.")
+    Any, Option(parser=_parse_frames, metavar="N|auto", help="Sample N frames evenly; auto: as many as fit.")
 ]
 Timeout = Annotated[float | None, Option(help="Seconds that an address or a pipe may be silent (30).")]
-Longest = Annotated[int, Option("--max-new-tokens", min=1, help="Longest answer.")]
+Longest = Annotated[int, Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")]
 
 
 def policy_has_field(kind: str, name: str, field: str) -> bool:

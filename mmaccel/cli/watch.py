@@ -57,7 +57,7 @@ def watch(
     ] = None,
     model: Model = "tiny-ov",
     recipe: Annotated[
-        str | None, Option(help=f"A preset, a memory's name or a YAML file ({RECIPE}).")
+        str | None, Option(help=f"A recipe, a memory's name or a YAML file ({RECIPE}).")
     ] = None,
     fps: Annotated[
         float | None,
@@ -83,7 +83,8 @@ def watch(
     host_bytes: Annotated[str | None, Option(help="Most host memory, as 24GB; old frames go.")] = None,
     subtitles: Annotated[Path | None, Option(help="Text with times: an SRT or WebVTT file.")] = None,
     gaps: Annotated[
-        str, Option(help="The same frame again: hold takes it, skip not, mark also lists it.")
+        str,
+        Option(help="When no new frame came: hold takes the last again, skip none; mark also lists gaps."),
     ] = "hold",
     every: Annotated[
         float, Option("--save-every", min=0, help="Seconds between two saves; 0 saves at the end.")
@@ -100,8 +101,8 @@ def watch(
     """Watch a video and answer questions about what was seen so far, with the frames that answers are based on.
 
     A file is ingested as a stored video: each frame attends to all before it, by the recipe's pattern. A timed question or a
-    save ends that: later frames see a window, and the frames since then. A camera, a URL, and a file with --follow or --live
-    are watched live.
+    save ends the ingestion and starts a new one, whose frames see the last `window` frames before it and all since then. A
+    camera, a URL, and a file with --follow or --live are watched live.
 
     On a terminal, type questions while it watches; Ctrl-D ends them, Ctrl-C or SIGTERM ends watching. From a pipe or file on
     standard input they are read first, one a line, unless --question gives them.

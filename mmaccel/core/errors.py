@@ -100,7 +100,7 @@ class RecipeError(MmaccelError, ValueError):
     """A field of a recipe or a policy has a wrong value, or two choices of a recipe exclude each other."""
 
 
-OWN = "one of your own file is known by `mmaccel --import FILE`, from Python when it is imported"
+OWN = "for a policy of your own give its file, `mmaccel --import FILE`, or import it in Python"
 """What is added where the name could be that of a policy outside the package."""
 
 

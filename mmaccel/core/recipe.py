@@ -44,12 +44,12 @@ class Recipe:
     sparse      the sparse attention pattern of prefill
     kv          the KV memory: which keys and values are kept
     draft       the drafting method of speculative decoding
-    prune       a token pruner, or None
+    prune       a token pruner, or None (null in YAML)
     backend     "auto" (chosen once, when the recipe is attached; on CUDA by measured cost, and dense wherever a pattern
                 would not be faster; on a CPU nothing is measured and the pattern runs, on short prompts more slowly than
                 dense attention would, but for a later turn or a question of which it saves nothing), or one by
                 name ("reference", "flex", "triton", "flash"), which never falls back
-    chunk       prefill in chunks of this many tokens; None runs the whole prompt at once
+    chunk       prefill in chunks of this many tokens; None (null in YAML) runs the whole prompt at once
     dense_tail  this many last rows of a prompt see every key: the question's rows decide the answer and cost next to
                 nothing. 0 runs the pattern on every row, as the paper's baselines do
     dense_layers  layers that stay dense, by number
@@ -160,8 +160,8 @@ def check_policies_compatible(recipe: Recipe) -> None:
     if "memory" in draft.needs and not kv.sequences:
         caches = registry("kv").matching_names_text(lambda cls: cls.sequences)
         raise RecipeError(
-            f"draft {draft.name!r} copies columns out of a prompt's own cache, and kv {kv.name!r} takes a prompt in as a "
-            f"stream; set kv to {caches}."
+            f"draft {draft.name!r} needs a contiguous KV cache of the prompt, which kv {kv.name!r} does not have; set kv to "
+            f"{caches}."
         )
     for where, memory in (("kv", kv), ("draft.kv", draft.kv)):
         if "branches" in draft.needs and isinstance(memory, StreamPolicy) and not memory.allows_branches:
@@ -199,9 +199,8 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
         )
     if prune.scoring_layer is not None and recipe.draft.active:
         raise RecipeError(
-            f"prune {prune.name!r} chooses what each decoded token sees by the one before it, and a window of draft "
-            f"{recipe.draft.name!r} is verified in one pass over one choice; set its forget to 0, or draft to "
-            f"{DEFAULTS['draft']!r}."
+            f"prune {prune.name!r} chooses tokens again after every decoded token, so the tokens of draft "
+            f"{recipe.draft.name!r} cannot be verified together; set prune.forget to 0, or draft to {DEFAULTS['draft']!r}."
         )
 
 
@@ -261,8 +260,8 @@ def _stream_memory(recipe: Recipe) -> StreamPolicy:
         _check_recalled(kv, recipe.prune)
     if draft.active and "memory" in draft.needs:
         raise RecipeError(
-            f"draft {draft.name!r} copies columns out of a prompt's own cache, and a VideoSession has none; set draft to "
-            f"{DEFAULTS['draft']!r}."
+            f"draft {draft.name!r} needs a contiguous KV cache of the prompt, which a VideoSession does not have; set "
+            f"draft to {DEFAULTS['draft']!r}."
         )
     own = draft.pruner if draft.active else None
     scored = isinstance(own, ScorePruner) and own.needs == {"hidden"}
@@ -285,9 +284,9 @@ def presets() -> dict[str, str]:
 
 
 def list_recipes() -> dict[str, str]:
-    """Return every name that `Recipe.load` accepts: presets and policies -> "preset" or the policy's kind."""
+    """Return every name that `Recipe.load` accepts: recipes and policies -> "recipe" or the policy's kind."""
     found = {name: kind for kind in BASES for name in registry(kind)}
-    return {**found, **dict.fromkeys(presets(), "preset")}
+    return {**found, **dict.fromkeys(presets(), "recipe")}
 
 
 def recipe_file_extensions() -> tuple[str, ...]:

@@ -278,7 +278,7 @@ class Registry(Mapping[str, type[Any]]):
         ):
             named = part.get("name") if isinstance(part, Mapping) else getattr(part, "name", part)
             raise RecipeError(
-                f"{self.kind} {name!r} has no use for {field} {shown(named)}; leave it out, or take {self.kind} {having}."
+                f"{self.kind} {name!r} cannot use {field} {shown(named)}; leave it out, or take {self.kind} {having}."
             )
 
     def build(self, name: str, fields: Mapping[str, Any] | None = None) -> Any:

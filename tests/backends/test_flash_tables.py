@@ -122,7 +122,7 @@ def test_a_table_has_a_bound() -> None:
 
 
 def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flash.unusable(torch.device("cpu")) == "it runs on cuda"
+    assert flash.unusable(torch.device("cpu")) == "it needs a CUDA device"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert flash.unusable(CUDA) == "no CUDA device is visible"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

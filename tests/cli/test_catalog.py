@@ -55,7 +55,7 @@ def test_a_refused_pruner_of_a_draft_names_both_and_what_runs() -> None:
         assert pairs.why_pruner_refused(mended[0], own) == pairs.YES, told
     for field, part in (("prune", "uv"), ("kv", "rekv"), ("prune", UVPrune())):
         with pytest.raises(
-            RecipeError, match=f"draft 'text_only' has no use for {field} '(uv|rekv)'; leave it out"
+            RecipeError, match=f"draft 'text_only' cannot use {field} '(uv|rekv)'; leave it out"
         ):
             policy("draft", {"name": "text_only", "model": "a-draft", field: part})
 

@@ -94,7 +94,7 @@ def test_a_saved_session_has_its_own_dtype(call: Call, clip: str, ov: str, tmp_p
 
 def test_presets_are_recipes_of_a_watch(call: Call) -> None:
     said = call.text("watch", "--help")
-    assert "A preset, a memory's name or a YAML file" in " ".join(said.replace("│", " ").split())
+    assert "A recipe, a memory's name or a YAML file" in " ".join(said.replace("│", " ").split())
 
 
 def test_people_read_the_answer_and_what_it_rests_on(call: Call, clip: str, ov: str) -> None:

@@ -220,7 +220,10 @@ NO_MODEL = drafted(model=None)
         (sparse("grid", slash=1), "sparse 'grid': slash is 1; give true or false"),
         (sparse("block_topk", top="all"), "top is the text 'all'; give a whole number or null"),
         (NO_MODEL, "sequential: model is None; give the draft model's folder"),
-        (drafted(kv={"name": "recent", "local": 4, "window": 1}), "draft.kv: recent: local is 4; give 0 to"),
+        (
+            drafted(kv={"name": "recent", "local": 4, "window": 1}),
+            "draft.kv: recent: local is 4; give 0 to `window` (1).",
+        ),
         (
             drafted(kv={"name": "recent", "lokal": 4}),
             "draft.kv: kv 'recent' has no field 'lokal': did you",

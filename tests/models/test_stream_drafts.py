@@ -247,9 +247,7 @@ def test_what_cannot_draft_on_a_stream_is_told_in_one_sentence() -> None:
         with pytest.raises(RecipeError, match=why):
             Sequential(model=model, kv=kv)  # type: ignore[arg-type]
     for field in ("kv", "prune"):  # there is no video in its prompt
-        with pytest.raises(
-            RecipeError, match=f"draft 'text_only' has no use for {field} 'recent'; leave it out"
-        ):
+        with pytest.raises(RecipeError, match=f"draft 'text_only' cannot use {field} 'recent'; leave it out"):
             policy("draft", {"name": "text_only", field: "recent"})
     with pytest.raises(DraftError, match="beside"):
         opened("mosaic", "sequential")

@@ -148,7 +148,7 @@ def architecture_of(device: torch.device) -> Architecture:
 def why_not(kernels: str, device: torch.device) -> str | None:
     """Why `kernels` (one of `KERNELS`) cannot run on `device`, as a phrase; None if they can."""
     if device.type != "cuda":
-        return "it runs on cuda"
+        return "it needs a CUDA device"
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
     return architecture_of(device).lacks.get(kernels)

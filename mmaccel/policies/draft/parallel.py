@@ -57,7 +57,7 @@ class Parallel(VideoDraftStrategy):
 
     In greedy decoding only ids and counts are exchanged. With sampling the draft draws each token from its own distribution,
     cut to the 1,024 likeliest, which is sent with it, and the target keeps it with probability min(1, p / q), which is exact
-    (Leviathan et al., arXiv 2211.17192). One beam, from an empty cache.
+    (Leviathan et al., arXiv 2211.17192). One beam; on `past_key_values` of an earlier turn, one sequence.
 
     In a session the draft watches the frames that the target watches; its process is at most one clip behind.
 
@@ -75,7 +75,7 @@ class Parallel(VideoDraftStrategy):
     prune_when  "always"; or "measured": answer by answer the draft reads the whole video or what `prune` keeps of it,
               whichever is expected to be faster by the measured steps and acceptance rate; in a session always
               what `prune` keeps of what it retrieves
-    kv        the memory of the draft's own stream, under a target's memory of streams; null: one like that
+    kv        the memory of the draft's own stream, under a target's memory of streams; null: the target's policy
     process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second CUDA
               stream, except in a session
     device    of the second process; None: the CUDA device after the target's if there is one, else its own

@@ -44,15 +44,15 @@ class Sequential(VideoDraftStrategy, ChainStrategy):
     When sampling it draws from its own distribution under the same temperature, cuts and penalties as the target, which is
     what speculative sampling needs. After Leviathan et al. 2023 (arXiv 2211.17192).
 
-    One beam, from an empty cache, tokens only (no scores). A batch is drafted for and verified sequence by sequence, a round
-    of each in turn: exact for each, and no faster than one prompt after the other.
+    One beam; on `past_key_values` of an earlier turn, one sequence. A batch is drafted for and verified sequence by
+    sequence, a round of each in turn: exact for each, and no faster than one prompt after the other.
 
     model   folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated
-    confidence  a window ends before a token whose likeliest choice has less than this probability, 0 to 1; the first is
-            always drafted; the drawn token has no influence, so sampling stays exact
+    confidence  stop drafting when the draft's top-1 probability falls below this, 0 to 1; at least one token is always
+            drafted. Which token is drawn has no influence on it, so sampling stays exact
     prune   a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
-    kv      the memory of the draft's own stream, under a target's memory of streams; null: one like that
+    kv      the memory of the draft's own stream, under a target's memory of streams; null: the target's policy
     """
 
     def open(self, target: ModelView) -> DraftState:

@@ -31,8 +31,8 @@ class Tree(VideoDraftStrategy):
 
     Children are the most likely tokens, chosen without randomness. So sampling stays exact: the target draws its own token,
     and verification continues at the child with the same token. With an `attention` pruner this is SpecVLM (arXiv
-    2508.16201); without, the paper's SD-Tree. After EAGLE's trees (arXiv 2401.15077, 2406.16858). One beam, from an empty
-    cache.
+    2508.16201); without, the paper's SD-Tree. After EAGLE's trees (arXiv 2401.15077, 2406.16858). One beam; on
+    `past_key_values` of an earlier turn, one sequence.
 
     On a stream the memory must accept trees (`StreamPolicy.allows_branches`), as all of ours do.
 
@@ -40,7 +40,7 @@ class Tree(VideoDraftStrategy):
     shape  "static": EAGLE's 25 nodes in 5 levels; "dynamic": the `nodes` likeliest of `depth` levels of `width` nodes each
     depth, width, nodes  of a dynamic tree
     prune  a pruner of stage "draft"
-    kv     the memory of the draft's own stream, under a target's memory of streams; null: one like that
+    kv     the memory of the draft's own stream, under a target's memory of streams; null: the target's policy
     """
 
     needs: ClassVar[frozenset[str]] = VideoDraftStrategy.needs | {"branches"}

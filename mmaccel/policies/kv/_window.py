@@ -59,7 +59,7 @@ class WindowedPolicy(StreamPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.local <= self.window:
-            raise RecipeError(f"{self.name}: local is {self.local}; give 0 to window, {self.window}.")
+            raise RecipeError(f"{self.name}: local is {self.local}; give 0 to `window` ({self.window}).")
 
     def footprint(self, tokens: int, pace: int) -> Footprint:
         return Footprint(window=self.window, ingest=self.ingest_frames, shown=self.local)

@@ -330,14 +330,14 @@ class Clusters(IndexPolicy):
 class Mosaic(ArchivedPolicy):
     """Clusters frames on the host. A question retrieves whole clusters, and sees one summary token of every other cluster.
 
-    After Mosaic (arXiv 2604.10060), composed of three parts that any archived memory can use: the index `clusters`,
-    retrieval while the stream is encoded (`encode_frames`), and summary tokens (`reps`). The device keeps the local window,
-    one summary token for each cluster and a cache; the host keeps everything. While a layer computes, the frames that the
-    next layer will need are predicted and fetched. A frame that was not predicted is fetched before it is used, so the
-    prediction changes no answer. Exact while all frames fit into `frames` and `window`, with positions "original" or no
-    frame left out. The preset `mosaic-paper` follows the paper where the defaults differ.
+    After Mosaic (arXiv 2604.10060), of three parts that `rekv` can use too: the index `clusters`, retrieval while the stream
+    is encoded (`encode_frames`), and summary tokens (`reps`). The device keeps the local window, one summary token for each
+    cluster and a cache; the host keeps everything. While a layer computes, the frames that the next layer will need are
+    predicted and fetched. A frame that was not predicted is fetched before it is used, so the prediction changes no answer.
+    Exact while all frames fit into `frames` and also into `window`, and none was forgotten. The recipe `mosaic-paper`
+    follows the paper where the defaults differ.
 
-    positions  as for others, but "original" by default: with compact ones, summary tokens would lose their time
+    positions  as in `rekv`, but "original" by default: with "compact" ones, summary tokens would lose their time
     """
 
     FORMER: ClassVar[Mapping[str, FormerField]] = {

@@ -37,8 +37,7 @@ from mmaccel.core.registry import (
 from mmaccel.models import shipped
 from mmaccel.models.shapes import SHAPES
 
-STEPS = "captured steps", "CUDA-graph decode"
-"""Of a family, in JSON and in words."""
+STEPS = "captured steps", "CUDA-graph decode"  # of a family: in JSON, and in words
 RECIPE = "recipe"
 """The word for what a recipe holds."""
 DESCRIBED = tuple(kind for kind in KINDS if kind != "model")

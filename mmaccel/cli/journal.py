@@ -24,6 +24,8 @@ from mmaccel.core.files.checkpoint_io import sync_to_disk, write_owner_only_text
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, load_rate
 
+FPS = 0.5
+"""Frames a second that are read unless asked otherwise."""
 EVERY_S = 60.0
 """Seconds between two saves, unless saving takes more than a tenth of them."""
 LIMIT = 1 << 16
@@ -62,11 +64,11 @@ def journal_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.mmaccel-journal")
 
 
-def saved_rate(folder: Path) -> float | None:
-    """Frames a second at which the session in `folder` read its last video, or its first where there is no journal; None if
-    unknown."""
-    last = _of_session(folder)
-    return load_rate(folder) if last is None else last.reading.fps
+def saved_rate(folder: Path | None) -> float:
+    """Frames a second at which the session in `folder` read its last video, or its first where there is no journal, or else
+    `FPS`."""
+    last = folder and _of_session(folder)
+    return last.reading.fps if last else (folder and load_rate(folder)) or FPS
 
 
 def find_resume_point(folder: Path, reading: WatchSource) -> ReadProgress | None:

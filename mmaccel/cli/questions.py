@@ -7,7 +7,7 @@ import queue
 import stat
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -22,7 +22,7 @@ from mmaccel.core.report_page import (
     describe_draft,
     format_attention_share,
     format_head_counts,
-    summarize_stream_memory,
+    size,
 )
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ PATIENCE_S = 1.0
 HEADS = ("based on", "shown at", "visible in", "retrieved in", "attention-rollout share")
 """Shares of the layers; visible is retrieved, or in the local window, which is visible without being looked for. The last is
 `Evidence.score`; blank where the memory does not tell it."""
+
+PLACES = {"bytes": "device", "host_bytes": "host", "host_disk_bytes": "files"}
+"""Where a memory is, by its counter."""
 
 Asked = tuple[float | None, str]
 """A question, and the seconds after which it is asked; None: at the end."""
@@ -193,3 +196,16 @@ def stream_status_lines(report: Report, ingested: tuple[int, int] = (0, 0)) -> l
     told = ["; ".join(parts)] if parts else []
     held = [summarize_stream_memory(report.kv, report.peak_bytes)] if report.kv else []
     return [*told, *held, *draft["notes"], *report.notes]
+
+
+def summarize_stream_memory(kv: Mapping[str, float], peak: int) -> str:
+    """Return in one line what a stream's memory holds and where, from its counters `kv`; `peak` bytes of the run."""
+    units, here = kv.get("units", 0), kv.get("resident", 0)
+    what = f"{here:.4g} of {units:g} steps of time (frames) on the device"
+    if units == kv.get("window") and "let_go" in kv:
+        done = "offloaded" if kv.get("clusters") else "clustered or offloaded"
+        what = f"all {units:g} steps of time (frames) fit in the window, nothing was {done}"
+    more = [", ".join(f"{place} {size(kv[key])}" for key, place in PLACES.items() if kv.get(key))]
+    if kv.get("fetch_needed"):
+        more.append(f"{kv.get('prefetch_coverage', 0):.0%} of what questions copied back was prefetched")
+    return "; ".join([f"memory: {what}", *filter(None, more), f"peak {size(peak)}"])

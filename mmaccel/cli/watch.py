@@ -16,7 +16,7 @@ from typer import Argument, Exit, Option
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
 from mmaccel.cli.console import add_bar, error_sentence, out, plural, print_json, progress_bars, remark, say
-from mmaccel.cli.journal import EVERY_S, PeriodicSaver, WatchSource, find_resume_point, saved_rate
+from mmaccel.cli.journal import EVERY_S, FPS, PeriodicSaver, WatchSource, find_resume_point, saved_rate
 from mmaccel.cli.program import INTERRUPTED, delay_sigterm, delay_stop_signals
 from mmaccel.cli.questions import (
     INPUT,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from mmaccel.media import Video
 
 RECIPE = "mosaic"
-FPS = 0.5
 LIVE, STORED = 16, 64
 """Frames read at a time, of a source that comes and of a stored video; the first are taken in at a time too."""
 OF_REPORT = ("backend", "backend_why", "peak_bytes", "patterns", "kept_by_head")
@@ -60,8 +59,7 @@ def watch(
         str | None, Option(help=f"A recipe, a memory's name or a YAML file ({RECIPE}).")
     ] = None,
     fps: Annotated[
-        float | None,
-        Option(help=f"Frames a second to look at ({FPS}; with --load as the session was saved)."),
+        float | None, Option(help=f"Frames a second ({FPS}; with --load as it was saved).")
     ] = None,
     question: Annotated[
         list[str] | None,
@@ -83,8 +81,7 @@ def watch(
     host_bytes: Annotated[str | None, Option(help="Most host memory, as 24GB; old frames go.")] = None,
     subtitles: Annotated[Path | None, Option(help="Text with times: an SRT or WebVTT file.")] = None,
     gaps: Annotated[
-        str,
-        Option(help="When no new frame came: hold takes the last again, skip none; mark also lists gaps."),
+        str, Option(help="Where no new frame came: hold takes the last again, skip none, mark lists it too.")
     ] = "hold",
     every: Annotated[
         float, Option("--save-every", min=0, help="Seconds between two saves; 0 saves at the end.")
@@ -128,11 +125,10 @@ def watch(
         if load is not None and (keep_seconds is not None or host_bytes is not None):
             raise RecipeError("--keep-seconds, --host-bytes: a saved session has its own; leave them out.")
         chosen = choices.set_frame_retention(chosen, keep_seconds, host_bytes, "host_bytes")
-        fps = (load and saved_rate(load)) or FPS if fps is None else fps
+        fps = saved_rate(load) if fps is None else fps
         processor = choices.load_supported_processor(model)
         clips: Iterator[Video] = iter(())
-        reading, point, broken, stored = None, None, list[VideoError](), False
-        breaks: list[StreamEvent] = []
+        reading, point, broken, breaks, stored = None, None, list[VideoError](), list[StreamEvent](), False
         if video is not None:
             warn_tiny_model_video(processor, video, format is not None)
             # What is live runs away while a model is loaded, and cannot be gone on with.
@@ -227,11 +223,7 @@ def watch(
             "counters": session.counters(),
             "kept": report.kept,
             "heads": dict(report.heads()),
-            "draft": {
-                name: value
-                for name, value in report.draft.items()
-                if name not in ("lengths", "windows", "sequences")
-            },
+            "draft": {n: x for n, x in report.draft.items() if n not in ("lengths", "windows", "sequences")},
             "notes": list(report.notes),
             **{name: getattr(report, name) for name in OF_REPORT},
             "saved": str(save) if kept else None,

@@ -25,7 +25,6 @@ MOST, GIVEN, LONGEST = 8, 8, 6000
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
 FEWEST = 8
 """Tokens of an answer from which on a rate is told."""
-PLACES = {"bytes": "device", "host_bytes": "host", "host_disk_bytes": "files"}
 STEPS = 10
 """Shades of the map of heads."""
 
@@ -326,19 +325,6 @@ def format_attention_share(kept: float | None) -> str:
 def describe_decoding(tokens: int, rate: float | None) -> str:
     """Format the tokens of an answer and their `rate` a second, which of fewer than `FEWEST` says nothing."""
     return plural(tokens, "token") + (f", {rate:.1f} tokens/s" if rate and tokens >= FEWEST else "")
-
-
-def summarize_stream_memory(kv: Fields, peak: int) -> str:
-    """Return in one line what a stream's memory holds and where, from its counters `kv`; `peak` bytes of the run."""
-    units, here = kv.get("units", 0), kv.get("resident", 0)
-    what = f"{here:.4g} of {units:g} steps of time (frames) on the device"
-    if units == kv.get("window") and "let_go" in kv:
-        done = "offloaded" if kv.get("clusters") else "clustered or offloaded"
-        what = f"all {units:g} steps of time (frames) fit in the window, nothing was {done}"
-    more = [", ".join(f"{place} {size(kv[key])}" for key, place in PLACES.items() if kv.get(key))]
-    if kv.get("fetch_needed"):
-        more.append(f"{kv.get('prefetch_coverage', 0):.0%} of what questions copied back was prefetched")
-    return "; ".join([f"memory: {what}", *filter(None, more), f"peak {size(peak)}"])
 
 
 def describe_memory(kv: Fields) -> str:

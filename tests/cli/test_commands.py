@@ -70,7 +70,7 @@ def test_describe_explains_every_field_of_a_recipe(call: Call) -> None:
 )
 def test_describe_explains_the_fields_of_a_base(call: Call, name: str, field: str, text: str | None) -> None:
     """Below the field, where the policy's own text does not explain it already."""
-    said = call.text("describe", name).split("\nfields\n")[1].splitlines()
+    said = call.text("describe", name).split("\nfields (None is null in YAML)\n")[1].splitlines()
     at = next(n for n, line in enumerate(said) if line.startswith(f"  {field}: "))
     deep = said[at + 1][:6] == 6 * " "
     assert deep == (text is not None) and (text is None or said[at + 1].strip().startswith(text))

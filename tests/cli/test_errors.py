@@ -72,7 +72,7 @@ ERRORS: dict[str, str] = {
     f"eval needle --seed {2**32}": "seed must lie between 0 and 2147483647",
     f"demo --seed0 {2**31}": "training has seen others",
     "watch CLIP --model OV --fps 900 --question hi": "--fps: 900 is more than the",
-    "watch CLIP --model tiny-ov --recipe sparse_to_dense --question hi": "and a VideoSession has none; set draft to 'off'",
+    "watch CLIP --model tiny-ov --recipe sparse_to_dense --question hi": "a VideoSession does not have; set draft to 'off'",
     "watch CLIP --model OV --save CLIP --question hi": "is not a saved session; give another path",
     "ask CLIP hi --model OV --device meta": "'meta' is not a device",
     "eval table --out nofolder/x.json": "in a folder that exists",

@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 
 from mmaccel import media
-from mmaccel.cli.questions import stream_status_lines
+from mmaccel.cli.questions import stream_status_lines, summarize_stream_memory
 from mmaccel.core.report import Meter
 from mmaccel.core.report_page import (
     COLUMNS,
@@ -23,7 +23,6 @@ from mmaccel.core.report_page import (
     describe_memory,
     memory_lines,
     render_page,
-    summarize_stream_memory,
 )
 from mmaccel.media.thumbnail import SIDE, jpeg
 from tests.cli import Call

@@ -272,7 +272,7 @@ class Meter(DraftRounds):
             did = "was asked for and did nothing"
             if self.acted_before:
                 did = "acted in an earlier call, which read what this one goes on from, and acts on no part of this call"
-            yield f"sparse: {asked} {did}: {'; '.join(self.idle) or 'no prompt or film was read since the start or the load'}"
+            yield f"sparse: {asked} {did}: {'; '.join(self.idle) or 'no prompt or film was read since the start or load'}"
         idle = not (self.lengths or self.failed or "draft" in noted)
         if draft != DEFAULTS["draft"] and self.new_tokens and idle:
             steps = plural(self.target_steps, "target step")

@@ -72,8 +72,7 @@ def ask(
     question: Annotated[str, Argument(help="What to ask about it.")],
     model: Model = "tiny-ov",
     recipe: Annotated[
-        list[str] | None,
-        Option(help="A recipe, a policy, a YAML file or a heads.json; repeat it to compare."),
+        list[str] | None, Option(help="A recipe, policy, YAML file or heads.json; repeat it to compare.")
     ] = None,
     draft: Draft = None,
     compare: Annotated[bool, Option("--compare", help="Also run dense attention, first.")] = False,

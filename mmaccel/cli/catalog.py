@@ -70,14 +70,9 @@ def list_names(
     table = Table("kind", "names", box=None, pad_edge=False)
     for kind, names in found.items():
         if kind == "backend":
-            names = [
-                name if reason is None else f"{name} (unavailable: {reason})"
-                for name, reason in names.items()
-            ]
+            names = [f"{name} (unavailable: {why})" if why else name for name, why in names.items()]
         table.add_row(kind, ", ".join(names) or "(none)")
-    out().print(
-        table, "`--recipe` takes a name of kind sparse, kv, draft, prune or recipe, or a YAML file.", sep="\n"
-    )
+    out().print(table, "`--recipe` takes a sparse, kv, draft, prune or recipe, or a YAML file.", sep="\n")
     uses, lines = Table("preset", "what for", box=None, pad_edge=False), presets()
     for name in MAIN_PRESETS:
         uses.add_row(name, lines[name])

@@ -65,8 +65,7 @@ def journal_path(folder: Path) -> Path:
 
 
 def saved_rate(folder: Path | None) -> float:
-    """Frames a second at which the session in `folder` read its last video, or its first where there is no journal, or else
-    `FPS`."""
+    """Frames a second at which the session in `folder` read its last video, without a journal its first; or else `FPS`."""
     last = folder and _of_session(folder)
     return last.reading.fps if last else (folder and load_rate(folder)) or FPS
 
@@ -82,15 +81,11 @@ def find_resume_point(folder: Path, reading: WatchSource) -> ReadProgress | None
         return None
     former = last.reading
     if len({former.bytes, reading.bytes} - {None}) > 1:
-        remark(
-            f"{reading.video} is another file than the saved session read, and is read from its beginning."
-        )
+        remark(f"{reading.video} is read from its beginning: it is another file than the session had read.")
         return None
     if (former.fps, former.gaps) != (reading.fps, reading.gaps):
         how = f"--fps {former.fps:g} --gaps {former.gaps}"
-        raise VideoError(
-            f"--load: {folder} was saved while it read {reading.video} with {how}; give the same."
-        )
+        raise VideoError(f"--load: {folder} read {reading.video} with {how}; give the same to continue it.")
     if last.whole and None not in (former.bytes, reading.bytes):
         remark(f"nothing of {reading.video} is left to watch: the saved session has watched it to its end.")
         return last

@@ -35,7 +35,6 @@ PATIENCE_S = 1.0
 HEADS = ("based on", "shown at", "visible in", "retrieved in", "attention-rollout share")
 """Shares of the layers; visible is retrieved, or in the local window, which is visible without being looked for. The last is
 `Evidence.score`; blank where the memory does not tell it."""
-
 PLACES = {"bytes": "device", "host_bytes": "host", "host_disk_bytes": "files"}
 """Where a memory is, by its counter."""
 

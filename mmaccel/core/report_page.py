@@ -243,7 +243,7 @@ def _costs(runs: Mapping[str, Fields]) -> str:
 
     rows: dict[str, Callable[[Fields], str]] = {
         "first token": number("ttft_s", ".3f", " s"),
-        "decode": lambda run: describe_decoding(run.get("new_tokens") or 0, run.get("tokens_per_s")),
+        "decode": lambda run: describe_decoding(run.get("new_tokens"), run.get("tokens_per_s")),
         "prompt": number("prompt_tokens", "d", " tokens"),
         "pairs computed": number("kept", ".1%", " of causal, in the last prompt or ingestion"),
         "peak memory": number("peak_bytes", ".0f", " MiB", 2**-20),
@@ -322,9 +322,10 @@ def format_attention_share(kept: float | None) -> str:
     return f"{percent} (blocks count whole)" if kept and kept > 1 and percent[:6] != "100.0%" else percent
 
 
-def describe_decoding(tokens: int, rate: float | None) -> str:
-    """Format the tokens of an answer and their `rate` a second, which of fewer than `FEWEST` says nothing."""
-    return plural(tokens, "token") + (f", {rate:.1f} tokens/s" if rate and tokens >= FEWEST else "")
+def describe_decoding(tokens: int | None, rate: float | None) -> str:
+    """Format the tokens of an answer, "" for None, and their `rate` a second, which of fewer than `FEWEST` says nothing."""
+    told = "" if tokens is None else plural(tokens, "token")
+    return f"{told}, {rate:.1f} tokens/s" if rate and (tokens or 0) >= FEWEST else told
 
 
 def describe_memory(kv: Fields) -> str:

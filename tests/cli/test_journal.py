@@ -126,7 +126,9 @@ def test_a_session_goes_on_at_its_own_rate(
         patch.setattr(media, "clips", after(1, media.clips))
         call(*base, "--recipe", "recent", "--fps", 1, "--clip", 5, "--live", "--save", tmp_path / "s")
     for other in (("--fps", 2), ("--gaps", "skip")):
-        told = f"--load: {tmp_path / 's'} was saved while it read {slides} with --fps 1 --gaps hold; give the same."
+        told = (
+            f"--load: {tmp_path / 's'} read {slides} with --fps 1 --gaps hold; give the same to continue it."
+        )
         assert call.error(*base, *other, "--load", tmp_path / "s") == f"error: {told}\n"
     status, out, err = call(*base, "--load", tmp_path / "s")
     assert (status, json.loads(out)["frames"]) == (0, 23) and err.startswith("continues at 4.5 s of ")
@@ -138,7 +140,7 @@ def test_a_session_goes_on_at_its_own_rate(
     grown.write_bytes(slides.read_bytes() + b"0")
     status, out, err = call(*base[:1], grown, *base[2:], "--load", tmp_path / "s")
     assert json.loads(out)["frames"] == 5 + 23 + 23
-    assert err == f"{grown} is another file than the saved session read, and is read from its beginning.\n"
+    assert err == f"{grown} is read from its beginning: it is another file than the session had read.\n"
 
 
 def test_a_stall_is_told_and_what_came_is_kept(call: Call, ov: str, tmp_path: Path) -> None:

@@ -108,8 +108,7 @@ def load_model_dtype(path: Path) -> str:
 
 
 def load_rate(path: Path) -> float | None:
-    """Return the frames a second of the first clip of the session saved at `path`, None if it has none; raises `ModelError`
-    as `load_recipe`."""
+    """Return the frames a second of the first clip of the session saved at `path`, or None; raises as `load_recipe`."""
     rate = _read(path).get("fps")
     return rate if isinstance(rate, float) and 0 < rate < math.inf else None
 

@@ -126,7 +126,7 @@ def test_a_draft_on_a_stream_is_known_by_what_it_declares() -> None:
         stream_policy(Recipe.load("mosaic", draft=draft))
     with pytest.raises(RecipeError, match="a stream has none"):
         stream_policy(Recipe.load(kv="full", draft=Reads()))
-    with pytest.raises(RecipeError, match="a VideoSession has none; set draft to 'off'"):
+    with pytest.raises(RecipeError, match="a VideoSession does not have; set draft to 'off'"):
         stream_policy(Recipe.load(kv="full", draft=SparseToDense()))
 
 

@@ -105,7 +105,7 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("generate", {"kv": {"name": "window", "margin": 2}, "draft": Sequential(model=MODEL, window=7)}),
 ]
 """Recipes that are refused for a field."""
-MEND = re.compile(r"set (?:its |the memory's )?(\w+) to '?(\w+)'?")
+MEND = re.compile(r"set (?:its |the memory's |prune\.)?(\w+) to '?(\w+)'?")
 VALUES = {"False": False, "null": None}
 
 

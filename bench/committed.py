@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mmaccel.core.report import write_atomically
+from mmaccel.core.rows import write_atomically
 
 
 def processor() -> str:

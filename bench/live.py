@@ -40,7 +40,8 @@ from scenes import build
 
 import mmaccel
 from mmaccel.core.decoding import replay
-from mmaccel.core.report import Meter, environment
+from mmaccel.core.report import Meter
+from mmaccel.core.rows import environment
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.core.streams.parts import FairLock

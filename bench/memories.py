@@ -43,7 +43,7 @@ from timing import Log, read_rows, write_rows
 
 from mmaccel import load_model, load_processor
 from mmaccel.core.recipe import fields_of
-from mmaccel.core.report import write_atomically
+from mmaccel.core.rows import write_atomically
 from mmaccel_lab.cli.stream import memory_of
 from mmaccel_lab.eval.purity import Clustering
 from mmaccel_lab.eval.stream import KINDS, Entry, Shot, Watch, memories_for, shots, together

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mmaccel.core.report import JsonlFile, environment, read_rows, write_atomically
+from mmaccel.core.rows import JsonlFile, environment, read_rows, write_atomically
 
 __all__ = ["Log", "Times", "compare", "environment", "measure", "read_rows", "told", "write_rows"]
 

@@ -23,7 +23,7 @@ import timing
 import torch
 
 from mmaccel.backends.ops import dense_attend as dense
-from mmaccel.core.report import read_rows
+from mmaccel.core.rows import read_rows
 from tests import SOURCES, python
 from tests.benches import begin, ran
 from tests.models.streams import CLUSTERS

@@ -11,8 +11,8 @@ from typer import Argument, Option
 from mmaccel.cli.console import remark
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.files import outside
-from mmaccel.core.report import write_atomically
 from mmaccel.core.report_page import format_policy_names, render_page
+from mmaccel.core.rows import write_atomically
 
 if TYPE_CHECKING:
     from mmaccel.media import Video

@@ -21,8 +21,8 @@ from mmaccel.cli.choices import Device, Dtype, Fps, Json
 from mmaccel.cli.console import bar_callback, plural, print_json, progress_bars, say, size
 from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.report import read_rows
 from mmaccel.core.report_page import format_attention_share, format_head_counts
+from mmaccel.core.rows import read_rows
 
 REQUEST = "Describe the video."
 """What is asked of the sample unless told otherwise."""

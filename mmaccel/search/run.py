@@ -23,7 +23,8 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName
 from mmaccel.core.layout import MODALITIES
 from mmaccel.core.registry import FieldLimit, at_least, check_limits, limited
-from mmaccel.core.report import JsonlFile, environment, peak_bytes, write_atomically
+from mmaccel.core.report import peak_bytes
+from mmaccel.core.rows import JsonlFile, environment, write_atomically
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, choices
 from mmaccel.search import measure as figures
 from mmaccel.search.measure import (

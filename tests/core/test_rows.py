@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmaccel.core.errors import ArgumentNames, VideoError, VideoWarning
-from mmaccel.core.report import JsonlFile, environment, read_rows, write_atomically
+from mmaccel.core.rows import JsonlFile, environment, read_rows, write_atomically
 
 
 def test_a_run_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import registry
-from mmaccel.core.report import read_rows
+from mmaccel.core.rows import read_rows
 from mmaccel.search import Settings, agreement, recompute, search
 from mmaccel.search.measure import (
     CapturedLayer,

@@ -161,7 +161,7 @@ class _Run:
 
     def load(self, output: Path | None) -> None:
         """The model, its processor and the file."""
-        from mmaccel.core.report import environment
+        from mmaccel.core.rows import environment
         from mmaccel_lab.eval.haystack_log import Log
 
         self.processor = choices.load_supported_processor(self.model)

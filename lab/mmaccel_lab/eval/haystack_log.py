@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmaccel.core.errors import WorldError
-from mmaccel.core.report import JsonlFile
+from mmaccel.core.rows import JsonlFile
 from mmaccel_lab.eval.cases import Case
 from mmaccel_lab.eval.haystack import Shot
 from mmaccel_lab.eval.rivals import NEAR, RIVALS

@@ -73,7 +73,7 @@ def test_a_draft_tells_the_report_what_its_figures_mean(family: str) -> None:
         report = fast.report()
     assert report.draft["counters"]["pauses"] == 3.0
     lines = [line for line in str(report).splitlines() if line.startswith("draft: ")]
-    assert lines[-1] == "draft: it looked 3 times" and len(lines) <= 2
+    assert "draft: it looked 3 times" in lines and len(lines) <= 2
 
 
 def test_a_memory_is_known_by_what_it_declares() -> None:

@@ -184,7 +184,8 @@ def stream_status_lines(report: Report, ingested: tuple[int, int] = (0, 0)) -> l
     on its memory. `ingested`: the first frame of the last ingestion, and the first after it."""
     parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
     if seen is not None:
-        parts.append(f"each frame saw {seen:.0%} of those before it")
+        cut = ", for questions with a time and saves end an ingestion" if ingested[0] and seen < 1 else ""
+        parts.append(f"each frame saw {seen:.0%} of those before it{cut}")
     if report.kept is not None:
         first, end = ingested
         where = f" in the last ingestion (frames {first}-{end - 1})" if first else ""

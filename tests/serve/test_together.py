@@ -55,7 +55,7 @@ async def answers(served: Served, bodies: list[dict[str, Any]], at_once: bool = 
 
 def slowly(sizes: list[int]) -> Callable[[int], None]:
     """Notes how many share each step, and makes it last, so that others come meanwhile."""
-    return lambda count: (sizes.append(count), time.sleep(0.01))[1]
+    return lambda count: (sizes.append(count), time.sleep(0.03))[1]
 
 
 def said(answer: Any) -> str:

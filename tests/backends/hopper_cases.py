@@ -1,5 +1,6 @@
 """Where the copy engine finds keys, and what else is made before the kernel for Hopper runs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,22 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
     if n < S:
         monkeypatch.setattr("mmaccel.backends.triton.prefill.hopper_launch.find_adjacent_rows_kernel", None)
         assert len(KeyLocations.of(key, value, [span(known, pos[..., :n], n)], HEADS, 1 << 30).keys) == 0
+
+
+def test_fewer_keys_than_a_block_find_room_for_all() -> None:
+    """No block of them is adjacent, not even one without a key, whatever is known of their order."""
+    rng = torch.Generator().manual_seed(1)
+    key, value = (torch.randn(B, G, 40, D, generator=rng).to(DEVICE) for _ in range(2))
+    row = (
+        torch.where(torch.arange(320) < 40, torch.arange(320), -1)
+        .int()
+        .expand(1, HEADS, 320)
+        .contiguous()
+        .to(DEVICE)
+    )
+    pos = torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320)
+    one = replace(span(row, pos), scattered=BOX)
+    check(key, value, [row], KeyLocations.of(key, value, [one], HEADS, 1 << 30))
 
 
 def test_nothing_beyond_the_keys_is_read() -> None:

@@ -124,7 +124,11 @@ class Prompt:
 
         def run() -> None:
             cache = cache_of(self.model, self.family, fast.open_state())
-            told = {NOTE: ForwardPassInfo(layout=self.layout), "past_key_values": cache, "use_cache": True}
+            told = {
+                NOTE: ForwardPassInfo(layout=self.layout, last_only=True),
+                "past_key_values": cache,
+                "use_cache": True,
+            }
             with torch.no_grad():
                 text(inputs_embeds=self.embeds, position_ids=self.positions, **told)
 

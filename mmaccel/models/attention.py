@@ -368,11 +368,6 @@ def cache_of(model: nn.Module, family: Any, state: KVState | None = None) -> Any
     return KVCache(state, layers, {number: RecurrentCacheLayer(module) for number, module in states.items()})
 
 
-def drop_past_key_values(out: Any) -> Any:
-    """Return a copy of a model output that lacks `past_key_values` (a field set to None would remain among its keys)."""
-    return type(out)(**{name: value for name, value in out.items() if name != "past_key_values"})
-
-
 class MaxPositionCriteria(StoppingCriteria):
     """Stopping criterion: end sequence b at `ends`[b] tokens, where the model's positions run out, and warn once.
 

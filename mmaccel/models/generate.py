@@ -75,11 +75,9 @@ OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache"
 def is_set(attachment: ModelAttachment, name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether the argument `name` of a `generate` call is set to a value other than its neutral one."""
     value = attachment.get_generate_option(name, kwargs)
-    if isinstance(value, Tensor):
-        return True
     if name == "penalty_alpha":
         return bool(value)
-    return value is not None and value != NEUTRAL.get(name)
+    return isinstance(value, Tensor) or (value is not None and value != NEUTRAL.get(name))
 
 
 def _check_generate(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> None:
@@ -175,6 +173,9 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
     read = None if read is None else read[:, :held]
     if chunk := attachment.get_generate_option("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
+    others = ("assistant_model", "prompt_lookup_num_tokens", "logits_to_keep")  # read more rows
+    more = any(is_set(attachment, name, kwargs) for name in others)
+    attachment.running.last_only = attachment.model._supports_logits_to_keep() and not more
     if not streams and whole:
         attachment.prepare_layout(kwargs, held)
     try:
@@ -203,7 +204,7 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
         return _noted(cache, out, whole, read)
     finally:
         # A model may be its own assistant, and be asked while it is at work.
-        attachment.running.__dict__.update({"layout": None, "chunk": None, **outer})
+        attachment.running.__dict__.update({"layout": None, "chunk": None, "last_only": False, **outer})
         meter.generating = False
         if isinstance(cache, KVCache):
             cache.read_sparsely |= meter.ran_patterns()
@@ -363,11 +364,9 @@ class DecodeTimings:
 
     def why_not(self, batch: int, length: int) -> str | None:
         """Why a draft would not speed up a batch of this size on prompts of `length` tokens; None if it would."""
-        size = length.bit_length()
+        size, held = length.bit_length(), self.drafted_s
         timed = self.plain_s.get((batch, size), [])
-        own = next(
-            (self.drafted_s[near] for near in (size, size + 1, size - 1) if near in self.drafted_s), None
-        )
+        own = next((held[near] for near in (size, size + 1, size - 1) if near in held), None)
         if own is None:
             return f"a drafted token is timed on a prompt of about {length} tokens given alone, and none was given"
         if len(timed) < TIMED:

@@ -34,13 +34,13 @@ from mmaccel.models.attention import (
     PackedForwardPass,
     cache_of,
     check_forward_arguments,
-    drop_past_key_values,
     issue_pass_ticket,
     packed_sequence_ids,
     token_chunk_ranges,
 )
 from mmaccel.models.install import AttachmentBase, model_lock
 from mmaccel.models.modules import batch_tower, process_in_token_chunks, rotate_by
+from mmaccel.models.outputs import drop_past_key_values, join_chunk_outputs
 from mmaccel.models.prompt_layout import bind_args, inputs_after_past, max_positions, slice_inputs
 from mmaccel.models.pruning import PrefillTokenPruning
 from mmaccel.models.recurrent import hook_inputs
@@ -51,7 +51,8 @@ class ModelAttachment(AttachmentBase):
     """A recipe installed on one model: its wrapped `forward` and `generate` methods.
 
     sequences  token layouts of the transformers caches (`DynamicCache`) in use
-    running    per thread, for the current `generate`: the prompt's `layout` with its ids, the `chunk` size, the `deadline`
+    running    per thread, for the current `generate`: the prompt's `layout` with its ids, the `chunk` size, the `deadline`,
+               and whether the model asks for the hidden state of the last row alone (`last_only`)
     """
 
     def __init__(self, owner: Accelerated, generate: Callable[..., Any], draft_times: Any) -> None:
@@ -134,6 +135,7 @@ class ModelAttachment(AttachmentBase):
             elif kwargs.get("position_ids") is None and known is not None:
                 kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
             note = replace(note, layout=layout)
+        note = replace(note, last_only=note.last_only or getattr(self.running, "last_only", False))
         return {NOTE: self.family.pass_note(self.model, kwargs, note), **kwargs}
 
     def _caches(self, kwargs: Mapping[str, Any]) -> bool:
@@ -293,6 +295,7 @@ class ModelAttachment(AttachmentBase):
             branches=note.branches,
             probes=note.probes,
             images=note.images,
+            last_only=note.last_only,
         )
         if start == 0 or self.owner.attention.meter.awaits_pass:
             self.owner.attention.meter.begin_pass(int(new.valid.sum()), start, new.video())
@@ -361,14 +364,11 @@ class ModelAttachment(AttachmentBase):
         if own := kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = self.cache()
             run = replace(run, state=kwargs["past_key_values"].state)
-        outputs = [self._pass(*self._piece(run, kwargs, *part)) for part in token_chunk_ranges(run, chunk)]
-        whole = outputs[-1]
-        if outputs[0].last_hidden_state.shape[1] > 1 or chunk == 1:  # else layers ran the last row alone
-            whole.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
-        if whole.get("hidden_states") is not None:
-            whole.hidden_states = tuple(
-                torch.cat(h, 1) for h in zip(*(o.hidden_states for o in outputs), strict=True)
-            )
+        outputs = (self._pass(*self._piece(run, kwargs, *part)) for part in token_chunk_ranges(run, chunk))
+        hidden = kwargs.get("output_hidden_states", getattr(self.shared, "output_hidden_states", False))
+        # A pruner puts what it has left back into their places.
+        last_only = run.last_only and not hidden and self.pruning is None
+        whole = join_chunk_outputs(outputs, chunk, last_only)
         return drop_past_key_values(whole) if own else whole
 
     def _piece(

@@ -83,8 +83,8 @@ class HFRunner(Runner):
         inputs, positions = self._prompt(inputs, start)
         if keep is not None:
             return self._prefill_kept(inputs, positions, keep.to(positions.device), compact)
-        if probes:
-            inputs[NOTE] = ForwardPassInfo(probes=tuple(probes))
+        if probes or attached(self.model) is not None:
+            inputs[NOTE] = ForwardPassInfo(probes=tuple(probes), last_only=True)
         shown = self.family.given_modalities(inputs)
         with tower_batched(self.family, self.model) if shown else nullcontext():
             return self._read(positions, **inputs)

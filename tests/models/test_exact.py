@@ -1,6 +1,7 @@
 """An accelerated model with the dense recipe is the plain model, also compiled; detached, it is bit for bit what it was.
 In a long prompt no tensor is larger than the hidden states."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from mmaccel.backends import reference
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe
-from mmaccel.models import attention, modules
+from mmaccel.models import attention, hf, modules
 from mmaccel.models.install import Hooks
 from tests.models.tiny_random import BUILD, EVERY, PROMPTS, batch, prompt
 from tests.spies import Largest
@@ -226,3 +227,28 @@ def test_pieces_of_a_batch_and_with_gradients(model: torch.nn.Module, monkeypatc
     assert hidden.grad is not None and "forward" in norm.__dict__
     hooks.close()
     assert "forward" not in norm.__dict__
+
+
+def test_a_prompt_in_chunks_keeps_the_hidden_state_that_is_read(family, monkeypatch):
+    """`generate` reads the last token's: no other chunk's rows are kept. Other calls get all rows, and so do steps that
+    verify several guesses."""
+    name, model = family
+    inputs, told = prompt(name, PROMPTS["long"]), {"max_new_tokens": 6, "do_sample": False}
+    plain, whole, made, join = (
+        model.generate(**inputs, **told),
+        logits(model, inputs),
+        [],
+        hf.join_chunk_outputs,
+    )
+    twin = copy.deepcopy(model)
+    monkeypatch.setattr(hf, "join_chunk_outputs", lambda *given: made.append(join(*given)) or made[-1])
+    with mmaccel.accelerate(model, "dense", chunk=64) as fast:
+        assert (logits(fast, inputs) - whole).abs().max() <= TOLERANCE
+        assert torch.equal(fast.generate(**inputs, **told), plain)
+        assert [out.last_hidden_state.shape[1] for out in made] == [whole.shape[1], 1]
+        if not model._is_stateful:
+            guessed = fast.generate(**inputs, **told, assistant_model=twin, prefill_chunk_size=2)
+            assert torch.equal(guessed, plain)
+        shown = {"return_dict_in_generate": True, "output_hidden_states": True}
+        states = fast.generate(**inputs, **told, **shown).hidden_states
+        assert states[0][-1].shape[1] == whole.shape[1]

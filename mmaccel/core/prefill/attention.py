@@ -77,8 +77,7 @@ class AttentionConfig:
         gain = 0.0 if costs is None else SAVED * costs.planning(key.shape[0] * key.shape[2])
         compiled = self._compiled.setdefault(id(pattern), Compiled(plan, PLANNER_S))
         sizes = query.shape, key.shape, query.dtype, query.device
-        made: AttentionPlan | None = compiled(sizes, gain, query, key, value, queries, keys)
-        return made
+        return compiled(sizes, gain, query, key, value, queries, keys)  # type: ignore[no-any-return]
 
     def warn_prompt_length_mismatch(self, tokens: int | None) -> None:
         """Warn, once per attached recipe, if a prompt of `tokens` (None: unknown) is far longer or shorter than that on
@@ -109,11 +108,12 @@ class ForwardPass(PrefillPass):
     branches  the token tree formed by draft tokens to verify
     probes    read what the layers compute
     later     whether its columns follow what an earlier call, or a stream, has read
-    stream    whether the memory alone decides what rows see: its view's columns are 0 .. N - 1, the last ones new
+    stream    whether the memory decides what rows see: its view's columns are 0 .. N - 1, the last ones new
     check     called at each layer; what it raises aborts the pass
     pruning   state of the target's pruner, for its stages between layers
     meter     counts query-key pairs; None: that of `config`
     images    images whose tokens attend to each other in both directions
+    last_only  whether the caller reads the hidden state of the last row alone
     """
 
     config: AttentionConfig
@@ -127,6 +127,7 @@ class ForwardPass(PrefillPass):
     pruning: object = None
     meter: Meter | None = None
     images: masked.BidirectionalImages | None = None
+    last_only: bool = False
     ends: tuple[int, ...] | None = None
     """For a part of a padded prompt: for each sequence, the column past its last token in the whole prompt."""
 
@@ -363,10 +364,9 @@ class ForwardPass(PrefillPass):
         if len(heads) == 1:
             return plan.first(heads[0])
         first = torch.tensor(heads, dtype=torch.int32, device=query.device)[:, None, None]
-        parts = tuple(
-            replace(part, q_row=torch.where(part.q_row < first, part.q_row, -1), ordered=None, all_rows=None)
-            for part in plan.parts
-        )
+        rows = (torch.where(part.q_row < first, part.q_row, -1) for part in plan.parts)
+        both = zip(plan.parts, rows, strict=True)
+        parts = tuple(replace(part, q_row=some, ordered=None, all_rows=None) for part, some in both)
         return replace(plan, parts=parts, dense=plan.dense and replace(plan.dense, rows=max(heads)))
 
     def _count(self, layer: int, plan: Any, view: KVView, query: Tensor, images: Any) -> None:

@@ -63,10 +63,7 @@ class ForwardProbe:
 
     def read_layer_input(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
         """Read the input `hidden` [B, n, E] of `layer` for the new columns of `run`; the number of layers stands for the
-        last output.
-
-        Called only for the layers that the draft's pruner of the attached recipe reads.
-        """
+        last output. Called only for the layers that the draft's pruner of the attached recipe reads."""
 
     def read_attention_inputs(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -77,7 +74,8 @@ class ForwardProbe:
 @dataclass(frozen=True)
 class ForwardPassInfo:
     """Facts of a pass that the multimodal model hands to the text model: the layout of the new columns, whether they are
-    draft tokens to verify and their tree, probes, a `mask`, and the `images` with bidirectional attention."""
+    draft tokens to verify and their tree, probes, a `mask`, the `images` with bidirectional attention, and whether the
+    caller reads the hidden state of the last row alone."""
 
     layout: TokenLayout | None = None
     mask: Tensor | None = None
@@ -85,6 +83,7 @@ class ForwardPassInfo:
     verify: bool = False
     branches: Branches | None = None
     probes: tuple[ForwardProbe, ...] = ()
+    last_only: bool = False
 
 
 NOTE = "mmaccel_note"

@@ -59,7 +59,8 @@ class Family(ModelFamily):
     rms_norms               RMSNorm classes: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
     gated_mlps              gated MLP classes: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``
     plain_rotary            rotary embeddings with angles ``position * inv_freq`` where `rope_type` is "default"
-    rotate_function         name of the function by which attention modules apply RoPE
+    rotate_function         name of the function by which attention modules apply RoPE to pairs of halves; "": other pairs
+    partial_rotary          whether that is to the first dimensions of a head alone
     vision_rotate_function  the same in the vision tower that `window_attention` returns
     replaced_methods        methods of the multimodal model -> what runs instead, `ours(original, *args, **kwargs)`
     tiny                    model type -> configuration of a tiny test model (`tiny.py`)
@@ -79,6 +80,7 @@ class Family(ModelFamily):
     gated_mlps: ClassVar[frozenset[str]] = frozenset()
     plain_rotary: ClassVar[frozenset[str]] = frozenset()
     rotate_function: ClassVar[str] = "apply_rotary_pos_emb"
+    partial_rotary: ClassVar[bool] = False
     vision_rotate_function: ClassVar[str] = "apply_rotary_pos_emb_vision"
     replaced_methods: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -208,11 +210,6 @@ class Family(ModelFamily):
 
     def rotary(self, model: nn.Module) -> nn.Module:
         return self.text(model).rotary_emb  # type: ignore[return-value]
-
-    def pointwise(self, model: nn.Module) -> list[nn.Module]:
-        """Language-model modules that act on each token alone (norms, MLPs), so that tokens can go through in chunks."""
-        inside = (one for layer in self.layers(model) for one in layer.named_children())
-        return [self.text(model).norm, *(one for name, one in inside if name == "mlp" or "norm" in name)]  # type: ignore[list-item]
 
     def window_attention(self, model: nn.Module) -> nn.Module | None:
         """The vision tower if it uses window attention, computed window by window under `sdpa`; else None."""
@@ -390,8 +387,8 @@ class Family(ModelFamily):
         return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
 
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        if self.rotate_function and layer_ops.fusible(x) and x.shape[-1] == angles[0].shape[-1]:
-            layer_ops.rotate_(x, *(angle[:, 0] for angle in angles))
+        if self.rotate_function and layer_ops.fusible(x):
+            layer_ops.rotate_(x[..., : angles[0].shape[-1]], *(angle[:, 0] for angle in angles))
         else:
             x.copy_(self.apply_rope(x, angles))
 

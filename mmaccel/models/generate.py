@@ -175,7 +175,8 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
     others = ("assistant_model", "prompt_lookup_num_tokens", "logits_to_keep")  # read more rows
     more = any(is_set(attachment, name, kwargs) for name in others)
-    attachment.running.last_only = attachment.model._supports_logits_to_keep() and not more
+    model: Any = attachment.model
+    attachment.running.last_only = model._supports_logits_to_keep() and not more
     if not streams and whole:
         attachment.prepare_layout(kwargs, held)
     try:

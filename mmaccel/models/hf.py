@@ -39,10 +39,11 @@ from mmaccel.models.attention import (
     token_chunk_ranges,
 )
 from mmaccel.models.install import AttachmentBase, model_lock
-from mmaccel.models.modules import batch_tower, process_in_token_chunks, rotate_by
+from mmaccel.models.modules import batch_tower, pointwise_modules, process_in_token_chunks
 from mmaccel.models.outputs import drop_past_key_values, join_chunk_outputs
 from mmaccel.models.prompt_layout import bind_args, inputs_after_past, max_positions, slice_inputs
 from mmaccel.models.pruning import PrefillTokenPruning
+from mmaccel.models.rebinding import apply_rope_in_place, rebind_function
 from mmaccel.models.recurrent import hook_inputs
 from mmaccel.models.signals import hook_hidden_states
 
@@ -96,8 +97,8 @@ class ModelAttachment(AttachmentBase):
             self._pruned: Any = torch.compiler.disable(self.pruning.forward)
         if recipe.draft.pruner is not None:
             hook_hidden_states(hooks, family.attended_layers(model), recipe.draft.pruner)
-        process_in_token_chunks(hooks, family.pointwise(model), family)
-        rotate_by(hooks, family.attentions(model), family.rotate_function)
+        process_in_token_chunks(hooks, pointwise_modules(model, family), family)
+        rebind_function(hooks, family.attentions(model), family.rotate_function, apply_rope_in_place)
         self.forward = self.text.forward
         if self.owner.context is not None:
             self.forward = self.owner.context.wrap_forward(self.forward, slice_inputs, self.states)
@@ -366,8 +367,7 @@ class ModelAttachment(AttachmentBase):
             run = replace(run, state=kwargs["past_key_values"].state)
         outputs = (self._pass(*self._piece(run, kwargs, *part)) for part in token_chunk_ranges(run, chunk))
         hidden = kwargs.get("output_hidden_states", getattr(self.shared, "output_hidden_states", False))
-        # A pruner puts what it has left back into their places.
-        last_only = run.last_only and not hidden and self.pruning is None
+        last_only = run.last_only and not hidden and self.pruning is None  # which puts rows into their places
         whole = join_chunk_outputs(outputs, chunk, last_only)
         return drop_past_key_values(whole) if own else whole
 

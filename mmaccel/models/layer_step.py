@@ -105,7 +105,8 @@ class LayerStep(_Step):
     def __init__(self, layer: Any, family: Any, follows: Any = None) -> None:
         super().__init__(layer, family, follows)
         own = layer.self_attn
-        self.turn = None if family.rotate_function else family.apply_rope
+        whole = family.rotate_function and not family.partial_rotary
+        self.turn = None if whole else family.apply_rope
         found = [getattr(own, name, None) for name in ("q_norm", "k_norm")]
         self.norms = [as_standard_rms_norm(norm, family) for norm in found if norm is not None]
         self.size, heads = own.head_dim, own.o_proj.in_features

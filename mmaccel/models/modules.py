@@ -29,7 +29,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from types import FunctionType
 from typing import Any
 from weakref import WeakSet
 
@@ -42,6 +41,7 @@ from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models import deepstack
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.prompt_layout import bind_args
+from mmaccel.models.rebinding import rebind_function
 
 ROWS = 1 << 15
 """Rows at a time; a shorter prompt goes through at once, and meets no other arithmetic than without us."""
@@ -66,6 +66,16 @@ _FUSED: WeakSet[nn.Module] = WeakSet()
 """Towers with fewer kernels by now."""
 
 
+def pointwise_modules(model: nn.Module, family: Any) -> list[nn.Module]:
+    """Language-model modules that act on each token alone (norms, MLPs), so that tokens can go through in chunks."""
+    layers: list[Any] = list(family.layers(model))
+    owners = [
+        one for layer in layers for one in (layer, getattr(layer, "self_attn", None)) if one is not None
+    ]
+    inside = (child for one in owners for child in one.named_children())
+    return [family.text(model).norm, *(one for name, one in inside if name == "mlp" or "norm" in name)]
+
+
 def process_in_token_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
     """Let `modules`, which act on each token alone, process inputs [B, n, E] in chunks of `ROWS` tokens."""
     for module in modules:
@@ -73,7 +83,7 @@ def process_in_token_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: 
             hooks.wrap(module, "forward", fused_mlp, module)
         hooks.wrap(module, "forward", _by_rows)
         if is_norm(module, family):
-            hooks.wrap(module, "forward", _normed_or, module)
+            hooks.wrap(module, "forward", _normed_or, module, family)
 
 
 def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -90,47 +100,9 @@ def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: An
     return out
 
 
-def rotate_by(
-    hooks: Hooks, modules: Iterable[nn.Module], name: str, turned: Callable[..., Any] | None = None
-) -> None:
-    """Let attention `modules` apply RoPE in place, or by `turned`, which gets their own RoPE function and its arguments.
-
-    `name` is the name by which their forward calls that function. Their forward runs as a copy in which this one name is
-    rebound; the original function is unchanged.
-    """
-    for module in modules:
-        known: Any = getattr(module.forward, "__func__", None)
-        if name not in getattr(getattr(known, "__code__", None), "co_names", ()):
-            continue
-        names = {**known.__globals__, name: functools.partial(turned or _turned, known.__globals__[name])}
-        ours = FunctionType(known.__code__, names, known.__name__, known.__defaults__, known.__closure__)
-        ours.__kwdefaults__ = known.__kwdefaults__
-        # Not compiled itself: what is kept of a compiled forward goes by the code, which both have, and not by the names.
-        wrapper = functools.partial(_unless_compiled, torch.compiler.disable(ours), known, module)
-        hooks.put(module, "forward", functools.wraps(module.forward)(wrapper))
-
-
-def _unless_compiled(ours: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A compiler goes by the names of the module, which ours has a copy of; what it makes of theirs is few kernels too."""
-    return (plain if torch.compiler.is_compiling() else ours)(*args, **kwargs)
-
-
-def _turned(
-    whole: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    one = cos.shape == sin.shape and cos.dtype == sin.dtype == query.dtype == key.dtype
-    fits = one and cos.shape[1:] == query.shape[2:] and cos.shape[0] in (1, query.shape[0])
-    fits = fits and layer_ops.fusible(query)
-    if args or kwargs or not fits or torch.is_grad_enabled():
-        return whole(query, key, cos, sin, *args, **kwargs)
-    layer_ops.rotate_(query, cos, sin)
-    layer_ops.rotate_(key, cos, sin)
-    return query, key
-
-
 def is_norm(module: nn.Module, family: Any) -> bool:
     """Whether `module` is an RMSNorm of the family with a weight only."""
-    return type(module).__name__ in family.rms_norms
+    return type(module).__name__ in family.rms_norms | family.centred_norms
 
 
 def _is_gated(module: nn.Module, family: Any) -> bool:
@@ -141,14 +113,18 @@ def _is_gated(module: nn.Module, family: Any) -> bool:
 
 def fused_norm(module: Any, hidden: Tensor, family: Any) -> Tensor:
     """Apply the norm `module` to `hidden`, by a fused kernel if there is one; not for code under torch.compile."""
-    return _normed_or(module, module, hidden) if is_norm(module, family) else module(hidden)  # type: ignore[no-any-return]
+    if not is_norm(module, family):
+        return module(hidden)  # type: ignore[no-any-return]
+    return _normed_or(module, family, module, hidden)  # type: ignore[no-any-return]
 
 
-def _normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
+def _normed_or(module: Any, family: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """Apply the norm `module` to `hidden`, by a fused kernel if there is one, else by its own forward `whole`."""
     fits = module.weight.dtype == hidden.dtype and layer_ops.fusible(hidden)
     if not fits or _wants_gradients(hidden, module.weight):
         return whole(hidden)
+    if type(module).__name__ in family.centred_norms:
+        return layer_ops.rms_norm(hidden, module.weight, module.eps, True)
     return layer_ops.rms_norm(hidden, module.weight, module.variance_epsilon)
 
 
@@ -332,10 +308,10 @@ def fuse_tower(hooks: Hooks, family: Any, model: nn.Module) -> None:
     modules = list(tower.modules())
     for one in modules:
         if is_norm(one, family):
-            hooks.wrap(one, "forward", _normed_or, one)
+            hooks.wrap(one, "forward", _normed_or, one, family)
         elif _is_gated(one, family):
             hooks.wrap(one, "forward", _filled, PaddedMLP(one))
-    rotate_by(hooks, modules, family.vision_rotate_function, _turned_rows)
+    rebind_function(hooks, modules, family.vision_rotate_function, _turned_rows)
 
 
 def _filled(filled: PaddedMLP, whole: Callable[..., Any], hidden: Tensor) -> Any:

@@ -41,7 +41,7 @@ class Qwen35(Qwen3VL):
     centred_norms = frozenset({"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"})
     rms_norms = frozenset()
     gated_mlps = frozenset({"Qwen3_5MLP"})
-    rotate_function = ""
+    rotate_function, partial_rotary = Qwen3VL.rotate_function, True
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "qwen3_5": {"text_config": _TEXT, "vision_config": _VISION, **ASIDE},
         "qwen3_5_moe": {

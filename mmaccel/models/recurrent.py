@@ -12,7 +12,7 @@ copy of the state. Any other use of the layer, such as the model's forward, firs
 from __future__ import annotations
 
 from _thread import start_new_thread
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -27,19 +27,32 @@ from mmaccel.backends.ops.delta import delta_rows
 from mmaccel.backends.ops.layer_ops import WINDOW
 from mmaccel.core.adapter import Branches
 from mmaccel.core.errors import ModelError
-from mmaccel.core.streams.parts import RunningStates
 from mmaccel.models import install
 from mmaccel.models.install import Hooks, shared_hooks
+from mmaccel.models.rebinding import fuse_deltanet
 from mmaccel.models.tree_paths import TreePaths, gather_tree
-
-NAMES = "running conv", "running state"
-"""Of the two parts of a state, where it is saved."""
 
 LAG = 16
 """Rows that a state in a slot lags behind at most, once its sequence goes back by more than the last step."""
 
 REACH = 128
 """Rows that a sequence can be rolled back at least, once its prompt has been read."""
+
+
+Mark = tuple[int, tuple[Tensor, Tensor] | None]
+"""A layer's state after so many columns: of its convolution and the recurrent one; None: of no columns."""
+
+Copies = list[tuple[Tensor, Tensor]]
+"""(To, from) of copies that are to be made together, by `copy_all`."""
+
+
+def copy_all(copies: Copies) -> None:
+    """Make `copies` with one launch for all of a dtype and device."""
+    some: dict[tuple[torch.dtype, torch.device], Copies] = {}
+    for pair in copies:
+        some.setdefault((pair[0].dtype, pair[0].device), []).append(pair)
+    for pairs in some.values():
+        torch._foreach_copy_([to for to, _ in pairs], [x for _, x in pairs])
 
 
 @dataclass
@@ -68,19 +81,23 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         self._slot, self._entered, self._base, self._lag = (0, 0), 0, 0, 0
         self._copies: list[tuple[int, Tensor]] = []  # of the state in the slot, after so many columns
 
-    def move_to_slot(self, slots: StateSlots, layer: int, number: int) -> None:
-        """Move this layer's recurrent state into slot `number` of `slots`, where it is layer `layer`."""
-        self.leave_slot()
+    def enter_slot(self, slots: StateSlots, layer: int, number: int) -> Copies:
+        """Move into slot `number` of `slots`, as layer `layer`; return the copies of its state there that are to be made."""
         self.slots, self._slot, self._base = slots, (layer, number), self.length
         self._entered = self.length
         journal, state = self._room()
-        journal.zero_()
-        state.zero_()
-        if self.has_previous_state[0]:
-            conv: Tensor = self.conv_states[0][0].T  # type: ignore[index]
-            journal[self._last(journal, len(conv)), : conv.shape[1]] = conv
-            state.copy_(self.recurrent_states[0][0])  # type: ignore[index]
-        self._copies = [(self._base, state.clone())]
+        taps = self.module.conv_kernel_size
+        first = (self.length - taps) % len(journal)
+        ends = journal[first : first + taps], journal[: max(0, first + taps - len(journal))]
+        if not self.has_previous_state[0]:
+            torch._foreach_zero_([*ends, state])
+            self._copies = [(self._base, state.clone())]
+            return []
+        conv: Tensor = self.conv_states[0][0].T  # type: ignore[index]
+        both = zip(ends, conv.split([len(rows) for rows in ends]), strict=True)
+        # Nothing writes to the layer's own state while it has a slot.
+        self._copies = [(self._base, self.recurrent_states[0][0])]  # type: ignore[index]
+        return [(state, self._copies[0][1]), *((rows[:, : conv.shape[1]], x) for rows, x in both if len(x))]
 
     def begin_step(self, count: int) -> tuple[int, int, int, int]:
         """Begin a decode step of `count` rows; return (start, base, upto, slot), a row of `bounds` of `delta_rows`."""
@@ -131,7 +148,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
             self._marks = []
         else:
             if not self._marks or self.length + count - self._marks[-1].length > REACH:
-                self._marks = [*self._marks[-1:], _Mark(self.length, self._copied())]
+                self._marks = [*self._marks[-1:], _Mark(*self.checkpoint())]
             self._marks[-1].rows.append(rows.detach())
         self.length += count
 
@@ -159,11 +176,17 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         """Set the length to that of the whole prompt, of which a pruner left the layer fewer rows."""
         self.length, self._marks = length, []
 
-    def _copied(self) -> tuple[Tensor, Tensor] | None:
+    def mark(self) -> Mark:
+        """The length and the recurrent state, which the next rows change."""
         self.leave_slot()
         if not self.has_previous_state[0]:
-            return None
-        return self.conv_states[0].clone(), self.recurrent_states[0].clone()  # type: ignore[union-attr]
+            return self.length, None
+        return self.length, (self.conv_states[0], self.recurrent_states[0])  # type: ignore[return-value]
+
+    def checkpoint(self) -> Mark:
+        """A copy of the recurrent state, to which `restore` can return at any later time."""
+        length, state = self.mark()
+        return length, state and (state[0].clone(), state[1].clone())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Roll the recurrent state back by that many tokens; raises `ModelError` if no checkpoint is old enough."""
@@ -198,7 +221,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         if mark.state is None:
             super().reset()
         else:
-            self._put(mark.state)
+            copy_all([*zip((self.conv_states[0], self.recurrent_states[0]), mark.state, strict=True)])  # type: ignore[list-item]
         if rows.shape[1]:
             self._again = True
             try:
@@ -206,22 +229,37 @@ class RecurrentCacheLayer(LinearAttentionLayer):
             finally:
                 self._again = False
 
-    def checkpoint(self) -> tuple[int, tuple[Tensor, Tensor] | None]:
-        """A copy of the recurrent state, to which `restore` can return at any later time."""
-        return self.length, self._copied()
+    def begin_fork(self, other: RecurrentCacheLayer) -> Copies:
+        """Give `other`, a new cache layer of the same module, room for this one's state; return the copies to be made."""
+        self.leave_slot()
+        other.length, other.has_previous_state[0] = self.length, self.has_previous_state[0]
+        if not self.has_previous_state[0]:
+            return []
+        other.device, other.dtype, other.conv_kernel_size[0] = (
+            self.device,
+            self.dtype,
+            self.conv_kernel_size[0],
+        )
+        other.is_conv_states_initialized[0] = other.is_recurrent_states_initialized[0] = True
+        held: Any = self.conv_states[0], self.recurrent_states[0]
+        other.conv_states[0], other.recurrent_states[0] = made = [torch.empty_like(one) for one in held]
+        return [*zip(made, held, strict=True)]
 
-    def restore(self, mark: tuple[int, tuple[Tensor, Tensor] | None]) -> None:
-        self.reset()
+    def restore(self, mark: Mark) -> None:
+        copy_all(self.begin_restore(mark))
+
+    def begin_restore(self, mark: Mark) -> Copies:
+        """Take the length of `mark`; return the copies to be made into this layer's own tensors, which may be those of the
+        mark if it has none."""
         self.length, state = mark
-        if state is not None:
-            if not self.is_conv_states_initialized[0]:
-                self.lazy_initialization(conv_states=state[0], recurrent_states=state[1])
-            self._put(state)
-            self.has_previous_state[0] = True
-
-    def _put(self, state: tuple[Tensor, Tensor]) -> None:
-        for held, kept in zip((self.conv_states, self.recurrent_states), state, strict=True):
-            held[0].copy_(kept)  # type: ignore[union-attr]
+        self._marks, self._tree, self.slots = [], [], None
+        if state is None:
+            super().reset()
+            return []
+        self.has_previous_state[0] = True
+        if not self.is_conv_states_initialized[0]:
+            self.lazy_initialization(conv_states=state[0], recurrent_states=state[1])
+        return [*zip((self.conv_states[0], self.recurrent_states[0]), state, strict=True)]  # type: ignore[list-item]
 
     def reset(self) -> None:
         super().reset()
@@ -235,6 +273,15 @@ class RecurrentCacheLayer(LinearAttentionLayer):
             if mark.state is not None:
                 conv, recurrent = (one[beam_idx.to(one.device)] for one in mark.state)
                 mark.state = conv, recurrent
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
+        """As transformers' layers do, but the rows [B, C, n] that come together lie row by row, as they are read next."""
+        if self.record_past or not self.has_previous_state[state_idx]:
+            return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
+        held: Tensor = self.conv_states[state_idx]  # type: ignore[assignment]
+        whole = torch.cat([held.mT, conv_states.mT], 1).mT
+        held.copy_(whole[..., -held.shape[-1] :])
+        return whole
 
     def get_seq_length(self) -> int:
         return self.length
@@ -258,8 +305,10 @@ class StateSlots:
             number = next((n for n, one in enumerate(held) if one is None or one.slots is not self), None)
             number = self._grown() if number is None else number
             self.owners[number] = ref(layers[0])
-            for layer, one in enumerate(layers):
-                one.move_to_slot(self, layer, number)
+            for one in layers:
+                one.leave_slot()
+            made = (one.enter_slot(self, layer, number) for layer, one in enumerate(layers))
+            copy_all([pair for some in made for pair in some])
         (told,) = {one.begin_step(count) for one in layers}
         return told
 
@@ -319,8 +368,9 @@ def record_input(
     return (), {**kwargs, "hidden_states": spread, "cache_params": paths, "attention_mask": None}
 
 
-def hook_inputs(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Install the hooks `record_input` and `gather_tree` on Gated DeltaNet `modules`."""
+def hook_inputs(hooks: Hooks, modules: Collection[nn.Module]) -> None:
+    """Install the hooks `record_input` and `gather_tree` on Gated DeltaNet `modules`, and fused kernels in their forward."""
+    fuse_deltanet(hooks, modules)
     for module in modules:
         hooks.add_pre_hook(module, record_input)
         hooks.add_hook(module, gather_tree, with_kwargs=True)
@@ -348,53 +398,3 @@ def close_hooks_in_finalizer(close: Callable[[], None]) -> None:
         close()
     finally:
         lock.release()
-
-
-class StreamRecurrentStates(RunningStates):
-    """The recurrent states of one stream, by layer index, on the model of `passes`."""
-
-    def __init__(self, passes: Any, modules: Mapping[int, nn.Module]) -> None:
-        self.states = {number: RecurrentCacheLayer(module) for number, module in modules.items()}
-        self._passes = passes
-        self.cache: Any = None  # of the last pass: rows that are run once more go through it
-
-    def checkpoint(self) -> Any:
-        return {number: state.checkpoint() for number, state in self.states.items()}
-
-    def restore(self, mark: Any) -> None:
-        for number, state in self.states.items():
-            state.restore(mark[number])
-
-    def crop(self, count: int) -> None:
-        with self._passes.busy():
-            for state in self.states.values():
-                state.crop(count)
-
-    def accept(self, path: Tensor) -> None:
-        with self._passes.busy():
-            for state in self.states.values():
-                state.accept(path)
-
-    def tensors(self) -> dict[str, Tensor]:
-        held = ((number, *state.checkpoint()) for number, state in self.states.items())
-        both = ((number, state) for number, _, state in held if state is not None)
-        return {f"{name} {number}": x for number, state in both for name, x in zip(NAMES, state, strict=True)}
-
-    def load(self, read: Callable[..., dict[str, Tensor]]) -> None:
-        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for number, state in self.states.items():
-            one = state.module
-            shapes = (
-                (1, one.conv_dim, one.conv_kernel_size),
-                (1, one.num_v_heads, one.head_k_dim, one.head_v_dim),
-            )
-            types = one.conv1d.weight.dtype, torch.float32
-            wanted |= {
-                f"{name} {number}": pair
-                for name, pair in zip(NAMES, zip(shapes, types, strict=True), strict=True)
-            }
-        found = read(wanted)
-        for number, state in self.states.items():
-            home = state.module.conv1d.weight.device
-            conv, recurrent = (found[f"{name} {number}"].to(home) for name in NAMES)
-            state.restore((0, (conv, recurrent)))

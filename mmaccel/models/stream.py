@@ -34,11 +34,13 @@ from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.chat import common_prefix, ids_around_video, iterate_video_clips, plain_ids
 from mmaccel.models.install import Hooks, model_lock
 from mmaccel.models.loading import skip_unused_norm_rows
-from mmaccel.models.modules import process_in_token_chunks, rotate_by, tower_batched
+from mmaccel.models.modules import pointwise_modules, process_in_token_chunks, tower_batched
 from mmaccel.models.packed import BatchedStreamPass
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import derive_stream_positions, token_ids
 from mmaccel.models.pruning import kept_tokens_per_frame, prune_frames
+from mmaccel.models.rebinding import rebind_function
+from mmaccel.models.running_states import StreamRecurrentStates
 from mmaccel.models.signals import VisionAttentionProbe, reads_vision_tower
 from mmaccel.models.stock import wrap_processor
 from mmaccel.models.token_choice import build_token_choice
@@ -98,7 +100,7 @@ class StreamForwardPasses:
 
     def new_running_states(self) -> Any:
         states = self.family.recurrent_layers(self.model)
-        return recurrent.StreamRecurrentStates(self, states) if states else None
+        return StreamRecurrentStates(self, states) if states else None
 
     @property
     def pace(self) -> int:  # type: ignore[override]
@@ -239,8 +241,8 @@ class StreamForwardPasses:
             hooks.add_hook(self.family.rotary(self.model), unturned)
             if self._attachment is None:  # else all of this is there
                 # Where a module's own code can be told so, it does not even multiply by one.
-                rotate_by(hooks, inside, self.family.rotate_function, left)
-                process_in_token_chunks(hooks, self.family.pointwise(self.model), self.family)
+                rebind_function(hooks, inside, self.family.rotate_function, left)
+                process_in_token_chunks(hooks, pointwise_modules(self.model, self.family), self.family)
                 facts = {PLAIN: shared, **self.family.attention_layer_indices(self.model)}
                 hooks.set_attention(inside, shared, ATTENTION, **facts)
                 if states := self.family.recurrent_layers(self.model):

@@ -302,6 +302,9 @@ def rows_alone() -> None:
     """What is done to each row of a prompt alone."""
     x, heads = blank(S, E), blank(1, S, 28, 128).transpose(1, 2)
     pointwise.rms_norm(x, x[0], 1e-6)
+    pointwise.rms_norm(x, x[0], 1e-6, True)
+    delta.convolve_silu(blank(1, S, 8192), blank(8192, 4))
+    delta.gated_rms_norm(blank(S, 32, 128), blank(S, 32, 128), blank(128), 1e-6)
     pointwise.silu_times_(x, blank(S, E))
     cos, sin = pointwise.rope_angles(zeros(S), blank(64, dtype=torch.float32), 1.0, BF16)
     pointwise.rotate_(heads, cos[None], sin[None])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import layer_ops
-from mmaccel.backends.ops.delta import delta_rows
+from mmaccel.backends.ops.delta import convolve_silu, delta_rows, gated_rms_norm
 from mmaccel.backends.ops.experts import expert_rows
 from mmaccel.backends.triton import delta, experts, pointwise
 
@@ -34,6 +34,8 @@ def test_norm(dtype: torch.dtype, width: int) -> None:
     found = pointwise.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6)
     # The sum may end on the other side of a rounding, and the product then is one more apart.
     close(found, weight * normed.to(dtype), units=2)
+    centred = pointwise.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6, True)
+    close(centred, (normed * (1.0 + weight.float())).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -134,6 +136,32 @@ def near(made: Tensor, plain: Tensor, exact: Tensor) -> bool:
     """Whether `made` is as near to `exact` as the plain form is, or a rounding more."""
     far = (plain.double() - exact).abs().max() + torch.finfo(plain.dtype).eps * exact.abs().max()
     return bool((made.double() - exact).abs().max() <= 2 * far)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("count", "rows", "channels", "taps"), [(1, 70, 200, 4), (2, 3, 24, 4), (2, 33, 130, 2)]
+)
+def test_causal_convolution(dtype: torch.dtype, count: int, rows: int, channels: int, taps: int) -> None:
+    """Of rows that lie one after the other, and of channels that do; before the first row there is nothing."""
+    x = drawn(count, rows, channels, seed=0, dtype=dtype)
+    weight = drawn(channels, taps, seed=1, dtype=dtype)
+    exact = convolve_silu.plain(x.double(), weight.double())
+    for lying in (x, x.mT.contiguous().mT):
+        assert near(delta.convolve_silu(lying, weight), convolve_silu.plain(lying, weight), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_norm(dtype: torch.dtype) -> None:
+    x, gate, gain = (
+        drawn(*size, seed=n, dtype=dtype) for n, size in enumerate([(5, 3, 40), (5, 3, 40), (40,)])
+    )
+    exact = gated_rms_norm.plain(x.double(), gate.double(), gain.double(), 1e-6)
+    for found in (
+        delta.gated_rms_norm(x, gate, gain, 1e-6),
+        delta.gated_rms_norm(x.float(), gate, gain, 1e-6),
+    ):
+        assert near(found, gated_rms_norm.plain(x, gate, gain, 1e-6), exact)
 
 
 # Sequences, rows of each, key heads, value heads, K, V, taps, rows of a journal.

@@ -10,6 +10,7 @@ import transformers
 from packaging.version import Version
 
 import mmaccel
+from mmaccel.backends.ops import delta, layer_ops
 from mmaccel.core.decoding import replay
 from mmaccel.media.preprocess import resize
 from mmaccel.policies.draft import Parallel, _draft_decoder
@@ -236,3 +237,20 @@ def test_it_keeps_its_promises_there(kind: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     mmaccel.check_family(sampler(kind).kind, device="cuda")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3", "qwen3_vl"])
+def test_fused_modules_of_a_prompt_are_as_exact_as_the_models(kind: str, monkeypatch) -> None:
+    """In bfloat16, also in chunks, which go on from a running state; and they are what runs."""
+    ran, inputs = list[str](), question(kind, "long")
+    for where, name in ((delta, "convolve_silu"), (delta, "gated_rms_norm"), (layer_ops, "rms_norm")):
+        heard(monkeypatch, where, name, lambda *_, name=name: ran.append(name))
+    exact = sampler(kind).model().cuda().double()
+    model = copy.deepcopy(exact).bfloat16()
+    truth, plain = exact(**inputs).logits, model(**inputs).logits
+    for chunk in (None, 64):
+        with mmaccel.accelerate(model, "dense", chunk=chunk):
+            found = model(**inputs).logits
+        assert (found - truth).abs().max() <= 1.5 * (plain - truth).abs().max()
+    assert {*ran} == {"rms_norm"} | ({"convolve_silu", "gated_rms_norm"} if kind == "qwen3_5" else set())

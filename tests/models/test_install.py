@@ -152,6 +152,7 @@ def test_a_finalizer_in_an_import_waits_for_nobody(tmp_path: Path, monkeypatch: 
 def test_a_hook_that_goes_while_the_hooks_of_its_module_run_records_nothing() -> None:
     """torch calls it all the same, and without what it was registered for: the arguments by keyword."""
     module = nn.Identity()
+    module.norm = nn.Identity()
     module.register_forward_pre_hook(lambda *_: collect())
     collect = noted(module, lambda hooks: hook_inputs(hooks, [module]))
     assert module(torch.ones(1)) == 1 and len(module._forward_pre_hooks) == 1

@@ -1,4 +1,5 @@
-"""Gated DeltaNet (arXiv 2412.06464): recurrent state update for the few new rows of a decode step."""
+"""Gated DeltaNet (arXiv 2412.06464): the update of its recurrent state for the few new rows of a decode step; for a prompt,
+what stands before and after the chunked update, which flash-linear-attention computes."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmaccel.backends.ops.layer_ops import rms_norm
+from mmaccel.backends.ops.layer_ops import fusible, rms_norm
 from mmaccel.backends.ops.operator import operator, runs_triton_in_float32
 
 
@@ -48,9 +49,21 @@ def delta_rows(
     for at, (*when, slot) in enumerate(bounds.tolist()):  # off a device: nothing waits
         some = slice(at * n, (at + 1) * n)
         said = _ruled(rows[some], conv, decay, shift, when, journal[slot], state[slot])
-        normed = rms_norm.plain(said.to(gate.dtype), gain, eps)
-        out[some] = (normed * functional.silu(gate[some].float()).view_as(normed)).flatten(1)
+        out[some] = gated_rms_norm.plain(said, gate[some].view_as(said), gain, eps).flatten(1)
     return out
+
+
+@operator("delta", serves=fusible, fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format))
+def convolve_silu(x: Tensor, weight: Tensor) -> Tensor:
+    """Causal convolution of x [B, S, C] along S, each channel with its own weight [C, taps], rounded, then SiLU."""
+    past = functional.pad(x.mT, (weight.shape[1] - 1, 0))
+    return functional.silu(functional.conv1d(past, weight[:, None], groups=len(weight))).mT.contiguous()
+
+
+@operator("delta", serves=fusible, fake=lambda gate: torch.empty_like(gate))
+def gated_rms_norm(x: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [..., V] times gain [V], each rounded as `gate` is, times silu(gate [..., V]); both contiguous."""
+    return (rms_norm.plain(x.to(gate.dtype), gain, eps) * functional.silu(gate.float())).to(gate.dtype)
 
 
 def _ruled(

@@ -37,11 +37,14 @@ def fusible(x: Tensor, *rest: object) -> bool:
 @operator(
     "pointwise", serves=fusible, fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
 )
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x [..., E] in float32, rounded, then times weight [E] (which may be float32)."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+    """RMSNorm of x [..., E] in float32, rounded, then times weight [E] (which may be float32). `centred`: times 1 + weight
+    before it is rounded, as Qwen3.5 and Gemma compute it."""
     wide = x.float()
-    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return (weight * normed).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if centred:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return (weight * normed.to(x.dtype)).to(x.dtype)
 
 
 @operator("pointwise", serves=fusible, mutates=("gate",), fake=lambda: None)

@@ -1,8 +1,8 @@
-"""Triton kernels of `ops.delta` (Gated DeltaNet), and the function that launches them, with the operator's arguments.
+"""Triton kernels of `ops.delta` (Gated DeltaNet), and the functions that launch them, with the operators' arguments.
 
-A program holds a strip of one head's state, all of K by some of V, and processes one after another the columns that the
-state lacks and the new ones; the strip is read once and written once. Each program recomputes the causal convolution over
-the last columns, some 16 loads from the L2 cache.
+In `delta_rows` a program holds a strip of one head's state, all of K by some of V, and processes one after another the
+columns that the state lacks and the new ones; the strip is read once and written once. Each program recomputes the causal
+convolution over the last columns, some 16 loads from the L2 cache, which are sent for a column ahead.
 """
 
 # mypy: ignore-errors
@@ -64,22 +64,27 @@ def _delta_kernel(
     now = tl.load(place, mask=inside, other=0.0)
     speed = tl.exp(tl.load(decay + head).to(tl.float32))
     offset = tl.load(shift + head).to(tl.float32)
-    for column in range(taken, first + n):
-        value = _mixed(rows, journal, conv, column, first, number, n, values, wide, R, W, TAPS)
-        key = _mixed(rows, journal, conv, column, first, number, n, keys, deep, R, W, TAPS)
+    rate = tl.arange(0, 2) * HEADS + RATES + head
+    first_one, end = tl.arange(0, 2) == 0, first + n
+    value = _mixed(rows, journal, conv, taken, first, number, n, values, wide & (taken < end), R, W, TAPS)
+    key = _mixed(rows, journal, conv, taken, first, number, n, keys, deep & (taken < end), R, W, TAPS)
+    query = _mixed(rows, journal, conv, taken, first, number, n, queries, deep & (taken < end), R, W, TAPS)
+    both = _column(rows, journal, taken, first, number, n, rate, (rate >= 0) & (taken < end), R, W)
+    for column in range(taken, end):
+        late, more = column + 1, column + 1 < end
+        next_value = _mixed(rows, journal, conv, late, first, number, n, values, wide & more, R, W, TAPS)
+        next_key = _mixed(rows, journal, conv, late, first, number, n, keys, deep & more, R, W, TAPS)
+        next_query = _mixed(rows, journal, conv, late, first, number, n, queries, deep & more, R, W, TAPS)
+        next_both = _column(rows, journal, late, first, number, n, rate, (rate >= 0) & more, R, W)
         key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
-        rate = tl.arange(0, 2) * HEADS + RATES + head
-        both = _column(rows, journal, column, first, number, n, rate, rate >= 0, R, W).to(tl.float32)
-        first_one = tl.arange(0, 2) == 0
-        write = tl.sum(tl.where(first_one, both, 0.0), 0)
-        fade = tl.sum(tl.where(first_one, 0.0, both), 0) + offset
+        write = tl.sum(tl.where(first_one, both.to(tl.float32), 0.0), 0)
+        fade = tl.sum(tl.where(first_one, 0.0, both.to(tl.float32)), 0) + offset
         write = (1.0 / (1.0 + tl.exp(-write))).to(rows.dtype.element_ty).to(tl.float32)
         soft = tl.where(fade > 20.0, fade, tl.log(1.0 + tl.exp(tl.minimum(fade, 20.0))))
         now *= tl.exp(-speed * soft)
         missing = (value - tl.sum(now * key[:, None], 0)) * write
         now += key[:, None] * missing[None, :]
         if column >= first:
-            query = _mixed(rows, journal, conv, column, first, number, n, queries, deep, R, W, TAPS)
             query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * scale
             answer = tl.sum(now * query[:, None], 0)
             row = number * n + column - first
@@ -91,6 +96,7 @@ def _delta_kernel(
             tl.store(to + queries, tl.load(source + queries, mask=deep & once), mask=deep & once)
             tl.store(to + keys, tl.load(source + keys, mask=deep & once), mask=deep & once)
             tl.store(to + rate, tl.load(source + rate, mask=strip == 0), mask=strip == 0)
+        value, key, query, both = next_value, next_key, next_query, next_both
         if column + 1 == upto:
             tl.store(place, now, mask=inside)
 
@@ -109,22 +115,70 @@ def _gate_kernel(x, gate, gain, out, eps, V: tl.constexpr, BLOCK_V: tl.constexpr
     tl.store(out + at + v, (normed * (open_ / (1.0 + tl.exp(-open_)))).to(kind), mask=wide)
 
 
+@triton.jit(do_not_specialize=["S"])
+def _convolve_kernel(
+    X, WEIGHT, OUT, S, x_b, x_s, x_c,
+    C: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Causal convolution and SiLU of ROWS rows of BLOCK channels."""
+    b = tl.program_id(2).to(tl.int64)
+    s, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (s < S)[:, None] & (c < C)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tap in tl.static_range(TAPS):
+        row = s - (TAPS - 1) + tap
+        at = X + b * x_b + row.to(tl.int64)[:, None] * x_s + c.to(tl.int64)[None, :] * x_c
+        x = tl.load(at, mask=inside & (row >= 0)[:, None], other=0.0).to(tl.float32)
+        weight = tl.load(WEIGHT + c * TAPS + tap, mask=c < C, other=0.0).to(tl.float32)
+        total += x * weight[None, :]
+    kind = OUT.dtype.element_ty
+    total = total.to(kind).to(tl.float32)
+    to = OUT + (b * S + s.to(tl.int64))[:, None] * C + c[None, :]
+    tl.store(to, (total / (1.0 + tl.exp(-total))).to(kind), mask=inside)
+
+
+def convolve_silu(x, weight, *, rows=32, channels=128):
+    """Launch `ops.delta.convolve_silu`: causal convolution of x [B, S, C] and SiLU; a program has `rows` of `channels`."""
+    (B, S, C), taps = x.shape, weight.shape[1]
+    out = torch.empty(B, S, C, dtype=x.dtype, device=x.device)
+    channels = min(channels, triton.next_power_of_2(C))
+    if out.numel():
+        _convolve_kernel[(triton.cdiv(S, rows), triton.cdiv(C, channels), B)](
+            x,
+            weight.contiguous(),
+            out,
+            S,
+            *x.stride(),
+            C=C,
+            TAPS=taps,
+            ROWS=rows,
+            BLOCK=channels,
+            num_warps=4,
+        )
+    return out
+
+
+def gated_rms_norm(x, gate, gain, eps):
+    """Launch `ops.delta.gated_rms_norm`: RMSNorm of x [..., V] times `gain`, times silu(gate), one program a row."""
+    x, gate, V = x.contiguous(), gate.contiguous(), x.shape[-1]
+    out = torch.empty_like(gate)
+    if x.numel():
+        block = triton.next_power_of_2(V)
+        _gate_kernel[(x.numel() // V,)](x, gate, gain, out, eps, V=V, BLOCK_V=block, num_warps=1)
+    return out
+
+
 def delta_rows(rows, gate, conv, decay, shift, gain, eps, bounds, journal, state, *, strip=STRIP):
     """Launch `ops.delta.delta_rows` (Gated DeltaNet on new rows); a program holds `strip` of the V values."""
     (_, heads, K, V), (taps, R, W) = state.shape, (conv.shape[1], *journal.shape[1:])
     B, groups = len(bounds), (conv.shape[0] - heads * V) // (2 * K)
     n = len(rows) // B
-    rows, gate = rows.contiguous(), gate.contiguous()
+    rows = rows.contiguous()
     said = torch.empty(len(rows), heads, V, dtype=torch.float32, device=rows.device)
-    out = torch.empty_like(gate)
     block_v = min(strip, max(triton.next_power_of_2(V), 2))
     _delta_kernel[(heads, triton.cdiv(V, block_v), B)](
         rows, conv.contiguous(), decay, shift, bounds, journal, state, said, n, K**-0.5,
         R=R, W=W, TAPS=taps, GROUPS=groups, HEADS=heads, K=K, V=V, BLOCK_K=triton.next_power_of_2(K),
         BLOCK_V=block_v, num_warps=1,
     )  # fmt: skip
-    if n:
-        _gate_kernel[(len(rows) * heads,)](
-            said, gate, gain, out, eps, V=V, BLOCK_V=triton.next_power_of_2(V), num_warps=1
-        )
-    return out
+    return gated_rms_norm(said, gate, gain, eps)

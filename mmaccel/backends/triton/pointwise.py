@@ -20,15 +20,18 @@ WORDS = 4096  # elements that a program of `_silu_times_kernel` looks at
 
 
 @triton.jit(do_not_specialize=["eps"])
-def rms_norm_kernel(X, WEIGHT, OUT, eps, E: tl.constexpr, BLOCK: tl.constexpr):
-    """RMSNorm of one row."""
+def rms_norm_kernel(X, WEIGHT, OUT, eps, E: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr = False):
+    """RMSNorm of one row; CENTRED: its gain is one more than the weight."""
     row = tl.program_id(0).to(tl.int64) * E
     e = tl.arange(0, BLOCK)
     inside = e < E
     x = tl.load(X + row + e, mask=inside, other=0.0).to(tl.float32)
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / E + eps)).to(OUT.dtype.element_ty)
-    weight = tl.load(WEIGHT + e, mask=inside, other=0.0)
-    out = weight.to(tl.float32) * normed.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps)
+    weight = tl.load(WEIGHT + e, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        out = (1.0 + weight) * normed
+    else:
+        out = weight * normed.to(OUT.dtype.element_ty).to(tl.float32)
     tl.store(OUT + row + e, out.to(OUT.dtype.element_ty), mask=inside)
 
 
@@ -112,15 +115,16 @@ def _merge_parts_kernel(
     tl.store(to, merged.to(MERGED.dtype.element_ty), mask=inside[:, None] & wide)
 
 
-def rms_norm(x, weight, eps):
-    """Launch `ops.layer_ops.rms_norm`: RMSNorm of x with `weight`, one program a row."""
+def rms_norm(x, weight, eps, centred=False):
+    """Launch `ops.layer_ops.rms_norm`: RMSNorm of x with `weight`, or with 1 + `weight`, one program a row."""
     x = x.contiguous()
     out = torch.empty_like(x)
     E = x.shape[-1]
     if x.numel():
         rms_norm_kernel[(x.numel() // E,)](
-            x, weight, out, eps, E=E, BLOCK=triton.next_power_of_2(E), num_warps=8 if E > 2048 else 4
-        )
+            x, weight, out, eps, E=E, BLOCK=triton.next_power_of_2(E), CENTRED=centred,
+            num_warps=8 if E > 2048 else 4 if E > 512 else 1,
+        )  # fmt: skip
     return out
 
 

@@ -109,8 +109,7 @@ def run_question(
         gives_way.append(taken.parts)
         state, stream, positions = taken, own_stream, own_stream.positions
         info = replace(info, spans=list(info.spans), times=list(info.times))
-        if live.running is not None and (running := adapter.new_running_states()) is not None:
-            running.restore(live.running.checkpoint())
+        running = None if live.running is None else live.running.fork()
 
     def check() -> None:
         pause(True)
@@ -186,7 +185,7 @@ def run_question(
         *given, live.draft_stream, live.around, check, pause, lambda: live.counters(seen_as), choice
     )
     runner.shares = taken is not None and running is None and type(live.around) is MemoryWrapper
-    with state.question_scope(), restore_states_at_exit(running):
+    with state.question_scope(), restore_states_at_exit(running if running is live.running else None):
         runner.prefill({"stream_pass": stream_pass, "embeds": concat_padded(parts), "goes_on": reads})
         if timed is not None and not timed.count:
             raise ModelError(GONE.format(live.kv.name))

@@ -68,12 +68,12 @@ class RunningStates(ABC):
     rows of the stream; no memory policy selects among these."""
 
     @abstractmethod
-    def checkpoint(self) -> Any:
-        """Return the present recurrent states, to which `restore` can return."""
+    def fork(self) -> RunningStates:
+        """Return a copy of the present recurrent states: to go on by itself, or for `restore`."""
 
     @abstractmethod
-    def restore(self, mark: Any) -> None:
-        """Restore the recurrent states that `checkpoint` returned."""
+    def restore(self, fork: Any) -> None:
+        """Restore the recurrent states that `fork` returned, if these have not gone on."""
 
     @abstractmethod
     def crop(self, count: int) -> None:
@@ -102,7 +102,7 @@ def concat_padded(parts: Sequence[Tensor]) -> Tensor:
 @contextmanager
 def restore_states_at_exit(running: RunningStates | None) -> Iterator[None]:
     """Context that restores the recurrent states at exit."""
-    mark = None if running is None else running.checkpoint()
+    mark = None if running is None else running.fork()
     try:
         yield
     finally:

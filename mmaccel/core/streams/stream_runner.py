@@ -364,7 +364,7 @@ class StreamRunner:
     def checkpoint(self) -> Any:
         """Return the present state of the stream (memory, times, recurrent states, draft's stream), for `restore`."""
         info = self.info
-        lengths, states = (len(info.spans), len(info.times)), self.running and self.running.checkpoint()
+        lengths, states = (len(info.spans), len(info.times)), self.running and self.running.fork()
         return self.state.checkpoint(), replace(info), *lengths, self.draft_stream.checkpoint(), states
 
     def restore(self, mark: Any) -> None:

@@ -130,6 +130,7 @@ class DeviceDecodeStep:
         The rows are the columns `columns` [B, n] of the sequence, and are rotated as its columns `positions` [B, n] are;
         `sees` [n] is that of `decode_attend`; `carried` what layers with a running state are given.
         """
+        LayerStep.refresh_gains(self.layers, self.ends and self.ends[0])
         x = HiddenRows(given if self.words is None else self.words(given).flatten(0, 1))
         held: CachedSequenceInfo | None = None
         attended = iter(zip(self.buffers, self.held, strict=True))

@@ -7,7 +7,7 @@ those of a question to a stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,11 +49,13 @@ class _Step:
     """Base of the fused steps of both kinds of layers: their norms, and what follows attention (output projection and MLP).
 
     follows  the norm after the layer; None: whoever reads its rows needs no norm, or computes it
+    norms    all of the layer's, for `refresh_gains`
     """
 
     def __init__(self, layer: Any, family: Any, follows: Any) -> None:
         norms = layer.input_layernorm, layer.post_attention_layernorm, follows
-        self.before, self.between, self.follows = (as_standard_rms_norm(norm, family) for norm in norms)
+        self.norms = [as_standard_rms_norm(norm, family) for norm in norms]
+        self.before, self.between, self.follows = self.norms
         self.ends = [
             getattr(layer, name, None) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
         ]
@@ -65,6 +67,16 @@ class _Step:
         if len(self.gate_up[0]) == 1:  # both in one product, the gate's outputs first
             weight, bias = ([x for one in some for x in one.detach().chunk(2)] for some in self.gate_up)
             self.gate_up = weight, bias
+
+    @staticmethod
+    def refresh_gains(steps: Iterable[_Step], *norms: Any) -> None:
+        """Compute the gains of norms that scale by ``1 + weight``, those of `steps` and `norms`, from what their weights are
+        now, with two launches for all. Every captured pass begins with it."""
+        every = (*(norm for one in steps for norm in one.norms), *norms)
+        if some := [one for one in every if isinstance(one, _Centred)]:
+            gains = [one.weight for one in some]
+            torch._foreach_copy_(gains, [one.norm.weight.detach() for one in some])
+            torch._foreach_add_(gains, 1.0)
 
     def finish(self, x: HiddenRows, attended: Tensor) -> HiddenRows:
         """Output projection and MLP of a decoder layer, from input rows x [R, E] and attention output [R, H * D]."""
@@ -108,7 +120,8 @@ class LayerStep(_Step):
         whole = family.rotate_function and not family.partial_rotary
         self.turn = None if whole else family.apply_rope
         found = [getattr(own, name, None) for name in ("q_norm", "k_norm")]
-        self.norms = [as_standard_rms_norm(norm, family) for norm in found if norm is not None]
+        self.qk_norms = [as_standard_rms_norm(norm, family) for norm in found if norm is not None]
+        self.norms += self.qk_norms
         self.size, heads = own.head_dim, own.o_proj.in_features
         # Of each head of queries its gate stands behind it.
         self.gated = own.q_proj.out_features == 2 * heads
@@ -140,7 +153,7 @@ class LayerStep(_Step):
         sees, bias  tree mask and score bias, as in `decode_attend`
         qkv      `project` of x, where a KV policy had to read it first; None: computed here
         """
-        if qkv is None and (self.norms or self.turn or self.gated):
+        if qkv is None and (self.qk_norms or self.turn or self.gated):
             assert x is not None
             qkv = self.project(x)
         if qkv is None:
@@ -174,7 +187,7 @@ class LayerStep(_Step):
         """Queries, keys and values before RoPE, side by side: [R, (H + 2 G) * D] of the rows, and H * D gate columns for
         gated attention."""
         rows = project(x, self.before, self.enters)
-        if not self.norms:
+        if not self.qk_norms:
             return rows
         first = self.sizes[0] * (2 if self.gated else 1)
         queries, keys, values = rows.split([first, *self.sizes[1:]], 1)
@@ -182,7 +195,7 @@ class LayerStep(_Step):
         heads = [queries, keys.unflatten(1, (-1, self.size))]
         heads = [
             layer_ops.rms_norm(some, norm.weight, norm.variance_epsilon)
-            for norm, some in zip(self.norms, heads, strict=True)
+            for norm, some in zip(self.qk_norms, heads, strict=True)
         ]
         return torch.cat([*(some.flatten(1) for some in heads), values, *(one.flatten(1) for one in gate)], 1)
 
@@ -220,15 +233,12 @@ class _Mixture:
 
 
 class _Centred:
-    """A norm whose gain is one more than its weight, in float32."""
+    """A norm whose gain is one more than its weight: `weight` holds it in float32, as of `LayerStep.refresh_gains`."""
 
+    @torch.inference_mode(False)
     def __init__(self, norm: Any) -> None:
         self.norm, self.variance_epsilon = norm, norm.eps
-        self._one = torch.ones(1, device=norm.weight.device)
-
-    @property
-    def weight(self) -> Tensor:
-        return self._one + self.norm.weight  # type: ignore[no-any-return]
+        self.weight = norm.weight.detach().float() + 1.0
 
 
 def as_standard_rms_norm(norm: Any, family: Any) -> Any:

@@ -272,6 +272,7 @@ class CapturedStreamSteps:
             torch._foreach_copy_(list(biases.values()), [one for _, one in biased])
 
         def work() -> tuple[Tensor, ...]:
+            LayerStep.refresh_gains(self._steps)
             rows, columns = HiddenRows(x), [start + layers[0].row_indices[:, :count] for start in starts]
             for n, (layer, slot) in enumerate(zip(layers, slots, strict=True)):
                 rows = self._led(n, rows, carried)
@@ -385,6 +386,8 @@ class CapturedStreamSteps:
     ) -> tuple[Tensor, ...]:
         """The rows that leave layer `number` go, through what is before the next one, to x, and their projections to where
         the next layer's memory sees them."""
+        if number < 0:
+            LayerStep.refresh_gains(self._steps)
         left = self._led(number + 1, left, carried)
         if number + 1 == len(qkv):
             x.copy_(left.rows)

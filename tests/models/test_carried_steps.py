@@ -214,6 +214,23 @@ def test_steps_go_on_outside_inference_mode() -> None:
             assert torch.allclose(plain.step(ids), steps.step(ids), atol=2e-5)
 
 
+@pytest.mark.parametrize("replays", REPLAYS, indirect=True)
+@torch.no_grad()
+def test_steps_compute_with_weights_as_they_are_now(replays: None) -> None:
+    """They may change in place; a norm's gain may be one more than its weight."""
+    (plain, steps), ids = pair("qwen3_5"), torch.tensor([[5]])
+    for _ in range(4):
+        assert torch.allclose(plain.step(ids), steps.step(ids), atol=2e-5)
+    norms = [one for one in model_of("qwen3_5").modules() if type(one).__name__ == "Qwen3_5RMSNorm"]
+    before = {one.weight: one.weight.clone() for one in norms}
+    torch._foreach_mul_([*before], 1.5)
+    try:
+        for _ in range(2):
+            assert torch.allclose(plain.step(ids), steps.step(ids), atol=2e-5)
+    finally:
+        torch._foreach_copy_([*before], [*before.values()])
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @torch.no_grad()
 def test_a_step_that_fails_leaves_running_states_as_they_were(shared: bool, monkeypatch) -> None:

@@ -124,9 +124,8 @@ class Compiled:
             return cls(*first, text.count("v_mfma"), 0, (0, 0), stores, stack, registers)
         ptx = kernel.asm["ptx"]
         products = len(re.findall(r"\b(?:(?:wgmma\.mma_async|mma)\.sync|tcgen05\.mma)\b", ptx))
-        copies = len(
-            re.findall(r"cp\.async\.c\S*\s+\[[^\]]*\], \[[^\]]*\], 0x10|cp\.async\.bulk\.tensor", ptx)
-        )
+        asynchronous = r"cp\.async\.c\S*\s+\[[^\]]*\], \[[^\]]*\], 0x10|cp\.async\.bulk\.tensor"
+        copies = len(re.findall(asynchronous, ptx))
         loads, stores = (re.findall(rf"{kind}\.global\S*", ptx) for kind in ("ld", "st"))
         wide = tuple(sum("v2.b64" in one for one in some) for some in (loads, stores))
         return cls(*first, products, copies, wide, len(stores), *_used(kernel.asm["cubin"]))
@@ -201,8 +200,8 @@ def projected(count: int, kind: str) -> None:
     gain = blank(K) if kind in ("qkv", "up") else None
     bias = [blank(w) for w in WEIGHTS[kind]] if kind == "qkv" else []
     residual = blank(count, E) if kind in ("o", "down") else None
-    weight = [blank(w, K) for w in WEIGHTS[kind]]
-    decode.project_rows(blank(count, K), weight, bias, gain, 1e-6, residual, kind == "up")
+    weight = [blank(w, K) for w in WEIGHTS[kind]], bias, gain, 1e-6, residual
+    decode.project_rows(blank(count, K), *weight, kind == "up")
 
 
 def squares(count: int) -> Tensor:
@@ -213,8 +212,7 @@ def squares(count: int) -> Tensor:
 def passed(count: int, kind: str) -> None:
     """The same of what goes on to a norm, and of what comes to one."""
     if kind == "up":
-        weight = [blank(WIDE, E)] * 2
-        decode.project_rows(blank(count, E), weight, (), None, 1e-6, None, True, squares(count))
+        decode.project_rows(blank(count, E), [blank(WIDE, E)] * 2, (), None, 1e-6, None, True, squares(count))
     else:
         decode.residual_rows(blank(count, WIDE), blank(E, WIDE), [], blank(count, E), blank(E))
 
@@ -236,6 +234,7 @@ def turned() -> None:
 def carried() -> None:
     x = blank(1, 8256), blank(1, 4096), blank(8192, 4), blank(32), blank(32), blank(128), 1e-6, zeros(1, 4)
     delta.delta_rows(*x, blank(1, 416, 8256), blank(1, 32, 128, 128, dtype=torch.float32))
+    delta.convolve_silu(blank(1, S, 8192), blank(8192, 4))
     experts.expert_rows(blank(1, E), zeros(1, 8), blank(1, 8), blank(128, 1536, E), blank(128, E, 768))
 
 
@@ -301,10 +300,8 @@ def gathered(tokens: int, size: int, apart: bool) -> None:
 def rows_alone() -> None:
     """What is done to each row of a prompt alone."""
     x, heads = blank(S, E), blank(1, S, 28, 128).transpose(1, 2)
-    pointwise.rms_norm(x, x[0], 1e-6)
-    pointwise.rms_norm(x, x[0], 1e-6, True)
-    delta.convolve_silu(blank(1, S, 8192), blank(8192, 4))
-    delta.gated_rms_norm(blank(S, 32, 128), blank(S, 32, 128), blank(128), 1e-6)
+    for centred in (False, True):
+        pointwise.rms_norm(x, x[0], 1e-6, centred)
     pointwise.silu_times_(x, blank(S, E))
     cos, sin = pointwise.rope_angles(zeros(S), blank(64, dtype=torch.float32), 1.0, BF16)
     pointwise.rotate_(heads, cos[None], sin[None])

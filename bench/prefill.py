@@ -98,8 +98,7 @@ class Prompt:
     """Embeddings of a prompt with a quarter of text in 32 islands, and what goes with them."""
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
-        self.model, self.tokens = model, tokens
-        first = next(model.parameters())
+        self.model, self.tokens, first = model, tokens, next(model.parameters())
         self.device = first.device
         self.layout = layout_of(Case(tokens, {}, islands=min(32, tokens // 64)), FRAME, first.device)
         generator = torch.Generator(first.device).manual_seed(0)
@@ -124,11 +123,8 @@ class Prompt:
 
         def run() -> None:
             cache = cache_of(self.model, self.family, fast.open_state())
-            told = {
-                NOTE: ForwardPassInfo(layout=self.layout, last_only=True),
-                "past_key_values": cache,
-                "use_cache": True,
-            }
+            note = ForwardPassInfo(layout=self.layout, last_only=True)
+            told = {NOTE: note, "past_key_values": cache, "use_cache": True}
             with torch.no_grad():
                 text(inputs_embeds=self.embeds, position_ids=self.positions, **told)
 

@@ -26,6 +26,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.attention import PASS, ForwardPass
 from mmaccel.core.prefill.prune import NOTE, ForwardPassInfo
+from mmaccel.models import modules
 from mmaccel.models.attention import (
     ATTENTION,
     Columns,
@@ -39,11 +40,9 @@ from mmaccel.models.attention import (
     token_chunk_ranges,
 )
 from mmaccel.models.install import AttachmentBase, model_lock
-from mmaccel.models.modules import batch_tower, pointwise_modules, process_in_token_chunks
 from mmaccel.models.outputs import drop_past_key_values, join_chunk_outputs
 from mmaccel.models.prompt_layout import bind_args, inputs_after_past, max_positions, slice_inputs
 from mmaccel.models.pruning import PrefillTokenPruning
-from mmaccel.models.rebinding import apply_rope_in_place, rebind_function
 from mmaccel.models.recurrent import hook_inputs
 from mmaccel.models.signals import hook_hidden_states
 
@@ -91,14 +90,15 @@ class ModelAttachment(AttachmentBase):
         if self.states:
             hook_inputs(hooks, self.states.values())
         # Inside a pruner that listens to the tower: it hears of all frames at once.
-        batch_tower(hooks, family, model, context=self.owner.context)
+        modules.batch_tower(hooks, family, model, context=self.owner.context)
         if recipe.prune is not None and recipe.kv.sequences:
             self.pruning = PrefillTokenPruning(hooks, model, family, recipe.prune, self.depth)
             self._pruned: Any = torch.compiler.disable(self.pruning.forward)
         if recipe.draft.pruner is not None:
             hook_hidden_states(hooks, family.attended_layers(model), recipe.draft.pruner)
-        process_in_token_chunks(hooks, pointwise_modules(model, family), family)
-        rebind_function(hooks, family.attentions(model), family.rotate_function, apply_rope_in_place)
+        modules.process_in_token_chunks(hooks, modules.pointwise_modules(model, family), family)
+        turn = family.rotate_function, modules.apply_rope_in_place
+        modules.rebind_function(hooks, family.attentions(model), *turn)
         self.forward = self.text.forward
         if self.owner.context is not None:
             self.forward = self.owner.context.wrap_forward(self.forward, slice_inputs, self.states)

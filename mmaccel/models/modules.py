@@ -1,4 +1,4 @@
-"""Makes a model's own modules cheaper under a recipe or in a stream: in chunks, windows batched, kernels fused.
+"""Makes a model's own modules cheaper under a recipe or in a stream: in chunks, and by fused kernels.
 
 Chunks: modules that act on each token alone run on 32,768 tokens at a time, which bounds their temporary memory. At a
 million tokens the MLP of a 7B model holds 38 GB for each of three products; in chunks 1.2 GB, at full matrix throughput. The
@@ -6,12 +6,6 @@ vision tower runs on some frames at a time (at a million tokens Qwen2.5-VL's hol
 LLaVA-OneVision's projector 28 GB before pooling). Frames do not attend to each other, so results are equal up to rounding of
 other kernels. Not split are a time step, an image with its tiles, and calls that ask for gradients, hidden states,
 attentions or a tuple, or that pass lengths or positions of all patches. A split call returns `pooler_output` alone.
-
-Windows: most layers of Qwen2.5-VL's tower attend in windows of 64 patches, the others within each time step. Under `sdpa`
-transformers splits at `cu_seqlens` in every layer and attends to one window after the other, so that a long video is bound
-by kernel launches. Here windows of equal length (a frame size has four lengths) are one batch. This relies on transformers
-giving an attention function with "flash" in its name all rows at once with `cu_seq_lens_q` (`is_flash_attention_requested`,
-5.17 to 5.23); elsewhere it is called for each window and equals `sdpa`. A tower with another attention than `sdpa` keeps it.
 
 Fusion: a norm, gate or rotation is one kernel, as these are bound by memory. Of a decoder layer's 38 ms at 131,072 tokens on
 an H200 all but 10 are steps that one kernel computes together. The MLPs of Qwen2.5-VL's tower have an inner size of 3,420 at
@@ -28,7 +22,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from types import CellType, FunctionType
 from typing import Any
 from weakref import WeakSet
 
@@ -41,7 +35,6 @@ from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models import deepstack
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.prompt_layout import bind_args
-from mmaccel.models.rebinding import rebind_function
 
 ROWS = 1 << 15
 """Rows at a time; a shorter prompt goes through at once, and meets no other arithmetic than without us."""
@@ -58,9 +51,6 @@ METHODS = {IMAGE: "get_image_features", VIDEO: "get_video_features"}
 
 WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "position_ids", "window_index")
 """What a caller may have computed of all patches; with or without the modality in front."""
-
-WINDOW_ATTENTION = "mmaccel_flash_windows"
-"""The name of `window_attention` among transformers' attention functions."""
 
 _FUSED: WeakSet[nn.Module] = WeakSet()
 """Towers with fewer kernels by now."""
@@ -98,6 +88,58 @@ def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: An
             out = piece.new_empty(batch, n, *piece.shape[2:])
         out[:, begin : begin + rows] = piece
     return out
+
+
+def rebind_function(hooks: Hooks, modules: Iterable[nn.Module], name: str, ours: Callable[..., Any]) -> None:
+    """Let the forward of `modules` call `ours`, which gets the original function and its arguments, where it calls the
+    function `name`. A module whose forward calls none of that name is left as it is."""
+    for module in modules:
+        known: Any = getattr(module.forward, "__func__", None)
+        if (copied := _copy_rebound(known, name, ours)) is None:
+            continue
+        # Not compiled itself: what is kept of a compiled forward goes by the code, which both have, and not by the names.
+        wrapper = functools.partial(_unless_compiled, torch.compiler.disable(copied), known, module)
+        hooks.put(module, "forward", functools.wraps(module.forward)(wrapper))
+
+
+def _copy_rebound(known: Any, name: str, ours: Callable[..., Any]) -> FunctionType | None:
+    """A copy of the function `known`, or of that which its decorators wrap, in which `name` is `ours`; None: it has no such
+    name."""
+    code = getattr(known, "__code__", None)
+    if code is None:
+        return None
+    names, cells = known.__globals__, known.__closure__
+    if name in code.co_names:
+        names = {**names, name: functools.partial(ours, names[name])}
+    else:
+        inner = getattr(known, "__wrapped__", None)
+        if inner is None or not cells or (copied := _copy_rebound(inner, name, ours)) is None:
+            return None
+        cells = tuple(CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
+    made = FunctionType(code, names, known.__name__, known.__defaults__, cells)
+    made.__kwdefaults__ = known.__kwdefaults__
+    return made
+
+
+def _unless_compiled(ours: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A compiler goes by the names of the module, which ours has a copy of; what it makes of theirs is few kernels too."""
+    return (plain if torch.compiler.is_compiling() else ours)(*args, **kwargs)
+
+
+def apply_rope_in_place(
+    whole: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Rotate query and key [B, H, n, D] in place, in the dimensions that the angles have, by one kernel each; or call
+    `whole`, the attention module's own RoPE function."""
+    size = cos.shape[-1]
+    one = cos.shape == sin.shape and cos.dtype == sin.dtype == query.dtype == key.dtype
+    fits = one and cos.shape[1:-1] == query.shape[2:-1] and cos.shape[0] in (1, query.shape[0])
+    fits = fits and size <= query.shape[-1] and layer_ops.fusible(query)
+    if args or kwargs or not fits or torch.is_grad_enabled():
+        return whole(query, key, cos, sin, *args, **kwargs)
+    layer_ops.rotate_(query[..., :size], cos, sin)
+    layer_ops.rotate_(key[..., :size], cos, sin)
+    return query, key
 
 
 def is_norm(module: nn.Module, family: Any) -> bool:
@@ -166,7 +208,8 @@ def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fuse: bool = True, 
     for name, method in family.replaced_methods.items():
         if name not in vars(multimodal):
             hooks.wrap(multimodal, name, method)
-    _batch_windows(hooks, family, model)
+    if (tower := family.window_attention(model)) is not None:
+        family.batch_windows(hooks, tower)
     if fuse:
         fuse_tower(hooks, family, model)
 
@@ -205,96 +248,6 @@ def _joined(
         model, kind, given[pixels], others, most, functools.partial(run_each, encode)
     )
     return type(made[0])(**deepstack.split_tower_deepstack(joined, made[0]))
-
-
-def _batch_windows(hooks: Hooks, family: Any, model: nn.Module) -> None:
-    """Let the model's vision tower batch attention windows of equal length.
-
-    A tower without windows, with an attention other than `sdpa`, or already set up so is left unchanged.
-    """
-    tower: Any = family.window_attention(model)
-    if tower is None or getattr(tower.config, "_attn_implementation", None) != "sdpa":
-        return
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(WINDOW_ATTENTION, window_attention)
-    # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
-    hooks.set_attention(tower.modules(), tower.config, WINDOW_ATTENTION)
-
-
-def batches_of(ends: list[int], device: torch.device) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Group windows by length, so that each group is one batch; `ends` are the bounds of consecutive windows. Returns
-    (windows, rows each) of each batch; the rows [n] in batch order; and the inverse permutation. The last two are None if
-    rows are already in that order. Empty windows are left out."""
-    begins: dict[int, list[int]] = {}
-    for begin, end in pairwise(ends):
-        if end > begin:
-            begins.setdefault(end - begin, []).append(begin)
-    shapes = tuple((len(some), length) for length, some in begins.items())
-    rows = [(torch.tensor(some)[:, None] + torch.arange(n)).flatten() for n, some in begins.items()]
-    order = torch.cat(rows)
-    if torch.equal(order, torch.arange(len(order))):
-        return shapes, None, None
-    return shapes, order.to(device), order.argsort().to(device)
-
-
-def window_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    cu_seq_lens_q: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Window attention [1, rows, H, D] of query, key, value [1, H, rows, D]; `cu_seq_lens_q` bounds the windows."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if cu_seq_lens_q is None:
-        return sdpa(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-    scale, plain = kwargs.get("scaling"), attention_mask is None and not kwargs.get("dropout")
-    if torch.compiler.is_compiling() and plain and scale is not None and not torch.is_grad_enabled():
-        return window_attention_op(query, key, value, cu_seq_lens_q, scale), None
-    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
-        kwargs.pop(name, None)
-    # Layers are given one tensor, which keeps its batches until it is written to; an inference tensor's values tell that.
-    ends: Any = cu_seq_lens_q
-    state = ends.tolist() if ends.is_inference() else (id(ends), ends._version)
-    known: Any = getattr(ends, "mmaccel_batches", (None, None))
-    if known[0] != state:
-        known = ends.mmaccel_batches = state, batches_of(ends.tolist(), query.device)
-    shapes, order, back = known[1]
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    if order is not None:
-        rows = [x.index_select(0, order.to(x.device)) for x in rows]
-    sizes = [count * length for count, length in shapes]
-    attended = []
-    for shape, *batch in zip(shapes, *(x.split(sizes) for x in rows), strict=True):
-        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in batch)
-        attended.append(sdpa(module, q, k, v, attention_mask, **kwargs)[0].flatten(0, 1))
-    out = attended[0] if len(attended) == 1 else torch.cat(attended)
-    if back is not None:
-        out = out.index_select(0, back.to(out.device))
-    return out[None], None
-
-
-class _Whole:
-    """What `sdpa` reads of a module that does not mask."""
-
-    is_causal, training = False, False
-
-
-@torch.library.custom_op("mmaccel::window_attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def window_attention_op(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
-    """`window_attention` as a custom operator for torch.compile; `ends` holds the windows' bounds."""
-    whole: Any = _Whole
-    return window_attention(whole, query, key, value, None, ends, scaling=scale, is_causal=False)[0]
-
-
-@window_attention_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
-    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def fuse_tower(hooks: Hooks, family: Any, model: nn.Module) -> None:

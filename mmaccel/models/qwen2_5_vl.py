@@ -1,4 +1,11 @@
-"""Qwen2-VL and Qwen2.5-VL: M-RoPE, one token grid per video, no separators between frames."""
+"""Qwen2-VL and Qwen2.5-VL: M-RoPE, one token grid per video, no separators between frames.
+
+Most layers of Qwen2.5-VL's tower attend in windows of 64 patches, the others within each time step. Under `sdpa`
+transformers splits at `cu_seqlens` in every layer and attends to one window after the other, so that a long video is bound
+by kernel launches. Here windows of equal length (a frame size has four lengths) are one batch. This relies on transformers
+giving an attention function with "flash" in its name all rows at once with `cu_seq_lens_q` (`is_flash_attention_requested`,
+5.17 to 5.23); elsewhere it is called for each window and equals `sdpa`. A tower with another attention than `sdpa` keeps it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +24,12 @@ from mmaccel.core.layout import IMAGE, VIDEO, TimeScale
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features
+from mmaccel.models.install import Hooks
 from mmaccel.models.prompt_layout import PIXELS, Budget, ByFrame, Grid, Inputs, Made, ProcessorSpec
 from mmaccel.models.signals import VisionScorer, mean_received_attention
+
+WINDOW_ATTENTION = "mmaccel_flash_windows"
+"""The name of `attend_windows` among transformers' attention functions."""
 
 _GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 
@@ -207,6 +218,18 @@ class Qwen25VL(Family):
     def window_attention(self, model: nn.Module) -> nn.Module | None:
         return self.multimodal(model).visual  # type: ignore[return-value]
 
+    @staticmethod
+    def batch_windows(hooks: Hooks, tower: Any) -> None:
+        """Let a vision `tower` batch windows of equal length. One with an attention other than `sdpa`, or already set up so,
+        is left unchanged."""
+        if getattr(tower.config, "_attn_implementation", None) != "sdpa":
+            return
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(WINDOW_ATTENTION, attend_windows)
+        # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
+        hooks.set_attention(tower.modules(), tower.config, WINDOW_ATTENTION)
+
     def encode_pixels(
         self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
@@ -286,3 +309,78 @@ def _parts(grids: list[list[int]], most: int) -> Iterator[list[list[int]]]:
             part.append([some, height, width])
             steps, room = steps - some, room - some * each
     yield part
+
+
+def batches_of(ends: list[int], device: torch.device) -> tuple[Any, Tensor | None, Tensor | None]:
+    """Group windows by length, so that each group is one batch; `ends` are the bounds of consecutive windows. Returns
+    (windows, rows each) of each batch; the rows [n] in batch order; and the inverse permutation. The last two are None if
+    rows are already in that order. Empty windows are left out."""
+    begins: dict[int, list[int]] = {}
+    for begin, end in pairwise(ends):
+        if end > begin:
+            begins.setdefault(end - begin, []).append(begin)
+    shapes = tuple((len(some), length) for length, some in begins.items())
+    rows = [(torch.tensor(some)[:, None] + torch.arange(n)).flatten() for n, some in begins.items()]
+    order = torch.cat(rows)
+    if torch.equal(order, torch.arange(len(order))):
+        return shapes, None, None
+    return shapes, order.to(device), order.argsort().to(device)
+
+
+def attend_windows(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Window attention [1, rows, H, D] of query, key, value [1, H, rows, D]; `cu_seq_lens_q` bounds the windows."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if cu_seq_lens_q is None:
+        return sdpa(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    scale, plain = kwargs.get("scaling"), attention_mask is None and not kwargs.get("dropout")
+    if torch.compiler.is_compiling() and plain and scale is not None and not torch.is_grad_enabled():
+        return window_attention_op(query, key, value, cu_seq_lens_q, scale), None
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        kwargs.pop(name, None)
+    # Layers are given one tensor, which keeps its batches until it is written to; an inference tensor's values tell that.
+    ends: Any = cu_seq_lens_q
+    state = ends.tolist() if ends.is_inference() else (id(ends), ends._version)
+    known: Any = getattr(ends, "mmaccel_batches", (None, None))
+    if known[0] != state:
+        known = ends.mmaccel_batches = state, batches_of(ends.tolist(), query.device)
+    shapes, order, back = known[1]
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if order is not None:
+        rows = [x.index_select(0, order.to(x.device)) for x in rows]
+    sizes = [count * length for count, length in shapes]
+    attended = []
+    for shape, *batch in zip(shapes, *(x.split(sizes) for x in rows), strict=True):
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in batch)
+        attended.append(sdpa(module, q, k, v, attention_mask, **kwargs)[0].flatten(0, 1))
+    out = attended[0] if len(attended) == 1 else torch.cat(attended)
+    if back is not None:
+        out = out.index_select(0, back.to(out.device))
+    return out[None], None
+
+
+class _Whole:
+    """What `sdpa` reads of a module that does not mask."""
+
+    is_causal, training = False, False
+
+
+@torch.library.custom_op("mmaccel::window_attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def window_attention_op(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
+    """`attend_windows` as a custom operator for torch.compile; `ends` holds the windows' bounds."""
+    whole: Any = _Whole
+    return attend_windows(whole, query, key, value, None, ends, scaling=scale, is_causal=False)[0]
+
+
+@window_attention_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])

@@ -28,8 +28,8 @@ from mmaccel.backends.ops.layer_ops import WINDOW
 from mmaccel.core.adapter import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.models import install
+from mmaccel.models.deltanet import fuse_deltanet
 from mmaccel.models.install import Hooks, shared_hooks
-from mmaccel.models.rebinding import fuse_deltanet
 from mmaccel.models.tree_paths import TreePaths, gather_tree
 
 LAG = 16

@@ -34,12 +34,11 @@ from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.chat import common_prefix, ids_around_video, iterate_video_clips, plain_ids
 from mmaccel.models.install import Hooks, model_lock
 from mmaccel.models.loading import skip_unused_norm_rows
-from mmaccel.models.modules import pointwise_modules, process_in_token_chunks, tower_batched
+from mmaccel.models.modules import pointwise_modules, process_in_token_chunks, rebind_function, tower_batched
 from mmaccel.models.packed import BatchedStreamPass
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import derive_stream_positions, token_ids
 from mmaccel.models.pruning import kept_tokens_per_frame, prune_frames
-from mmaccel.models.rebinding import rebind_function
 from mmaccel.models.running_states import StreamRecurrentStates
 from mmaccel.models.signals import VisionAttentionProbe, reads_vision_tower
 from mmaccel.models.stock import wrap_processor

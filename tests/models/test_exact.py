@@ -13,7 +13,7 @@ from mmaccel.backends import reference
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe
-from mmaccel.models import attention, hf, modules
+from mmaccel.models import attention, hf, modules, qwen2_5_vl
 from mmaccel.models.install import Hooks
 from tests.models.tiny_random import BUILD, EVERY, PROMPTS, batch, prompt
 from tests.spies import Largest
@@ -179,7 +179,7 @@ def test_with_gradients_on_layers_that_break_a_graph_are_found_again(dynamo: Non
 
 
 def test_cuda_graphs_leave_out_what_decides_on_the_host() -> None:
-    for op in (attention.attend_layer, attention.append_layer_kv, modules.window_attention_op):
+    for op in (attention.attend_layer, attention.append_layer_kv, qwen2_5_vl.window_attention_op):
         assert torch.Tag.cudagraph_unsafe in op._opoverload.tags
 
 

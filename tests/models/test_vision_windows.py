@@ -12,8 +12,9 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
-from mmaccel.models import modules
-from mmaccel.models.modules import WINDOW_ATTENTION, batches_of, tower_batched
+from mmaccel.models import qwen2_5_vl
+from mmaccel.models.modules import tower_batched
+from mmaccel.models.qwen2_5_vl import WINDOW_ATTENTION, batches_of
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
@@ -103,7 +104,7 @@ def test_windows_that_follow_each_other_are_not_copied(monkeypatch: pytest.Monke
 
 @torch.no_grad()
 def test_lengths_are_read_once_a_call_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = heard(monkeypatch, modules, "batches_of", lambda ends, device: len(ends))
+    read = heard(monkeypatch, qwen2_5_vl, "batches_of", lambda ends, device: len(ends))
     pixels, grid = pixels_of(GRIDS["both edges"])
     model = qwen()
     tower = model.model.visual
@@ -124,7 +125,7 @@ def test_lengths_that_were_written_to_are_read_again(mode: Any) -> None:
 
         def found(lengths: Tensor) -> Tensor:
             module = torch.nn.Module()
-            return modules.window_attention(
+            return qwen2_5_vl.attend_windows(
                 module, query, key, value, None, lengths, scaling=1.0, is_causal=False
             )[0]
 
@@ -228,7 +229,7 @@ def test_called_for_each_window_it_is_sdpa(calls: list[Any]) -> None:
     model = qwen()
     layer = model.model.visual.blocks[0].attn
     query, key, value = torch.randn(3, 1, 2, 12, 16).unbind()
-    got, _ = modules.window_attention(
+    got, _ = qwen2_5_vl.attend_windows(
         layer, query, key, value, None, scaling=0.25, dropout=0.0, is_causal=False
     )
     want = ((query @ key.mT) * 0.25).softmax(-1) @ value

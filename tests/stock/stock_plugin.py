@@ -19,7 +19,7 @@ import transformers
 
 import mmaccel
 from mmaccel.models.attention import ATTENTION
-from mmaccel.models.modules import WINDOW_ATTENTION
+from mmaccel.models.qwen2_5_vl import WINDOW_ATTENTION
 
 RECIPES: dict[str, dict[str, Any]] = {
     "dense": {},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.products import product
+from tests.spies import product
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

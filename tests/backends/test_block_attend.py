@@ -19,8 +19,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import AShape, Grid
-from tests.products import product
-from tests.spies import Largest, heard
+from tests.spies import Largest, heard, product
 
 from .oracle import budget, check, draw, drawn, log_sum_exp, masked
 from .plans import PATTERNS, full_plan, pattern_plan, random_plan, with_extras

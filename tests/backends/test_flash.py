@@ -29,8 +29,7 @@ from mmaccel.policies.sparse import AShape, BlockTopK, TriShape
 from mmaccel.policies.sparse.orders import IntraPattern
 from tests.policies.sparse.scenes import Scene
 from tests.policies.sparse.test_plans import NoReads
-from tests.products import product
-from tests.spies import Ops
+from tests.spies import Ops, product
 
 from .flash_cases import check, recorded, written_out
 from .oracle import budget, draw, drawn, flat, masked

@@ -21,8 +21,7 @@ from mmaccel.core.errors import MmaccelError, ModelError, VideoError
 from mmaccel.media import Video
 from tests import python
 from tests.cli import Call, after
-from tests.products import product
-from tests.spies import broken
+from tests.spies import broken, product
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from mmaccel.cli import console
 from mmaccel.core.errors import StoreError
 from tests import SOURCES
 from tests.cli import Call, after, interrupt
-from tests.products import product
-from tests.spies import heard, nth
+from tests.spies import heard, nth, product
 
 COMMANDS = {
     "needle": ("mmaccel_lab.eval.needle", "judge"),

@@ -24,7 +24,7 @@ from mmaccel.core.registry import policy
 from mmaccel.policies.kv import Full
 from tests.backends.oracle import budget, drawn, masked
 from tests.policies.sparse.scenes import Scene, sequence
-from tests.products import product
+from tests.spies import product
 
 B, H, G, N, D, START = 2, 4, 2, 300, 16, 70
 SPANS = ((0, 80, 100), (0, 100, 230), (0, 240, 241), (1, 90, 155), (1, 20, 60), (1, 280, 300))

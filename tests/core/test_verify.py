@@ -12,7 +12,7 @@ from mmaccel.core.decoding.draft import Proposal, accept, judge_chain, resize_vo
 from mmaccel.core.errors import DraftError
 from tests import sentence
 from tests.core.toy import count_triples, g_test
-from tests.products import product
+from tests.spies import product
 
 V = 4
 RUNS = 200_000

@@ -21,8 +21,7 @@ from mmaccel.media import Video, reader
 from mmaccel.media.container import Source
 from tests.media.films import Film, answering, numbers, send
 from tests.media.odd import CASES, Odd
-from tests.products import product
-from tests.spies import heard
+from tests.spies import heard, product
 
 
 @pytest.fixture(autouse=True)

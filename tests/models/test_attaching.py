@@ -23,8 +23,7 @@ from mmaccel.models.install import ModelReadWriteLock, model_lock
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.products import crossed
-from tests.spies import Pause, beside, finish, until
+from tests.spies import Pause, beside, crossed, finish, until
 
 pytestmark = pytest.mark.in_turn("family", 1)
 

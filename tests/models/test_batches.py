@@ -16,8 +16,7 @@ from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import g_test
 from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, batch, often_right, prompt
-from tests.products import crossed
-from tests.spies import heard
+from tests.spies import crossed, heard
 
 pytestmark = pytest.mark.in_turn("family", 1)
 

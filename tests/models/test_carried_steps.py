@@ -26,8 +26,7 @@ from tests.models.test_pruned_steps import PIECES, Echo
 from tests.models.test_stream_families import CLOSE, FPS, QUESTION, TIGHT, film, session
 from tests.models.test_stream_families import pair as stream_pair
 from tests.models.tiny_random import prompt, sampler
-from tests.products import crossed
-from tests.spies import heard
+from tests.spies import crossed, heard
 
 KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe"]
 pytestmark = pytest.mark.numeric(by="torch")

@@ -32,7 +32,7 @@ from mmaccel.policies.sparse.q_boundary import QBoundary
 from mmaccel.policies.sparse.tri_shape import TriShape
 from mmaccel.policies.sparse.vertical_slash import VerticalSlash
 from tests.models.tiny_random import sampler
-from tests.products import product
+from tests.spies import product
 
 pytestmark = pytest.mark.numeric(by="torch")
 

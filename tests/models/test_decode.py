@@ -20,8 +20,7 @@ from mmaccel.policies.kv import Window
 from tests.models.test_arguments import Record
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
-from tests.products import crossed
-from tests.spies import heard
+from tests.spies import crossed, heard
 
 BUILD = {name: partial(tiny, name) for name in ("qwen", "llava", "glm4v", "internvl", "qwen2_vl", "qwen3_vl")}
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]

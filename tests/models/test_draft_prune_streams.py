@@ -21,8 +21,7 @@ from mmaccel.policies.draft import Sequential
 from mmaccel.policies.kv.no_cache import _Frames
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.models.tiny_random import DRAFTS
-from tests.products import crossed
-from tests.spies import returned
+from tests.spies import crossed, returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

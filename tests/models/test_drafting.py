@@ -13,7 +13,7 @@ from mmaccel.core.report import Report
 from mmaccel.policies.draft import Sequential, SparseToDense
 from mmaccel.policies.draft.sparse_to_dense import _Sparse
 from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, prompt
-from tests.products import crossed
+from tests.spies import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 LAYERS = 3

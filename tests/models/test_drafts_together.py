@@ -17,8 +17,7 @@ from mmaccel.models.together import BatchedDecodeSteps, copy_sharing_weights
 from tests.models.test_together import CALLS as SOME
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
-from tests.products import crossed
-from tests.spies import beside, finish, heard
+from tests.spies import beside, crossed, finish, heard
 
 pytestmark = pytest.mark.numeric(by="torch")
 KIND = "qwen"

@@ -17,7 +17,7 @@ from mmaccel.models import sliding
 from mmaccel.models.prompt_layout import remove_padding
 from mmaccel.models.runner import HFRunner
 from tests.models.tiny_random import batch, prompt, sampler
-from tests.products import crossed
+from tests.spies import crossed
 
 KINDS = ("gemma3", "gemma4")
 PIECES = [("text", 6), ("video", 24), ("text", 3), ("image",), ("text", 9)]

@@ -34,8 +34,7 @@ from tests.models.streams import (
     plain,
     said,
 )
-from tests.products import crossed
-from tests.spies import heard, returned
+from tests.spies import crossed, heard, returned
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
 

@@ -29,8 +29,7 @@ from mmaccel.models.recurrent import close_hooks_in_finalizer, hook_inputs
 from tests import python
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.products import crossed
-from tests.spies import Pause, beside, finish, heard, until
+from tests.spies import Pause, beside, crossed, finish, heard, until
 
 pytestmark = [pytest.mark.in_turn("family", 1), pytest.mark.in_turn("name", 4)]
 

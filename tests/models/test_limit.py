@@ -15,7 +15,7 @@ from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.models.prompt_layout import max_positions
 from mmaccel.policies.draft import PromptLookup
 from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, batch, next_turn, prompt
-from tests.products import crossed
+from tests.spies import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 

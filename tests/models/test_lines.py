@@ -28,7 +28,7 @@ from tests.models.streams import (
 )
 from tests.models.test_live_conversation import plainly
 from tests.models.test_retention import COUNT, KEEP, watched
-from tests.products import crossed
+from tests.spies import crossed
 
 WHOLE, TIGHT = every_stream(), every_stream(frames=4, window=6)
 COLOURS = ("red", "green", "blue", "orange")

@@ -19,8 +19,7 @@ from mmaccel.core.streams import joint, parts
 from mmaccel.models.packed import BatchedStreamPass
 from mmaccel.models.stream import HFStreamAdapter
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, told
-from tests.products import crossed
-from tests.spies import beside, broken, finish, heard, until
+from tests.spies import beside, broken, crossed, finish, heard, until
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

@@ -13,8 +13,7 @@ import mmaccel
 from mmaccel.core.errors import ModelError
 from mmaccel.models.token_choice import LONGEST, build_schema_logits_processor
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, logits, open_session, pair
-from tests.products import crossed
-from tests.spies import broken, refusal
+from tests.spies import broken, crossed, refusal
 
 WHOLE, TIGHT = every_stream(), every_stream(frames=4, window=6)
 TURNS = [

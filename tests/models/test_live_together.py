@@ -23,8 +23,7 @@ from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.models import step
 from mmaccel.models.stream import HFStreamAdapter
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, logits, open_session, pair, told
-from tests.products import crossed
-from tests.spies import broken, heard, nth, until
+from tests.spies import broken, crossed, heard, nth, until
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

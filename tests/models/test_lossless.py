@@ -21,8 +21,7 @@ from mmaccel.models.generate import DecodeTimings
 from mmaccel.policies.draft import PromptLookup, Sequential, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.models.tiny_random import BUILD, DRAFTS, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
-from tests.products import crossed
-from tests.spies import heard, refusal
+from tests.spies import crossed, heard, refusal
 
 pytestmark = pytest.mark.in_turn("family", 1)
 

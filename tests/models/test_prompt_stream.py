@@ -21,8 +21,7 @@ from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, inpu
 from tests.models.streams import logits as session_logits
 from tests.models.test_ingest import FEW
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
-from tests.products import crossed
-from tests.spies import heard
+from tests.spies import crossed, heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

@@ -22,8 +22,7 @@ from mmaccel.policies.prune import DyCoke, FastV, UVPrune, VisionZip
 from tests.models.streams import FPS, QUESTION, every_stream, film, pair
 from tests.models.test_second_turns import said
 from tests.models.tiny_random import BUILD, prompt
-from tests.products import crossed
-from tests.spies import heard, refusal
+from tests.spies import crossed, heard, refusal
 
 FRAMES, TOKENS = 24, 8
 TIGHT = {name: kv for name, kv in every_stream(4, 4).items() if name not in ("full", "window")}

@@ -23,7 +23,7 @@ from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, Vision
 from tests.core.toy import Scripted
 from tests.models.test_decode import LATER, TREE, counted, graphs_of
 from tests.models.tiny_random import BUILD, EVERY, PROMPTS, batch, next_turn, prompt
-from tests.products import crossed
+from tests.spies import crossed
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 1)]
 PRUNERS: dict[str, Any] = {

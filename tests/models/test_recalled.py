@@ -24,8 +24,7 @@ from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.asking import run_question as asked_of
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
-from tests.products import crossed
-from tests.spies import heard, refusal
+from tests.spies import crossed, heard, refusal
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

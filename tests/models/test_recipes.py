@@ -16,7 +16,7 @@ from mmaccel.core.registry import registry
 from tests.models.streams import FPS, open_session, pair
 from tests.models.test_exact import TOLERANCE, logits
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
-from tests.products import crossed
+from tests.spies import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 LAYERS = 3

@@ -37,8 +37,7 @@ from mmaccel.models.shapes import SHAPES
 from mmaccel.policies.kv import Full
 from mmaccel_lab.world import World, render
 from tests.models.streams import QUESTION, film, pair
-from tests.products import crossed
-from tests.spies import heard
+from tests.spies import crossed, heard
 
 DEVICE = rates.DEVICES["h100"]
 SIZES = sizes_of("llava-onevision-7b")

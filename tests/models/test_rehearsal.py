@@ -19,8 +19,7 @@ from mmaccel.models import rehearsal, shapes, step
 from mmaccel.models.recommend import candidate_recipes, device_of, sizes_of
 from tests.models.streams import pair
 from tests.models.test_recommend import DEVICE, GB, SIZES, cost
-from tests.products import product
-from tests.spies import broken
+from tests.spies import broken, product
 
 CPU = torch.device("cpu")
 CLUSTERED = {"name": "mosaic", "frames": 4, "window": 6, "local": 2}

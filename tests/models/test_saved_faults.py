@@ -27,8 +27,7 @@ from mmaccel.core.streams import saved_stream, session_io
 from mmaccel.core.streams.session import VideoSession
 from tests.models.streams import FPS, film, logits, open_session, pair
 from tests.models.test_session_faults import NAME, TIGHT, begun, unharmed
-from tests.products import crossed
-from tests.spies import heard, refusal, returned
+from tests.spies import crossed, heard, refusal, returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

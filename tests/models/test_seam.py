@@ -19,7 +19,7 @@ from mmaccel.policies.kv.full import FullState
 from tests.models.test_exact import logits
 from tests.models.test_recipes import PIECES, SPARSE, small
 from tests.models.tiny_random import EVERY, IMG, PROMPTS, VID, batch, prompt
-from tests.products import crossed
+from tests.spies import crossed
 
 pytestmark = pytest.mark.in_turn("family", 2)
 

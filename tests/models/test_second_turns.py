@@ -20,8 +20,7 @@ from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import FastV, UVPrune
 from tests.models.tiny_random import BUILD, DRAFTS, IMG, VE, VID, VS, prompt
-from tests.products import crossed
-from tests.spies import heard
+from tests.spies import crossed, heard
 
 pytestmark = pytest.mark.in_turn("family", 1)
 

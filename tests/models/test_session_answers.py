@@ -20,8 +20,7 @@ from mmaccel.policies.kv._window import QuestionRows, attention
 from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
-from tests.products import crossed
-from tests.spies import Pause, beside, finish, heard, returned
+from tests.spies import Pause, beside, crossed, finish, heard, returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

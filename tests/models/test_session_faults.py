@@ -13,8 +13,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, StoreError, VideoError
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
-from tests.products import crossed
-from tests.spies import broken, nth, refusal
+from tests.spies import broken, crossed, nth, refusal
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

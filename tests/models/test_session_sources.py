@@ -35,7 +35,7 @@ from tests.models.streams import (
     pair,
     resumed,
 )
-from tests.products import crossed, product
+from tests.spies import crossed, product
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

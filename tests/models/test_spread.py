@@ -25,7 +25,7 @@ from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair, resumed
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.products import crossed
+from tests.spies import crossed
 
 pytestmark = [pytest.mark.in_turn("family", 1), pytest.mark.in_turn("kv", 4)]
 

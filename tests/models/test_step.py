@@ -24,8 +24,7 @@ from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.kv.mosaic.test_prefetch import Replayed
 from tests.policies.kv.test_fields import VIEWS
-from tests.products import crossed
-from tests.spies import heard
+from tests.spies import crossed, heard
 
 FREE = {*VIEWS, "split", "split_with_sizes", "_reshape_alias"}
 """What launches nothing."""

@@ -8,7 +8,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import ModelError
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, batch, prompt
-from tests.products import crossed
+from tests.spies import crossed
 
 pytestmark = pytest.mark.in_turn("family", 1)
 

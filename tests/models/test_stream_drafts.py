@@ -25,8 +25,7 @@ from mmaccel.policies.kv.recent import Recent
 from mmaccel.policies.sparse.a_shape import AShape
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.models.tiny_random import DRAFTS
-from tests.products import crossed
-from tests.spies import heard, returned
+from tests.spies import crossed, heard, returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

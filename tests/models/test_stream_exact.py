@@ -26,8 +26,7 @@ from tests.models.streams import (
     said,
 )
 from tests.models.test_ingest import ALL, EQUAL, FEW, ROOMY, by_mask
-from tests.products import crossed, product
-from tests.spies import heard
+from tests.spies import crossed, heard, product
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
 

@@ -21,8 +21,7 @@ from tests.models.streams import every_stream, logits
 from tests.models.test_pruned_steps import Echo
 from tests.models.test_second_turns import said
 from tests.models.tiny_random import prompt, sampler
-from tests.products import crossed
-from tests.spies import returned
+from tests.spies import crossed, returned
 
 KINDS = (
     *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm46v", "glm4v_moe"),

@@ -19,8 +19,7 @@ from mmaccel.policies.kv.mosaic.split import UnitMeans
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, resumed
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.policies.kv.test_fields import Counted
-from tests.products import crossed
-from tests.spies import heard
+from tests.spies import crossed, heard
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

@@ -40,8 +40,7 @@ from tests.models.test_recalled import (
     session,
     watched,
 )
-from tests.products import crossed
-from tests.spies import heard, returned
+from tests.spies import crossed, heard, returned
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 

@@ -20,7 +20,7 @@ from mmaccel_lab.eval.encoded import Encoded
 from tests.core.test_replay import Repeated
 from tests.models.streams import film, pair
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VE, VID, VS, batch, prompt
-from tests.products import crossed
+from tests.spies import crossed
 
 KEPT = ("get_image_features", "get_video_features")
 

@@ -18,8 +18,7 @@ from mmaccel.models.qwen2_5_vl import WINDOW_ATTENTION, batches_of
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
-from tests.products import crossed
-from tests.spies import heard
+from tests.spies import crossed, heard
 
 # Steps, rows and columns of patches; a window is 4 x 4.
 GRIDS = {

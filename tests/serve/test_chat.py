@@ -13,8 +13,8 @@ from mmaccel.media.video import Video, read_image
 from mmaccel.serve.sources import decode_base64
 from mmaccel.serve.speech import TextStreamer
 from tests.media.films import write_film
-from tests.products import product
 from tests.serve.conftest import QUESTION, Served, frames_url, jpegs, loaded, mp4_url, text, video
+from tests.spies import product
 
 
 def seen() -> Video:

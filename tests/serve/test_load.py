@@ -20,7 +20,6 @@ from mmaccel.models.together import copy_sharing_weights
 from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.turns import FairQueue
 from tests.media.films import write_film
-from tests.products import product
 from tests.serve.conftest import (
     CHAT,
     KEY,
@@ -36,7 +35,7 @@ from tests.serve.conftest import (
     text,
     video,
 )
-from tests.spies import broken, until
+from tests.spies import broken, product, until
 
 
 def body(words: str = QUESTION, frames: int = 4, **fields: Any) -> dict[str, Any]:

@@ -41,8 +41,7 @@ from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
 from tests.policies.prune.by_hand import looking, visual
 from tests.policies.prune.test_target import PRUNERS
-from tests.products import product
-from tests.spies import broken
+from tests.spies import broken, product
 
 LISTENERS: dict[str, TokenPruner] = {
     "uv": UVPrune(retention=0.3, layer=2),

@@ -17,8 +17,7 @@ from tests.policies.prune import by_hand
 from tests.policies.prune.by_hand import looking, top, videos, visual, whole
 from tests.policies.prune.conftest import WITH_HYBRID
 from tests.policies.prune.test_meaning import sparse_by_hand
-from tests.products import product
-from tests.spies import heard
+from tests.spies import heard, product
 
 WRITTEN = 6
 PRUNERS: dict[str, Any] = {

@@ -27,7 +27,7 @@ from mmaccel.policies.sparse import (
 )
 from mmaccel.policies.sparse.orders import IntraPattern, LayerInputs
 from tests.backends.oracle import masked
-from tests.products import product
+from tests.spies import product
 
 from . import masks
 from .scenes import Scene, Token, scenes, sequence

@@ -27,7 +27,7 @@ from mmaccel.core.registry import registry
 from mmaccel.policies.sparse.estimate import LastQueryAttention
 from tests.backends.oracle import budget
 from tests.backends.plans import random_plan, with_extras
-from tests.products import product
+from tests.spies import product
 
 from .scenes import Scene, scenes, sequence
 from .test_contract import CASES, NAMES, listed_by_hand, small

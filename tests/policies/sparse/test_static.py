@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse import BlockTopK, SFFixed, SFStrided, TriShape, block_topk
-from tests.products import product
-from tests.spies import Largest
+from tests.spies import Largest, product
 
 from . import masks
 from .scenes import Scene, Token, scenes, sequence

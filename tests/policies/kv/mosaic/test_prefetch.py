@@ -21,7 +21,7 @@ from mmaccel.policies.kv.store.slabs import LaneMark
 from tests.core.test_replay import Repeated
 from tests.policies.kv.mosaic.driven import Driven
 from tests.policies.kv.store.units import LAYERS, TOKENS, SimLane, SimLanes, contents, fill, open_store
-from tests.products import product
+from tests.spies import product
 
 FIRST, COUNT, ROOM = 12, 16, 4
 """Units on the host, units in all, and units that a layer keeps."""

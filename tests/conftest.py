@@ -1,6 +1,7 @@
 """Profiles of property tests ("ci", the default, is small and always the same; "thorough" looks further), and models."""
 
 import gc
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +57,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     yield told
     for function in cached:
         function.cache_clear()
+
+
+@pytest.fixture
+def forkserver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that would be spawned are forks of one, which imports once what takes each of them four seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mmaccel_lab.train.feeder", "tests.eval.test_cases"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
 
 
 @pytest.fixture(scope="session")

@@ -318,6 +318,7 @@ def _loaded(folder: Path) -> tuple[Any, Any, Any]:
     return model, load_processor(folder), model
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_jobs_change_no_figure(random_folder: Callable[[str], Path], few_steps: None) -> None:
     """Answers over two processes, and captions over more processes than there are captions."""
     load = partial(_loaded, random_folder("tiny-qwen-draft"))
@@ -351,6 +352,7 @@ def test_merged_lines_weigh_answers() -> None:
     assert merged(lines[2:]) == lines[2]
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_an_error_of_a_job_is_raised(tmp_path: Path) -> None:
     job = Job(load=partial(_loaded, tmp_path), samples=1, seed=0, recipe=Recipe())
     with pytest.raises(ModelError, match="config"):

@@ -55,6 +55,7 @@ def test_resuming_is_exact(tmp_path):
     assert whole._train(batch)[0] == rest._train(batch)[0]
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_workers_make_the_same_batches_in_order():
     recipe = Recipe("tiny-ov-draft", 1, 6, 4, 100)
     alone, together = Feeder(recipe, 3, 0), Feeder(recipe, 3, 2)

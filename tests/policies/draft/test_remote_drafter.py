@@ -16,9 +16,8 @@ import torch
 
 import mmaccel
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
-from mmaccel.core.decoding.worker import OWN, READY, Blob, Worker
+from mmaccel.core.decoding.worker import OWN, Blob, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.draft_stream import LocalDraftStream
@@ -31,22 +30,11 @@ from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 from tests.core.test_generate import limit
 from tests.core.toy import ToyRunner, bigram, decode_greedily
 from tests.models.streams import FPS, QUESTION, asked_of_film, every_stream, film, open_session, pair
-from tests.policies.draft.toy_service import VOCAB, Softmax, table
+from tests.policies.draft.conftest import NAME
+from tests.policies.draft.toy_service import VOCAB, Softmax, started, table
 from tests.spies import broken
 
 TARGET = bigram(table(1))
-
-
-def started(silence_s: float) -> Worker:
-    """A process that writes by the toy rule."""
-    return Worker("tests.policies.draft.toy_service:serve", {"model": "1"}, silence_s=silence_s)
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with closing(started(30.0)) as made:
-        made.wait(READY, 60)
-        yield made
 
 
 @pytest.fixture
@@ -253,15 +241,6 @@ def test_the_process_opens_its_own_device_alone(device: str, named: list[int], m
 
 COUNT = 8
 TIGHT = every_stream(frames=6, window=8)
-NAME = "tiny-ov"
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[ModelView]:
-    model, _ = pair(NAME)
-    view = ModelView(model, adapter_for(model), adapter_for)
-    yield view
-    view.release()
 
 
 def parallel(process: bool) -> Parallel:

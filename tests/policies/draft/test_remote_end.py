@@ -15,6 +15,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.adapter import ModelView
+from mmaccel.core.decoding import worker as worker_module
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.worker import Blob, Outbox, Worker
 from mmaccel.core.errors import MmaccelWarning
@@ -24,7 +25,8 @@ from mmaccel.policies.draft import Parallel, _remote_stream
 from mmaccel.policies.draft._remote_drafter import RemoteDrafter, RemoteTurn
 from mmaccel.policies.draft._remote_stream import END
 from tests.models.streams import FPS, asked_of_film, pair
-from tests.policies.draft.test_remote_drafter import NAME, TIGHT, parallel, stop, target, watching  # noqa: F401
+from tests.policies.draft.conftest import NAME
+from tests.policies.draft.test_remote_drafter import TIGHT, parallel, stop, watching
 from tests.spies import broken, heard
 
 HOW: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True}
@@ -79,11 +81,9 @@ def test_a_call_ends_at_its_deadline_though_the_process_takes_nothing(fast: mmac
     )
 
 
-def test_what_another_sends_next_does_not_end_the_process(
-    fast: mmaccel.Accelerated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_sends_next_does_not_end_the_process(worker: Worker, monkeypatch) -> None:
     """Sequences share it: one whose prompt is sent may go, though the next one's is on its way."""
-    worker, going = worker_of(fast), threading.Event()
+    going = threading.Event()
 
     def another() -> list[Blob]:
         assert going.wait(10)
@@ -98,10 +98,10 @@ def test_what_another_sends_next_does_not_end_the_process(
 
 
 def test_a_process_that_takes_its_prompt_is_not_ended_though_the_call_is_over(
-    fast: mmaccel.Accelerated, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large prompt, which is on the way for a second and a half."""
-    worker = worker_of(fast)
+    """A large prompt, which is on the way for more than twice as long as it may stand still."""
+    monkeypatch.setattr(worker_module, "STILL_S", 0.4)
     end: Any = worker.wire._end
 
     def slowly(data: Blob) -> None:
@@ -109,7 +109,7 @@ def test_a_process_that_takes_its_prompt_is_not_ended_though_the_call_is_over(
         end.sendall(data)
 
     monkeypatch.setattr(worker.wire, "_end", Mock(wraps=end, sendall=slowly, fileno=end.fileno))
-    worker.post(END, 0, blob=lambda: [bytes(15_000_000)])
+    worker.post(END, 0, blob=lambda: [bytes(10_000_000)])
     worker.wait_until_sent(0.1)
     assert worker.alive and not worker._outbox.is_sending
 
@@ -119,9 +119,7 @@ class Slow(Parallel):
     service: ClassVar[str] = "tests.policies.draft.toy_service:serve_slowly"
 
 
-def test_the_stream_of_a_call_that_has_ended_waits_for_no_other_s_prompt(
-    target: ModelView,  # noqa: F811
-) -> None:
+def test_the_stream_of_a_call_that_has_ended_waits_for_no_other_s_prompt(target: ModelView) -> None:
     """The deadline was that call's: what a later one, or the cache's end, sends does not end the process."""
     inputs, going = dict(pair(NAME)[1].chat(asked_of_film(10), fps=FPS)), threading.Event()
     film = replace(watching("recent"), processor=None, prompt=(PromptStreamModel, inputs))
@@ -138,10 +136,9 @@ def test_the_stream_of_a_call_that_has_ended_waits_for_no_other_s_prompt(
     stream.close()
 
 
-def test_a_turn_from_which_nothing_goes_on_is_freed(fast: mmaccel.Accelerated) -> None:
+def test_a_turn_from_which_nothing_goes_on_is_freed(worker: Worker) -> None:
     """It is in the process until the next prompt has it."""
-    worker, ids = worker_of(fast), torch.arange(4)
-    past = TokenLayout.text(1, 4)
+    ids, past = torch.arange(4), TokenLayout.text(1, 4)
     for fails in (True, False):
         engine, turn = RemoteDrafter(worker, 10), RemoteTurn(worker, 1 << 40, ids)
         assert engine.continues_from(turn, torch.arange(6), past)
@@ -158,7 +155,7 @@ def test_a_turn_from_which_nothing_goes_on_is_freed(fast: mmaccel.Accelerated) -
 
 
 @pytest.mark.parametrize("collected", [False, True])
-def test_a_film_that_is_abandoned_is_read_no_further(target: ModelView, collected: bool) -> None:  # noqa: F811
+def test_a_film_that_is_abandoned_is_read_no_further(target: ModelView, collected: bool) -> None:
     """What is asked of the process next is done within a second, also where a stream's end is told with the next one."""
     inputs = dict(pair(NAME)[1].chat(asked_of_film(80), fps=FPS))
     film = replace(watching("recent"), processor=None, chunk=8, prompt=(PromptStreamModel, inputs))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mmaccel.core.decoding.worker import _HEAD, _MAGIC, BEAT, READY, MessageSocket
+from mmaccel.core.decoding.worker import _HEAD, _MAGIC, BEAT, READY, MessageSocket, Worker
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens, TokenDistribution
@@ -100,3 +100,8 @@ def serve_slowly(wire: MessageSocket, options: dict[str, Any]) -> None:
 
     StreamRunner.encode = slowly  # type: ignore[method-assign]
     _remote_drafter.serve(wire, options)
+
+
+def started(silence_s: float) -> Worker:
+    """A process that writes by the toy rule."""
+    return Worker("tests.policies.draft.toy_service:serve", {"model": "1"}, silence_s=silence_s)

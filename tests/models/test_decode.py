@@ -202,14 +202,15 @@ def test_without_a_draft_all_is_as_it_was(family, monkeypatch):
         assert len(told.scores) == 5 and len(seen) == 11
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @torch.no_grad()
-def test_one_graph_serves_all_lengths(monkeypatch, dynamo):
-    """Inductor compiles a step of all layers without a break, and no length compiles it anew."""
+def test_one_graph_serves_all_lengths(backend, monkeypatch, dynamo):
+    """A step of all layers is compiled without a break, and no length compiles it anew."""
     model, inputs = BUILD["qwen"](layers=2), prompt("qwen", PROMPTS["video"])
     static, plain = runner(model, rows=(4,)), adapter_for(model).runner(model)
     static.prefill(inputs)
     plain.prefill(inputs)
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(decode.DeviceDecodeStep.__call__, fullgraph=True, dynamic=False, backend=counter)
     monkeypatch.setattr(decode.DeviceDecodeStep, "__call__", compiled)
     for ids in ([[7]], [[9, 3]], [[1, 2, 3]], [[8, 2, 1, 6]]):

@@ -29,7 +29,7 @@ from mmaccel_lab.eval.cases import Film
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
-from tests.spies import broken, heard, nth, returned
+from tests.spies import broken, crossed, heard, nth, returned
 
 pytestmark = pytest.mark.in_turn("family", 1)
 
@@ -125,31 +125,29 @@ def test_a_drafted_row_is_written_where_it_is_seen() -> None:
     assert torch.equal(torch.stack([now.key, now.value]), whole[..., [*columns, 40, 41], :])
 
 
-@pytest.mark.parametrize("kv", ["full", {"window": 512, "margin": 8}, {"window": 24, "margin": 8}], ids=str)
-@pytest.mark.parametrize(
-    "prune", [None, "visionzip", "fastv", "pyramid_drop", "sparsevlm", {"name": "dycoke", "forget": 0}]
+@crossed(
+    kv=["full", {"window": 512, "margin": 8}, {"window": 24, "margin": 8}],
+    prune=[None, "visionzip", "fastv", "pyramid_drop", "sparsevlm", {"name": "dycoke", "forget": 0}],
+    name=sorted(BUILD),
+    together=2,
 )
-def test_each_layer_chooses_among_what_it_holds(prune: Any, kv: Any) -> None:
+def test_each_layer_chooses_among_what_it_holds(name: str, prune: Any, kv: Any) -> None:
     """Of a pruned prompt, and of a window, which lets go of prompt and answer. Where nothing goes and all is chosen the
     draft is the target: every token is kept."""
     narrow, kv = kv != "full" and kv["window"] == 24, kv if kv == "full" else {"name": "window", **kv}
-    count = 40 if narrow else 12
-    for name, build in BUILD.items():
-        model = build(layers=6)
-        for weight in (
-            w for n, w in model.named_parameters() if "language_model.layers" in n and w.ndim == 2
-        ):
-            weight.data *= 6  # what it says hangs on what it sees
-        inputs = prompt(name, [("text", 6), ("video", 40), ("text", 10)])
-        with mmaccel.accelerate(model, prune=prune, kv=kv):
-            plain = model.generate(**inputs, max_new_tokens=count, do_sample=False)
-        for share in (1.0, 0.3):
-            draft = SparseToDense(window=3, retention=share)
-            with mmaccel.accelerate(model, prune=prune, draft=draft, kv=kv) as fast:
-                assert torch.equal(model.generate(**inputs, max_new_tokens=count, do_sample=False), plain)
-                told = fast.report().draft
-            assert told["failed"] is None and told["proposed"] > 0
-            assert share < 1 or narrow or told["accepted"] == told["proposed"]
+    count, model = 40 if narrow else 12, BUILD[name](layers=6)
+    for weight in (w for n, w in model.named_parameters() if "language_model.layers" in n and w.ndim == 2):
+        weight.data *= 6  # what it says hangs on what it sees
+    inputs = prompt(name, [("text", 6), ("video", 40), ("text", 10)])
+    with mmaccel.accelerate(model, prune=prune, kv=kv):
+        plain = model.generate(**inputs, max_new_tokens=count, do_sample=False)
+    for share in (1.0, 0.3):
+        draft = SparseToDense(window=3, retention=share)
+        with mmaccel.accelerate(model, prune=prune, draft=draft, kv=kv) as fast:
+            assert torch.equal(model.generate(**inputs, max_new_tokens=count, do_sample=False), plain)
+            told = fast.report().draft
+        assert told["failed"] is None and told["proposed"] > 0
+        assert share < 1 or narrow or told["accepted"] == told["proposed"]
 
 
 def test_of_a_window_the_draft_takes_what_is_in_reach() -> None:

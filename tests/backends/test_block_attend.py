@@ -21,8 +21,19 @@ from mmaccel.core.prefill.sparse import attend_plan
 from mmaccel.policies.sparse import AShape, Grid
 from tests.spies import Largest, heard, product
 
-from .oracle import budget, check, draw, drawn, log_sum_exp, masked
-from .plans import PATTERNS, full_plan, pattern_plan, random_plan, with_extras
+from .oracle import (
+    PATTERNS,
+    budget,
+    check,
+    draw,
+    drawn,
+    full_plan,
+    log_sum_exp,
+    masked,
+    pattern_plan,
+    random_plan,
+    with_extras,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

@@ -11,8 +11,7 @@ from mmaccel.backends.measure import bench
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.prefill.sparse import attend_plan
 
-from .oracle import budget, drawn
-from .plans import PATTERNS, SCENE, pattern_plan
+from .oracle import PATTERNS, SCENE, budget, drawn, pattern_plan
 from .test_block_attend import rules
 
 pytestmark = pytest.mark.gpu

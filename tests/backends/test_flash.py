@@ -32,8 +32,7 @@ from tests.policies.sparse.test_plans import NoReads
 from tests.spies import Ops, product
 
 from .flash_cases import check, recorded, written_out
-from .oracle import budget, draw, drawn, flat, masked
-from .plans import PATTERNS, SCENE, random_plan, with_extras
+from .oracle import PATTERNS, SCENE, budget, draw, drawn, flat, masked, random_plan, with_extras
 
 ALONE = Scene(SCENE.sequences[:1], 0, 4, 2, 16)
 """One sequence, of its own length."""

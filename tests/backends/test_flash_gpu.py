@@ -15,8 +15,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.policies.sparse import AShape
 from tests.policies.sparse.scenes import Scene
 
-from .oracle import budget, check, draw, drawn
-from .plans import PATTERNS, SCENE, random_plan
+from .oracle import PATTERNS, SCENE, budget, check, draw, drawn, random_plan
 
 WHY = flash.unusable(torch.device("cuda"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY is not None, reason=WHY or "it runs here")]

@@ -22,8 +22,7 @@ from mmaccel.core.prefill.plan import FAR, AttentionPlan, pad_rows, span_by_rang
 from mmaccel.policies.sparse import AShape
 
 from .flash_cases import check, recorded
-from .oracle import draw, drawn, flat
-from .plans import PATTERNS, random_plan
+from .oracle import PATTERNS, draw, drawn, flat, random_plan
 from .test_flash import planned
 
 CUDA = torch.device("cuda")

@@ -16,7 +16,7 @@ from mmaccel.core.prefill.sparse import SparsePattern, attend_plan
 from mmaccel.policies.sparse import AShape, BlockTopK, Boundary2D, Grid, QBoundary, VerticalSlash
 from tests.policies.sparse.scenes import Scene, sequence
 
-from .plans import TABLES, joint_plan, random_plan
+from .oracle import TABLES, joint_plan, random_plan
 from .triton_cases import block_attend, check, draw
 
 HOPPER = operators.why_not("hopper", torch.device("cuda")) is None

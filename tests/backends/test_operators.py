@@ -27,8 +27,7 @@ from mmaccel.policies.sparse.grid import TokensByStrideClass
 from mmaccel.policies.sparse.orders import LayerInputs
 from tests.policies.sparse.scenes import Scene, sequence
 
-from .oracle import flat
-from .plans import pattern_plan
+from .oracle import flat, pattern_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 Call = tuple[str, Any, tuple[Any, ...]]

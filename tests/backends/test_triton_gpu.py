@@ -12,8 +12,7 @@ from mmaccel.policies.sparse import AShape
 from tests.policies.sparse.scenes import Scene, sequence
 
 from .interpreted import GPU
-from .oracle import flat
-from .plans import random_plan
+from .oracle import flat, random_plan
 from .triton_cases import *  # noqa: F403 - every case runs here as well
 from .triton_cases import block_attend, check, draw
 

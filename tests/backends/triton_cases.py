@@ -32,8 +32,7 @@ from tests.policies.sparse.test_contract import CASES, HEADS, small
 
 from . import oracle
 from .interpreted import DEVICE, DTYPES, INTERPRETED, some
-from .oracle import budget, draw, flat
-from .plans import full_plan, random_plan, with_extras
+from .oracle import budget, draw, flat, full_plan, random_plan, with_extras
 
 SCENE = Scene(
     (

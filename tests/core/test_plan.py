@@ -23,8 +23,7 @@ from mmaccel.core.prefill.plan import (
 )
 from mmaccel.core.prefill.sparse import attend_plan, merge, parts_to_launch
 from mmaccel.core.recipe import Recipe
-from tests.backends.oracle import draw, log_sum_exp, masked
-from tests.backends.plans import random_plan
+from tests.backends.oracle import draw, log_sum_exp, masked, random_plan
 
 BLOCK = 4
 

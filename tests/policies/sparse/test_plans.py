@@ -25,8 +25,7 @@ from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan, parts_to_launch
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse.estimate import LastQueryAttention
-from tests.backends.oracle import budget
-from tests.backends.plans import random_plan, with_extras
+from tests.backends.oracle import budget, random_plan, with_extras
 from tests.spies import product
 
 from .scenes import Scene, scenes, sequence

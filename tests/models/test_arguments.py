@@ -86,7 +86,7 @@ GENERATE: dict[str, dict[str, Any] | Callable[[Any, dict[str, Any]], dict[str, A
     "stopping_criteria": {"stopping_criteria": [Short(LENGTH)]},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(50, 60))},
     "synced_gpus": {"synced_gpus": False},
-    "assistant_model": lambda model, call: {"assistant_model": call["another"]},
+    "assistant_model": lambda model, call: {"assistant_model": BUILD["llava"](seed=1)},
     "streamer": {"streamer": Record()},
     "negative_prompt_ids": {"negative_prompt_ids": torch.tensor([[3, 4, 5]])},
     "negative_prompt_attention_mask": {"negative_prompt_attention_mask": torch.ones(1, 3, dtype=torch.long)},
@@ -254,6 +254,16 @@ def models():
         handle.detach()
 
 
+def call_of_generate():
+    return {**prompt("llava", PROMPTS["video"]), "max_new_tokens": 5, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def second(models):
+    """The second token of the plain answer."""
+    return int(models["llava"]["plain"].generate(**call_of_generate())[0, -4])
+
+
 def test_each_argument_has_its_row():
     known = set().union(*map(of_forward, CLASSES))
     assert of_generate() <= set(GENERATE), "give the new arguments of generate a case"
@@ -307,11 +317,9 @@ def in_turn(name):
 )
 @pytest.mark.parametrize("name", [name for name in GENERATE if name in of_generate()])
 @pytest.mark.filterwarnings("ignore")
-def test_generate(models, name, every):
-    model = models["llava"]["plain"]
-    call = {**prompt("llava", PROMPTS["video"]), "max_new_tokens": 5, "do_sample": False}
-    before = model.generate(**call)
-    facts = {**call, "second": int(before[0, -4]), "another": BUILD["llava"](seed=1)}
+def test_generate(models, second, name, every):
+    model, call = models["llava"]["plain"], call_of_generate()
+    facts = {**call, "second": second}
     made = GENERATE[name](model, facts) if callable(GENERATE[name]) else GENERATE[name]
     call = {"return_dict_in_generate": True, **call, **made}
     call = {key: value for key, value in call.items() if value is not None or key == name}

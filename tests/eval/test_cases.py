@@ -267,7 +267,15 @@ def test_markdown_tells_what_was_missed() -> None:
 
 
 @pytest.fixture
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many are asked for, and not given: on a busy machine two threads spin while they wait for each other."""
+    asked = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    return asked
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch, threads: list[int]) -> None:
     """What a step costs is told by few of them."""
     monkeypatch.setattr(table, "step_ratio", partial(step_ratio, length=16, steps=4, rounds=1))
 
@@ -290,7 +298,7 @@ def test_measuring_gives_a_line_an_entry(random_folder: Callable[[str], Path], f
 
 
 def test_steps_are_compared_by_what_they_cost_alone(
-    random_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    random_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, threads: list[int]
 ) -> None:
     """On a clock that each layer moves on by one, and that other work holds up for a third of the time."""
     small = load_model(random_folder("tiny-ov-draft"), dtype=torch.float32)
@@ -311,6 +319,7 @@ def test_steps_are_compared_by_what_they_cost_alone(
     assert depths[large] > depths[small]
     assert step_ratio(small, small, length=16, steps=12) == 1
     assert step_ratio(large, small, length=16, steps=12) == depths[large] / depths[small]
+    assert threads == [2, torch.get_num_threads()] * 2
 
 
 def _loaded(folder: Path) -> tuple[Any, Any, Any]:

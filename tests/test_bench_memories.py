@@ -317,7 +317,7 @@ def test_a_frame_waits_for_one_piece(kv: str) -> None:
 
 def test_a_crowd_is_served_or_late_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step adds streams; frames are late where they come faster than they are taken in, and a busy server refuses."""
-    some = ["--seconds", "2", "--settle", "0.5", "--every", "1", "--tokens", "4", "--before", "24"]
+    some = ["--seconds", "1.2", "--settle", "0.4", "--every", "0.6", "--tokens", "4", "--before", "24"]
     some += ["--host-gib", "64"]  # of all sessions of the process
     out = tmp_path / "rows.jsonl"
     _, one, two = ran("crowd", out, "--streams", "1", "2", "--fps", "2", *some)

@@ -250,6 +250,7 @@ def until(told: Callable[[], bool], seconds: float) -> bool:
     return told()
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_jobs_are_done_by_several_processes_and_by_this_one() -> None:
     found = [row for row in jobs.rows(begin, OPTIONS, range(8), 2) if row is not None]
     assert sorted(job for job, *_ in found) == list(range(8)) and {told for *_, told in found} == {"cpu more"}
@@ -260,6 +261,7 @@ def test_jobs_are_done_by_several_processes_and_by_this_one() -> None:
     assert not list(jobs.rows(begin, OPTIONS, [], 2))
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_a_process_that_fails_or_dies_ends_all_in_a_sentence() -> None:
     """Beside one that is at work for ever."""
     for job, told in ((-1, "ValueError: minus one"), (-2, "a process died; give fewer")):

@@ -61,6 +61,7 @@ class Family(ModelFamily):
     plain_rotary            rotary embeddings with angles ``position * inv_freq`` where `rope_type` is "default"
     rotate_function         name of the function by which attention modules apply RoPE to pairs of halves; "": other pairs
     partial_rotary          whether that is to the first dimensions of a head alone
+    adjacent_rotary         whether RoPE pairs adjacent dimensions, not the halves of what it turns
     vision_rotate_function  the same in the vision tower that `window_attention` returns
     replaced_methods        methods of the multimodal model -> what runs instead, `ours(original, *args, **kwargs)`
     tiny                    model type -> configuration of a tiny test model (`tiny.py`)
@@ -81,6 +82,7 @@ class Family(ModelFamily):
     plain_rotary: ClassVar[frozenset[str]] = frozenset()
     rotate_function: ClassVar[str] = "apply_rotary_pos_emb"
     partial_rotary: ClassVar[bool] = False
+    adjacent_rotary: ClassVar[bool] = False
     vision_rotate_function: ClassVar[str] = "apply_rotary_pos_emb_vision"
     replaced_methods: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -383,12 +385,13 @@ class Family(ModelFamily):
 
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         size = angles[0].shape[-1]
-        turned = layer_ops.apply_rope(x[..., :size], *angles)
+        turned = layer_ops.apply_rope(x[..., :size], *angles, self.adjacent_rotary)
         return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
 
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        if self.rotate_function and layer_ops.fusible(x):
-            layer_ops.rotate_(x[..., : angles[0].shape[-1]], *(angle[:, 0] for angle in angles))
+        if layer_ops.fusible(x):
+            cos, sin = (angle[:, 0] for angle in angles)
+            layer_ops.rotate_(x[..., : cos.shape[-1]], cos, sin, self.adjacent_rotary)
         else:
             x.copy_(self.apply_rope(x, angles))
 

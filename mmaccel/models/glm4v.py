@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
-from mmaccel.models.family import Family
 from mmaccel.models.prompt_layout import WIDE, ProcessorSpec, Words, timestamp
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, TOWER, VID
@@ -42,7 +41,7 @@ class Glm4V(Qwen25VL):
     decoder_layers = frozenset({"Glm4vTextDecoderLayer"})
     rms_norms = frozenset({"Glm4vRMSNorm", "Glm4vMoeRMSNorm"})
     gated_mlps = frozenset()
-    rotate_function = ""
+    rotate_function, adjacent_rotary = "", True
     stamped = True
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "glm4v": {"text_config": _TEXT, "vision_config": _VISION, **_ASIDE},
@@ -86,12 +85,6 @@ class Glm4V(Qwen25VL):
         config: Any = model.config
         return (config.image_token_id,)
 
-    def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        cos, sin = angles
-        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-        half = torch.stack((-turned[..., 1::2], turned[..., 0::2]), -1).flatten(-2)
-        return torch.cat([turned * cos + half * sin, rest], -1)
-
 
 @register("model", "glm4v_moe")
 class Glm4VMoe(Glm4V):
@@ -99,6 +92,4 @@ class Glm4VMoe(Glm4V):
 
     model_types = ("glm4v_moe",)
     decoder_layers = frozenset({"Glm4vMoeTextDecoderLayer"})
-
-    def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        return Family.apply_rope(self, x, angles)
+    adjacent_rotary = False

@@ -67,8 +67,9 @@ def test_parts_of_attention(dtype: torch.dtype, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("adjacent", [False, True])
 @pytest.mark.parametrize(("heads", "size", "batch"), [(7, 128, 1), (2, 80, 2), (1, 16, 2)])
-def test_rotation(dtype: torch.dtype, heads: int, size: int, batch: int) -> None:
+def test_rotation(dtype: torch.dtype, heads: int, size: int, batch: int, adjacent: bool) -> None:
     """Heads of other sizes than powers of two, angles shared or not, and nothing else in memory is touched.
 
     Two products and their sum are rounded; a compiler may fuse a product and the sum, which rounds once less.
@@ -78,14 +79,18 @@ def test_rotation(dtype: torch.dtype, heads: int, size: int, batch: int) -> None
     cos, sin = (torch.randn(batch, 9, size, generator=rng).to(dtype) for _ in range(2))
     x = whole[:, :, :heads].transpose(1, 2)
     turned = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
+    if adjacent:
+        turned[..., ::2], turned[..., 1::2] = -x[..., 1::2], x[..., ::2]
     first, second = x.double() * cos[:, None].double(), turned.double() * sin[:, None].double()
     unit = torch.finfo(dtype).eps / 2
     products = unit * (first.abs() + second.abs()) + torch.finfo(dtype).smallest_normal * unit * 2
     room = products + unit * ((first + second).abs() + products)
     found = whole.clone().to(DEVICE)
-    pointwise.rotate_(found[:, :, :heads].transpose(1, 2), cos.to(DEVICE), sin.to(DEVICE))
+    pointwise.rotate_(found[:, :, :heads].transpose(1, 2), cos.to(DEVICE), sin.to(DEVICE), adjacent)
+    by_torch = x.clone()
+    layer_ops.rotate_.plain(by_torch, cos, sin, adjacent)
     got = found[:, :, :heads].transpose(1, 2).cpu()
-    for said in (got, x * cos[:, None] + turned * sin[:, None]):
+    for said in (got, by_torch):
         assert bool(((said.double() - first - second).abs() <= room).all())
     assert torch.equal(found[:, :, heads].cpu(), whole[:, :, heads])
 

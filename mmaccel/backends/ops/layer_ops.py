@@ -54,25 +54,30 @@ def silu_times_(gate: Tensor, up: Tensor) -> None:
 
 
 @operator("pointwise", serves=fusible, mutates=("x",), fake=lambda: None)
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Apply RoPE (arXiv 2104.09864) to x [B, H, n, D] in place, by cos and sin [B or 1, n, D]; halves of a head are paired.
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> None:
+    """Apply RoPE (arXiv 2104.09864) to x [B, H, n, D] in place, by cos and sin [B or 1, n, D]. The halves of a head are
+    paired, or its `adjacent` numbers.
 
     cos and sin in the dtype of x round each product, as decoder layers do; float32 ones round once, as vision towers do.
     """
-    half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-    x.copy_(x * cos[:, None] + turned * sin[:, None])
+    x.copy_(x * cos[:, None] + _paired(x, adjacent) * sin[:, None])
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to a copy of `x` [..., D] by cos and sin [..., D], pairing the halves of D; by one kernel if there is one
-    for x [B, H, n, D] and angles [B or 1, 1, n, D]."""
+def _paired(x: Tensor, adjacent: bool) -> Tensor:
+    """For each number of x [..., D] the other one of its pair, negated for the first."""
+    if adjacent:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    return torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
+    """Apply RoPE to a copy of `x` [..., D] by cos and sin [..., D], with pairs as in `rotate_`; by one kernel if there is
+    one for x [B, H, n, D] and angles [B or 1, 1, n, D]."""
     shapes = x.ndim == cos.ndim == 4 and cos.shape[1] == 1
     if shapes and x.dtype == cos.dtype and fusible(x) and not torch.is_grad_enabled():
-        rotate_(x := x.clone(), cos[:, 0], sin[:, 0])
+        rotate_(x := x.clone(), cos[:, 0], sin[:, 0], adjacent)
         return x
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+    return x * cos + _paired(x, adjacent) * sin
 
 
 @operator("pointwise", serves=lambda x, inv_freq, scale, dtype: dtype in HALVES and runs_triton(x))

@@ -49,28 +49,31 @@ def _silu_times_kernel(GATE, UP, count, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["n", "x_b", "angle_b"])
 def _rotate_kernel(
     X, COS, SIN, n, x_b, x_h, x_s, angle_b, angle_s,
-    H: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ADJACENT: tl.constexpr,
 ):  # fmt: skip
-    """Apply RoPE to the H heads of one token."""
+    """Apply RoPE to the H heads of one token; pairs are ADJACENT numbers, or those HALF a head apart."""
     b, s = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     d, h = tl.arange(0, BLOCK), tl.arange(0, HEADS)
     kind = X.dtype.element_ty
     # Each product is rounded to the type of the angles, as PyTorch does.
     product = COS.dtype.element_ty
-    angle = b * angle_b + s * angle_s + d
+    APART: tl.constexpr = 1 if ADJACENT else HALF
     inside = d < HALF
+    if ADJACENT:
+        d *= 2
+    angle = b * angle_b + s * angle_s + d
     cos_1 = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
-    cos_2 = tl.load(COS + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(COS + angle + APART, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin_1 = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin_2 = tl.load(SIN + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin_2 = tl.load(SIN + angle + APART, mask=inside, other=0.0).to(tl.float32)[None, :]
     at = X + b * x_b + s * x_s + (h.to(tl.int64) * x_h)[:, None] + d[None, :]
     there = (h < H)[:, None] & inside[None, :]
     x_1 = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    x_2 = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+    x_2 = tl.load(at + APART, mask=there, other=0.0).to(tl.float32)
     first = (x_1 * cos_1).to(product).to(tl.float32) + (-x_2 * sin_1).to(product).to(tl.float32)
     second = (x_2 * cos_2).to(product).to(tl.float32) + (x_1 * sin_2).to(product).to(tl.float32)
     tl.store(at, first.to(kind), mask=there)
-    tl.store(at + HALF, second.to(kind), mask=there)
+    tl.store(at + APART, second.to(kind), mask=there)
 
 
 @triton.jit(do_not_specialize=["n", "scale"])
@@ -138,7 +141,7 @@ def silu_times_(gate, up):
         )
 
 
-def rotate_(x, cos, sin):
+def rotate_(x, cos, sin, adjacent=False):
     """Launch `ops.layer_ops.rotate_`: RoPE on x [B, H, n, D] in place; raises `ValueError` unless the last dimension of `x`
     is dense."""
     B, H, n, D = x.shape
@@ -149,7 +152,7 @@ def rotate_(x, cos, sin):
         _rotate_kernel[(n, B)](
             x, cos, sin, n, *row_strides(x), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
             H=H, HALF=D // 2, HEADS=triton.next_power_of_2(H), BLOCK=triton.next_power_of_2(D // 2),
-            num_warps=4 if H * D > 2048 else 1,
+            ADJACENT=adjacent, num_warps=4 if H * D > 2048 else 1,
         )  # fmt: skip
 
 

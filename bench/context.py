@@ -48,7 +48,7 @@ def built(options: argparse.Namespace) -> Any:
     if options.shrink > 1:
         return mmaccel.load_model("tiny-qwen")
     vision = None if options.way == "pixels" else 1
-    return shapes.build(options.model, options.layers, vision, device=options.device)
+    return shapes.build_model(options.model, options.layers, vision, device=options.device)
 
 
 def sharded(options: argparse.Namespace) -> Any:
@@ -60,7 +60,7 @@ def sharded(options: argparse.Namespace) -> Any:
     kind = torch.float32 if small else torch.bfloat16
     folder = Path(tempfile.gettempdir(), f"hollow-{options.model}")
     if options.rank == 0:
-        config = built(options).config if small else shapes.config(options.model, options.layers, 1)
+        config = built(options).config if small else shapes.model_config(options.model, options.layers, 1)
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config, dtype=kind)
         end, header = 0, dict[str, Any]({"__metadata__": {"format": "pt"}})

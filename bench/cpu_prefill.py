@@ -104,7 +104,7 @@ def timings(name: str, options: argparse.Namespace, log: Log, film: Film) -> Non
 def stock(name: str, options: argparse.Namespace, log: Log, film: Film) -> None:
     device = options.device
     if name in shapes.SHAPES:
-        model, inputs = shapes.build(name, device=device), question(name, options.tokens, device)
+        model, inputs = shapes.build_model(name, device=device), question(name, options.tokens, device)
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.video_token_id).int() * 2
     else:
         model = mmaccel.load_model(name, torch.float32, device)

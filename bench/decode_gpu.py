@@ -206,7 +206,7 @@ def lossy_part(bench: Bench) -> Iterator[Step]:
     def under(name: str | None) -> Callable[[argparse.Namespace, Log], None]:
         def run(options: argparse.Namespace, log: Log) -> None:
             if not models:
-                models.append(shapes.build(given.target, device=given.device, **build))
+                models.append(shapes.build_model(given.target, device=given.device, **build))
             inputs = replayed.question(given.target, bench.columns, given.device)
             row = read_under(models[0], name, inputs, bench.device, given.repeats)
             tell(log, case="lossy", shape=given.target, prune=name or "none", **row)

@@ -43,7 +43,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shapes
 from mmaccel.models.letters import CharProcessor
-from mmaccel.models.tiny import WORDS, Sampler
+from mmaccel.models.tiny import WORDS, TinyModels
 
 BASE = "qwen2.5-vl-7b"
 OTHERS = ("qwen3-vl-8b", "qwen3.5-9b", "internvl3.5-8b", "glm-4.1v-9b")
@@ -86,10 +86,10 @@ class Built:
             torch.cuda.empty_cache()
         self.rate = self.rate or answer.memory_bandwidth(options.device, 1 << (31 if cuda else 24))
         if options.shrink > 1:
-            outline = shapes.build(name, 1, 1, device="meta")
-            self.model = Sampler(adapter_for(outline), type(outline)).model().to(options.device)
+            outline = shapes.build_model(name, 1, 1, device="meta")
+            self.model = TinyModels(adapter_for(outline), type(outline)).model().to(options.device)
         else:
-            self.model = shapes.build(name, vision_layers=1, device=options.device)
+            self.model = shapes.build_model(name, vision_layers=1, device=options.device)
         self.name = name
         return self.model
 

@@ -41,7 +41,7 @@ from scenes import build
 import mmaccel
 from mmaccel.core.decoding import replay
 from mmaccel.core.report import Meter
-from mmaccel.core.rows import environment
+from mmaccel.core.rows import measurement_conditions
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.core.streams.parts import FairLock
@@ -371,7 +371,7 @@ def main() -> None:
         print("  ".join(f"{k} {v}" for k, v in told if k not in ("alone", "frame", "largest")), flush=True)
         if args.out:
             with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row | environment(args.device)) + "\n")
+                file.write(json.dumps(row | measurement_conditions(args.device)) + "\n")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ import system_table
 from timing import Log, read_rows, write_rows
 
 from mmaccel import load_model, load_processor
-from mmaccel.core.recipe import fields_of
+from mmaccel.core.recipe import read_recipe_fields
 from mmaccel.core.rows import write_atomically
 from mmaccel_lab.cli.stream import memory_of
 from mmaccel_lab.eval.purity import Clustering
@@ -73,7 +73,7 @@ def _clusters(label: str, **fields: Any) -> Memory:
     return _mosaic(label, index={"name": "clusters", **fields})
 
 
-PAPER = {name: value for name, value in fields_of("mosaic-paper")["kv"].items() if name != "name"}
+PAPER = {name: value for name, value in read_recipe_fields("mosaic-paper")["kv"].items() if name != "name"}
 """Fields of the preset of the paper."""
 OFF = 0.9
 HAPPENS = ("recalled", "host_bytes_in", "eager_splits", "deferred", "singletons", "resolved")

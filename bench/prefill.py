@@ -116,13 +116,13 @@ class Prompt:
 
     def call(self, fast: mmaccel.Accelerated) -> Callable[[], None]:
         """The same under a recipe that is attached."""
-        from mmaccel.models.attention import cache_of
+        from mmaccel.models.attention import wrap_kv_cache
         from mmaccel.models.hf import NOTE, ForwardPassInfo
 
         text = fast.adapter.text(self.model)
 
         def run() -> None:
-            cache = cache_of(self.model, self.family, fast.open_state())
+            cache = wrap_kv_cache(self.model, self.family, fast.open_state())
             note = ForwardPassInfo(layout=self.layout, last_only=True)
             told = {NOTE: note, "past_key_values": cache, "use_cache": True}
             with torch.no_grad():
@@ -148,7 +148,7 @@ def shape(options: argparse.Namespace, layers: int | None = None) -> nn.Module:
     """The model; under `--shrink` a thin one of the same family."""
     if options.shrink > 1:
         return mmaccel.load_model("tiny-qwen")
-    return shapes.build(SHAPE, layers=layers, vision_layers=1, device=options.device)
+    return shapes.build_model(SHAPE, layers=layers, vision_layers=1, device=options.device)
 
 
 def timed_prefill(
@@ -263,7 +263,9 @@ def vision_step(name: str, tokens: int, seconds: float, ways: Sequence[str], siz
     def run(options: argparse.Namespace, log: Log) -> None:
         small = options.shrink > 1
         model = (
-            mmaccel.load_model("tiny-qwen") if small else shapes.build(SHAPE, layers=1, device=options.device)
+            mmaccel.load_model("tiny-qwen")
+            if small
+            else shapes.build_model(SHAPE, layers=1, device=options.device)
         )
         tower = model.config.vision_config
         each = math.prod(size) // tower.spatial_merge_size**2

@@ -36,12 +36,12 @@ from timing import Log
 import mmaccel
 from mmaccel.backends.select import Store
 from mmaccel.core import costs
-from mmaccel.core.rates import Device, MeasuredOverhead
+from mmaccel.core.rates import DeviceRates, MeasuredOverhead
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import rehearsal, shapes
 from mmaccel.models.processor import Processor
-from mmaccel.models.recommend import SIZE, device_of, sizes_of
-from mmaccel.models.rehearsal import with_measured_surplus
+from mmaccel.models.recommend import SIZE, device_rates_of, model_sizes_of
+from mmaccel.models.rehearsal import with_measured_overheads
 from mmaccel_lab.tiny.tokenizer import build_tokenizer
 from mmaccel_lab.world import vocabulary
 
@@ -58,7 +58,7 @@ HELD: dict[str, tuple[Any, Any]] = {}
 
 
 FOLDER = Path(tempfile.mkdtemp())
-STORE = Store(FOLDER / "rates.json", Device.from_dict)
+STORE = Store(FOLDER / "rates.json", DeviceRates.from_dict)
 SESSIONS = Store(FOLDER / "sessions.json", MeasuredOverhead.from_dict)
 
 
@@ -84,7 +84,7 @@ def build(shape: str, device: str) -> tuple[Any, Any]:
             model: Any = mmaccel.load_model(name, dtype=torch.float32)
             processor = stock
         else:
-            model = shapes.build(shape, device=device)
+            model = shapes.build_model(shape, device=device)
             kind, settings, extra = model.config.model_type, stock.video.to_dict(), dict(stock.extra)
             if kind == "llava_onevision":
                 settings["size"], extra["num_image_tokens"] = {"height": 384, "width": 384}, 729
@@ -114,9 +114,10 @@ Parts = dict[str, float]
 def run(
     model: Any, processor: Any, recipe: Recipe, film: torch.Tensor, work: costs.Workload
 ) -> tuple[float, Parts]:
-    """The film and all its questions, as `costs.cost` takes them; gives the tokens that a step of the target gave."""
+    """The film and all its questions, as `costs.predict_cost` takes them; gives the tokens that a step of the target
+    gave."""
     clock = time.perf_counter if model.device.type == "cuda" else time.process_time
-    taken = rehearsal.run_measured(model, processor, recipe, film, work, QUESTION, RATE, clock)
+    taken = rehearsal.run_timed(model, processor, recipe, film, work, QUESTION, RATE, clock)
     question, token = (statistics.median(some) for some in zip(*taken.asked, strict=True))
     if not costs.needs_session(recipe, work):
         return taken.step_tokens, {"read_s": taken.read_s, "token_s": token}
@@ -137,11 +138,13 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
     else:
         HELD.pop(SMALL_OV, None)
     size = (112, 112) if options.device == "cpu" else SIZE
-    sizes = sizes_of(model, size, processor=processor)
-    other = None if draft is None else sizes_of(draft, size, processor=reader)
+    sizes = model_sizes_of(model, size, processor=processor)
+    other = None if draft is None else model_sizes_of(draft, size, processor=reader)
     cuda = options.device != "cpu"
     place = torch.device(options.device)
-    device = device_of(options.device, sizes, **({} if cuda else {"bench": cpu_seconds, "store": STORE}))
+    device = device_rates_of(
+        options.device, sizes, **({} if cuda else {"bench": cpu_seconds, "store": STORE})
+    )
     memory = int(options.memory * 1e9) if cuda else device.memory
     frames = int(minutes * 60 * RATE / options.shrink)
     asked: dict[str, int] = dict(questions=questions, answer=TOKENS, memory=memory, host=int(1e12))
@@ -149,7 +152,7 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
     if not options.kernels:
         how: dict[str, Any] = {} if cuda else {"clock": time.process_time, "store": SESSIONS}
         how |= {"processor": processor, "say": partial(print, flush=True)}
-        device = with_measured_surplus(device, place, sizes, model, size, [recipe], work, **how)
+        device = with_measured_overheads(device, place, sizes, model, size, [recipe], work, **how)
     if cuda:
         torch.cuda.set_per_process_memory_fraction(
             memory / torch.cuda.get_device_properties(place).total_memory
@@ -177,7 +180,7 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
         with held:
             run(model, processor, recipe, film, work)
         peak = held.most
-    cost = costs.cost(recipe, sizes, replace(work, step_tokens=gave), device, other)
+    cost = costs.predict_cost(recipe, sizes, replace(work, step_tokens=gave), device, other)
     errors = cost.total_s / seconds - 1, cost.device_bytes / peak - 1
     log.row(
         case="recommend", model=TINY[shape] if not cuda else shape, frames=frames, questions=questions, preset=preset,

@@ -33,7 +33,7 @@ from mmaccel.core.decoding.worker import READY, MessageSocket, Worker
 from mmaccel.models import decode as decoding
 from mmaccel.models import prompt_stream, runner, shapes
 from mmaccel.models import step as steps
-from mmaccel.models.attention import cache_of
+from mmaccel.models.attention import wrap_kv_cache
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.together import BatchedDecodeSteps
@@ -108,7 +108,7 @@ def verdicts(count: int, keep: float, dice: torch.Generator) -> Tensor:
 def model_of(shape: str, device: str, layers: int | None = None, devices: Sequence[str] = ()) -> nn.Module:
     """A model of a shape in bfloat16, random weights, with one layer of vision; `devices` to spread its layers over."""
     more: dict[str, Any] = {"devices": devices} if devices else {"device": device}
-    return shapes.build(shape, layers=layers, vision_layers=1, dtype=torch.bfloat16, **more)
+    return shapes.build_model(shape, layers=layers, vision_layers=1, dtype=torch.bfloat16, **more)
 
 
 def after(
@@ -117,7 +117,7 @@ def after(
     """`model` at work after `columns` assumed columns of `count` sequences: its cache is filled with small numbers. `rows`:
     of captured steps; None: the usual ones, where the model's layers admit them."""
     family: Any = adapter_for(model)
-    shape, cache = family.geometry(model), cache_of(model, family)
+    shape, cache = family.geometry(model), wrap_kv_cache(model, family)
     size = (count, shape.kv_heads, columns, shape.head_dim)
     for layer in family.attentions(model):
         like = next(layer.parameters())
@@ -175,7 +175,7 @@ def wait(device: torch.device) -> None:
 
 def question(shape: Any, tokens: int, device: str) -> dict[str, Tensor]:
     """A prompt for a shape or config: text around a video of about `tokens` tokens, 196 a frame (of Qwen: a step of two)."""
-    conf = shapes.config(shape) if isinstance(shape, str) else shape
+    conf = shapes.model_config(shape) if isinstance(shape, str) else shape
     steps = max(1, tokens // 196)
     vision, qwen = conf.vision_config, conf.model_type == "qwen2_5_vl"
     count, mark = (steps * 196, conf.video_token_id) if qwen else (steps * 196 + 1, conf.video_token_index)

@@ -48,7 +48,7 @@ def build(
             "tiny-ov", dtype=torch.float32, device=None if devices else device, devices=devices
         )
         return model, mmaccel.load_processor("tiny-ov")
-    model = shapes.build(shape, device=device, devices=devices)
+    model = shapes.build_model(shape, device=device, devices=devices)
     stock = mmaccel.load_processor("tiny-ov")
     settings = {**stock.video.to_dict(), "size": {"height": SIDE, "width": SIDE}}
     processor = Processor(

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import Log
 
 import mmaccel
-from mmaccel.core.streams.standing import Change
+from mmaccel.core.streams.standing import AnswerChange
 from mmaccel.models.shipped import CAPTION_REQUEST
 from mmaccel_lab.world import World, render
 
@@ -82,7 +82,7 @@ def watched(parts: tuple[Any, Any], kv: Any, world: World, every: float, last: f
         made.question, session.ask = timed(question, words), timed(ask, asks)  # type: ignore[method-assign]
 
         def note(shape: str) -> Any:
-            def call(change: Change) -> None:
+            def call(change: AnswerChange) -> None:
                 told[shape].append(change.seconds)
 
             return call

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mmaccel.core.rows import JsonlFile, environment, read_rows, write_atomically
+from mmaccel.core.rows import JsonlFile, measurement_conditions, read_rows, write_atomically
 
-__all__ = ["Log", "Times", "compare", "environment", "measure", "read_rows", "told", "write_rows"]
+__all__ = ["Log", "Times", "compare", "measure", "measurement_conditions", "read_rows", "told", "write_rows"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Log:
     def __init__(self, path: str | Path, device: torch.device | str = "cpu") -> None:
         self.path = Path(path)
         self._rows = JsonlFile(self.path)
-        self._rows.add({"environment": environment(device)})
+        self._rows.add({"environment": measurement_conditions(device)})
 
     def row(self, **fields: Any) -> None:
         """One result."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def figure(width: float, height: float) -> Figure:
+def create_figure(width: float, height: float) -> Figure:
     """An empty matplotlib figure of this size in inches. Raises `MmaccelError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
@@ -20,7 +20,7 @@ def figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(drawn: Figure, path: Path) -> None:
+def save_figure(drawn: Figure, path: Path) -> None:
     """Write a figure to `path`, in the format of its suffix. Raises `MmaccelError` for a format that matplotlib lacks."""
     told = f"{path}: the picture cannot be written so; end the name in .svg, .png or .pdf."
     if not path.suffix:

@@ -134,7 +134,7 @@ class Mmaccel(lmms):
     def _piece(self, task: str, part: Any) -> dict[str, Any]:
         """A piece of a message, its video read."""
         from mmaccel.media.reader import video_metadata
-        from mmaccel.models.taking import sample
+        from mmaccel.models.taking import read_sampled
 
         if part.type == "text":
             return {"type": "text", "text": part.text}
@@ -151,7 +151,9 @@ class Mmaccel(lmms):
             return {"type": "image", "image": url}
         frames = None if self._frames is None else min(self._frames, video_metadata(url)[0] or self._frames)
         span = {"start": part.start_time, "stop": part.end_time}
-        video = sample(self._processor, url, fps=self._fps, frames=frames, faster=self._fps is None, **span)
+        video = read_sampled(
+            self._processor, url, fps=self._fps, frames=frames, faster=self._fps is None, **span
+        )
         return {"type": "video", "video": video}
 
     def _tell(self) -> None:

@@ -19,6 +19,7 @@ from mmaccel.cli.answer import Answer, prompt_inputs
 from mmaccel.cli.answer import ask as answer
 from mmaccel.cli.choices import MAX_FRAMES, Device, Draft, Dtype, Fps, Frames, Json, Longest, Model, Timeout
 from mmaccel.cli.console import (
+    describe_cut_off,
     format_number,
     group_table_columns,
     out,
@@ -26,7 +27,6 @@ from mmaccel.cli.console import (
     print_json,
     progress_bars,
     size,
-    why_cut_off,
 )
 from mmaccel.cli.report import Page, check_report_path, write_html_page
 from mmaccel.core.attach import adapter_for
@@ -104,10 +104,10 @@ def ask(
             )
         chosen = {"dense": dense, **chosen}
     for one in chosen.values():
-        choices.check(one, model, device)
+        choices.check_recipe_on_model(one, model, device)
     processor = choices.load_supported_processor(model)
     with progress_bars() as progress:
-        load, first = partial(choices.load, model, device, dtype), next(iter(chosen.values()))
+        load, first = partial(choices.load_cli_model, model, device, dtype), next(iter(chosen.values()))
         how = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
         loaded, seen = choices.load_model_and_video(load, first, video, processor, progress, **how)
         answers, tokens = answer_with_each_recipe(
@@ -149,7 +149,7 @@ def answer_with_each_recipe(
     for name, recipe in recipes.items():
         with (
             _layers(model, recipe, progress, max_new_tokens) as streamer,
-            choices.attach(model, recipe, progress) as fast,
+            choices.attach_recipe(model, recipe, progress) as fast,
         ):
             found[name] = answer(fast, processor, inputs, max_new_tokens=max_new_tokens, streamer=streamer)
     return found, candidate_columns(adapter_for(model).layout(model, inputs)).numel()
@@ -229,7 +229,7 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
     peak = "peak memory" if str(facts["device"]).startswith("cuda") else "peak memory (process so far)"
     rows: Sequence[tuple[str, Any]] = (
         ("answer", lambda a: a.text or "(nothing)"),
-        ("ends", lambda a: why_cut_off(a.finish_reason, a.report.new_tokens)),
+        ("ends", lambda a: describe_cut_off(a.finish_reason, a.report.new_tokens)),
         ("first token", lambda a: format_number(a.report.ttft_s, ".2f", " s")),
         ("decode", lambda a: describe_decoding(a.report.new_tokens, a.report.tokens_per_s)),
         ("pairs computed", lambda a: format_attention_share(a.report.kept)),

@@ -11,7 +11,7 @@ from typer import Argument, Option
 from mmaccel.cli import answer, choices
 from mmaccel.cli.answer import RoundingCheck
 from mmaccel.cli.choices import Device, Draft, Dtype, Fps, Frames, Json, Model, Timeout
-from mmaccel.cli.console import format_number, out, plural, print_json, progress_bars, why_cut_off
+from mmaccel.cli.console import describe_cut_off, format_number, out, plural, print_json, progress_bars
 from mmaccel.core.attach import accelerate
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import RecipeError
@@ -39,10 +39,10 @@ def caption(
     chosen = choices.load_recipe(recipe, draft)
     if not chosen.draft.active:
         raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")
-    choices.check(chosen, model, device)
+    choices.check_recipe_on_model(chosen, model, device)
     processor = choices.load_supported_processor(model)
     with progress_bars() as progress:
-        load = partial(choices.load, model, device, dtype)
+        load = partial(choices.load_cli_model, model, device, dtype)
         how = {"fps": fps, "frames": frames, "timeout": timeout}
         loaded, seen = choices.load_model_and_video(load, chosen, video, processor, progress, **how)
     text = {"type": "text", "text": request or CAPTION_REQUEST}
@@ -50,7 +50,7 @@ def caption(
     show = (lambda piece: None) if as_json else partial(print, end="", flush=True)
     streamer = TextStreamer(processor.decode, (), show, Deadline())
     with progress_bars() as progress:
-        drafting = choices.attach(loaded, chosen, progress)
+        drafting = choices.attach_recipe(loaded, chosen, progress)
     with drafting as fast:
         run = answer.generate(fast, inputs, max_new_tokens=max_new_tokens, streamer=streamer)
     show("\n")
@@ -119,7 +119,7 @@ def _figure_lines(
             f"{1e3 * counters['target_step_s']:.1f} ms, a draft step {1e3 * counters['draft_step_s']:.1f} ms"
         )
     found += [f"the draft: {note}" for note in told["notes"]]
-    if cut := why_cut_off(facts["finish_reason"], told["tokens"]):
+    if cut := describe_cut_off(facts["finish_reason"], told["tokens"]):
         found.insert(0, f"the description is {cut}")
     if told["failed"] is not None:
         found.append(f"the draft stopped, and the model went on alone: {told['failed']}")

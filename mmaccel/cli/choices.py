@@ -20,7 +20,13 @@ from mmaccel.cli.console import add_bar, plural, remark
 from mmaccel.core.attach import Accelerated, accelerate, family_of
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, VideoError, VideoStalled, VideoWarning
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.recipe import Recipe, fields_of, list_recipes, recipe_file_extensions, stream_policy
+from mmaccel.core.recipe import (
+    Recipe,
+    list_recipes,
+    read_recipe_fields,
+    recipe_file_extensions,
+    stream_policy,
+)
 from mmaccel.core.registry import registry
 from mmaccel.core.streams.session_io import load_model_dtype
 from mmaccel.core.streams.sources import StreamEvent, clips_with_reconnect
@@ -35,14 +41,14 @@ READ_OPTIONS = {"fps": "--fps", "frames": "--frames", "max_frames": "--max-frame
 """The options of a command that give arguments of `media.read`."""
 
 
-def available_device(device: str) -> str:
+def choose_device(device: str) -> str:
     """An available device; "auto" is the first CUDA device, or else the CPU."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return str(loading.check_device(device, "--device"))
 
 
-def dtype(name: str) -> str:
+def check_dtype(name: str) -> str:
     """Check a dtype's name; raises `UnknownName` for an unknown one."""
     if name not in DTYPES:
         raise UnknownName("dtype", name, DTYPES)
@@ -51,8 +57,8 @@ def dtype(name: str) -> str:
 
 Model = Annotated[str, Option(help="A shipped model's name, a folder, or a hub name.")]
 DEVICES, TYPES = "auto, cpu, cuda or cuda:N.", "auto, float32, bfloat16 or float16."
-Device = Annotated[str, Option(callback=available_device, help=DEVICES)]
-Dtype = Annotated[str, Option(callback=dtype, help=TYPES)]
+Device = Annotated[str, Option(callback=choose_device, help=DEVICES)]
+Dtype = Annotated[str, Option(callback=check_dtype, help=TYPES)]
 Draft = Annotated[str | None, Option(help="Folder or name of the draft model.")]
 Json = Annotated[bool, Option("--json", help="One JSON object on standard output, nothing else.")]
 Fps = Annotated[float | None, Option(help="Frames a second to look at.")]
@@ -82,7 +88,7 @@ def load_recipe(text: str, draft: str | None = None) -> Recipe:
 
     `draft` names the model of a draft strategy that takes one; if the recipe has no draft, it turns on sequential drafting.
     """
-    fields = fields_of(text)
+    fields = read_recipe_fields(text)
     if draft is None:
         return Recipe.load(fields)
     wanted = fields.get("draft")
@@ -154,7 +160,7 @@ def load_stream_recipe(text: str) -> Recipe:
     return found
 
 
-def check(recipe: Recipe, model: str, device: str) -> None:
+def check_recipe_on_model(recipe: Recipe, model: str, device: str) -> None:
     """Raise `RecipeError` if `recipe` cannot run prompts of `model` on `device`; loads no weights."""
     if recipe.backend != "auto":
         select.get(recipe.backend, device)
@@ -168,7 +174,7 @@ def load_supported_processor(model: str) -> Any:
     return found
 
 
-def load(model: str, device: str, dtype: str, saved: Path | None = None) -> nn.Module:
+def load_cli_model(model: str, device: str, dtype: str, saved: Path | None = None) -> nn.Module:
     """Load a model on a device, in a dtype ("auto": that of the session `saved`, or else float32 on CPU and the checkpoint's
     own on others). Raises `ModelError` for another dtype than that of `saved`."""
     if saved is not None and (own := load_model_dtype(saved)) in DTYPES:
@@ -182,7 +188,7 @@ def load(model: str, device: str, dtype: str, saved: Path | None = None) -> nn.M
     return loading.load_model(model, "auto" if dtype == "auto" else getattr(torch, dtype), device)
 
 
-def attach(model: nn.Module, recipe: Recipe, progress: Progress) -> Accelerated:
+def attach_recipe(model: nn.Module, recipe: Recipe, progress: Progress) -> Accelerated:
     """Accelerate the model by a recipe; shows a progress bar while a draft model loads or its process starts."""
     task = progress.add_task("draft", total=1, unit="started", visible=recipe.draft.active)
     try:
@@ -205,7 +211,7 @@ def read_video(
 ) -> Video:
     """Read the frames for a model: as asked ("auto": as many as `model` can hold under `recipe`), or by its default
     `Budget`."""
-    from mmaccel.models.taking import most_frames, sample
+    from mmaccel.models.taking import max_frames_that_fit, read_sampled
 
     if frames is not None and (fps is not None or max_frames is not None):
         raise VideoError(
@@ -215,11 +221,11 @@ def read_video(
         max_frames = MAX_FRAMES
     if frames == "auto":
         assert model is not None
-        frames, told = most_frames(processor, model, path, recipe)
+        frames, told = max_frames_that_fit(processor, model, path, recipe)
         remark(told.replace("frames='auto'", "--frames auto"))
     how: dict[str, Any] = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
     with name_options_in_errors():
-        return sample(
+        return read_sampled(
             processor, path, **how, faster=fps is None, progress=add_bar(progress, "decode", "frames")
         )
 
@@ -247,7 +253,7 @@ def name_options_in_errors() -> Iterator[None]:
         warnings.warn(told, one.category, stacklevel=3)
 
 
-def frame_rate_text(fps: float, own: float | None) -> str:
+def format_frame_rate(fps: float, own: float | None) -> str:
     """Return the line that tells how many frames per second are read; `own` is the source's mean rate, None if unknown."""
     if own is not None and fps > 1.001 * own:
         return (
@@ -299,7 +305,7 @@ def clips_until_stall(
                         f"of {video}; give no more."
                     )
                 if not quiet:
-                    remark(frame_rate_text(fps, own))
+                    remark(format_frame_rate(fps, own))
             begun = True
             yield part
     except VideoError as error:

@@ -147,7 +147,7 @@ def add_bar(
     return update
 
 
-def bar_callback(progress: Progress, unit: str = "frames") -> Callable[[str, int, int | None], None]:
+def progress_bar_callback(progress: Progress, unit: str = "frames") -> Callable[[str, int, int | None], None]:
     """Return a callback ``(name, done, total)`` that shows a progress bar for each name until it is complete."""
     tasks: dict[str, Any] = {}
 
@@ -174,7 +174,7 @@ def format_number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def why_cut_off(reason: str, tokens: int) -> str:
+def describe_cut_off(reason: str, tokens: int) -> str:
     """Why an answer of `tokens` tokens was cut off, as text; "" if the model ended it. See `Answer.finish_reason`."""
     return {
         "length": f"cut off at {plural(tokens, 'token')} (--max-new-tokens)",

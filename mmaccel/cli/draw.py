@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Fps, Model
-from mmaccel.cli.console import bar_callback, plural, progress_bars, say
+from mmaccel.cli.console import plural, progress_bar_callback, progress_bars, say
 from mmaccel.cli.search import Most, Texts, Videos, build_sample_prompt, check_videos
 from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, shown
@@ -21,10 +21,10 @@ from mmaccel.core.files import outside
 from mmaccel.core.recipe import stream_policy
 from mmaccel.core.registry import registry
 from mmaccel.core.streams.session import VideoSession
-from mmaccel.core.streams.session_io import load_recipe
-from mmaccel.figure import figure, save
-from mmaccel.models.loading import from_config
-from mmaccel.policies.sparse.per_head import read_table
+from mmaccel.core.streams.session_io import saved_recipe
+from mmaccel.figure import create_figure, save_figure
+from mmaccel.models.loading import config_only_view
+from mmaccel.policies.sparse.per_head import read_head_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,37 +88,39 @@ def draw_pictures(
         layers, title = ([], "") if is_pattern else _named(what)
         if not output.parent.is_dir():
             raise RecipeError(f"--out: the folder {output.parent} does not exist; create it first.")
-        save(draw_pattern_plan(what) if is_pattern else draw_head_pattern_map(layers, title), output)
+        save_figure(draw_pattern_plan(what) if is_pattern else draw_head_pattern_map(layers, title), output)
         say(str(output))
         if is_pattern:
             say(f"for so short a prompt, in place of the (default): {demo_field_differences(what)}")
         return
-    figure(1, 1)  # says at once where matplotlib is missing
+    create_figure(1, 1)  # says at once where matplotlib is missing
     if output.exists() and not output.is_dir():
         raise RecipeError(f"--out: {output} is a file; give a folder for the pictures.")
     if is_session:
-        stream_policy(load_recipe(Path(what)))
+        stream_policy(saved_recipe(Path(what)))
         known = None if truth is None else GroundTruth.read(truth)
-        loaded = choices.load(model, choices.available_device(device), choices.dtype(dtype), Path(what))
+        loaded = choices.load_cli_model(
+            model, choices.choose_device(device), choices.check_dtype(dtype), Path(what)
+        )
         with VideoSession.resume(loaded, choices.load_supported_processor(model), Path(what)) as session:
             for path in _session(session, Path(what), output, form, layer or [0], question or [], known):
                 say(str(path))
         return
     check_videos(video)
-    shape = from_config(model).geometry
+    shape = config_only_view(model).geometry
     wanted = _wanted(layer, head, shape.layers, shape.heads)
     processor = choices.load_supported_processor(model)
     with progress_bars() as progress:
-        loaded = choices.load(model, choices.available_device(device), choices.dtype(dtype))
+        loaded = choices.load_cli_model(model, choices.choose_device(device), choices.check_dtype(dtype))
         inputs, _ = build_sample_prompt(loaded, processor, video or [], text or [], max_tokens, fps, progress)
         output.mkdir(parents=True, exist_ok=True)
-        tell, done, whole = bar_callback(progress, "heads"), 0, sum(map(len, wanted.values()))
+        tell, done, whole = progress_bar_callback(progress, "heads"), 0, sum(map(len, wanted.values()))
 
         def visit(inside: CapturedLayer) -> None:
             nonlocal done
             for one in wanted[inside.layer]:
                 path = output / f"layer{inside.layer:02d}-head{one:02d}.{form}"
-                save(draw_head_attention(inside, one, resolution), path)
+                save_figure(draw_head_attention(inside, one, resolution), path)
                 done += 1
                 tell("draw", done, whole)
 
@@ -140,7 +142,7 @@ def _named(path: str) -> tuple[Sequence[Sequence[str]], str]:
             return layers, f"{run['recipe']} on {run['model']}, {run['prompt_tokens']} tokens"
     except (RecipeError, LookupError, TypeError):
         pass
-    table = read_table(path)
+    table = read_head_table(path)
     return head_pattern_names(table), f"{table['model']['type']}, {table['sample']['tokens']} tokens"
 
 
@@ -164,11 +166,11 @@ def _session(
         if layer >= depth:
             raise ModelError(f"--layer: there is no {layer}; the model has 0 to {depth - 1}.")
         made.append(output / f"timeline-layer{layer:02d}.{form}")
-        save(plot_cluster_timeline(clusters, session.shown, layer, truth), made[-1])
+        save_figure(plot_cluster_timeline(clusters, session.shown, layer, truth), made[-1])
     if answers:
         made.append(output / f"retrieved.{form}")
         said = [(text, answer.text, answer.evidence) for text, answer in answers]
-        save(plot_retrieved_frames(said, session.seconds, truth), made[-1])
+        save_figure(plot_retrieved_frames(said, session.seconds, truth), made[-1])
     return made
 
 
@@ -201,7 +203,7 @@ class GroundTruth:
         fps = facts["fps"]
         self.scenes = [(one["start"] / fps, one["stop"] / fps, one["scene"]) for one in facts["scenes"]]
         asked = facts["questions"]
-        self.questions = {words(one["text"]): tuple(n / fps for n in one["frames"]) for one in asked}
+        self.questions = {split_words(one["text"]): tuple(n / fps for n in one["frames"]) for one in asked}
 
     @classmethod
     def read(cls, path: Path) -> GroundTruth:
@@ -218,10 +220,10 @@ class GroundTruth:
 
     def question_seconds(self, question: str) -> tuple[float, ...]:
         """Seconds of the frames that a question is about, ignoring case and punctuation; () if unknown."""
-        return self.questions.get(words(question), ())
+        return self.questions.get(split_words(question), ())
 
 
-def words(text: str) -> str:
+def split_words(text: str) -> str:
     """Return the words of `text` in lower case, without punctuation."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
@@ -249,7 +251,7 @@ def plot_cluster_timeline(
     owners = {name: rows[min(layer, len(rows) - 1)].tolist() for name, rows in clusters.items()}
     lanes = {name: _lanes(entry_runs_by_cluster(owner)) for name, owner in owners.items()}
     heights = [0.5] * (truth is not None) + [0.4 + 0.09 * len(one) for one in lanes.values()]
-    drawn = figure(9.0, 0.8 + sum(heights))
+    drawn = create_figure(9.0, 0.8 + sum(heights))
     plots = drawn.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     if truth is not None:
         names = list(dict.fromkeys(name for _, _, name in truth.scenes))
@@ -283,7 +285,7 @@ def plot_retrieved_frames(
 
     Frames that the question is about are marked, if `truth` knows them.
     """
-    drawn = figure(9.0, 0.7 + 0.9 * len(answers))
+    drawn = create_figure(9.0, 0.7 + 0.9 * len(answers))
     plots = drawn.subplots(len(answers), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (question, said, evidence) in zip(plots, answers, strict=True):
         for moment in () if truth is None else truth.question_seconds(question):

@@ -22,7 +22,7 @@ from mmaccel.core.errors import MmaccelError, VideoError
 from mmaccel.core.files import outside
 from mmaccel.core.files.checkpoint_io import sync_to_disk, write_owner_only_text
 from mmaccel.core.streams.session import VideoSession
-from mmaccel.core.streams.session_io import FACTS, load_rate
+from mmaccel.core.streams.session_io import FACTS, load_saved_frame_rate
 
 FPS = 0.5
 """Frames a second that are read unless asked otherwise."""
@@ -64,10 +64,10 @@ def journal_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.mmaccel-journal")
 
 
-def saved_rate(folder: Path | None) -> float:
+def resume_frame_rate(folder: Path | None) -> float:
     """Frames a second at which the session in `folder` read its last video, without a journal its first; or else `FPS`."""
     last = folder and _of_session(folder)
-    return last.reading.fps if last else (folder and load_rate(folder)) or FPS
+    return last.reading.fps if last else (folder and load_saved_frame_rate(folder)) or FPS
 
 
 def find_resume_point(folder: Path, reading: WatchSource) -> ReadProgress | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from mmaccel.cli.console import plural, remark, why_cut_off
+from mmaccel.cli.console import describe_cut_off, plural, remark
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, VideoError, check_text, shown
 from mmaccel.core.files import outside
@@ -65,7 +65,7 @@ def parse_question(text: str, source: str = "--question") -> Asked:
     return seconds, words.strip()
 
 
-def read_piped(given: Sequence[str]) -> list[Asked]:
+def read_piped_questions(given: Sequence[str]) -> list[Asked]:
     """Read questions from standard input to its end, if it is a pipe or file; `given` are those of the options.
 
     If there are also questions as options, it is read only if one of them is ``-``: it may be for another command.
@@ -100,7 +100,7 @@ def read_piped(given: Sequence[str]) -> list[Asked]:
     return found
 
 
-def split_at_questions(part: Video, asked: list[Asked]) -> Iterator[Piece]:
+def split_clip(part: Video, asked: list[Asked]) -> Iterator[Piece]:
     """Cut a clip after each frame at which a question is due; yield the pieces with their questions, and remove these from
     `asked`."""
     times, start = part.clock.tolist(), 0
@@ -165,7 +165,7 @@ def evidence_footer(answer: Answer, moments: int) -> list[str]:
     """Return the lines printed below the evidence table: whether the answer was cut off, how many frames are not shown, the
     speed."""
     left = len(answer.evidence) - moments
-    lines = [why_cut_off(answer.finish_reason, len(answer.ids))]
+    lines = [describe_cut_off(answer.finish_reason, len(answer.ids))]
     if moments and not answer.evidence:
         lines.append("based on no frame")
     if left > 0:

@@ -13,7 +13,7 @@ from mmaccel.cli.choices import Json, parse_size
 from mmaccel.cli.console import out, print_json, remark, say
 from mmaccel.core import costs
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.memory.buffers import host_total
+from mmaccel.core.memory.buffers import total_host_bytes
 
 
 def recommend(
@@ -42,9 +42,9 @@ def recommend(
     import torch
 
     from mmaccel.core.rates import DEVICES as KNOWN
-    from mmaccel.models.recommend import candidate_recipes, device_of, format_seconds, sizes_of
+    from mmaccel.models.recommend import candidate_recipes, device_rates_of, format_seconds, model_sizes_of
     from mmaccel.models.recommend import recommend as run
-    from mmaccel.models.rehearsal import with_measured_surplus
+    from mmaccel.models.rehearsal import with_measured_overheads
 
     given = re.fullmatch(r"(\d+)x(\d+)", frame_size)
     if not given:
@@ -56,21 +56,21 @@ def recommend(
             f"assumes {model} on this machine's CPU; --model and --device name others, and h100 or h200 need not be here."
         )
     dtype = torch.float32 if name == "cpu" else torch.bfloat16
-    sizes = sizes_of(model, (height, width), dtype)
-    other = None if draft is None else sizes_of(draft, (height, width), dtype)
-    rates = device_of(name, sizes)
+    sizes = model_sizes_of(model, (height, width), dtype)
+    other = None if draft is None else model_sizes_of(draft, (height, width), dtype)
+    rates = device_rates_of(name, sizes)
     work = costs.Workload(
         frames=frames or max(1, round(minutes * 60 * fps)),
         questions=questions,
         answer=answer_tokens,
         live=live,
         memory=rates.memory if memory is None else parse_size(memory, "--memory"),
-        host=host_total() if host_memory is None else parse_size(host_memory, "--host-memory"),
+        host=total_host_bytes() if host_memory is None else parse_size(host_memory, "--host-memory"),
     )
     if name not in KNOWN:
         what = model, (height, width), candidate_recipes(sizes, work, lossless=lossless, draft=other), work
         told: dict[str, Any] = {} if as_json else {"say": remark}
-        rates = with_measured_surplus(rates, torch.device(name), sizes, *what, **told)
+        rates = with_measured_overheads(rates, torch.device(name), sizes, *what, **told)
     found = run(sizes, work, rates, lossless=lossless, draft=other)
     if as_json:
         presets: dict[str, Any] = {
@@ -99,7 +99,7 @@ def recommend(
     say(f"\ntake {found.name}: {found.why}" if found.name else f"\n{found.why}")
 
 
-def _told(one: costs.Cost) -> dict[str, Any]:
+def _told(one: costs.PredictedCost) -> dict[str, Any]:
     fields = {f.name: getattr(one, f.name) for f in dataclasses.fields(one) if f.name != "work"}
     return {"first_s": one.first_s, **fields, "total_s": one.total_s}
 

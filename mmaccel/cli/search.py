@@ -18,7 +18,7 @@ from mmaccel.backends import select
 from mmaccel.cli import choices
 from mmaccel.cli.answer import prompt_inputs
 from mmaccel.cli.choices import Device, Dtype, Fps, Json
-from mmaccel.cli.console import bar_callback, plural, print_json, progress_bars, say, size
+from mmaccel.cli.console import plural, print_json, progress_bar_callback, progress_bars, say, size
 from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.report_page import format_attention_share, format_head_counts
@@ -86,12 +86,17 @@ def search(
     parts = progress_path(output)
     try:
         with progress_bars() as progress:
-            loaded = choices.load(model, device, dtype)
+            loaded = choices.load_cli_model(model, device, dtype)
             inputs, told = build_sample_prompt(
                 loaded, processor, video or [], text or [], max_tokens, fps, progress
             )
             table = run(
-                loaded, inputs, output, settings, sample=told, progress=bar_callback(progress, "steps")
+                loaded,
+                inputs,
+                output,
+                settings,
+                sample=told,
+                progress=progress_bar_callback(progress, "steps"),
             )
     except KeyboardInterrupt:
         message = "nothing was measured yet"

@@ -63,7 +63,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: POST /v1/chat/completions, /v1/streaming/sessions, /metrics, and a web page at /."""
     try:
-        from mmaccel.serve.app import run
+        from mmaccel.serve.app import run_server
         from mmaccel.serve.settings import Settings
 
         if ray:
@@ -91,12 +91,12 @@ def serve(
     for name in lets_go or list(chosen):
         chosen[name] = choices.set_frame_retention(chosen[name], keep_seconds, host_bytes, "process_bytes")
     for one in chosen.values():
-        choices.check(one, model, device)
+        choices.check_recipe_on_model(one, model, device)
     make = partial(_engine, model, device, dtype, chosen, settings)
     if ray:
         serve_on_ray(make, settings, replicas, (device != "cpu") if gpus is None else gpus)
     else:
-        run(make())
+        run_server(make())
 
 
 def _check_port(host: str, port: int) -> None:
@@ -114,7 +114,7 @@ def _engine(model: str, device: str, dtype: str, chosen: Mapping[str, Recipe], s
     from mmaccel.serve.engine import Engine
 
     processor = choices.load_supported_processor(model)
-    return Engine(Path(model).name, choices.load(model, device, dtype), processor, chosen, settings)
+    return Engine(Path(model).name, choices.load_cli_model(model, device, dtype), processor, chosen, settings)
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typer import Argument, Exit, Option
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
 from mmaccel.cli.console import add_bar, error_sentence, out, plural, print_json, progress_bars, remark, say
-from mmaccel.cli.journal import EVERY_S, FPS, PeriodicSaver, WatchSource, find_resume_point, saved_rate
+from mmaccel.cli.journal import EVERY_S, FPS, PeriodicSaver, WatchSource, find_resume_point, resume_frame_rate
 from mmaccel.cli.program import INTERRUPTED, delay_sigterm, delay_stop_signals
 from mmaccel.cli.questions import (
     INPUT,
@@ -26,8 +26,8 @@ from mmaccel.cli.questions import (
     evidence_footer,
     evidence_table,
     parse_question,
-    read_piped,
-    split_at_questions,
+    read_piped_questions,
+    split_clip,
     stream_status_lines,
 )
 from mmaccel.cli.report import Page, check_report_path, write_html_page
@@ -36,9 +36,9 @@ from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalle
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.core.streams.session import VideoSession
-from mmaccel.core.streams.session_io import FACTS, check_writable, load_recipe
+from mmaccel.core.streams.session_io import FACTS, check_writable, saved_recipe
 from mmaccel.core.streams.sources import StreamEvent
-from mmaccel.core.streams.timed_text import TimedText, read_timed_lines, shifted
+from mmaccel.core.streams.timed_text import TimedText, read_timed_lines, shift_lines
 
 if TYPE_CHECKING:
     from mmaccel.media import Video
@@ -121,11 +121,11 @@ def watch(
     if save is not None:
         check_writable(save)
     try:
-        chosen = choices.load_stream_recipe(recipe or RECIPE) if load is None else load_recipe(load)
+        chosen = choices.load_stream_recipe(recipe or RECIPE) if load is None else saved_recipe(load)
         if load is not None and (keep_seconds is not None or host_bytes is not None):
             raise RecipeError("--keep-seconds, --host-bytes: a saved session has its own; leave them out.")
         chosen = choices.set_frame_retention(chosen, keep_seconds, host_bytes, "host_bytes")
-        fps = saved_rate(load) if fps is None else fps
+        fps = resume_frame_rate(load) if fps is None else fps
         processor = choices.load_supported_processor(model)
         clips: Iterator[Video] = iter(())
         reading, point, broken, breaks, stored = None, None, list[VideoError](), list[StreamEvent](), False
@@ -155,12 +155,12 @@ def watch(
             if not comes and not follow:
                 # Opened before a model is loaded.
                 clips = chain([one for one in [next(clips, None)] if one is not None], clips)
-        asked += read_piped(question or [])
+        asked += read_piped_questions(question or [])
         terminal = sys.stdin is not None and sys.stdin.isatty() and not as_json
         if video is None and not asked and not terminal:
             raise ModelError("--load without a video: there is no question; give one with --question.")
         asked.sort(key=lambda one: float("inf") if one[0] is None else one[0])
-        session = VideoSession(choices.load(model, device, dtype, load), processor, chosen)
+        session = VideoSession(choices.load_cli_model(model, device, dtype, load), processor, chosen)
         if load is not None:
             session.load(load)
     except KeyboardInterrupt:
@@ -304,10 +304,10 @@ class WatchRun:
         for part in clips:
             if keeper.shift is None:
                 keeper.shift = self.time_shift(part)
-            self.lines = shifted(given, keeper.shift)
+            self.lines = shift_lines(given, keeper.shift)
             for one in part.events:
                 self.uneven.add(one.kind, one.time, one.seconds)
-            yield from split_at_questions(replace(part, clock=part.clock + keeper.shift), self.asked)
+            yield from split_clip(replace(part, clock=part.clock + keeper.shift), self.asked)
 
     def feed_clip_piece(
         self,

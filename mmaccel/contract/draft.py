@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.contract.prefill import check_counters_are_floats, require
+from mmaccel.contract.prefill import check_counters_are_floats, raise_unless
 from mmaccel.core.adapter import Branches, Geometry, ModelAdapter, ModelView, Runner
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import speculate
@@ -22,7 +22,7 @@ from mmaccel.core.report import DraftRounds
 Rule = Callable[[Sequence[int]], Tensor]
 
 
-def bigram(table: Tensor) -> Rule:
+def bigram_rule(table: Tensor) -> Rule:
     """Return a rule of a toy model: the next token's logits [V] are the row of `table` [V, V] for the last token."""
     return lambda tokens: table[tokens[-1]]
 
@@ -101,7 +101,7 @@ class ToyAdapter(ModelAdapter):
         return ToyModel(like.rule, like.vocab)
 
 
-def view(rule: Rule, vocab: int) -> ModelView:
+def toy_view(rule: Rule, vocab: int) -> ModelView:
     """Return the `ModelView` of a toy model of `vocab` tokens, whose logits follow from the tokens so far by `rule`."""
     # Most of the contract is not there, and no draft asks for it.
     ToyAdapter.__abstractmethods__ = frozenset()
@@ -125,25 +125,25 @@ def decode_greedily(rule: Rule, ids: Sequence[int], stop: Callable[[Tensor], boo
 
 
 VOCAB, TOKENS = 6, 25
-RULE = bigram(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)))
+RULE = bigram_rule(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)))
 """Its greedy text goes round in a circle, so that looking back finds what comes."""
 
 
 def check_draft(strategy: DraftStrategy) -> None:
     """Test a draft policy on a toy target with six tokens, greedily; raises `RecipeError` if it violates its contract."""
     who, needs, max_rollback = f"draft {strategy.name!r}", strategy.needs, strategy.max_rollback
-    require(
+    raise_unless(
         needs <= {"branches", "rollback", "memory", "model", "prompt", "video"},
         f"{who}: needs is {sorted(needs)}; give some of 'branches', 'memory', 'model', 'prompt', 'rollback' and 'video'.",
     )
-    require(
+    raise_unless(
         max_rollback >= 0 and (max_rollback > 0) == ("rollback" in needs),
         f"{who}: max_rollback is {max_rollback} and needs {sorted(needs)}; name 'rollback' in needs where it is above 0, "
         "and there alone.",
     )
     if "memory" in needs or not strategy.active:
         return  # the toy has no memory to read: models alone can try this one; what is not active is never opened
-    draft = strategy.open(view(RULE, VOCAB))
+    draft = strategy.open(toy_view(RULE, VOCAB))
     said, target, rounds = toy_prompt([3, 1], max_new_tokens=TOKENS - 2), ToyRunner(RULE), DraftRounds()
 
     def stop(ids: Tensor) -> bool:
@@ -151,19 +151,19 @@ def check_draft(strategy: DraftStrategy) -> None:
 
     draft.begin(said)
     ids = speculate(target, draft, said, target.prefill(said.inputs), stop=stop, meter=rounds)
-    require(rounds.failed is None, f"{who}: it fails with {(rounds.failed or '').rstrip('.')}; fix it.")
-    require(
+    raise_unless(rounds.failed is None, f"{who}: it fails with {(rounds.failed or '').rstrip('.')}; fix it.")
+    raise_unless(
         ids[0].tolist() == decode_greedily(RULE, [3, 1], stop),
         f"{who}: the text is not the target's own; leave what the target holds as it was.",
     )
     most = max(rounds.windows, default=0)
-    require(
+    raise_unless(
         not most or most + 1 <= max_rollback,
         f"{who}: {most} tokens were proposed and max_rollback is {max_rollback}; give one more than the most proposed.",
     )
     check_counters_are_floats(who, draft.counters())
     notes = draft.report_notes()
-    require(
+    raise_unless(
         isinstance(notes, list) and all(isinstance(note, str) for note in notes),
         f"{who}: report_notes gives {notes!r}; give a list of sentences.",
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.contract.masks import pattern_mask
-from mmaccel.core.adapter import unwrapped
+from mmaccel.core.adapter import unwrap
 from mmaccel.core.attach import accelerate, family_of
 from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.layout import TEXT, VIDEO
@@ -71,7 +71,7 @@ def check_family(model_or_class: Any, *, quiet: bool = False, device: str = "cpu
 
     Prints a table, and returns its rows; raises `ModelError` that names the checks that failed.
     """
-    form: Any = type(unwrapped(model_or_class)) if isinstance(model_or_class, nn.Module) else model_or_class
+    form: Any = type(unwrap(model_or_class)) if isinstance(model_or_class, nn.Module) else model_or_class
     kind = form.config_class.model_type
     family = family_of(kind)
     tried = _Tried(family, family.sampler(form), device)

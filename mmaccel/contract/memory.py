@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.contract.prefill import check_counters_are_floats, require
+from mmaccel.contract.prefill import check_counters_are_floats, raise_unless
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import PositionIds, TokenLayout
@@ -32,11 +32,11 @@ UNITS = 120
 def check_memory(policy: KVPolicy) -> None:
     """Test a KV memory; raises `RecipeError` if it violates its contract."""
     who, rollback_limit = f"kv {policy.name!r}", policy.rollback_limit
-    require(
+    raise_unless(
         not policy.exact or rollback_limit is None,
         f"{who}: exact is True and rollback_limit is {rollback_limit}; a memory that keeps all can roll all back.",
     )
-    require(
+    raise_unless(
         rollback_limit is None or rollback_limit >= 0,
         f"{who}: rollback_limit is {rollback_limit}; give a number of columns, 0 or more, or None for all.",
     )
@@ -68,7 +68,7 @@ def _check_lengths(policy: KVPolicy) -> None:
     append_to_layers(who, state, 300, 5)
     state.accept(torch.tensor([0, 2, 4]))
     _count(who, state, 96 - back, "after 5 more and accept of three of them")
-    require(
+    raise_unless(
         0 < state.held_columns() <= state.length() and state.nbytes() > 0,
         f"{who}: held_columns is {state.held_columns()} and nbytes {state.nbytes()}; count columns and bytes that are held.",
     )
@@ -76,7 +76,7 @@ def _check_lengths(policy: KVPolicy) -> None:
     for name in ("truncate", "accept"):
         with suppress(ModelError):
             getattr(state, name)(1000)
-            require(False, f"{who}: {name}(1000) of fewer columns is taken; raise ModelError.")
+            raise_unless(False, f"{who}: {name}(1000) of fewer columns is taken; raise ModelError.")
     state.reset()
     _count(who, state, 0, "after reset")
     append_to_layers(who, state, 0, 4)
@@ -95,7 +95,7 @@ def _check_cuts(policy: KVPolicy) -> None:
         append_to_layers(who, cut, 700, 1)
     ours, theirs = append_to_layers(who, cut, 40, 3), append_to_layers(who, plain, 40, 3)
     same = torch.equal(ours.key, theirs.key) and torch.equal(ours.value, theirs.value)
-    require(
+    raise_unless(
         same and cut.length() == 43,
         f"{who}: columns that were taken back leave a trace; let accept and question_scope drop them.",
     )
@@ -116,7 +116,7 @@ def _check_beams(policy: KVPolicy) -> None:
     for layer in range(LAYERS):
         state.append(layer, *encode_kv([[5], [6], [7]], layer))
         seen = state.view(layer, torch.empty(3, HEADS, 1, SIZE))
-        require(
+        raise_unless(
             torch.equal(seen.key, encode_kv([[3, 4, 5], [3, 4, 6], [1, 2, 7]], layer)[0]),
             f"{who}: reorder([1, 1, 0]) gives other rows; take those rows of every layer.",
         )
@@ -138,12 +138,12 @@ def append_to_layers(who: str, state: KVState, first: int, count: int) -> KVView
         newest, values = encode_kv([list(range(first, first + count))], layer)
         state.append(layer, newest, values)
         view = state.view(layer, torch.empty(1, HEADS, count, SIZE))
-        require(
+        raise_unless(
             torch.equal(view.key[:, :, -count:], newest) and torch.equal(view.value[:, :, -count:], values),
             f"{who}: a view lacks the columns of its queries; put the newest last.",
         )
         columns = view.key.shape[2:3] if view.column is None else view.column.shape
-        require(
+        raise_unless(
             view.key.shape == view.value.shape and columns == view.key.shape[2:3],
             f"{who}: key, value and column of a view are of different lengths; give one for each key.",
         )
@@ -152,7 +152,7 @@ def append_to_layers(who: str, state: KVState, first: int, count: int) -> KVView
 
 def _count(who: str, state: KVState, want: int, when: str) -> None:
     length, held = state.length(), state.held_columns()
-    require(
+    raise_unless(
         length == want and (want or not held),
         f"{who}: length is {length} and held {held} {when}; length is to be {want}.",
     )
@@ -189,7 +189,7 @@ class RotaryModel:
 def _check_stream(policy: StreamPolicy) -> None:
     """Test a stream memory on random keys; raises `RecipeError` if it violates its contract."""
     who = f"kv {policy.name!r}"
-    require(
+    raise_unless(
         policy.needs <= {"hidden", "look", "proxy"},
         f"{who}: needs is {sorted(policy.needs)}; give some of 'hidden', 'look' and 'proxy'.",
     )
@@ -212,7 +212,7 @@ def _check_stream(policy: StreamPolicy) -> None:
     trial.watch(2)
     state.restore(mark)
     units = state.units()
-    require(
+    raise_unless(
         units == UNITS,
         f"{who}: after restore there are {units} units; give back the {UNITS} of the checkpoint.",
     )
@@ -258,15 +258,15 @@ class _Trial:
                 state.take_hidden(layer, query.transpose(1, 2).flatten(2))
             state.append(layer, key, value.clone())
             view = state.view(layer, query)
-            require(
+            raise_unless(
                 view.query is not None and view.query.shape == query.shape,
                 f"{self.who}: a view has no queries of its pass; turn them, and give them as query.",
             )
-            require(
+            raise_unless(
                 torch.equal(view.value[:, :, -stream_pass.rows :], value),
                 f"{self.who}: a view lacks the columns of its queries; put the newest last.",
             )
-            require(
+            raise_unless(
                 view.layout is None or (view.bias is None and view.layout.length == view.key.shape[2]),
                 f"{self.who}: the layout of a view is not of its columns, or it has a bias too; tell of each column.",
             )
@@ -285,7 +285,7 @@ class _Trial:
             if "proxy" in self.needs:
                 self.run(StreamPass(kind="proxy", rows=2))
             units = self.state.units()
-            require(
+            raise_unless(
                 units == first + n,
                 f"{self.who}: units is {units} after {first + n} came; count those taken in.",
             )
@@ -302,24 +302,26 @@ class _Trial:
             views = self.run(StreamPass(kind="answer", rows=1), name=1)
             seen += [KVView(view.key.clone(), view.value.clone(), query=view.query) for view in views]
             length = state.length()
-            require(
+            raise_unless(
                 length == before + 6,
                 f"{self.who}: length is {length} in a turn; count its 6 tokens after {before}.",
             )
             for unit in state.evidence():
-                require(
+                raise_unless(
                     0 <= unit < state.units(),
                     f"{self.who}: evidence names unit {unit}; name units of the stream.",
                 )
         length = state.length()
-        require(length == before, f"{self.who}: length is {length} after a turn; it was {before} before.")
+        raise_unless(
+            length == before, f"{self.who}: length is {length} after a turn; it was {before} before."
+        )
         return seen
 
     def same(self, one: list[KVView], other: list[KVView], told: str) -> None:
         """Raise `RecipeError` unless two questions have seen the same keys and values."""
         for a, b in zip(one, other, strict=True):
             # `equal` of tensors of two shapes is False.
-            require(torch.equal(a.key, b.key) and torch.equal(a.value, b.value), f"{self.who}: {told}.")
+            raise_unless(torch.equal(a.key, b.key) and torch.equal(a.value, b.value), f"{self.who}: {told}.")
 
 
 def draw(name: tuple[Any, ...], *shape: int) -> Tensor:

@@ -32,7 +32,7 @@ DEPTH = 32
 FIELDS = ("modality", "segment", "frame", "row", "column")
 
 
-def require(kept: object, sentence: str) -> None:
+def raise_unless(kept: object, sentence: str) -> None:
     """Raise `RecipeError` with the sentence unless `kept` is true."""
     if not kept:
         raise RecipeError(sentence)
@@ -41,10 +41,10 @@ def require(kept: object, sentence: str) -> None:
 def check_counters_are_floats(who: str, counters: Mapping[str, object]) -> None:
     """Raise `RecipeError` unless all figures for the report are floats."""
     floats = all(isinstance(value, float) for value in counters.values())
-    require(floats, f"{who}: counters gives {counters}; give a float for each name.")
+    raise_unless(floats, f"{who}: counters gives {counters}; give a float for each name.")
 
 
-def layout(rng: Random, length: int, batch: int = 1) -> TokenLayout:
+def random_layout(rng: Random, length: int, batch: int = 1) -> TokenLayout:
     """Return a random layout of about `length` tokens in the longest of `batch` sequences; shorter ones are left-padded."""
     sequences = [_sequence(rng, length if b == 0 else rng.randint(length // 2, length)) for b in range(batch)]
     width = max(map(len, sequences))
@@ -91,7 +91,7 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
     planned, whole, unseen = dense, not dense, ""
     for n in range(rounds):
         rng, g = Random(seed * 1000 + n), torch.Generator().manual_seed(seed * 1000 + n)
-        keys = layout(rng, LENGTHS[n % len(LENGTHS)], batch=1 + n % 2)
+        keys = random_layout(rng, LENGTHS[n % len(LENGTHS)], batch=1 + n % 2)
         start = int(keys.length * rng.choice((0, 0, 0.2, 0.43, 0.98)))
         heads, groups = rng.choice(((4, 2), (2, 2), (3, 1)))
         query, key = (torch.randn(keys.batch, h, keys.length, 16, generator=g) for h in (heads, groups))
@@ -100,7 +100,7 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
         if plan is not None:
             seen = _seen(plan, keys.select_tokens(slice(start, None)), keys)
             whole, unseen = whole and seen[0], unseen or seen[1]
-        require(
+        raise_unless(
             len(pattern.head_pattern_names(heads)) == heads,
             f"sparse {pattern.name!r}: per_head({heads}) names not {heads} patterns; name one a head.",
         )
@@ -109,12 +109,12 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
             anew = keys.select_tokens(slice(None))  # without what was derived of the layout before
             late = anew.select_tokens(slice(start, None))
             other = pattern.plan_layer(query[:, :, start:], key, key, late, anew)
-            require(
+            raise_unless(
                 other is not None and torch.equal(plan.to_mask(), other.to_mask()),
                 f"sparse {pattern.name!r}: other queries and keys give another plan; set the class field adaptive = True, "
                 "or a plan may serve all layers.",
             )
-    require(
+    raise_unless(
         planned,
         f"sparse {pattern.name!r}: plan gives None, which means dense, for each of {rounds} prompts of 20 to 600 tokens; "
         "return an AttentionPlan, or give fields that plan for prompts so short.",
@@ -159,7 +159,7 @@ def check_plan(
             listed[:, part.for_heads(plan.heads)] += span.lists.count.sum(-1)
     _pairs(plan, who, q_layout, k_layout)
     bound, most = pattern.max_blocks_total(plan.n_query, plan.n_key), int(listed.max())
-    require(
+    raise_unless(
         most <= bound,
         f"{who}: max_blocks_total is {bound} blocks for {plan.n_query} rows over {plan.n_key} keys, and {most} are listed; "
         "give the most there can be.",
@@ -173,17 +173,17 @@ def _rows(plan: AttentionPlan, who: str, queries: TokenLayout) -> None:
     for part in plan.parts:
         own = served[:, part.for_heads(plan.heads)]
         q_row = part.q_row.expand(*own.shape[:2], -1).long()
-        require(
+        raise_unless(
             int(q_row.max()) < plan.n_query and int(q_row.min()) >= -1,
             f"{who}: q_row holds {int(q_row.max())} of {plan.n_query} rows; give rows, and -1 for none.",
         )
         own.scatter_add_(2, torch.where(q_row >= 0, q_row, plan.n_query), torch.ones_like(q_row))
     served = served[..., :-1]
-    require(
+    raise_unless(
         not bool((served * ~queries.valid[:, None]).any()),
         f"{who}: q_row holds a row that is padding; put -1 in its place (`sequence_order` does).",
     )
-    require(
+    raise_unless(
         plan.may_share_rows or int(served.max()) <= 1,
         f"{who}: a row stands in two parts; give the second another merge_group, or each row one part.",
     )
@@ -194,12 +194,12 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
     h = len(range(plan.heads)[part.for_heads(plan.heads)])
     bq, bk, n = plan.block_q, plan.block_k, span.k_row.shape[-1] // plan.block_k
     keys = plan.n_key if span.key is None else span.key.shape[2]
-    require(
+    raise_unless(
         int(span.k_row.max()) < keys and int(span.k_row.min()) >= -1,
         f"{who}: k_row holds {int(span.k_row.max())} of {keys} keys; give rows, and -1 for none.",
     )
     b, t = span.lists.row.shape[:2]
-    require(
+    raise_unless(
         b in (1, plan.batch) and t in (1, h) and not bool((span.lists.count < 0).any()),
         f"{who}: row of lists is {list(span.lists.row.shape)} or counts below 0; give [1 or B, 1 or H, M, 5].",
     )
@@ -210,8 +210,10 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
         known = bool(((index >= 0) & (index < n)).all()) and bool(kinds.all())
     except IndexError:
         known = False
-    require(known, f"{who}: a list holds a block that is not there, or of no kind; give blocks below {n}.")
-    require(
+    raise_unless(
+        known, f"{who}: a list holds a block that is not there, or of no kind; give blocks below {n}."
+    )
+    raise_unless(
         len(torch.unique(row * n + index)) == len(row),
         f"{who}: a list holds a block twice; list each key block once for a block of queries.",
     )
@@ -222,7 +224,7 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
     outside = ((gap < span.lo) | (gap >= span.hi)) & (q_row >= 0)
     absent = (k_row < 0).expand_as(outside)
     wrong = ((kind == FULL) & (absent | outside)) | ((kind == ABSENT) & outside & ~absent)
-    require(
+    raise_unless(
         not bool(wrong.any()),
         f"{who}: a listed block is told to need no test, and a pair of it is out of range or a key of it absent; "
         "let `span_from_table` or `span_by_range` tell the kinds.",
@@ -246,13 +248,13 @@ def _pairs(plan: AttentionPlan, who: str, queries: TokenLayout, keys: TokenLayou
     ):
         for b, h, q, k in wrong.nonzero()[:1].tolist():
             place = f"query row {q} of head {h} sees key row {k}"
-            require(False, f"{who}: {place}, {fault} (sequence {b} of a made-up prompt).")
+            raise_unless(False, f"{who}: {place}, {fault} (sequence {b} of a made-up prompt).")
 
 
 def check_pruner(pruner: TokenPruner, rounds: int, seed: int) -> None:
     """Test a token pruner on `rounds` random prompts; raises `RecipeError` for the first violation."""
     for n in range(rounds):
-        check_stages(pruner, layout(Random(seed * 1000 + n), (20, 60, 150)[n % 3]), seed * 1000 + n)
+        check_stages(pruner, random_layout(Random(seed * 1000 + n), (20, 60, 150)[n % 3]), seed * 1000 + n)
 
 
 def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
@@ -266,12 +268,12 @@ def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
             del signals[name]
         kept = pruner.prune(signals, left, stage, total)
         columns = check_kept_columns(pruner, kept.columns, left)
-        require(
+        raise_unless(
             torch.equal(columns, pruner.keep(signals, left, stage, total)),
             f"{who}: keep and cut keep different columns, or differ from call to call; let them agree.",
         )
         if kept.states is not None:
-            require(
+            raise_unless(
                 kept.states.shape == (len(columns), signals["hidden"].shape[-1]),
                 f"{who}: cut gives states {list(kept.states.shape)}; give a row for each of {len(columns)} columns.",
             )
@@ -279,7 +281,7 @@ def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
     at = pruner.candidates(left)
     if pruner.scoring_layer is not None and at.numel():
         shown = pruner.recalled_columns(torch.rand(at.numel()).softmax(0), at, None)
-        require(
+        raise_unless(
             shown is None or (bool(torch.isin(shown, at).all()) and bool((shown[1:] > shown[:-1]).all())),
             f"{who}: recall gives columns that are none of `columns`, or do not ascend; choose out of these.",
         )

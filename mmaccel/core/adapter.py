@@ -27,13 +27,13 @@ class Geometry:
     vocab: int
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside a wrapper that has `get_base_model`, as PEFT's have; return any other model unchanged."""
     inner = getattr(model, "get_base_model", None) if isinstance(model, nn.Module) else None
     return inner() if callable(inner) else model
 
 
-def home_of(model: nn.Module) -> torch.device:
+def home_device(model: nn.Module) -> torch.device:
     """Return the device of a model's first weights, or, if the accelerate library offloads them, where its hooks bring them
     (`execution_device`)."""
     first = next(model.parameters()).device
@@ -220,7 +220,8 @@ class ModelAdapter(ABC):
         return kind in self.model_types
 
     def sampler(self, kind: type[nn.Module]) -> Any:
-        """Return what creates tiny random models of class `kind` and prompts for them, for tests (`models.tiny.Sampler`)."""
+        """Return what creates tiny random models of class `kind` and prompts for them, for tests
+        (`models.tiny.TinyModels`)."""
         raise ModelError(f"{self.name}: this family does not say how a tiny model of it is made.")
 
     def check(self, model: nn.Module, recipe: Any) -> None:
@@ -320,7 +321,7 @@ class ModelView:
 
     @property
     def device(self) -> torch.device:
-        return home_of(self.model)
+        return home_device(self.model)
 
     def norm(self, layer: int, hidden: Tensor) -> Tensor:
         return self.adapter.norm(self.model, layer, hidden)
@@ -361,12 +362,12 @@ class ModelView:
             if model not in self._loaded:
                 self._loaded[model] = self.adapter.load(model, like=self.model)
             model = self._loaded[model]
-        model = unwrapped(model)
+        model = unwrap(model)
         return ModelView(model, self.resolve(model), self.resolve)
 
     def causal_lm(self, model: str | nn.Module) -> ModelView | None:
         """Return the view (see `peer`) of a causal language model without vision; None if `model` is of another kind."""
-        given = self._loaded.get(model, model) if isinstance(model, str) else unwrapped(model)
+        given = self._loaded.get(model, model) if isinstance(model, str) else unwrap(model)
         found = self.adapter.causal_lm(given, self.model)
         if found is None:
             return None
@@ -375,7 +376,7 @@ class ModelView:
         return ModelView(*found, self.resolve)
 
 
-def shard_count(model: nn.Module) -> int:
+def tensor_parallel_size(model: nn.Module) -> int:
     """Return the number of tensor-parallel processes that share each layer of a model."""
     return getattr(model, "tp_size", None) or 1
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import select
-from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
+from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrap
 from mmaccel.core.errors import ModelError, RecipeError, nearest, shown
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVState, StreamState
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from mmaccel.core.decoding.batch import BatchSlot
-    from mmaccel.core.prefill.context import Context
+    from mmaccel.core.prefill.context import ContextGroup
 
 Passes = Sequence[tuple[ForwardPass, int, bool]]
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
@@ -199,7 +199,7 @@ def adapter_for(model: nn.Module) -> ModelFamily:
         raise ModelError(
             f"model: {model!r} is not a model; load it first, by mmaccel.load_model or from_pretrained of transformers."
         )
-    model = unwrapped(model)
+    model = unwrap(model)
     adapter = family_of(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     head = getattr(model, "get_output_embeddings", None)
     whole = hasattr(model, "generate") and callable(head) and head() is not None
@@ -226,24 +226,24 @@ class Accelerated:
     """A model with a recipe attached, and a context manager that detaches it at exit. Attributes: `model` (without a wrapper
     such as PEFT's), `recipe`, `attention` (the attention configuration), `view` (what policies may use of the model)."""
 
-    context: Context | None = None  # the processes with which this one shares the rows of a prompt
+    context: ContextGroup | None = None  # the processes with which this one shares the rows of a prompt
     seat: BatchSlot | None = None  # of its next call of `generate`, in a batch of several calls
 
     def __init__(self, model: nn.Module, recipe: Recipe, context_mesh: DeviceMesh | None = None) -> None:
         self._outer = model
-        self.model = model = unwrapped(model)
+        self.model = model = unwrap(model)
         self.adapter = adapter_for(model)
         self.view = ModelView(model, self.adapter, adapter_for)
         self._state: Callable[[], KVState | None] = lambda: None
         self._counted: dict[str, float] = {}
         try:
-            self.recipe = recipe = fitted(recipe, self.view)
+            self.recipe = recipe = fit_recipe(recipe, self.view)
             choice = choose_backend(recipe, self.view)
             sliding = self.adapter.sliding_layers(model)
             if context_mesh is not None:
-                from mmaccel.core.prefill.context import Context
+                from mmaccel.core.prefill.context import ContextGroup
 
-                self.context = Context(context_mesh, recipe, sliding)
+                self.context = ContextGroup(context_mesh, recipe, sliding)
                 choice = self.context.agree_on_backend(choice)
             kernel = select.get(choice.backend, self.view.device)
             self.attention = AttentionConfig(recipe, choice.backend, kernel, choice=choice, sliding=sliding)
@@ -358,7 +358,7 @@ def accelerate(
     return Accelerated(model, chosen, context_mesh)
 
 
-def fitted(recipe: Recipe, view: ModelView) -> Recipe:
+def fit_recipe(recipe: Recipe, view: ModelView) -> Recipe:
     """Return `recipe` adapted to a model: checked when it is attached, or by the configuration before weights are loaded.
 
     Raises `RecipeError` if it cannot serve `generate` or a model of these sizes, and `DraftError` if the draft model is
@@ -383,7 +383,7 @@ def _bound(recipe: Recipe, view: ModelView) -> Recipe:
     return recipe if bound is recipe.sparse else replace(recipe, sparse=bound)
 
 
-def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
+def stream_attention_config(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
     """Return the `AttentionConfig` of a session's layers under `recipe`; raises `RecipeError` as `fitted` does."""
     recipe = _bound(recipe, adapter.view)
     if recipe.sparse.dense:
@@ -396,5 +396,5 @@ def stream_attention(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
 
 def attached(model: nn.Module) -> Accelerated | None:
     """Return the `Accelerated` object of `model`, or None if no recipe is attached."""
-    owner = _attached.get(unwrapped(model)) if isinstance(model, nn.Module) else None
+    owner = _attached.get(unwrap(model)) if isinstance(model, nn.Module) else None
     return owner() if owner is not None else None

@@ -1,6 +1,6 @@
 """Predicts seconds and bytes for a video and its questions under a recipe, from a model's sizes and a device's rates.
 
-Nothing is fitted to a whole run. A model's sizes are counted (`Sizes`), a device's rates measured once, or known
+Nothing is fitted to a whole run. A model's sizes are counted (`ModelSizes`), a device's rates measured once, or known
 (`DEVICES`). Each term is work over a rate:
 
 products   2 FLOPs for each weight and row, at the rate of a large product of that width
@@ -26,7 +26,7 @@ import torch
 
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prefill.attention import MIN_ROWS
-from mmaccel.core.rates import Device, Sizes, predict_plane_seconds
+from mmaccel.core.rates import DeviceRates, ModelSizes, predict_plane_seconds
 from mmaccel.core.recipe import Recipe
 
 STEP_S, RETRIEVE_S, ANSWER_S = 16e-6, 6e-4, 4e-5
@@ -70,7 +70,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Cost:
+class PredictedCost:
     """Predicted seconds to read the video (`read_s`), to a question's first token (`question_s`), and per later token
     (`token_s`); peak bytes on device and host.
 
@@ -112,15 +112,17 @@ def needs_session(recipe: Recipe, work: Workload) -> bool:
     return work.live or work.questions > 1 or not recipe.kv.sequences
 
 
-def surplus_key(recipe: Recipe, work: Workload) -> str:
-    """Return the key under which a `Device` keeps the measured `MeasuredOverhead` of `recipe` for this kind of `work`: live,
-    session or one call, and the recipe's fields except the draft."""
+def overhead_key(recipe: Recipe, work: Workload) -> str:
+    """Return the key under which a `DeviceRates` keeps the measured `MeasuredOverhead` of `recipe` for this kind of
+    `work`: live, session or one call, and the recipe's fields except the draft."""
     how = "live" if work.live else "session" if needs_session(recipe, work) else "call"
     told = {name: part for name, part in recipe.to_dict().items() if name != "draft"}
     return f"{how} {json.dumps(told, sort_keys=True, default=str)}"
 
 
-def cost(recipe: Recipe, sizes: Sizes, work: Workload, device: Device, draft: Sizes | None = None) -> Cost:
+def predict_cost(
+    recipe: Recipe, sizes: ModelSizes, work: Workload, device: DeviceRates, draft: ModelSizes | None = None
+) -> PredictedCost:
     """Predict the cost of `work` under `recipe`. A KV memory for sequences serves one question by `generate`, and several in
     a session. `draft`: the sizes of the recipe's draft model, which reads the video too."""
     return _Estimate(recipe, sizes, work, device, draft).cost()
@@ -130,7 +132,7 @@ class _Estimate:
     """The terms of one recipe on one model."""
 
     def __init__(
-        self, recipe: Recipe, sizes: Sizes, work: Workload, device: Device, draft: Sizes | None
+        self, recipe: Recipe, sizes: ModelSizes, work: Workload, device: DeviceRates, draft: ModelSizes | None
     ) -> None:
         self.recipe, self.sizes, self.work, self.device, self.draft = recipe, sizes, work, device, draft
         self.kept = recipe.kv.footprint(sizes.tokens, sizes.pace)
@@ -146,10 +148,10 @@ class _Estimate:
             draft = replace(draft, tokens=max(1, round(draft.tokens * share)))
             self.other = _Estimate(own, draft, replace(work, live=self.session), device, None)
 
-    def cost(self) -> Cost:
+    def cost(self) -> PredictedCost:
         read, question, token = self._read(), self._question(), self._token()
         once: tuple[float, ...] = ()
-        if (told := self.device.sessions.get(surplus_key(self.recipe, self.work))) is not None:
+        if (told := self.device.sessions.get(overhead_key(self.recipe, self.work))) is not None:
             size = self.sizes.layers, self.units
             # What was measured at other sizes is taken to halve a term at most.
             read = max(read + predict_plane_seconds(told.read, *size), read / 2)
@@ -168,7 +170,7 @@ class _Estimate:
         most = held + max(passing, leaving)
         if not self.device.cuda:  # nothing is on the host before it leaves
             host = most = held + max(passing, leaving + host)
-        return Cost(read, question, token, int(most), int(host), self.session, self.work, once)
+        return PredictedCost(read, question, token, int(most), int(host), self.session, self.work, once)
 
     def _of(self, frames: int | None) -> int:
         """Units that so many frames are; None: all."""

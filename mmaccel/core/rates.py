@@ -14,7 +14,7 @@ import torch
 from mmaccel.backends import measure, select
 from mmaccel.backends.measure import AttentionShape, Bench, Costs, LinearCost, bench, measure_costs
 from mmaccel.backends.select import Store
-from mmaccel.core.memory.buffers import host_total
+from mmaccel.core.memory.buffers import total_host_bytes
 from mmaccel.core.prefill.sparse import planning_benchmark
 
 STEP_LAYERS = 4, 12
@@ -29,7 +29,7 @@ WARM_S = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ModelSizes:
     """The sizes of a model, from which costs are predicted.
 
     layers, heads, kv_heads, head_dim, hidden, inner  of the language model; `inner`: the MLP's size
@@ -92,11 +92,15 @@ class MeasuredOverhead:
 
 
 class OverheadFile:
-    """A file of measured `MeasuredOverhead`es of models of `sizes` on one device, by `costs.surplus_key`; `label` says how
+    """A file of measured `MeasuredOverhead`es of models of `sizes` on one device, by `costs.overhead_key`; `label` says how
     the sessions were run."""
 
     def __init__(
-        self, device: torch.device, sizes: Sizes, label: str, store: Store[MeasuredOverhead] | None = None
+        self,
+        device: torch.device,
+        sizes: ModelSizes,
+        label: str,
+        store: Store[MeasuredOverhead] | None = None,
     ) -> None:
         self._store = Store("sessions.json", MeasuredOverhead.from_dict) if store is None else store
         shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
@@ -104,11 +108,11 @@ class OverheadFile:
         self._key = select.key_of(device, shape, (select.choose(device),), f"{label} | {told}")
 
     def get(self, way: str) -> MeasuredOverhead | None:
-        """Return the surplus stored under `way` (`costs.surplus_key`), or None."""
+        """Return the surplus stored under `way` (`costs.overhead_key`), or None."""
         return self._store.get(f"{self._key} | {way}")
 
     def put(self, way: str, made: MeasuredOverhead) -> None:
-        """Store the measured surplus `made` under `way` (`costs.surplus_key`)."""
+        """Store the measured surplus `made` under `way` (`costs.overhead_key`)."""
         self._store.put(f"{self._key} | {way}", made)
 
 
@@ -151,11 +155,11 @@ def predict_plane_seconds(plane: Plane, layers: int, units: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class DeviceRates:
     """Rates of a device, from which costs are predicted. They are: matrix-product FLOP/s by width, attention costs
     (`Costs`), bytes/s of copies on the device (read plus written) and from the host (`wire`), seconds to launch a decoder
     layer's operators (`few`: of a session that keeps all, captured but for attention); bytes of memory; bytes/s at which
-    host memory is pinned. `sessions`: by `costs.surplus_key`, what short sessions took beyond the rest."""
+    host memory is pinned. `sessions`: by `costs.overhead_key`, what short sessions took beyond the rest."""
 
     name: str
     products: dict[int, float]
@@ -179,8 +183,8 @@ class Device:
         return float(slow * (fast / slow) ** min(share, 1.0)) if share > 0 else slow * min(1.0, width / low)
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> Device:
-        """Recreate a `Device` from its `dataclasses.asdict` form."""
+    def from_dict(cls, found: dict[str, Any]) -> DeviceRates:
+        """Recreate a `DeviceRates` from its `dataclasses.asdict` form."""
         products = {int(width): float(rate) for width, rate in found["products"].items()}
         rates = {name: float(found[name]) for name in ("copy", "wire", "layer", "few", "pin")}
         told = {way: MeasuredOverhead.from_dict(one) for way, one in found.get("sessions", {}).items()}
@@ -188,9 +192,9 @@ class Device:
         return cls(**{**found, **rates, **parts})
 
 
-def _hopper(name: str, copy: float, memory: int) -> Device:
+def _hopper(name: str, copy: float, memory: int) -> DeviceRates:
     pairs = Costs(LinearCost(2e-4, 9.1e-13), {"triton": LinearCost(5e-4, 1.0e-12)}, LinearCost(1e-3, 9e-9))
-    return Device(
+    return DeviceRates(
         name=name, products={1280: 4.5e14, 3584: 6.4e14}, attend=pairs, copy=copy, wire=48e9, layer=4e-4, few=4e-4,
         memory=memory, pin=1.2e9,
     )  # fmt: skip
@@ -205,18 +209,18 @@ and its memory has 3.35/4.8 of the rate."""
 
 def measure_device(
     device: torch.device,
-    sizes: Sizes,
+    sizes: ModelSizes,
     step: Callable[[int], Any],
     few: Callable[[int], Any],
     pattern: Any,
-    store: Store[Device] | None = None,
+    store: Store[DeviceRates] | None = None,
     bench: Bench = bench,
-) -> Device:
+) -> DeviceRates:
     """Return the rates of `device` for heads like the model's: from `store`, or measured in a few seconds and stored there.
     `step` runs that many small decoder layers on one row, `few` in a session's captured step; on CUDA, this and planning of
     `pattern` are timed too."""
     shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
-    store = Store("rates.json", Device.from_dict) if store is None else store
+    store = Store("rates.json", DeviceRates.from_dict) if store is None else store
     cuda = device.type == "cuda"
     backend = select.choose(device)
     key = select.key_of(device, shape, (backend,), "rates by layers and slabs")
@@ -226,7 +230,7 @@ def measure_device(
         lengths = measure.LENGTHS if cuda else (1024, 2048)
         plan = planning_benchmark(pattern, shape, device) if cuda else None
         attend = measure_costs(device, shape, kernels, plan, lengths=lengths, bench=bench)
-        found = Device(
+        found = DeviceRates(
             name=torch.cuda.get_device_name(device) if cuda else "cpu",
             products={
                 w: _product(w, device, sizes.dtype, bench) for w in ((1024, 4096) if cuda else (256, 1024))
@@ -292,4 +296,4 @@ def _pin() -> float:
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return host_total()
+    return total_host_bytes()

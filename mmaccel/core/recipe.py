@@ -101,7 +101,7 @@ class Recipe:
         if isinstance(source, Mapping):
             fields = dict(source)
         elif source is not None and not isinstance(source, Recipe):
-            fields = fields_of(source)
+            fields = read_recipe_fields(source)
         version = fields.pop("version", VERSION)
         if type(version) is not int or not 1 <= version <= VERSION:
             raise RecipeError(
@@ -295,7 +295,7 @@ def recipe_file_extensions() -> tuple[str, ...]:
     return (".yaml", ".yml", *(file[0] for file in own if file is not None))
 
 
-def fields_of(source: str | Path) -> dict[str, Any]:
+def read_recipe_fields(source: str | Path) -> dict[str, Any]:
     """Return the fields, not yet checked, that a preset, a policy's name, a YAML file or a policy's own file (`Policy.file`)
     sets. Relative paths in a YAML file are resolved against its folder.
 

@@ -25,7 +25,7 @@ _EVENTS = """
 _EVENT_PREFIXES = ("fetch_", "host_copies_", "host_bytes_", "host_seconds_", "host_disk_in")
 
 
-def events_since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+def counters_since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
     """Return a memory's counters `now`; of those that count what has happened, what has come since `before`."""
     events = [name for name in before if name in _EVENTS.split() or name.startswith(_EVENT_PREFIXES)]
     return {**now, **{name: now[name] - before[name] for name in events if name in now}}
@@ -317,7 +317,7 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def time_when_done(device: torch.device) -> float:
+def time_after_device_work(device: torch.device) -> float:
     """Return `time.perf_counter()` once `device` has done what this thread's stream has launched."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

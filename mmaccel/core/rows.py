@@ -69,7 +69,7 @@ def write_atomically(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
 
 
-def environment(device: torch.device | str = "cpu", **more: Any) -> dict[str, Any]:
+def measurement_conditions(device: torch.device | str = "cpu", **more: Any) -> dict[str, Any]:
     """Return the conditions of a measurement: command, commit, device, threads, package versions (None: not installed)."""
     place = torch.device(device)
     found: dict[str, Any] = {

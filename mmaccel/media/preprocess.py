@@ -32,7 +32,7 @@ MODES = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pixels:
+class PixelSettings:
     """How frames become pixels; fields have the names and meanings of `preprocessor_config.json`.
 
     `size` is {height, width}, {shortest_edge} or, for patches, the pixel budget {shortest_edge: minimum, longest_edge:
@@ -65,7 +65,7 @@ class Pixels:
         if self.do_resize and self.resample not in MODES:
             raise VideoError(f"resample={self.resample} is not supported: choose one of {MODES}.")
 
-    def updated(self, settings: Mapping[str, Any]) -> Pixels:
+    def updated(self, settings: Mapping[str, Any]) -> PixelSettings:
         """A copy of the settings, changed by those in `settings`; unknown and null entries are ignored.
 
         `min_pixels` and `max_pixels`, from older checkpoints, set the edges of `size`.
@@ -104,7 +104,7 @@ def resize_in_float(frames: Tensor, size: tuple[int, int], mode: str) -> Tensor:
     return result.clamp_(0, 255).round_().to(frames.dtype)
 
 
-def normalise(frames: Tensor, pixels: Pixels) -> Tensor:
+def normalise(frames: Tensor, pixels: PixelSettings) -> Tensor:
     """Rescale and normalise frames to float32, in one step if both are enabled."""
     if pixels.do_normalize:
         scale = pixels.rescale_factor if pixels.do_rescale else None
@@ -140,7 +140,9 @@ def smart_resize(height: int, width: int, factor: int, least: int, most: int) ->
     return rows, columns
 
 
-def resized_size(pixels: Pixels, frames: int, height: int, width: int, video: bool = True) -> tuple[int, int]:
+def resized_size(
+    pixels: PixelSettings, frames: int, height: int, width: int, video: bool = True
+) -> tuple[int, int]:
     """Return the (height, width) to which `frames` frames of `height` x `width` pixels are resized before they are split
     into patches, by the settings `pixels`. `video`: also apply the pixel budget of a whole video. Raises `VideoError` for
     settings without a size."""
@@ -167,7 +169,7 @@ def resized_size(pixels: Pixels, frames: int, height: int, width: int, video: bo
 
 def to_patches(
     frames: Tensor,
-    pixels: Pixels,
+    pixels: PixelSettings,
     *,
     video: bool = True,
     device: torch.device | str | None = None,
@@ -207,7 +209,7 @@ def to_patches(
 
 def to_frames(
     frames: Tensor,
-    pixels: Pixels,
+    pixels: PixelSettings,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
@@ -224,7 +226,7 @@ def to_frames(
     return result
 
 
-def to_tiles(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
+def to_tiles(image: Tensor, pixels: PixelSettings, **where: Any) -> Tensor:
     """Split an image `[3, H, W]` into an overview and square tiles at its best resolution, `[1 + tiles, 3, h, w]`.
 
     Source: LLaVA-NeXT "anyres", as in LLaVA-OneVision (arXiv 2408.03326), section 3.2.
@@ -248,7 +250,7 @@ def to_tiles(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
     return torch.cat([to_frames(tile[None], pixels, **where) for tile in (overview[0], *tiles)])
 
 
-def to_square_pixels(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
+def to_square_pixels(image: Tensor, pixels: PixelSettings, **where: Any) -> Tensor:
     """Pad an image `[3, H, W]` to a square of the mean colour and resize it: `[1, 3, h, w]`. Used where a prompt has several
     images."""
     height, width = image.shape[-2:]
@@ -260,7 +262,7 @@ def to_square_pixels(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
     return to_frames(square[None], pixels, **where)
 
 
-def best_resolution(pixels: Pixels, height: int, width: int) -> tuple[int, int]:
+def best_resolution(pixels: PixelSettings, height: int, width: int) -> tuple[int, int]:
     """The (height, width) of `image_grid_pinpoints` that preserves most pixels of the image, then wastes fewest."""
     if not pixels.image_grid_pinpoints:
         raise VideoError("image_grid_pinpoints is empty: list the resolutions that images may be cut into.")
@@ -274,7 +276,7 @@ def best_resolution(pixels: Pixels, height: int, width: int) -> tuple[int, int]:
     return best[0], best[1]
 
 
-def _cuts(pixels: Pixels) -> tuple[int, int, int]:
+def _cuts(pixels: PixelSettings) -> tuple[int, int, int]:
     if pixels.patch_size is None or pixels.merge_size is None or pixels.temporal_patch_size is None:
         raise VideoError(
             "patch_size, merge_size and temporal_patch_size must be set to cut frames into patches."

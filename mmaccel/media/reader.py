@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ArgumentNames, VideoError, VideoWarning, warn
-from mmaccel.core.memory.buffers import host_available
+from mmaccel.core.memory.buffers import free_host_bytes
 from mmaccel.media.container import Source
 from mmaccel.media.sampling import (
     FASTEST,
@@ -341,7 +341,7 @@ def _fit(source: Source, picture: FrameConverter, frames: int, fit: Fit) -> bool
 
 def _check_memory(source: Source, picture: FrameConverter, total: int | None) -> None:
     height, width = picture.shape(source.height, source.width)
-    need, free = (total or 0) * 3 * height * width, host_available()
+    need, free = (total or 0) * 3 * height * width, free_host_bytes()
     if need > free:
         raise VideoError(
             f"{total} frames of {width}x{height} from {source.name} need {need / 2**30:.1f} GiB and "

@@ -41,12 +41,12 @@ def thumbnails(video: str | os.PathLike[str] | Video) -> Callable[[float], bytes
 
     def thumbnail(seconds: float) -> bytes | None:
         found = frame(seconds)
-        return None if found is None else jpeg(found)
+        return None if found is None else encode_jpeg(found)
 
     return thumbnail
 
 
-def jpeg(frame: Tensor) -> bytes:
+def encode_jpeg(frame: Tensor) -> bytes:
     """Encode a frame [3, H, W] uint8 as JPEG, no side longer than `SIDE`."""
     rows = frame.to("cpu", torch.uint8).permute(1, 2, 0).contiguous().numpy()
     picture = av.VideoFrame.from_ndarray(rows, format="rgb24")

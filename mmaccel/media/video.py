@@ -126,7 +126,7 @@ class FrameConverter:
 
     def convert(self, frame: av.VideoFrame) -> Tensor:
         """Convert one frame to RGB, uint8 [3, H, W]; without `size` the first frame decides the size of all."""
-        swapped, flip_x, flip_y = orientation(frame)
+        swapped, flip_x, flip_y = orientation_flips(frame)
         height, width = (frame.width, frame.height) if swapped else (frame.height, frame.width)
         size = self.shape(height, width)
         if size != (height, width):
@@ -143,7 +143,7 @@ class FrameConverter:
         return picture.flip(axes) if axes else picture
 
 
-def orientation(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
+def orientation_flips(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
     """Whether to swap rows and columns, then mirror left-right, then mirror top-bottom, to set the frame upright.
 
     From the display matrix, which maps a stored point (x, y) to (a x + c y, b x + d y).

@@ -356,7 +356,7 @@ class KVCache(Cache):
             one.reset()
 
 
-def cache_of(model: nn.Module, family: Any, state: KVState | None = None) -> Any:
+def wrap_kv_cache(model: nn.Module, family: Any, state: KVState | None = None) -> Any:
     """Wrap `state` as a transformers cache for `model`; if None, make one of transformers' own that can be rolled back."""
     states, layers = family.recurrent_layers(model), family.geometry(model).layers
     if not states:

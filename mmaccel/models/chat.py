@@ -47,7 +47,7 @@ Conversation = tuple[list[dict[str, Any]], list[Any], list[Any]]
 """Messages as a template may see them, and the images and videos that are taken out of them, in order."""
 
 
-def conversations(content: Any, images: Any, videos: Any) -> list[Conversation]:
+def split_into_prompts(content: Any, images: Any, videos: Any) -> list[Conversation]:
     """Turn the arguments of `Processor.chat` into prompts (messages, images, videos): one, or one for each entry of a list.
 
     `images` and `videos` are placed before the user's text. For several prompts each is a list with an entry (one, a list or
@@ -66,7 +66,7 @@ def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(content)}]
 
 
-def image_sets(images: Any) -> list[list[Any]]:
+def images_per_text(images: Any) -> list[list[Any]]:
     """The images of each text, as lists; in a flat list each image belongs to a text of its own."""
     if images is None:
         return []
@@ -76,7 +76,7 @@ def image_sets(images: Any) -> list[list[Any]]:
     return [list(row) for row in images if row] if nested else [[image] for image in images]
 
 
-def video_list(videos: Any) -> list[Any]:
+def flatten_videos(videos: Any) -> list[Any]:
     """Flatten `videos` to a list of videos. A list of images is one video; a nested list has the videos of each text."""
     if videos is None:
         return []
@@ -108,8 +108,8 @@ def _each(name: str, given: Any, count: int) -> list[Any]:
 
 
 def _conversation(content: Any, images: Any, videos: Any) -> Conversation:
-    ahead = [{"type": "image", "image": item} for row in image_sets(images) for item in row]
-    ahead += [{"type": "video", "video": item} for item in video_list(videos)]
+    ahead = [{"type": "image", "image": item} for row in images_per_text(images) for item in row]
+    ahead += [{"type": "video", "video": item} for item in flatten_videos(videos)]
     if isinstance(content, str):
         if not content.strip():
             raise ModelError("content: the question is empty; ask something.")
@@ -167,7 +167,7 @@ class ChatText(str):
     plain: Mapping[str, str]
 
 
-def render(
+def render_chat_template(
     tokenizer: Any, template: str, messages: list[Any], *, special_tokens: bool, words: Collection[str]
 ) -> ChatText:
     """Apply a chat template to `messages`, up to the start of the answer; raises `ModelError` if the template fails.
@@ -231,7 +231,7 @@ def tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int
         if place % 2:
             ids.append(tokenizer.convert_tokens_to_ids(piece))
         elif piece:
-            ids += plain_ids(tokenizer, marks.sub(lambda found: plain[found[0]], piece))
+            ids += tokenize_as_plain_text(tokenizer, marks.sub(lambda found: plain[found[0]], piece))
     if add_special_tokens:
         bare, framed = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
         begin = next(n for n in range(len(framed)) if framed[n : n + len(bare)] == bare)
@@ -255,7 +255,7 @@ def append_turn(tokenizer: Any, ids: Tensor, text: ChatText) -> Tensor:
     return torch.cat([kept, ids.new_tensor([tokenize(tokenizer, later, add_special_tokens=False)])], 1)
 
 
-def plain_ids(tokenizer: Any, text: str) -> list[int]:
+def tokenize_as_plain_text(tokenizer: Any, text: str) -> list[int]:
     """Tokenize a text in which special tokens are ordinary text."""
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 

@@ -22,7 +22,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import loading, step
-from mmaccel.models.fingerprint import can_fuse_layers, hooked
+from mmaccel.models.fingerprint import can_fuse_layers, has_foreign_hooks
 from mmaccel.models.layer_step import (
     FusedDeltaNetStep,
     HiddenRows,
@@ -74,7 +74,7 @@ def can_capture_decode(model: nn.Module, family: Any, cache: Any, also: Sequence
     return (
         is_plain_linear(head)
         and len({p.device for end in ends for p in end.parameters()}) == 1
-        and not hooked(inner)
+        and not has_foreign_hooks(inner)
     )
 
 
@@ -260,7 +260,7 @@ class SequenceDecodeSteps:
         held = self._holds(state, delta, buffers, scoring, home)
         sizes, parts = family.geometry(model), list[DeviceDecodeStep]()
         for number, (device, some) in enumerate(cuts):
-            ends = norm_and_head(model, family) if number == len(cuts) - 1 else None
+            ends = final_norm_and_lm_head(model, family) if number == len(cuts) - 1 else None
             steps = build_device_layer_steps(model, family, some, ends is not None)
             own, holds = [buffers[n] for n in some], [held[n] for n in some]
             looks = own[-1][0].new_zeros(1, sizes.heads, 1, sizes.head_dim) if scoring in some[-1:] else None
@@ -322,7 +322,7 @@ def build_device_layer_steps(
     return build_layer_steps(some, family, family.text(model).norm if last else None, first - numbers[0])
 
 
-def norm_and_head(model: nn.Module, family: Any) -> tuple[Any, Weights]:
+def final_norm_and_lm_head(model: nn.Module, family: Any) -> tuple[Any, Weights]:
     """The model's final norm and the weights of its LM head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return as_standard_rms_norm(family.text(model).norm, family), weights(head)

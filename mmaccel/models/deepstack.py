@@ -28,14 +28,15 @@ def slice_features(given: Mapping[str, Any], columns: slice | Tensor) -> dict[st
     return {WHERE: where[:, columns], FEATURES: [one[inside[where]] for one in given[FEATURES]]}
 
 
-def split_rows(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
+def split_deepstack_rows(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
     """Split rows [n, E * (1 + levels)] into embeddings [n, E] and forward arguments that add one level to each layer."""
     rows, *levels = embeds.split(wide, 1)
     return rows, {WHERE: torch.ones(1, len(rows), dtype=torch.bool, device=rows.device), FEATURES: levels}
 
 
 def join_prompt_deepstack(given: Mapping[str, Any]) -> Tensor:
-    """Concatenate a prompt's embeddings and DeepStack levels to [B, S, E * (1 + levels)]: the inverse of `split_rows`."""
+    """Concatenate a prompt's embeddings and DeepStack levels to [B, S, E * (1 + levels)]: the inverse of
+    `split_deepstack_rows`."""
     embeds, where = given[ENTERING[0]], given.get(WHERE)
     levels = [] if where is None else [torch.zeros_like(embeds) for _ in given[FEATURES]]
     for level, features in zip(levels, given.get(FEATURES, ()), strict=True):

@@ -14,7 +14,7 @@ from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.layout import IMAGE
 from mmaccel.core.streams.parts import Question
 from mmaccel.models import deepstack
-from mmaccel.models.chat import conversations
+from mmaccel.models.chat import split_into_prompts
 
 Messages = list[dict[str, Any]]
 
@@ -26,7 +26,7 @@ def question_messages(question: Any) -> tuple[Messages, Messages, list[Any]]:
     The stream is the video at the start of the first user turn. A system message is placed after it, since the stream has
     already read the template's beginning. Raises `ModelError`.
     """
-    (messages, images, videos), *others = conversations(question, None, None)
+    (messages, images, videos), *others = split_into_prompts(question, None, None)
     if videos or others:
         raise ModelError(
             "question: it shows a video, or is several questions; ask one question about the stream."

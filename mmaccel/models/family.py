@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops import layer_ops
-from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, home_of, rows_of, unwrapped
+from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, home_device, rows_of, unwrap
 from mmaccel.core.attach import Accelerated, ModelFamily, StreamAdapter
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TimeScale, TokenLayout
@@ -103,15 +103,15 @@ class Family(ModelFamily):
         return HFRunner.open(model, self, state)
 
     def sampler(self, kind: type[nn.Module]) -> Any:
-        from mmaccel.models.tiny import Sampler
+        from mmaccel.models.tiny import TinyModels
 
-        return Sampler(self, kind)
+        return TinyModels(self, kind)
 
     def load(self, path: str, like: nn.Module) -> nn.Module:
-        from mmaccel.models.loading import from_config, load_model
+        from mmaccel.models.loading import config_only_view, load_model
 
         if isinstance(like, ConfigOnlyModel):
-            return from_config(path).model
+            return config_only_view(path).model
         first = next(like.parameters())
         return load_model(path, dtype=first.dtype, device=first.device)
 
@@ -119,7 +119,7 @@ class Family(ModelFamily):
         from mmaccel.models import stream, units
 
         kind = units.FrameTextStream if self.stamped else stream.HFStreamAdapter
-        return kind(unwrapped(model), self, processor)
+        return kind(unwrap(model), self, processor)
 
     def causal_lm(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
         from mmaccel.models.loading import load_text_model
@@ -333,7 +333,7 @@ class Family(ModelFamily):
         given = [inputs[name] for name in ("pixel_values_videos", "video_grid_thw") if name in inputs]
         features = self.multimodal(model).get_video_features(*given, return_dict=True).pooler_output  # type: ignore[operator]
         rows = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)
-        return rows.to(home_of(model), self.token_embedding(model).weight.dtype)
+        return rows.to(home_device(model), self.token_embedding(model).weight.dtype)
 
     def pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
         """Pixels [T, ...] of the one video of `inputs`, a row per frame; and a function from such rows to inputs."""

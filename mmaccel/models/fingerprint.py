@@ -30,7 +30,7 @@ class ModuleFingerprint:
 
     def hooked(self) -> bool:
         """Whether any module of the snapshot has a forward hook that must run."""
-        return hooked(self._all)
+        return has_foreign_hooks(self._all)
 
     def _look(self, roots: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:
         """The roots, their children, classes and weights; and the identity of each, and where the weights lie."""
@@ -40,7 +40,7 @@ class ModuleFingerprint:
         return held, [*map(id, held), *map(Tensor.data_ptr, tensors)]
 
 
-def hooked(modules: Iterable[nn.Module]) -> bool:
+def has_foreign_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether any of `modules` has a forward hook that a fused decode step must run. Not counted are our prompt hooks
     (`PrefillHook`), hooks of a stream's pass (they serve its thread alone), and those that transformers leaves installed
     after `output_attentions` or `output_hidden_states`, which a step does not return."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmaccel.core.adapter import shard_count
+from mmaccel.core.adapter import tensor_parallel_size
 from mmaccel.core.decoding.generate import Deadline, Ended
 from mmaccel.core.errors import DraftError, MmaccelError, ModelError, warn
 from mmaccel.core.report import Meter
@@ -72,7 +72,7 @@ OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache"
 """Arguments of `generate` that ask for more than the loop without a draft gives, beside those of `DRAFT`."""
 
 
-def is_set(attachment: ModelAttachment, name: str, kwargs: Mapping[str, Any]) -> bool:
+def is_argument_set(attachment: ModelAttachment, name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether the argument `name` of a `generate` call is set to a value other than its neutral one."""
     value = attachment.get_generate_option(name, kwargs)
     if name == "penalty_alpha":
@@ -84,7 +84,7 @@ def _check_generate(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> N
     """Raise for an argument of `generate` that the recipe does not support: `DraftError` if its draft does not, else
     `ModelError`."""
     recipe = attachment.owner.recipe
-    if is_set(attachment, "cache_implementation", kwargs):
+    if is_argument_set(attachment, "cache_implementation", kwargs):
         raise ModelError(
             "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
         )
@@ -106,7 +106,7 @@ def _check_generate(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> N
         parts.append((f"draft {recipe.draft.name!r}", DRAFT, DraftError))
     for part, sentences, error in parts:
         for name, sentence in sentences.items():
-            if is_set(attachment, name, kwargs):
+            if is_argument_set(attachment, name, kwargs):
                 raise error(f"{name}: {sentence.format(part=part)}")
         if kwargs.get("input_ids") is None and kwargs.get("inputs") is None:
             raise error(f"input_ids: {part} reads token ids; give them.")
@@ -195,7 +195,7 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
             with cache.at_work() if streams and cache is not None else nullcontext():
                 out = drafting.generate(attachment, kwargs, lasts and (draft or streams))
                 return _noted(cache, out, whole, read)
-        if not is_set(attachment, "num_beams", kwargs):
+        if not is_argument_set(attachment, "num_beams", kwargs):
             kwargs["streamer"] = TokenCounter(meter.count_tokens, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limit_to_max_positions(kwargs))
         if rests and not held:
@@ -266,7 +266,7 @@ def _draft_rests(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool
         why = "in_batches is 'never'"
     elif attachment.get_generate_option("do_sample", kwargs):
         why = "tokens are sampled, and measured times must not change them"
-    elif shard_count(attachment.model) > 1:
+    elif tensor_parallel_size(attachment.model) > 1:
         why = "under tensor parallelism processes that go by their own clocks would part"
     else:
         why = times.why_not(count, prompt_length(kwargs))
@@ -289,7 +289,7 @@ def _in_turns(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool:
         return False
     padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
     apart = recipe.prune is not None or (padded and not recipe.kv.exact)
-    return apart and not any(is_set(attachment, name, kwargs) for name in DRAFT)
+    return apart and not any(is_argument_set(attachment, name, kwargs) for name in DRAFT)
 
 
 def _captures(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool:
@@ -300,7 +300,7 @@ def _captures(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool:
     ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
         return False
-    if any(is_set(attachment, name, kwargs) for name in (*DRAFT, *OUTPUTS)):
+    if any(is_argument_set(attachment, name, kwargs) for name in (*DRAFT, *OUTPUTS)):
         return False
     from mmaccel.models.decode import can_capture_decode
 
@@ -316,11 +316,11 @@ def _alone(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> str | None
         return f"kv {recipe.kv.name!r} opens a stream for each prompt"
     if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
         return "it is not one new prompt of tokens"
-    if asked := [name for name in (*DRAFT, *OUTPUTS) if is_set(attachment, name, kwargs)]:
+    if asked := [name for name in (*DRAFT, *OUTPUTS) if is_argument_set(attachment, name, kwargs)]:
         return f"{asked[0]} was asked for"
-    from mmaccel.models.together import why_not
+    from mmaccel.models.together import why_not_batchable
 
-    return why_not(attachment.model, attachment.family, cache)
+    return why_not_batchable(attachment.model, attachment.family, cache)
 
 
 def _nothing(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import ConfigOnlyModel, home_of
+from mmaccel.core.adapter import ConfigOnlyModel, home_device
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import register
@@ -167,7 +167,7 @@ class Generic(Family):
             pixels = pixels.flatten(0, -4) if model.config.model_type == "internvl" else pixels  # type: ignore[union-attr]
             features = multimodal.get_image_features(pixels, return_dict=True).pooler_output
         rows = torch.cat([one.flatten(0, -2) for one in features])
-        return rows.to(home_of(model), self.token_embedding(model).weight.dtype)
+        return rows.to(home_device(model), self.token_embedding(model).weight.dtype)
 
     def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
         pixels, grid = _shown(inputs)[1], inputs.get(GRIDS[VIDEO])
@@ -285,7 +285,7 @@ class Generic(Family):
 
 
 @register("model", "other")
-class Other(Generic):
+class UnlistedFamily(Generic):
     """Any image or video model of transformers that has no family of its own, if all its layers have full attention.
     Untested: our tests cover no such model."""
 

@@ -33,11 +33,11 @@ from mmaccel.models.attention import (
     KVCache,
     MaxPositionCriteria,
     PackedForwardPass,
-    cache_of,
     check_forward_arguments,
     issue_pass_ticket,
     packed_sequence_ids,
     token_chunk_ranges,
+    wrap_kv_cache,
 )
 from mmaccel.models.install import AttachmentBase, model_lock
 from mmaccel.models.outputs import drop_past_key_values, join_chunk_outputs
@@ -112,7 +112,7 @@ class ModelAttachment(AttachmentBase):
 
     def cache(self) -> KVCache:
         """Open a new KV cache with the recipe's KV policy."""
-        cache: KVCache = cache_of(self.model, self.family, self.owner.open_state())
+        cache: KVCache = wrap_kv_cache(self.model, self.family, self.owner.open_state())
         self.opened(cache.state, cache)
         return cache
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import ConfigOnlyModel, ModelView
-from mmaccel.core.attach import adapter_for, family_of, fitted
+from mmaccel.core.attach import adapter_for, family_of, fit_recipe
 from mmaccel.core.errors import ModelError, UnknownName, shown
 from mmaccel.core.files import outside
 from mmaccel.core.prefill.attention import ForwardPass
@@ -37,7 +37,7 @@ MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 UNKNOWN = frozenset({"RepositoryNotFoundError", "HFValidationError"})
 
 
-def resolve(name: str | Path) -> str:
+def resolve_model_name(name: str | Path) -> str:
     """The path of a folder or of a tiny model, or `name` itself if it can be a hub name (owner/name).
 
     Raises `ModelError` for a name that is none of these.
@@ -107,7 +107,7 @@ def load_model(
     named = isinstance(dtype, str) and dtype != "auto"
     if named and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise UnknownName("dtype", str(dtype), ("auto", "bfloat16", "float16", "float32"))
-    source = resolve(name)
+    source = resolve_model_name(name)
     folder = Path(source)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
@@ -163,12 +163,12 @@ def _read(
         ) from error
 
 
-def from_config(name: str | Path) -> ModelView:
+def config_only_view(name: str | Path) -> ModelView:
     """A `ModelView` of the model `name` from its configuration alone; no weights are read.
 
     Raises `ModelError` if there is no such model or its family is not supported.
     """
-    source = resolve(name)
+    source = resolve_model_name(name)
     family = family_of(_type(source))
     return ModelView(ConfigOnlyModel(_config(source)), family, adapter_for)
 
@@ -178,7 +178,7 @@ def load_text_model(name: str | Path, like: nn.Module) -> nn.Module | None:
     `like` has no weights; None if `name` is a vision-language model, or no language model. Raises as `load_model` does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    source = resolve(name)
+    source = resolve_model_name(name)
     if any(_type(source) in getattr(family, "model_types", ()) for family in registry("model").values()):
         return None
     config = _config(source)
@@ -206,7 +206,7 @@ def _config(source: str) -> Any:
 
 def check_recipe(recipe: Recipe | str | Path | Mapping[str, Any], name: str | Path) -> None:
     """Raise what `accelerate` would raise for this recipe on the model `name`; no weights of it or of a draft are loaded."""
-    fitted(Recipe.load(recipe), from_config(name))
+    fit_recipe(Recipe.load(recipe), config_only_view(name))
 
 
 @dataclass(eq=False)

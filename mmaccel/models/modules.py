@@ -195,8 +195,8 @@ def tower_batched(family: Any, model: nn.Module, fuse: bool = True) -> Iterator[
 
 def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fuse: bool = True, context: Any = None) -> None:
     """Let the model's vision tower encode at most `PATCHES` patches a call, batch attention windows of equal length and, if
-    `fuse`, use fused kernels. A tower already set up so is left unchanged. `context`: the `Context` whose processes share
-    the calls."""
+    `fuse`, use fused kernels. A tower already set up so is left unchanged. `context`: the `ContextGroup` whose processes
+    share the calls."""
     multimodal = family.multimodal(model)
     # Here, not where it is written: what compiles is imported by that, when a model is there.
     joined = torch.compiler.disable(_joined, recursive=False)

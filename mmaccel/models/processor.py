@@ -21,22 +21,22 @@ from mmaccel.core import errors
 from mmaccel.core.errors import ModelError, check_question, check_text, warn
 from mmaccel.core.files import outside
 from mmaccel.core.registry import registry
-from mmaccel.media.preprocess import Pixels, load_frames, load_image
+from mmaccel.media.preprocess import PixelSettings, load_frames, load_image
 from mmaccel.models.chat import (
     ANSWER,
     ChatText,
     append_turn,
     as_messages,
-    conversations,
-    image_sets,
+    flatten_videos,
+    images_per_text,
     load_tokenizer,
-    render,
+    render_chat_template,
+    split_into_prompts,
     tokenize,
-    video_list,
 )
 from mmaccel.models.loading import local_folder, read_config, read_json
 from mmaccel.models.prompt_layout import ProcessorSpec
-from mmaccel.models.taking import take
+from mmaccel.models.taking import read_prompt_video
 
 
 class Processor:
@@ -73,8 +73,8 @@ class Processor:
         self.own_video_settings = video is not None
         config = dict(config or {})
         (cuts, implied), video = _implied(config), video if video is not None else image
-        self.image = Pixels(**self.style.image_settings).updated(cuts).updated(image or {})
-        self.video = Pixels(**self.style.video_settings).updated(cuts).updated(video or {})
+        self.image = PixelSettings(**self.style.image_settings).updated(cuts).updated(image or {})
+        self.video = PixelSettings(**self.style.video_settings).updated(cuts).updated(video or {})
         given = {name: value for name, value in (extra or {}).items() if value is not None}
         self.extra = {**implied, **given}
         self.special_tokens = special_tokens
@@ -165,8 +165,8 @@ class Processor:
             raise ModelError("text is an empty list: give at least one text.")
         if padding_side not in ("left", "right"):
             raise ModelError(f"padding_side={padding_side!r} must be 'left' or 'right'.")
-        pictures = [[load_image(image) for image in row] for row in image_sets(images)]
-        shown, rates = self._read(video_list(videos), fps, frames, model)
+        pictures = [[load_image(image) for image in row] for row in images_per_text(images)]
+        shown, rates = self._read(flatten_videos(videos), fps, frames, model)
         self._match(texts, {"image": sum(map(len, pictures)), "video": len(shown)})
         where = {"device": device, "dtype": dtype}
         made = self._inputs(texts, pictures, shown, rates, padding_side, add_special_tokens, where)
@@ -223,7 +223,7 @@ class Processor:
 
         Raises `ModelError`, also if the chat template fails. Special tokens inside texts: see `special_tokens` of the class.
         """
-        prompts = conversations(content, images, videos)
+        prompts = split_into_prompts(content, images, videos)
         rows = [pictures for _, pictures, _ in prompts]
         clips = [clip for _, _, shown in prompts for clip in shown]
         kinds = {kind for kind, given in (("image", any(rows)), ("video", bool(clips))) if given}
@@ -260,7 +260,7 @@ class Processor:
         # Beside a video a text that names its placeholder does not mean another video.
         tokens = {"image": self.image_token, "video": self.video_token}
         words = [token for kind, token in tokens.items() if token and kind in shown]
-        text = render(
+        text = render_chat_template(
             self.tokenizer, self.chat_template, messages, special_tokens=self.special_tokens, words=words
         )
         start = getattr(self.tokenizer, "bos_token", None)
@@ -306,7 +306,7 @@ class Processor:
         if frames == "auto" and model is None:
             raise ModelError("frames: 'auto' takes what a model has room for; give it as model=.")
         pairs = [
-            take(self, video, rate, frames, model)
+            read_prompt_video(self, video, rate, frames, model)
             if isinstance(video, str | os.PathLike)
             else load_frames(video, rate, frames=None if frames == "auto" else frames)
             for video, rate in zip(videos, rates, strict=True)
@@ -382,7 +382,7 @@ def _implied(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return cuts, extra
 
 
-def processor_styles() -> dict[str, ProcessorSpec]:
+def processor_specs() -> dict[str, ProcessorSpec]:
     """Model type -> `ProcessorSpec`, of all registered families."""
     known: dict[str, ProcessorSpec] = {}
     for family in registry("model").values():
@@ -392,7 +392,7 @@ def processor_styles() -> dict[str, ProcessorSpec]:
 
 def _style_of(model_type: str) -> ProcessorSpec:
     """The style of a model type; raises `ModelError` where no family has one."""
-    if model_type not in (known := processor_styles()):
+    if model_type not in (known := processor_specs()):
         raise ModelError(
             f"model type {errors.shown(model_type)} is not one of {', '.join(sorted(known))}, and transformers' own "
             "processor cannot be loaded; install torchvision, or mend the folder."

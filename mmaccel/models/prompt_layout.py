@@ -116,9 +116,9 @@ class ProcessorSpec:
     processor, image, video      transformers' class names, as written in processor files
     image_token, video_token     placeholder tokens in a text
     images, videos               make the pixels and count each image's or video's tokens, from: the settings
-                                 (`media.preprocess.Pixels`), the other entries of processor_config.json, the images
+                                 (`media.preprocess.PixelSettings`), the other entries of processor_config.json, the images
                                  [3, H, W] of each text or the videos [T, 3, H, W], and device and dtype of the pixels
-    image_settings               transformers' defaults that a file may omit: fields of `media.preprocess.Pixels`
+    image_settings               transformers' defaults that a file may omit: fields of `media.preprocess.PixelSettings`
     video_settings               the same of the video processor
     type_ids                     whether the model takes `mm_token_type_ids`
     seconds                      whether it takes `second_per_grid_ts`, the seconds per time step of each video

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import home_of
+from mmaccel.core.adapter import home_device
 from mmaccel.core.registry import register
 from mmaccel.models import deepstack
 from mmaccel.models.prompt_layout import Inputs, ProcessorSpec, Words, timestamp
@@ -54,4 +54,4 @@ class Qwen3VL(Qwen25VL):
             inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
         )
         dtype = self.token_embedding(model).weight.dtype
-        return torch.cat(deepstack.join_tower_deepstack(out)).to(home_of(model), dtype)
+        return torch.cat(deepstack.join_tower_deepstack(out)).to(home_device(model), dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mmaccel.core import costs, rates
-from mmaccel.core.adapter import home_of
+from mmaccel.core.adapter import home_device
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import PositionIds
@@ -45,17 +45,17 @@ class Recommendation:
 
     name: str | None
     why: str
-    costs: dict[str, costs.Cost]
+    costs: dict[str, costs.PredictedCost]
     lacks: dict[str, tuple[int, int]]
     unfit: dict[str, str]
 
 
-def sizes_of(
+def model_sizes_of(
     model: str | Path | nn.Module,
     size: tuple[int, int] = SIZE,
     dtype: torch.dtype = torch.bfloat16,
     processor: Any = None,
-) -> rates.Sizes:
+) -> rates.ModelSizes:
     """The sizes that costs depend on, for frames of (height, width): of a named shape, of a saved model by its config, or of
     a loaded model with its `processor`. Raises `ModelError`."""
     if isinstance(model, nn.Module):
@@ -64,7 +64,7 @@ def sizes_of(
         from transformers import AutoModelForImageTextToText
 
         known = str(model) in shapes.SHAPES
-        config = shapes.config(str(model)) if known else loading.from_config(model).model.config
+        config = shapes.model_config(str(model)) if known else loading.config_only_view(model).model.config
         processor = None if known else stock.load(model)
         with torch.device("meta"):
             built = AutoModelForImageTextToText.from_config(config)
@@ -89,7 +89,7 @@ def sizes_of(
         patches, pixels = family.patches(built, made), made.numel()
         lengths = [_tokens(processor, frames) for frames in (once, twice)]
         tokens = lengths[1] - lengths[0]
-    return rates.Sizes(
+    return rates.ModelSizes(
         layers=shape.layers,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -130,7 +130,7 @@ def _tokens(processor: Any, frames: torch.Tensor) -> int:
     return int(made["input_ids"].shape[1])
 
 
-def device_of(name: str, sizes: rates.Sizes, **how: Any) -> rates.Device:
+def device_rates_of(name: str, sizes: rates.ModelSizes, **how: Any) -> rates.DeviceRates:
     """The rates of a device known by `name`, or of one of this machine, measured now (`how`); raises `ModelError`."""
     if name in rates.DEVICES:
         # Their pairs are of heads of 128.
@@ -145,7 +145,7 @@ def device_of(name: str, sizes: rates.Sizes, **how: Any) -> rates.Device:
         return _measured(place, sizes, **how)
 
 
-def _measured(place: torch.device, sizes: rates.Sizes, **how: Any) -> rates.Device:
+def _measured(place: torch.device, sizes: rates.ModelSizes, **how: Any) -> rates.DeviceRates:
     from transformers import Qwen2Config, Qwen2Model
 
     small: dict[int, Any] = {}
@@ -160,7 +160,7 @@ def _measured(place: torch.device, sizes: rates.Sizes, **how: Any) -> rates.Devi
 
     def few(layers: int) -> Any:
         if layers not in streams:
-            streams[layers] = _few_rows(shapes.build(FEW, layers, 1, sizes.dtype, place))
+            streams[layers] = _few_rows(shapes.build_model(FEW, layers, 1, sizes.dtype, place))
         return streams[layers]()
 
     def step(layers: int) -> Any:
@@ -174,7 +174,7 @@ def _measured(place: torch.device, sizes: rates.Sizes, **how: Any) -> rates.Devi
 def _few_rows(model: nn.Module) -> Callable[[], Any]:
     """A step of one row of a session that keeps all, after a prompt of one token and a frame of one."""
     family: Any = adapter_for(model)
-    passes, line = StreamForwardPasses(model, family), torch.arange(2, device=home_of(model))[None]
+    passes, line = StreamForwardPasses(model, family), torch.arange(2, device=home_device(model))[None]
     positions = PositionIds.evenly_spaced(line[:, :1], line[:, 1:], 2, 1, 1 << 15)
     told = Stream(tokens_per_unit=1, head=1, pace=1, positions=positions, dtype=passes.dtype)
     state = stream_policy(Recipe()).open_stream(told, family.geometry(model), passes.view, passes.device)
@@ -194,12 +194,12 @@ def _few_rows(model: nn.Module) -> Callable[[], Any]:
 
 
 def recommend(
-    sizes: rates.Sizes,
+    sizes: rates.ModelSizes,
     work: costs.Workload,
-    device: rates.Device,
+    device: rates.DeviceRates,
     *,
     lossless: bool = False,
-    draft: rates.Sizes | None = None,
+    draft: rates.ModelSizes | None = None,
     presets: Sequence[str] = MAIN_PRESETS,
 ) -> Recommendation:
     """The fastest preset for `work` among those that fit ``work.memory`` and ``work.host`` bytes; a lossless one if it is
@@ -208,7 +208,7 @@ def recommend(
     draft     sizes of a draft model; without one, presets that need it are unfit
     lossless  consider only presets that give the same tokens as the plain model
     """
-    found: dict[str, costs.Cost] = {}
+    found: dict[str, costs.PredictedCost] = {}
     unfit: dict[str, str] = {}
     lacks: dict[str, tuple[int, int]] = {}
     for name in presets:
@@ -218,7 +218,7 @@ def recommend(
             unfit[name] = why
             continue
         own = draft if "model" in recipe.draft.needs else None
-        one = found[name] = costs.cost(recipe, sizes, work, device, own)
+        one = found[name] = costs.predict_cost(recipe, sizes, work, device, own)
         room = work.memory if device.cuda else min(work.memory, work.host)
         # A CPU has one memory: what it lacks is counted once.
         lacks[name] = max(0, one.device_bytes - room), device.cuda * max(0, one.host_bytes - work.host)
@@ -238,11 +238,11 @@ def recommend(
 
 
 def candidate_recipes(
-    sizes: rates.Sizes,
+    sizes: rates.ModelSizes,
     work: costs.Workload,
     *,
     lossless: bool = False,
-    draft: rates.Sizes | None = None,
+    draft: rates.ModelSizes | None = None,
     presets: Sequence[str] = MAIN_PRESETS,
 ) -> list[Recipe]:
     """Return the recipes that `recommend` would predict the cost of."""
@@ -253,10 +253,10 @@ def candidate_recipes(
 def _unfit(
     name: str,
     recipe: Recipe,
-    sizes: rates.Sizes,
+    sizes: rates.ModelSizes,
     work: costs.Workload,
     lossless: bool,
-    draft: rates.Sizes | None,
+    draft: rates.ModelSizes | None,
 ) -> str | None:
     """Why a preset cannot serve, whatever the memory."""
     kept = recipe.kv.footprint(sizes.tokens, sizes.pace)

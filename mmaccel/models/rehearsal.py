@@ -28,7 +28,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.models import loading, shapes, stock
-from mmaccel.models.processor import Processor, processor_styles
+from mmaccel.models.processor import Processor, processor_specs
 
 DEPTHS = 4, 12
 """Decoder layers of the two models; of a model with fewer, half and all."""
@@ -57,11 +57,11 @@ class RunTimings:
     step_tokens: float
 
 
-_Cases = dict[tuple[int, int], tuple[RunTimings, costs.Cost]]
+_Cases = dict[tuple[int, int], tuple[RunTimings, costs.PredictedCost]]
 """By layers and units, what a session took and what is predicted of it."""
 
 
-def run_measured(
+def run_timed(
     model: Any,
     processor: Any,
     recipe: Recipe,
@@ -71,7 +71,7 @@ def run_measured(
     fps: float = RATE,
     clock: Callable[[], float] = time.perf_counter,
 ) -> RunTimings:
-    """Read the frames `film` and answer all questions, as `costs.cost` takes them; every answer has ``work.answer``
+    """Read the frames `film` and answer all questions, as `costs.predict_cost` takes them; every answer has ``work.answer``
     tokens."""
     if not costs.needs_session(recipe, work):
         inputs = processor.chat(question, videos=film, fps=fps, device=model.device)
@@ -109,10 +109,10 @@ def _split(
     return first, taken - first
 
 
-def with_measured_surplus(
-    device: rates.Device,
+def with_measured_overheads(
+    device: rates.DeviceRates,
     place: torch.device,
-    sizes: rates.Sizes,
+    sizes: rates.ModelSizes,
     model: str | Path | nn.Module,
     size: tuple[int, int],
     recipes: Sequence[Recipe],
@@ -122,7 +122,7 @@ def with_measured_surplus(
     store: Any = None,
     clock: Callable[[], float] = time.perf_counter,
     say: Callable[[str], None] = lambda text: None,
-) -> rates.Device:
+) -> rates.DeviceRates:
     """`device` with the `MeasuredOverhead` of each of `recipes` for `work`, from `store`, or measured now and stored there.
 
     `model` as `sizes_of` takes it, for frames of (height, width). Nothing is measured of recipes with a draft model, whose
@@ -132,7 +132,7 @@ def with_measured_surplus(
     kept = rates.OverheadFile(place, sizes, f"sessions of {DEPTHS} layers", store)
     found, missing = dict(device.sessions), dict[str, Recipe]()
     for recipe in recipes:
-        way = costs.surplus_key(recipe, work)
+        way = costs.overhead_key(recipe, work)
         if (one := kept.get(way)) is not None:
             found[way] = one
         else:
@@ -196,13 +196,13 @@ def _tidy(place: torch.device) -> None:
 class _Plan:
     """Which sessions are run: `depths` times `lengths`, in units."""
 
-    sizes: rates.Sizes
+    sizes: rates.ModelSizes
     work: costs.Workload
     depths: tuple[int, int]
     lengths: tuple[int, int]
 
     @classmethod
-    def of(cls, sizes: rates.Sizes, work: costs.Workload) -> _Plan | None:
+    def of(cls, sizes: rates.ModelSizes, work: costs.Workload) -> _Plan | None:
         """None where the model has a single layer, or no positions for a video longer than a window."""
         least, longer, most = UNITS
         depths = DEPTHS if sizes.layers > DEPTHS[1] else (max(1, sizes.layers // 2), sizes.layers)
@@ -211,7 +211,7 @@ class _Plan:
             return None
         return cls(sizes, work, depths, (max(least, 3 * long // 10), long))
 
-    def _case(self, recipe: Recipe, layers: int, units: int) -> tuple[rates.Sizes, costs.Workload]:
+    def _case(self, recipe: Recipe, layers: int, units: int) -> tuple[rates.ModelSizes, costs.Workload]:
         """The sizes of the reduced model, and the work of one session."""
         part = self.sizes.layer_weights * layers // self.sizes.layers
         weights = self.sizes.weights - self.sizes.layer_weights + part
@@ -222,14 +222,14 @@ class _Plan:
         return sizes, replace(work, step_tokens=None)
 
     def affordable(
-        self, device: rates.Device, place: torch.device, recipes: Mapping[str, Recipe]
+        self, device: rates.DeviceRates, place: torch.device, recipes: Mapping[str, Recipe]
     ) -> dict[str, Recipe]:
         """Those, in turn, whose sessions find memory and end in time, as far as that is predicted."""
         free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else device.memory
         taken, found = 0.0, dict[str, Recipe]()
         for way, recipe in recipes.items():
             cases = [self._case(recipe, layers, units) for layers in self.depths for units in self.lengths]
-            told = [costs.cost(recipe, *case, device) for case in cases]
+            told = [costs.predict_cost(recipe, *case, device) for case in cases]
             more = sum(one.total_s for one in told)
             if taken + more <= LIMIT_S and all(one.device_bytes <= 0.9 * free for one in told):
                 taken, found[way] = taken + more, recipe
@@ -238,7 +238,7 @@ class _Plan:
     def cases(
         self,
         built: tuple[Any, Any],
-        device: rates.Device,
+        device: rates.DeviceRates,
         recipe: Recipe,
         layers: int,
         film: Tensor,
@@ -250,13 +250,13 @@ class _Plan:
             sizes, work = self._case(recipe, layers, units)
             frames = film[: work.frames]
             if built[0].device.type == "cuda" and not found:  # what compiles is not measured
-                run_measured(*built, recipe, frames, replace(work, questions=min(2, work.questions)))
+                run_timed(*built, recipe, frames, replace(work, questions=min(2, work.questions)))
             _tidy(built[0].device)
-            taken = run_measured(*built, recipe, frames, work, clock=clock)
-            told = costs.cost(recipe, sizes, replace(work, step_tokens=taken.step_tokens), device)
+            taken = run_timed(*built, recipe, frames, work, clock=clock)
+            told = costs.predict_cost(recipe, sizes, replace(work, step_tokens=taken.step_tokens), device)
             if taken.read_s > SLOW * told.read_s:
                 _tidy(built[0].device)
-                again = run_measured(*built, recipe, frames, work, clock=clock)
+                again = run_timed(*built, recipe, frames, work, clock=clock)
                 taken = min(taken, again, key=lambda one: one.read_s)
             found[layers, units] = taken, told
         return found
@@ -293,9 +293,9 @@ def _reduced(
 ) -> tuple[Any, Any]:
     """The model with so many layers and random weights, and a processor of its family."""
     if str(model) in shapes.SHAPES:
-        config = shapes.config(str(model), layers)
+        config = shapes.model_config(str(model), layers)
     else:
-        given: Any = model if isinstance(model, nn.Module) else loading.from_config(model).model
+        given: Any = model if isinstance(model, nn.Module) else loading.config_only_view(model).model
         config = copy.deepcopy(given.config)
         config._name_or_path = ""  # what lies in its folder, such as a table of heads, is of all layers
         text: Any = config.get_text_config()
@@ -304,7 +304,7 @@ def _reduced(
             text.layer_types = text.layer_types[:layers]
         if processor is None:
             processor = stock.load(model)  # type: ignore[arg-type]
-    built: Any = shapes.from_config(config, dtype, place)
+    built: Any = shapes.build_from_config(config, dtype, place)
     family: Any = adapter_for(built)
     if family.recurrent_layers(built):
         raise ModelError(f"models of the family {family.name!r} have layers of two kinds.")
@@ -324,7 +324,7 @@ def _processor(config: Any) -> Processor:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    if (style := processor_styles().get(config.model_type)) is None:
+    if (style := processor_specs().get(config.model_type)) is None:
         raise ModelError(f"a shape of model type {config.model_type!r} has no processor; give a folder.")
     marks = ("<|vision_start|>", "<|vision_end|>") if style.type_ids else ("", "")
     special = dict.fromkeys([style.image_token, style.video_token, *filter(None, marks), "<|im_start|>"])

@@ -44,7 +44,7 @@ class HFRunner(Runner):
     @staticmethod
     def open(model: nn.Module, family: Any, state: KVState | None = None) -> HFRunner:
         """A runner for a new sequence; `state` replaces the recipe's KV memory and needs an accelerated model."""
-        from mmaccel.models.attention import cache_of
+        from mmaccel.models.attention import wrap_kv_cache
 
         owner = attached(model)
         if owner is None:
@@ -52,13 +52,13 @@ class HFRunner(Runner):
                 raise ModelError(
                     "state: a plain model keeps everything; leave state out, or accelerate the model."
                 )
-            return open_runner(model, family, cache_of(model, family))
+            return open_runner(model, family, wrap_kv_cache(model, family))
         if state is None and not owner.recipe.kv.sequences:
             # The recipe's memory is of a call's own prompt; who runs the model beside it, as a draft may, sees everything.
             full = registry("kv").build(DEFAULTS["kv"])
             state = full.open(owner.view.geometry, owner.view, owner.view.device)
         state = owner.open_state() if state is None else state
-        return open_runner(model, family, cache_of(model, family, state))
+        return open_runner(model, family, wrap_kv_cache(model, family, state))
 
     @torch.no_grad()
     def prefill(

@@ -22,7 +22,7 @@ from mmaccel.core.adapter import Columns
 from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.core.report import events_since
+from mmaccel.core.report import counters_since
 from mmaccel.models.hf import ModelAttachment
 from mmaccel.models.prompt_layout import A_TOKEN, PIXELS, is_nonempty, remove_padding
 
@@ -123,7 +123,7 @@ class StreamCache(Cache):
     def counters_of_call(self, now: Mapping[str, float]) -> dict[str, float]:
         """Return the memory's counters `now`, at the end of a call, with the events since the last one's."""
         before, self._counted = self._counted, now
-        return events_since(before, now)
+        return counters_since(before, now)
 
     def begin_turn(self, attachment: ModelAttachment, inputs: Mapping[str, Any]) -> None:
         """Go back to what the prompt `inputs` has in common with the last conversation. Raises `ModelError` for one that

@@ -48,7 +48,7 @@ SHAPES: dict[str, PublishedModelConfig] = {
 }
 
 
-def config(name: str, layers: int | None = None, vision_layers: int | None = None) -> Any:
+def model_config(name: str, layers: int | None = None, vision_layers: int | None = None) -> Any:
     """The transformers config of a named shape; `layers` and `vision_layers` reduce the depth.
 
     Raises `UnknownName` for an unknown shape and `ModelError` for an invalid depth.
@@ -82,7 +82,7 @@ def count_patches_and_tokens(name: str, height: int, width: int) -> tuple[int, i
     return 4 * tokens, tokens
 
 
-def build(
+def build_model(
     name: str,
     layers: int | None = None,
     vision_layers: int | None = None,
@@ -95,15 +95,15 @@ def build(
 
     With `devices` its layers are spread over these (see `loading.spread_layers_over_devices`), each built on its device.
     """
-    conf = config(name, layers, vision_layers)
+    conf = model_config(name, layers, vision_layers)
     if devices is None or len(devices) == 1:
-        return from_config(conf, dtype, device if devices is None else devices[0], seed)
+        return build_from_config(conf, dtype, device if devices is None else devices[0], seed)
     with _drawn(dtype, seed):
-        model = _spread(conf, config(name, 1, vision_layers), dtype, [torch.device(d) for d in devices])
+        model = _spread(conf, model_config(name, 1, vision_layers), dtype, [torch.device(d) for d in devices])
     return model.eval()
 
 
-def from_config(conf: Any, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> nn.Module:
+def build_from_config(conf: Any, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> nn.Module:
     """Build the model of a transformers config with random weights, in evaluation mode, directly on `device`."""
     from transformers import AutoModelForImageTextToText
 

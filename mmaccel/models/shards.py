@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import shard_count
+from mmaccel.core.adapter import tensor_parallel_size
 from mmaccel.core.errors import ModelError
 
 SAMPLED = 1024
@@ -19,7 +19,7 @@ SAMPLED = 1024
 def digest(model: nn.Module, attentions: Iterable[Any]) -> str | None:
     """Checksum of the query and key projections; None if one is not a floating-point matrix (quantized), or if the model is
     sharded over processes."""
-    if shard_count(model) > 1:
+    if tensor_parallel_size(model) > 1:
         return None
     found = hashlib.sha256()
     for attention in attentions:
@@ -38,7 +38,7 @@ def digest(model: nn.Module, attentions: Iterable[Any]) -> str | None:
 
 def local_heads(model: nn.Module, heads: int) -> range:
     """Indices, among `heads` heads, of those that this process computes."""
-    shards = shard_count(model)
+    shards = tensor_parallel_size(model)
     if shards == 1:
         return range(heads)
     # transformers keeps the mesh of `from_pretrained(..., tp_plan=...)`; heads lie in the order of the ranks.
@@ -51,7 +51,7 @@ def local_heads(model: nn.Module, heads: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
-def checksum(model: nn.Module) -> str:
+def weights_checksum(model: nn.Module) -> str:
     """Checksum of all weights, from a sample of each."""
     marks = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

@@ -255,7 +255,7 @@ def reads_vision_tower(pruner: TokenPruner) -> bool:
     return bool(pruner.needs & {"vision_attention", "vision_key"})
 
 
-def tower_reader(family: Any, model: Any) -> type[VisionScorer] | None:
+def vision_scorer_of(family: Any, model: Any) -> type[VisionScorer] | None:
     """Return the `VisionScorer` class that scores visual tokens inside the vision tower of `model`; None if its family
     has none."""
     found: Any = family.vision_tower_reader
@@ -264,7 +264,7 @@ def tower_reader(family: Any, model: Any) -> type[VisionScorer] | None:
 
 def check_vision_tower(family: Any, model: Any, pruner: TokenPruner) -> None:
     """Raise `RecipeError` if `pruner` needs the vision tower of `model` and nothing reads it."""
-    if reads_vision_tower(pruner) and tower_reader(family, model) is None:
+    if reads_vision_tower(pruner) and vision_scorer_of(family, model) is None:
         raise RecipeError(
             f"prune {pruner.name!r}: mmaccel cannot read the vision tower of {model.config.model_type}; choose a pruner "
             "that does not need it."
@@ -281,7 +281,7 @@ class VisionAttentionProbe:
 
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any) -> None:
         multimodal: Any = family.multimodal(model)
-        self.tower: Any = tower_reader(family, model)(multimodal)  # type: ignore[misc]
+        self.tower: Any = vision_scorer_of(family, model)(multimodal)  # type: ignore[misc]
         self.local = threading.local()
         self._kinds = {kind: name for kind, name in METHODS.items() if hasattr(multimodal, name)}
         for kind, name in self._kinds.items():

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import home_of
+from mmaccel.core.adapter import home_device
 from mmaccel.core.attach import Passes
 from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
@@ -73,7 +73,7 @@ class CapturedVisionTower:
     the device to do it. For families whose tower needs nothing but pixels (`Family.pixels_alone`)."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
-        self._model, self._family, self._replays = model, family, CudaGraphCache(home_of(model))
+        self._model, self._family, self._replays = model, family, CudaGraphCache(home_device(model))
         self._watched: ModuleFingerprint | None = None
 
     def features(self, inputs: Mapping[str, Any]) -> Tensor | None:
@@ -114,14 +114,14 @@ class CapturedStreamSteps:
             []
         ]  # before each layer of attention, and behind the last
         self._state_slots: StateSlots | None = None
-        self._replays, self.tower = CudaGraphCache(home_of(model)), CapturedVisionTower(model, family)
+        self._replays, self.tower = CudaGraphCache(home_device(model)), CapturedVisionTower(model, family)
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._sides, self._lie = list[ref[Tensor]](), tuple[Any, ...]()
 
     def close(self) -> None:
         """Let go of what was captured."""
         self._replays, self.tower = (
-            CudaGraphCache(home_of(self.model)),
+            CudaGraphCache(home_device(self.model)),
             CapturedVisionTower(self.model, self._family),
         )
 

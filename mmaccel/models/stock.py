@@ -19,8 +19,8 @@ from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
 from mmaccel.models.chat import ChatText, as_messages, tokenize
-from mmaccel.models.loading import local_folder, one_line_error, read_config, read_json, resolve
-from mmaccel.models.processor import Processor, processor_styles
+from mmaccel.models.loading import local_folder, one_line_error, read_config, read_json, resolve_model_name
+from mmaccel.models.processor import Processor, processor_specs
 
 TEXT = -1
 """The number of a placeholder that is no token: stock code replaces its text before it is tokenized."""
@@ -36,7 +36,7 @@ class HFProcessor(Processor):
         self.stock, self.model_type, self.tokenizer = stock, model_type, stock.tokenizer
         self.special_tokens = special_tokens
         template = getattr(stock, "chat_template", None)
-        if model_type in processor_styles():
+        if model_type in processor_specs():
             told = stock.to_dict().items()
             settings = {k: v for k, v in told if not isinstance(v, dict) and k != "processor_class"}
             image, video = stock.image_processor.to_dict(), stock.video_processor.to_dict()
@@ -201,7 +201,7 @@ def wrap_processor(
 
 def load(source: str | Path, revision: str | None = None, *, special_tokens: bool = True) -> Processor:
     """Load the processor of a model folder or hub name: transformers' own where torchvision is installed, else ours."""
-    place = local_folder(resolve(source), revision)
+    place = local_folder(resolve_model_name(source), revision)
     stock = _stock(place) if find_spec("torchvision") is not None else None
     if stock is None:
         found = Processor.from_pretrained(place, special_tokens=special_tokens)
@@ -226,6 +226,6 @@ def _stock(place: Path) -> Any:
         return None
     whole = (
         hasattr(found, "video_processor")
-        or str(read_config(place).get("model_type")) not in processor_styles()
+        or str(read_config(place).get("model_type")) not in processor_specs()
     )
     return found if hasattr(found, "tokenizer") and whole else None

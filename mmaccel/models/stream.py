@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Branches, ModelView, home_of
+from mmaccel.core.adapter import Branches, ModelView, home_device
 from mmaccel.core.attach import StreamAdapter, adapter_for
 from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.layout import PositionIds
@@ -31,7 +31,7 @@ from mmaccel.core.streams.sources import Clip
 from mmaccel.media.preprocess import resize
 from mmaccel.models import deepstack, dialogue, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
-from mmaccel.models.chat import common_prefix, ids_around_video, iterate_video_clips, plain_ids
+from mmaccel.models.chat import common_prefix, ids_around_video, iterate_video_clips, tokenize_as_plain_text
 from mmaccel.models.install import Hooks, model_lock
 from mmaccel.models.loading import skip_unused_norm_rows
 from mmaccel.models.modules import pointwise_modules, process_in_token_chunks, rebind_function, tower_batched
@@ -56,8 +56,8 @@ class StreamForwardPasses:
         self.model, self.family, self._attachment = model, family, attachment
         self.view = ModelView(model, family, adapter_for)
         self.frames_a_step = family.pace(model)
-        self.device, self.dtype = home_of(model), family.token_embedding(model).weight.dtype
-        self.layer_devices = [home_of(layer) for layer in family.attended_layers(model)]
+        self.device, self.dtype = home_device(model), family.token_embedding(model).weight.dtype
+        self.layer_devices = [home_device(layer) for layer in family.attended_layers(model)]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
         plain = AttentionConfig(recipe, "auto", sliding_window_kernel(self.device, self.dtype))
         self.attention = plain if recipe.sparse.dense else attachment.owner.attention
@@ -168,7 +168,7 @@ class StreamForwardPasses:
         """Final states [n, E] of rows `embeds` through the modules of the layers."""
         more: dict[str, Any] = {}
         if embeds.shape[1] > (wide := self.view.geometry.hidden):
-            embeds, more = deepstack.split_rows(embeds, wide)
+            embeds, more = deepstack.split_deepstack_rows(embeds, wide)
         depth = self.view.geometry.layers
         cache: Any = KVCache(state, depth, None if running is None else running.states)
         if running is not None:
@@ -341,7 +341,9 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
 
     def text_ids(self, text: str) -> Tensor:
-        return torch.tensor(plain_ids(self.processor.tokenizer, text), device=self.device, dtype=torch.long)
+        return torch.tensor(
+            tokenize_as_plain_text(self.processor.tokenizer, text), device=self.device, dtype=torch.long
+        )
 
     @cached_property
     def _template(self) -> tuple[Tensor, list[int], int]:
@@ -396,4 +398,4 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
         return inputs["input_ids"]  # type: ignore[no-any-return]
 
     def signature(self) -> str:
-        return shards.checksum(self.model)
+        return shards.weights_checksum(self.model)

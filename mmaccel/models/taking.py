@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import home_of, unwrapped
+from mmaccel.core.adapter import home_device, unwrap
 from mmaccel.core.attach import adapter_for, attached
 from mmaccel.core.errors import VideoError, warn
-from mmaccel.core.memory.buffers import host_available
+from mmaccel.core.memory.buffers import free_host_bytes
 from mmaccel.core.recipe import Recipe
 from mmaccel.models.prompt_layout import Budget, max_positions
 from mmaccel.models.shipped import WORLD
@@ -73,7 +73,7 @@ def warn_tiny_model_video(processor: Any, path: Any, device: bool = False) -> No
         warn(f"{name} knows only the world of `mmaccel-lab world`; what it says of {path} means nothing.")
 
 
-def sample(
+def read_sampled(
     processor: Any,
     path: str | os.PathLike[str],
     *,
@@ -110,18 +110,18 @@ def sample(
     return replace(video, frames=torch.cat(list(parts)))
 
 
-def take(
+def read_prompt_video(
     processor: Any, path: str | os.PathLike[str], rate: float | None, frames: Any, model: Any
 ) -> tuple[Tensor, float | None]:
     """Return the frames [T, 3, H, W] of a prompt's video file and their rate; see `Processor.__call__` for the arguments."""
     if frames == "auto":
-        frames, told = most_frames(processor, model, path)
+        frames, told = max_frames_that_fit(processor, model, path)
         warn(f"{told}.")
-    taken = sample(processor, path, fps=rate, frames=frames)
+    taken = read_sampled(processor, path, fps=rate, frames=frames)
     return taken.frames, taken.fps
 
 
-def most_frames(
+def max_frames_that_fit(
     processor: Any, model: nn.Module, path: str | os.PathLike[str], recipe: Recipe | None = None
 ) -> tuple[int, str]:
     """Compute how many frames of a file fit under `recipe` (None: the attached one), and a sentence that names the limit:
@@ -133,7 +133,7 @@ def most_frames(
 
     if recipe is None:
         recipe = Recipe() if (fast := attached(model)) is None else fast.recipe
-    model, total, rate, height, width = unwrapped(model), *video_metadata(path)
+    model, total, rate, height, width = unwrap(model), *video_metadata(path)
     if not total:
         raise VideoError(f"frames='auto': {path} does not tell its number of frames; give the number.")
     family: Any = adapter_for(model)
@@ -157,8 +157,8 @@ def most_frames(
     )
     held += 0 if recipe.chunk else STATES * geometry.hidden
     pixels = slope(lambda inputs: sum(x.numel() for name, x in inputs.items() if "pixel" in name))
-    device = home_of(model)
-    host = host_available()
+    device = home_device(model)
+    host = free_host_bytes()
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
     rooms: dict[str, float] = {"there are no more": total}
     if (limit := max_positions(text.config)) is not None:

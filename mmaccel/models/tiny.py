@@ -53,7 +53,7 @@ Pieces = Iterable[Sequence[Any]]
 """A prompt: ("text", tokens), ("video", units) or ("image",), in order."""
 
 
-class Sampler:
+class TinyModels:
     """Makes tiny models of one transformers class, float32 with random weights, and prompts for them."""
 
     def __init__(self, family: Any, kind: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmaccel.backends.ops import operator
 from mmaccel.backends.ops.layer_ops import MOST, WINDOW, SeparateKVCaches
-from mmaccel.core.adapter import home_of
+from mmaccel.core.adapter import home_device
 from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -32,7 +32,7 @@ PLACES = 4096
 """Positions of which angles are made at first; twice as many where more are needed."""
 
 
-def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
+def why_not_batchable(model: nn.Module, family: Any, cache: Any) -> str | None:
     """Why decode steps of `model` on `cache` cannot be batched with other sequences, as a phrase; None if they can."""
     state = getattr(cache, "state", None)
     if isinstance(state, PrunedKVState):
@@ -41,7 +41,7 @@ def why_not(model: nn.Module, family: Any, cache: Any) -> str | None:
         return "its memory is not written in place"
     if not decode.can_capture_decode(model, family, cache, also=("cpu",)):
         return "its layers are not of a kind that a shared step computes"
-    home, dtype = home_of(model), next(model.parameters()).dtype
+    home, dtype = home_device(model), next(model.parameters()).dtype
     even = family.geometry(model).head_dim % SeparateKVCaches.aligned == 0
     if home.type == "cuda" and (dtype == torch.float64 or not even or operator.triton_unusable(home)):
         return "the kernels of a shared step do not run on this device, or in this type"
@@ -97,7 +97,7 @@ class BatchedDecodeSteps:
     @staticmethod
     def of(runner: Any, known: Sequence[BatchedDecodeSteps] = ()) -> BatchedDecodeSteps | None:
         """The batched steps that `runner` can join: one of `known` with the same weights, or new ones; None if it cannot."""
-        if not isinstance(runner, HFRunner) or why_not(runner.model, runner.family, runner.cache):
+        if not isinstance(runner, HFRunner) or why_not_batchable(runner.model, runner.family, runner.cache):
             return None
         weights = _addresses(runner.model)
         return next((one for one in known if one.weights == weights), None) or BatchedDecodeSteps(runner)
@@ -159,7 +159,7 @@ class BatchedDecodeSteps:
             self._replays.setdefault(device, CudaGraphCache(device)).bind_data(self._places)
         self._parts, self._layers, self._shown = [], [numbers for _, numbers in cuts], []
         for number, (device, numbers) in enumerate(cuts):
-            ends = decode.norm_and_head(model, family) if number == len(cuts) - 1 else None
+            ends = decode.final_norm_and_lm_head(model, family) if number == len(cuts) - 1 else None
             steps = decode.build_device_layer_steps(model, family, numbers, ends is not None)
             held = [CachedSequenceInfo(0, rope.to(device))] * len(numbers)
             short = torch.arange(WINDOW, device=device)[None]

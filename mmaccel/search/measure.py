@@ -254,7 +254,7 @@ def _time_call(run: Callable[[], R], device: torch.device) -> tuple[R, float]:
     return result, time.perf_counter() - begin
 
 
-def measure_all(
+def measure_candidates(
     bench: LayerBenchmark,
     space: Space,
     modalities: Sequence[int],
@@ -299,7 +299,7 @@ def measure_all(
 
 
 def count_progress_ticks(space: Space, modalities: Sequence[int]) -> int:
-    """Number of times that `measure_all` calls `tick`."""
+    """Number of times that `measure_candidates` calls `tick`."""
     return sum(len(some) * len(slots_of_boundary_type(kind, modalities)) + 1 for kind, some in space.items())
 
 

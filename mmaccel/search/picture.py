@@ -19,7 +19,7 @@ from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.plan import AttentionPlan, element_mask
 from mmaccel.core.registry import policy, registry
-from mmaccel.figure import figure
+from mmaccel.figure import create_figure
 from mmaccel.search.measure import CapturedLayer, max_frame_tokens
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ LETTERS = {"q_boundary": "Q", "k_boundary": "K", "boundary_2d": "2"}
 def draw_head_pattern_map(layers: Sequence[Sequence[str]], title: str) -> Figure:
     """Map of layers by heads, with names as in a report: the colour is the pattern, the letter its boundary type."""
     depth, heads = len(layers), max(map(len, layers))
-    drawn = figure(2.6 + 0.28 * heads, 1.4 + 0.28 * depth)
+    drawn = create_figure(2.6 + 0.28 * heads, 1.4 + 0.28 * depth)
     axes = drawn.add_subplot()
     from matplotlib.patches import Patch, Rectangle
 
@@ -131,7 +131,7 @@ def draw_head_attention(inside: CapturedLayer, head: int, size: int = 256) -> Fi
         (name, pooled_attention(inside, head, order, size))
         for name, order in drawing_token_orders(inside.layout).items()
     ]
-    drawn = figure(3.2 * len(panels), 4.2)
+    drawn = create_figure(3.2 * len(panels), 4.2)
     from matplotlib.colors import LogNorm
 
     for axes, (name, values) in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -228,7 +228,7 @@ def draw_pattern_plan(name: str) -> Figure:
     part has a colour: full for computed pairs, pale (right) for other pairs of listed blocks. Lines divide segments on the
     left, spans and parts on the right. Raises `RecipeError` for a dense pattern."""
     plan = demo_pattern_plan(name)
-    drawn = figure(9.6, 5.2)
+    drawn = create_figure(9.6, 5.2)
     left, right = drawn.subplots(1, 2)
     from matplotlib.colors import to_rgb
 

@@ -24,8 +24,8 @@ from mmaccel.core.errors import ModelError, RecipeError, UnknownName
 from mmaccel.core.layout import MODALITIES
 from mmaccel.core.registry import FieldLimit, at_least, check_limits, limited
 from mmaccel.core.report import peak_bytes
-from mmaccel.core.rows import JsonlFile, environment, write_atomically
-from mmaccel.policies.sparse.per_head import KIND, SCHEMA, choices
+from mmaccel.core.rows import JsonlFile, measurement_conditions, write_atomically
+from mmaccel.policies.sparse.per_head import KIND, SCHEMA, patterns_by_layer_and_head
 from mmaccel.search import measure as figures
 from mmaccel.search.measure import (
     CapturedLayer,
@@ -33,7 +33,7 @@ from mmaccel.search.measure import (
     Row,
     Space,
     choose_head_pattern,
-    measure_all,
+    measure_candidates,
     round_significant_figures,
 )
 from mmaccel.search.space import (
@@ -45,7 +45,7 @@ from mmaccel.search.space import (
     applicable_boundary_types,
     budget_rows,
     build_pattern,
-    level_all,
+    level_all_budgets,
 )
 
 Progress = Callable[[str, int, int | None], None]
@@ -124,7 +124,7 @@ def search(
 
         def visit(inside: CapturedLayer) -> None:
             begin = time.perf_counter()
-            heads = measure_all(
+            heads = measure_candidates(
                 LayerBenchmark(inside, about["backend"]), space, modalities, block, tolerance, tick
             )
             row = {"layer": inside.layer, "heads": heads, "seconds": time.perf_counter() - begin}
@@ -173,7 +173,7 @@ def _levelled(
         settings.context or layout.length, figures.max_frame_tokens(layout), settings.block, settings.extended
     )
     kinds = applicable_boundary_types(settings.boundaries, modalities)
-    here = environment(device)
+    here = measurement_conditions(device)
     about: dict[str, Any] = {
         "kind": KIND,
         "schema": SCHEMA,
@@ -206,7 +206,7 @@ def _levelled(
 
     ledger = PatternCostTable(settings.cost, parts.stored_values("measured"), measure)
     tick = _ticking(progress, "level", len(budget_rows(scale)) * len(kinds))
-    space = level_all(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
+    space = level_all_budgets(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
     parts.add({"spent": time.perf_counter() - begin})
     return about, list(ledger.rows.values()), space
 
@@ -322,7 +322,7 @@ def _build_table(
     }
 
 
-def recompute(table: Row) -> dict[str, Any]:
+def recompute_table(table: Row) -> dict[str, Any]:
     """Recompute a table from its own costs and scores; the result equals it. Raises `RecipeError` if a cost is missing."""
 
     def missing(pattern: Row) -> dict[str, Any]:
@@ -333,21 +333,25 @@ def recompute(table: Row) -> dict[str, Any]:
     scale = BudgetScale(table["context"], table["sample"]["tokens_a_frame"], table["block"], extended)
     ledger = PatternCostTable(table["cost"], table["measured"], missing)
     modalities = [m for name in table["modalities"] for m in MODALITIES if MODALITIES[m] == name]
-    space = level_all(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)
+    space = level_all_budgets(
+        scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share
+    )
     return {**_build_table(table, table["measured"], space, table["layers"]), "target": scale.target()}
 
 
-def restrict_kinds(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
+def restrict_boundary_types(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
     """Layer -> head -> pattern: the choice among only some boundary types `kinds`, from the table's own figures."""
     space = {
         kind: [PatternCandidate(**{**one, "rows": tuple(one["rows"])}) for one in table["space"][kind]]
         for kind in kinds
     }
     choose = partial(choose_head_pattern, space, block=table["block"], tolerance=table["tolerance"])
-    return choices({"layers": [[choose(head) for head in layer] for layer in table["layers"]]})
+    return patterns_by_layer_and_head(
+        {"layers": [[choose(head) for head in layer] for layer in table["layers"]]}
+    )
 
 
-def agreement(one: Row, other: Row) -> float:
+def table_agreement(one: Row, other: Row) -> float:
     """Share of heads to which two tables of a model give the same boundary type and the same main pattern name."""
     told = [
         [(head["kind"], main_pattern_name(head["pattern"])) for layer in table["layers"] for head in layer]

@@ -319,7 +319,7 @@ class PatternCostTable:
         return share
 
 
-def level_all(
+def level_all_budgets(
     scale: BudgetScale,
     kinds: Sequence[str],
     modalities: Sequence[int],

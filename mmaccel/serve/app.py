@@ -108,7 +108,7 @@ def uvicorn_settings(settings: Settings) -> dict[str, Any]:
     return {"server_header": False, "h11_max_incomplete_event_size": 1 << 16, **sockets}
 
 
-def run(engine: Engine) -> None:
+def run_server(engine: Engine) -> None:
     """Run the server until the process is stopped."""
     import uvicorn
 

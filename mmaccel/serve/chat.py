@@ -13,11 +13,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from mmaccel.serve.engine import Completion, Engine
-from mmaccel.serve.guard import ConnectedClient, caller, error_message
+from mmaccel.serve.guard import ConnectedClient, caller_of_request, error_message
 from mmaccel.serve.messages import ChatRequest
 
 router = APIRouter(tags=["OpenAI"])
-Asks = Annotated[str, Depends(caller)]
+Asks = Annotated[str, Depends(caller_of_request)]
 
 
 def get_engine(request: Request) -> Engine:

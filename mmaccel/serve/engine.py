@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmaccel.core.adapter import home_of
+from mmaccel.core.adapter import home_device
 from mmaccel.core.attach import Accelerated, adapter_for
 from mmaccel.core.decoding.batch import Batch, BatchSlot
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Deadline, Ended
@@ -33,7 +33,7 @@ from mmaccel.models.token_choice import build_schema_logits_processor, end_token
 from mmaccel.serve import sources
 from mmaccel.serve.copies import CHECK_S, ModelCopyPool
 from mmaccel.serve.kept import StreamEntry, VideoCache, without_kv_age_limit
-from mmaccel.serve.messages import ChatRequest, ImagePart, Text, VideoPart
+from mmaccel.serve.messages import ChatRequest, ImagePart, TextPart, VideoPart
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.speech import StopTextFilter, TextStreamer, count_tokens_through_stop
@@ -129,7 +129,7 @@ class Engine:
 
     def free_device_bytes(self) -> float:
         """Return how many bytes streams may take of the devices of the model's layers; infinity where one is not a GPU."""
-        devices = {home_of(layer) for layer in adapter_for(self.model).layers(self.model)}
+        devices = {home_device(layer) for layer in adapter_for(self.model).layers(self.model)}
         if any(one.type != "cuda" for one in devices):
             return math.inf
         return DEVICE_SHARE * sum(torch.cuda.mem_get_info(one)[0] for one in devices)
@@ -167,7 +167,7 @@ class Engine:
     def _checked(self, request: ChatRequest) -> int:
         """How many tokens an answer may have. Raises `Refused` or `ModelError` for what is too much, or nothing."""
         limits, parts = self.settings.limits, [one for message in request.messages for one in message.content]
-        texts = [part.text for part in parts if isinstance(part, Text)]
+        texts = [part.text for part in parts if isinstance(part, TextPart)]
         if len(texts) == len(parts) and not any(map(str.strip, texts)):
             raise ModelError("messages: they are empty; ask something.")
         if sum(map(len, texts)) > limits.text:
@@ -185,7 +185,7 @@ class Engine:
         """The sources of a request, in order, which together have no more bytes than one may have."""
         found, limits = list[sources.FetchedMedia](), self.settings.limits
         for part in (part for message in request.messages for part in message.content):
-            if isinstance(part, Text):
+            if isinstance(part, TextPart):
                 continue
             address = part.video_url if isinstance(part, VideoPart) else part.image_url
             kind: sources.Kind = "video" if isinstance(part, VideoPart) else "image"
@@ -247,7 +247,7 @@ class Engine:
         if more or first.role != "user" or not asked.request.greedy or not fits or len(parts) != 2:
             return None
         video, text = parts
-        return text.text if isinstance(video, VideoPart) and isinstance(text, Text) else None
+        return text.text if isinstance(video, VideoPart) and isinstance(text, TextPart) else None
 
     async def _keep(self, asked: ActiveRequest) -> StreamEntry:
         request, deadline = asked.request, asked.deadline
@@ -336,9 +336,9 @@ class Engine:
         """The messages as `Processor.chat` takes them."""
         left, request, limits = iter(asked.fetched), asked.request, self.settings.limits
 
-        def piece(part: Text | ImagePart | VideoPart) -> dict[str, Any]:
+        def piece(part: TextPart | ImagePart | VideoPart) -> dict[str, Any]:
             nonlocal limits
-            if isinstance(part, Text):
+            if isinstance(part, TextPart):
                 return {"type": "text", "text": part.text}
             if isinstance(part, ImagePart):
                 frames: Any = sources.decode_image(next(left), limits)

@@ -60,7 +60,7 @@ Address = Annotated[MediaURL, BeforeValidator(_as_address, json_schema_input_typ
 """An address, by itself or in OpenAI's object."""
 
 
-class Text(StrictModel):
+class TextPart(StrictModel):
     """A piece of text in a message."""
 
     type: Literal["text"]
@@ -81,7 +81,7 @@ class VideoPart(StrictModel):
     video_url: Address
 
 
-Part = Annotated[Text | ImagePart | VideoPart, Field(discriminator="type")]
+Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
 def _as_parts(content: Any) -> Any:

@@ -11,7 +11,7 @@ from fastapi import WebSocket
 from pydantic import Field, TypeAdapter
 from starlette.websockets import WebSocketDisconnect
 
-from mmaccel.core.streams.standing import Change, StandingQuestion
+from mmaccel.core.streams.standing import AnswerChange, StandingQuestion
 from mmaccel.media.video import image_size
 from mmaccel.serve import sources
 from mmaccel.serve.guard import error_message
@@ -174,7 +174,7 @@ class StreamConnection:
         if asked.id in self._standing or len(self._standing) >= ANSWERS:
             raise Refused(429, f"on: {ANSWERS} questions at once, each with an id of its own.")
 
-        async def tell(change: Change) -> None:
+        async def tell(change: AnswerChange) -> None:
             found, told = change.answer, {"before": change.before, "seconds": change.seconds}
             evidence = self._stream.kept.evidence_frames_json(found.evidence, True)
             await self._send("event", name="change", id=asked.id, text=found.text, evidence=evidence, **told)

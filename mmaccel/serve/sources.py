@@ -26,7 +26,7 @@ from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import MmaccelError, VideoError, shown
 from mmaccel.media.container import Source
 from mmaccel.media.video import Video, image_size, read_image
-from mmaccel.models.taking import sample
+from mmaccel.models.taking import read_sampled
 from mmaccel.serve.settings import Limits, Refused, Settings
 
 Kind = Literal["video", "image"]
@@ -279,7 +279,9 @@ def sample_video(
                 raise Refused(413, f"the video lasts {seconds:.0f} s, more than {limits.video_seconds:g}.")
         many = None if fps is None else limits.frames
         how: dict[str, Any] = {"options": options, "progress": progress, "max_side": 4096}
-        taken = sample(processor, path, fps=fps, frames=frames, max_frames=many, faster=fps is None, **how)
+        taken = read_sampled(
+            processor, path, fps=fps, frames=frames, max_frames=many, faster=fps is None, **how
+        )
     except VideoError as error:
         raise VideoError(str(error).replace(path, "the video")) from error
     _check_room(taken.frames.nbytes, limits)

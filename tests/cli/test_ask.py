@@ -18,7 +18,7 @@ import mmaccel
 from mmaccel import media
 from mmaccel.cli import answer, console
 from mmaccel.cli.ask import ask
-from mmaccel.cli.console import group_table_columns, why_cut_off
+from mmaccel.cli.console import describe_cut_off, group_table_columns
 from mmaccel.cli.watch import watch
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Deadline
 from mmaccel.core.recipe import Recipe
@@ -264,8 +264,8 @@ def test_one_default_serves_everywhere() -> None:
 
 
 def test_a_cut_is_told_of() -> None:
-    assert why_cut_off("stop", 3) == ""
-    told = [why_cut_off(reason, 1) for reason in ("length", "positions", "timeout", "cancelled")]
+    assert describe_cut_off("stop", 3) == ""
+    told = [describe_cut_off(reason, 1) for reason in ("length", "positions", "timeout", "cancelled")]
     assert len(set(told)) == 4 and all("1 token" in one and "1 tokens" not in one for one in told)
 
 

@@ -173,10 +173,10 @@ def test_of_a_device_of_this_machine_short_sessions_are_run(call: Call, monkeypa
         once = rates.MeasuredOverhead(
             read=(0.0,) * 6, question=(0.0,) * 6, step=(0.0,) * 6, first=((1.5, 0.0),)
         )
-        return replace(device, sessions={costs.surplus_key(one, work): once for one in recipes})
+        return replace(device, sessions={costs.overhead_key(one, work): once for one in recipes})
 
-    monkeypatch.setattr(recommend, "device_of", lambda name, sizes: rates.DEVICES["h200"])
-    monkeypatch.setattr(rehearsal, "with_measured_surplus", sessions)
+    monkeypatch.setattr(recommend, "device_rates_of", lambda name, sizes: rates.DEVICES["h200"])
+    monkeypatch.setattr(rehearsal, "with_measured_overheads", sessions)
     words = ("recommend", "--minutes", "60", "--questions", "5", "--host-memory", "64GB")
     status, out, err = call(*words, "--device", "cpu", "--memory", "80GB")
     assert status == 0 and "take " in out and err == "measuring 3 kinds of sessions\n"

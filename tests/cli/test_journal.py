@@ -85,7 +85,7 @@ def test_a_killed_watch_goes_on(
             patch.setattr(media, "clips", after(3, media.clips, interrupt if when == "stopped" else kill))
         else:
             third = Mock(side_effect=[None, None, Killed])
-            (heard if when == "before a save" else returned)(patch, session_io, "save", third)
+            (heard if when == "before a save" else returned)(patch, session_io, "save_session", third)
         with pytest.raises((Killed, SystemExit)):
             main(words)
     kept = json.loads((folder / "session.json").read_text())["frames"]

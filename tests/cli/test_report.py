@@ -24,7 +24,7 @@ from mmaccel.core.report_page import (
     memory_lines,
     render_page,
 )
-from mmaccel.media.thumbnail import SIDE, jpeg
+from mmaccel.media.thumbnail import SIDE, encode_jpeg
 from tests.cli import Call
 from tests.models.streams import QUESTION, film, open_session
 
@@ -129,7 +129,7 @@ def test_ask_writes_a_page_and_so_does_report(call: Call, clip: str, ov: str, tm
     given = media.read(clip, fps=told["fps"]).frames
     for shown, other, number in zip(found.images, Page(again).images, range(0, 64, 8), strict=True):
         assert max(shown.shape) <= SIDE and (shown - other).abs().mean() < 6
-        frame = picture(base64.b64encode(jpeg(given[number])).decode())
+        frame = picture(base64.b64encode(encode_jpeg(given[number])).decode())
         assert (other - frame).abs().mean() < 6
 
 

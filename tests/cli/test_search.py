@@ -21,7 +21,7 @@ from mmaccel.cli.draw import (
     plot_retrieved_frames,
 )
 from mmaccel.core.decoding.generate import Evidence
-from mmaccel.search import recompute
+from mmaccel.search import recompute_table
 from mmaccel.search.run import SearchProgress, head_pattern_names, main_pattern_name
 from mmaccel_lab.world import World, render
 from tests.cli import Call
@@ -60,7 +60,7 @@ def mine(table: Path, tmp_path: Path) -> Path:
 
 def test_search_writes_a_table(table: Path) -> None:
     found = json.loads(table.read_text())
-    assert recompute(found) == found
+    assert recompute_table(found) == found
     assert found["sample"]["videos"] == ["3.mp4", "4.mp4"] and found["sample"]["frames"] == 32
     assert found["sample"]["text_tokens"] > 60 and found["boundaries"] == ["no_boundary", "q_boundary"]
     assert [p.name for p in table.parent.iterdir() if "parts" in p.name or p.name.startswith(".")] == []
@@ -217,12 +217,12 @@ def test_shipped_models_have_their_table(name: str, shipped: Callable[[str], str
     from mmaccel.core.attach import adapter_for
     from mmaccel.models import shipped as tiny
     from mmaccel.models.loading import load_model
-    from mmaccel.policies.sparse.per_head import difference, read_table
+    from mmaccel.policies.sparse.per_head import describe_model_difference, read_head_table
 
-    found = read_table(tiny.model_folder(shipped(name)) / "heads.json")
-    assert recompute(found) == found
+    found = read_head_table(tiny.model_folder(shipped(name)) / "heads.json")
+    assert recompute_table(found) == found
     model = load_model(name)
-    assert difference(found, adapter_for(model).fingerprint(model)) is None
+    assert describe_model_difference(found, adapter_for(model).fingerprint(model)) is None
 
 
 def saved(ov: str, folder: Path, kv: dict[str, object]) -> Path:

@@ -50,14 +50,13 @@ def test_questions_are_due_after_the_last_frame_before_them() -> None:
     asked = [(1.0, "a"), (4.0, "b"), (4.5, "c"), (7.0, "d"), (None, "e")]
     pieces = [
         (None if p is None else p.times.tolist(), [q for _, q in due])
-        for p, due in command.split_at_questions(video, asked)
+        for p, due in command.split_clip(video, asked)
     ]
     assert pieces == [([0.0], ["a"]), ([2.0, 4.0], ["b", "c"]), ([6.0], [])]
     assert asked == [(7.0, "d"), (None, "e")]
     later = Video(video.frames, times + 8, 0.5, 1.0, 8.0)
     pieces = [
-        (None if p is None else len(p), [q for _, q in due])
-        for p, due in command.split_at_questions(later, asked)
+        (None if p is None else len(p), [q for _, q in due]) for p, due in command.split_clip(later, asked)
     ]
     assert pieces == [(None, ["d"]), (4, [])] and asked == [(None, "e")]
 
@@ -201,8 +200,8 @@ def test_a_saved_session_is_asked_without_a_video(call: Call, clip: str, ov: str
 
 
 def test_a_rate_is_told_for_what_it_is() -> None:
-    assert choices.frame_rate_text(25.0, 25.0) == "reads every frame, 25 a second (--fps)."
-    assert choices.frame_rate_text(0.5, None).startswith(
+    assert choices.format_frame_rate(25.0, 25.0) == "reads every frame, 25 a second (--fps)."
+    assert choices.format_frame_rate(0.5, None).startswith(
         "reads 0.5 frames a second (--fps); what is shown for less than 2 s"
     )
 

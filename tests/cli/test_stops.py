@@ -103,7 +103,7 @@ def test_a_stopped_search_says_what_is_kept(
         broken.setattr(measure, "visit_layers", lambda *_: stop())
         assert call(*words) == (code, "", "stopped: nothing was measured yet.\n")
     with monkeypatch.context() as broken:
-        heard(broken, run, "measure_all", lambda bench, *_: stop() if bench.inside.layer > 0 else None)
+        heard(broken, run, "measure_candidates", lambda bench, *_: stop() if bench.inside.layer > 0 else None)
         told = (
             f"stopped: the costs and 1 whole layer are kept in {out}.parts; the same command goes on with the next "
             "layer, from its beginning.\n"
@@ -119,7 +119,7 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(
     with console.progress_bars() as progress:
         time.sleep(0.12)
         tell = console.add_bar(progress, "decode", "frames", 40)
-        console.bar_callback(progress, "layers")("encode", 6, 6)
+        console.progress_bar_callback(progress, "layers")("encode", 6, 6)
         tell(7, None)
         time.sleep(0.12)
     time.sleep(0.12)
@@ -203,7 +203,7 @@ def test_sigterm_while_a_session_is_saved_waits_for_the_save(
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01)
 
-    heard(monkeypatch, session_io, "save", slow)
+    heard(monkeypatch, session_io, "save_session", slow)
     words = f"watch {clip} --model {ov} --recipe recent --fps 0.1 --save {tmp_path / 's'} --json".split()
     status, out, err = call(*words)
     assert status == 143 and json.loads(out)["saved"] == str(tmp_path / "s") and err == ""
@@ -280,7 +280,7 @@ def test_a_watch_whose_last_save_is_stopped_says_what_is_saved(
     from mmaccel.core.streams import session_io
 
     last = nth(*range(saves + 1, 9))
-    heard(monkeypatch, session_io, "save", lambda *_: interrupt() if last() else None)
+    heard(monkeypatch, session_io, "save_session", lambda *_: interrupt() if last() else None)
     monkeypatch.setattr("mmaccel.cli.journal.PeriodicSaver.save_if_due", lambda keeper: keeper.save(False))
     base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--clip", 4, "--live")
     status, _, err = call(*base, "--save", tmp_path / "s")

@@ -26,14 +26,14 @@ from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.core.streams import sources
 from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.media import reader
-from mmaccel.media.preprocess import Pixels, resized_size
+from mmaccel.media.preprocess import PixelSettings, resized_size
 from mmaccel_lab.world import World, write_mp4
 from mmaccel_lab.world.words import QUESTIONS
 from tests.cli import Call
 from tests.media.films import numbers, write_film
 
-SQUARE = Pixels(size={"height": 14, "width": 14}, fps=1000.0)  # every frame
-PATCHES = Pixels(
+SQUARE = PixelSettings(size={"height": 14, "width": 14}, fps=1000.0)  # every frame
+PATCHES = PixelSettings(
     size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56},
     patch_size=14,
     merge_size=2,
@@ -41,7 +41,7 @@ PATCHES = Pixels(
 )
 
 
-def look(path: object, pixels: Pixels = SQUARE, **how: Any) -> Any:
+def look(path: object, pixels: PixelSettings = SQUARE, **how: Any) -> Any:
     with progress_bars() as progress:
         return read_video(
             str(path),
@@ -59,9 +59,9 @@ def test_a_source_without_an_index_needs_no_option(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pixels", "size"),
-    [(SQUARE, (14, 14)), (PATCHES, (28, 56)), (Pixels(size={}, do_resize=False), (64, 128))],
+    [(SQUARE, (14, 14)), (PATCHES, (28, 56)), (PixelSettings(size={}, do_resize=False), (64, 128))],
 )
-def test_fit_is_what_the_processor_does(pixels: Pixels, size: tuple[int, int]) -> None:
+def test_fit_is_what_the_processor_does(pixels: PixelSettings, size: tuple[int, int]) -> None:
     assert resized_size(pixels, 30, 64, 128) == size
 
 
@@ -72,7 +72,7 @@ def test_a_long_film_is_shrunk_to_what_the_model_needs(
     exact = look(path).frames
     assert exact.shape == (40, 3, 160, 256)
     monkeypatch.setattr(reader, "ROOM", 40 * 3 * 160 * 256 - 1)
-    monkeypatch.setattr(reader, "host_available", lambda: 1 << 20)
+    monkeypatch.setattr(reader, "free_host_bytes", lambda: 1 << 20)
     small = look(path).frames
     assert small.shape == (40, 3, 28, 45) and numbers(look(path, frames=4).frames) == [0, 10, 20, 30]
     means = [frames.float().mean((0, 2, 3)) for frames in (exact, small)]
@@ -100,11 +100,11 @@ def test_errors_name_the_options_of_the_command(tmp_path: Path, how: dict[str, A
 
 def test_too_little_memory_names_the_options_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_film(tmp_path / "film.mp4", 6)
-    monkeypatch.setattr(reader, "host_available", lambda: 1000)
+    monkeypatch.setattr(reader, "free_host_bytes", lambda: 1000)
     with pytest.raises(VideoError, match=r"are free: give --fps, --frames or --max-frames\.$"):
         look(path)
     bare = write_film(tmp_path / "bare.h264", 6, format="h264")
-    monkeypatch.setattr(reader, "host_available", lambda: 1 << 40)
+    monkeypatch.setattr(reader, "free_host_bytes", lambda: 1 << 40)
     with pytest.raises(VideoError, match=r"its number of frames: use --fps instead of --frames\.$"):
         look(bare, frames=2)
 
@@ -383,7 +383,7 @@ def test_frames_are_let_go_of(call: Call, clip: str, ov: str, tmp_path: Path) ->
 def test_a_server_has_one_cap_for_all(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
     app = pytest.importorskip("mmaccel.serve.app")
     given: list[Any] = []
-    monkeypatch.setattr(app, "run", given.append)
+    monkeypatch.setattr(app, "run_server", given.append)
     monkeypatch.setattr("mmaccel.serve.engine.Engine", lambda *parts: parts)
     assert call("serve", "--keep-seconds", 60, "--host-bytes", "1GiB", "--model", ov)[0] == 0
     kv = given[0][3]["mosaic"].kv

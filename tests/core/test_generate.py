@@ -22,7 +22,7 @@ from tests.core.toy import (
     Scripted,
     ToyRunner,
     Triples,
-    bigram,
+    bigram_rule,
     count_triples,
     decode_greedily,
     g_test,
@@ -91,7 +91,7 @@ def test_greedy_is_the_target_alone_whatever_the_draft(
     seed: int, vocab: int, length: int, ends: set[int]
 ) -> None:
     g = torch.Generator().manual_seed(seed)
-    rule = bigram(torch.randint(0, 6, (vocab, vocab), generator=g).float())
+    rule = bigram_rule(torch.randint(0, 6, (vocab, vocab), generator=g).float())
     (draft, offers), stop, asked, shown = wild(rule, vocab, seed), limit(length, *ends), [], []
 
     def asking(ids: Tensor) -> bool:
@@ -124,13 +124,13 @@ def counting(tokens: list[int]) -> list[int]:
 
 def test_a_stop_at_the_first_token_asks_the_draft_nothing() -> None:
     draft = Scripted(lambda tokens: pytest.fail("asked"))
-    ids, target, meter = run(bigram(torch.eye(5)), draft, limit(1))
+    ids, target, meter = run(bigram_rule(torch.eye(5)), draft, limit(1))
     assert ids == [1, 0, 0] and target.steps == 0 and not meter.rounds and draft.closed == 1
 
 
 def test_a_right_tail_saves_the_verification_of_a_window() -> None:
     """What a pipelined draft does: propose nothing at first, and from then on verify the window's rest beside its tail."""
-    rule = bigram(torch.eye(5).roll(1, 1))
+    rule = bigram_rule(torch.eye(5).roll(1, 1))
     sizes = iter([0, 3, 3, 3, 3])
     now: list[int] = []
 
@@ -181,14 +181,14 @@ def dying(method: str, after: int, error: Exception) -> Scripted:
 def test_a_draft_that_dies_loses_no_token(method: str, after: int) -> None:
     table = torch.eye(5).roll(1, 1)
     table[3] = torch.tensor([0, 0, 1.0, 0, 0])  # now and then the draft is wrong
-    rule, draft = bigram(table), dying(method, after, Dying("out of cheese"))
+    rule, draft = bigram_rule(table), dying(method, after, Dying("out of cheese"))
     ids, target, meter = run(rule, draft, limit(30), warns="out of cheese")
     assert ids == decode_greedily(rule, START, limit(30)) and meter.failures == ["Dying: out of cheese"]
     assert draft.closed == 1 and meter.rounds[-1] == (0, 0) and target.tokens == ids[:-1]
 
 
 def test_a_draft_that_cannot_close_loses_no_token() -> None:
-    rule = bigram(torch.eye(5).roll(1, 1))
+    rule = bigram_rule(torch.eye(5).roll(1, 1))
     ids, _, meter = run(rule, dying("close", 0, Dying("cannot")), limit(12), warns="cannot")
     assert ids == decode_greedily(rule, START, limit(12)) and meter.failures == ["Dying: cannot"]
 
@@ -209,7 +209,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_draft_that_proposes_nonsense_is_dropped(what: str) -> None:
     proposal, tail, told = WRONG[what]
-    rule = bigram(5 * torch.eye(5).roll(1, 1))
+    rule = bigram_rule(5 * torch.eye(5).roll(1, 1))
     draft = Scripted(lambda tokens: proposal, lambda tokens: tail)
     said = toy_prompt(START, warp=lambda ids, logits: (logits == logits.max()).float())
     ids, target, meter = run(rule, draft, limit(12), said, warns=told)
@@ -234,7 +234,7 @@ def test_the_first_token_is_shown_before_its_draft_hears_of_it() -> None:
         said.append(("shown", len(new)))
 
     run(
-        bigram(torch.eye(5).roll(1, 1)),
+        bigram_rule(torch.eye(5).roll(1, 1)),
         Heard(lambda tokens: Proposal(torch.tensor(counting(tokens)))),
         limit(12),
         emit=emit,
@@ -249,7 +249,7 @@ def test_the_draft_is_closed_when_something_else_fails(culprit: str) -> None:
         raise Dying(culprit)
 
     draft = Scripted(lambda tokens: Proposal(torch.tensor(counting(tokens))))
-    rule = bigram(torch.eye(5).roll(1, 1))
+    rule = bigram_rule(torch.eye(5).roll(1, 1))
     target, said = ToyRunner(rule), toy_prompt(START)
     first = target.prefill(said.inputs)
     if culprit == "target":

@@ -15,7 +15,7 @@ from mmaccel.backends.ops.layer_ops import merge_parts
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVView
-from mmaccel.core.prefill.context import Context, shard_plan_for_rank
+from mmaccel.core.prefill.context import ContextGroup, shard_plan_for_rank
 from mmaccel.core.prefill.masked import BidirectionalImages
 from mmaccel.core.prefill.plan import AttentionPlan
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
@@ -219,8 +219,8 @@ def test_who_shares_columns_is_asked_and_not_named() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        assert Context(mesh, Recipe(kv=Own()), {}).size == 1
+        assert ContextGroup(mesh, Recipe(kv=Own()), {}).size == 1
         with pytest.raises(RecipeError, match=r"kv 'window'.*only kv 'full' without"):
-            Context(mesh, Recipe(kv="window"), {})
+            ContextGroup(mesh, Recipe(kv="window"), {})
     finally:
         dist.destroy_process_group()

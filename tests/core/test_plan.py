@@ -16,12 +16,12 @@ from mmaccel.core.prefill.plan import (
     FAR,
     AttentionPlan,
     check_plan_sizes,
-    numbered,
+    head_indices,
     pad_rows,
     span_by_range,
     span_from_table,
 )
-from mmaccel.core.prefill.sparse import attend_plan, merge, parts_to_launch
+from mmaccel.core.prefill.sparse import attend_plan, merge_by_lse, parts_to_launch
 from mmaccel.core.recipe import Recipe
 from tests.backends.oracle import draw, log_sum_exp, masked, random_plan
 
@@ -209,7 +209,7 @@ def test_merging_with_nothing_changes_nothing() -> None:
     nothing, never = torch.zeros(3, 5), torch.full((3,), -torch.inf)
     out[2] = 0
     for first, second in (((out, lse), (nothing, never)), ((nothing, never), (out, lse))):
-        merged, total = merge(*first, *second)
+        merged, total = merge_by_lse(*first, *second)
         assert torch.equal(merged, out) and torch.equal(total, lse)
 
 
@@ -298,7 +298,7 @@ def test_two_runs_of_heads_are_two_constants_of_one_graph() -> None:
     here = torch.device("cpu")
 
     def both(x: Tensor) -> Tensor:
-        return x[numbered((0, 1), here)] - x[numbered((2, 3), here)]
+        return x[head_indices((0, 1), here)] - x[head_indices((2, 3), here)]
 
     x = torch.arange(4.0)
     assert (

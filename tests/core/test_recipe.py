@@ -16,7 +16,7 @@ from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.kv import StreamPolicy, StreamState
 from mmaccel.core.prefill.prune import Stage, TokenPruner
 from mmaccel.core.prefill.sparse import BLOCK, MOST, SparsePattern
-from mmaccel.core.recipe import VERSION, Recipe, fields_of, list_recipes, presets
+from mmaccel.core.recipe import VERSION, Recipe, list_recipes, presets, read_recipe_fields
 from mmaccel.core.registry import Registry, registry
 from mmaccel.policies.kv import Window
 from mmaccel.policies.sparse import AShape
@@ -78,7 +78,7 @@ def test_yaml_file_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(recipe.to_yaml())
     assert Recipe.load(path) == recipe == Recipe.load(str(path))
-    assert fields_of(path)["sparse"] == {"name": "a_shape", "block": 64, "sink": 16, "window": 96}
+    assert read_recipe_fields(path)["sparse"] == {"name": "a_shape", "block": 64, "sink": 16, "window": 96}
 
 
 def test_a_written_recipe_has_a_version_which_is_checked(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_written_recipe_has_a_version_which_is_checked(tmp_path: Path) -> None
         path.write_text(yaml.safe_dump({"version": version, "sparce": "a_shape"}))
         told = f"version: {version!r}; this mmaccel reads versions up to {VERSION}: give that, or update mmaccel."
         assert sentence(path) == told
-        assert fields_of(path)["version"] == version
+        assert read_recipe_fields(path)["version"] == version
     with pytest.raises(RecipeError, match="version: 9; "):
         Recipe.load({"version": 9})
 
@@ -124,7 +124,7 @@ def test_a_table_counts_from_the_folder_of_its_file(tmp_path: Path, monkeypatch:
     (here / "mine.yaml").write_text(yaml.safe_dump({"sparse": model}))
     told = sentence(here / "mine.yaml")
     assert f"cannot be read (no such file or directory: {here}/heads.json)" in told
-    assert fields_of("searched")["sparse"]["table"] == "shipped"
+    assert read_recipe_fields("searched")["sparse"]["table"] == "shipped"
 
 
 def test_every_path_counts_from_the_folder_of_its_file(tmp_path: Path, monkeypatch) -> None:

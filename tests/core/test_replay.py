@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mmaccel
 from mmaccel.backends.ops.block_attend import Part
 from mmaccel.core.decoding import replay
-from mmaccel.core.decoding.draft import judge_chain
+from mmaccel.core.decoding.draft import verify_chain
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.attention import AttentionConfig
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, span_by_range
@@ -25,7 +25,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import register, registry
 from mmaccel.policies.sparse import block_topk
 from mmaccel.policies.sparse.block_topk import BlockTopK
-from mmaccel.policies.sparse.orders import at_or_before, sequence_order
+from mmaccel.policies.sparse.orders import rank_at_or_before, sequence_order
 from tests.spies import beside, finish
 
 
@@ -295,7 +295,7 @@ class Heavier(SparsePattern):
 
     def plan(self, query: Any, key: Any, q_layout: Any, k_layout: Any) -> AttentionPlan:
         queries, keys = (sequence_order(one, block=self.block) for one in (q_layout, k_layout))
-        q_row, q_pos = queries.row[:, None], at_or_before(keys, queries)[:, None]
+        q_row, q_pos = queries.row[:, None], rank_at_or_before(keys, queries)[:, None]
         own = q_pos.unflatten(-1, (-1, self.block)).amax(-1, keepdim=True) // self.block
         means = [
             torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % self.block)).unflatten(2, (-1, self.block))
@@ -345,7 +345,9 @@ def test_what_runs_compiled_on_a_gpu_gives_its_results_by_inductor(
     compiles(counter := CompileCounterWithBackend("inductor"))
     p, q = torch.randn(2, 5, 999).softmax(-1)
     given = q[:4].multinomial(1)[:, 0], p, q[:4], torch.rand(4)
-    for got, want in zip(replay.Compiled(judge_chain, 1.0)(0, 0.0, *given), judge_chain(*given), strict=True):
+    for got, want in zip(
+        replay.Compiled(verify_chain, 1.0)(0, 0.0, *given), verify_chain(*given), strict=True
+    ):
         assert torch.equal(got, want)
     assert counter.frame_count == 1
     pattern, layout = BlockTopK(block=16, sink=16, budget=0.5), TokenLayout.text(1, 400)

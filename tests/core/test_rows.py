@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmaccel.core.errors import ArgumentNames, VideoError, VideoWarning
-from mmaccel.core.rows import JsonlFile, environment, read_rows, write_atomically
+from mmaccel.core.rows import JsonlFile, measurement_conditions, read_rows, write_atomically
 
 
 def test_a_run_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "\ud800")
     assert path.read_text() == "one\n" and list(tmp_path.iterdir()) == [path]
-    found = environment(dtype="float32")
+    found = measurement_conditions(dtype="float32")
     assert found["dtype"] == "float32" and found["torch"] and found["threads"] >= 1
 
 

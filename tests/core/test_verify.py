@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.core.decoding.draft import Proposal, accept, judge_chain, resize_vocab, sample_index
+from mmaccel.core.decoding.draft import Proposal, accept, resize_vocab, sample_index, verify_chain
 from mmaccel.core.errors import DraftError
 from tests import sentence
 from tests.core.toy import count_triples, g_test
@@ -56,7 +56,7 @@ Judge = Callable[[Tensor, Tensor, "Tensor | None", Tensor], tuple[Tensor, Tensor
 
 
 def first_three(
-    pair: Pair, kind: str, verdict: Judge = judge_chain, reuse: bool = False, window: int = 2
+    pair: Pair, kind: str, verdict: Judge = verify_chain, reuse: bool = False, window: int = 2
 ) -> Tensor:
     """[RUNS, 3]: the first three tokens of many runs at once, decoded in rounds of a drafted window each.
 
@@ -101,23 +101,23 @@ def test_three_tokens_have_the_targets_joint_distribution(shape: str, kind: str)
 
 
 def always(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
-    return judge_chain(ids, p, q, torch.zeros_like(u) - 1)
+    return verify_chain(ids, p, q, torch.zeros_like(u) - 1)
 
 
 def careless_residual(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
-    kept, _ = judge_chain(ids, p, q, u)
+    kept, _ = verify_chain(ids, p, q, u)
     return kept, p.gather(1, kept[:, None, None].expand(-1, 1, V))[:, 0]
 
 
 def upside_down(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
     assert q is not None
-    kept, _ = judge_chain(ids, torch.cat([q, p[:, -1:]], 1), p[:, :-1], u)
-    _, rest = judge_chain(ids, p, q, u)
+    kept, _ = verify_chain(ids, torch.cat([q, p[:, -1:]], 1), p[:, :-1], u)
+    _, rest = verify_chain(ids, p, q, u)
     return kept, rest
 
 
 def no_bonus_row(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
-    return judge_chain(ids, torch.cat([p[:, :-1], p[:, -2:-1]], 1), q, u)
+    return verify_chain(ids, torch.cat([p[:, :-1], p[:, -2:-1]], 1), q, u)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def no_bonus_row(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[T
         ("greedy", careless_residual, False),
         ("drawn", upside_down, False),
         ("drawn", no_bonus_row, False),
-        ("drawn", judge_chain, True),
-        ("liar", judge_chain, False),
+        ("drawn", verify_chain, True),
+        ("liar", verify_chain, False),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -145,7 +145,7 @@ def test_acceptance_is_the_overlap_of_the_distributions() -> None:
     g = torch.Generator().manual_seed(3)
     ids = torch.multinomial(q, RUNS, replacement=True, generator=g)[:, None]
     rows = torch.stack([pair.p[V, V], pair.p[V, 0]])[None].expand(RUNS, -1, -1)
-    kept, _ = judge_chain(ids, rows, q.expand(RUNS, 1, V), torch.rand(RUNS, 1, generator=g))
+    kept, _ = verify_chain(ids, rows, q.expand(RUNS, 1, V), torch.rand(RUNS, 1, generator=g))
     share = torch.minimum(p, q.double()).sum()
     spread = (share * (1 - share) / RUNS).sqrt()
     assert abs(kept.double().mean() - share) < 4 * spread
@@ -199,7 +199,7 @@ def test_equal_rows_and_rows_with_zeros_leave_no_empty_residual() -> None:
     p = torch.tensor([[[0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]]])
     for q in (p[:, :1], torch.tensor([[[0.0, 0.0, 0.5, 0.5]]])):
         for token in range(V):
-            kept, rest = judge_chain(torch.tensor([[token]]), p, q, torch.tensor([[0.999]]))
+            kept, rest = verify_chain(torch.tensor([[token]]), p, q, torch.tensor([[0.999]]))
             assert rest.sum() > 0 and bool((rest >= 0).all())
             if int(kept) == 0:
                 assert rest[0, 2:].sum() == 0
@@ -208,7 +208,7 @@ def test_equal_rows_and_rows_with_zeros_leave_no_empty_residual() -> None:
 def test_a_token_the_target_cannot_say_is_refused_even_by_the_smallest_random_number() -> None:
     p = torch.tensor([[[0.5, 0, 0, 0.5], [1.0, 0, 0, 0]]])
     for token in (1, V, V + 7, -1):
-        kept, rest = judge_chain(torch.tensor([[token]]), p, None, torch.tensor([[0.0]]))
+        kept, rest = verify_chain(torch.tensor([[token]]), p, None, torch.tensor([[0.0]]))
         assert int(kept) == 0 and rest[0].tolist() == [0.5, 0, 0, 0.5]
 
 
@@ -227,7 +227,7 @@ def test_processors_see_no_token_the_target_does_not_have(token: int) -> None:
 
 def test_a_certain_token_is_always_kept() -> None:
     p = torch.tensor([[[0, 1.0, 0, 0], [0, 0, 1.0, 0]]])
-    kept, rest = judge_chain(torch.tensor([[1]]), p, None, torch.tensor([[1 - 2**-24]]))
+    kept, rest = verify_chain(torch.tensor([[1]]), p, None, torch.tensor([[1 - 2**-24]]))
     assert int(kept) == 1 and rest[0].tolist() == [0, 0, 1, 0]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mmaccel.core.decoding.draft import Proposal, judge_chain
+from mmaccel.core.decoding.draft import Proposal, verify_chain
 from mmaccel.core.decoding.trees import accept_tree, accepted_tree_tokens, mask_repeated_siblings
 from tests.core.test_verify import SHAPES, SURE, Pair, V
 from tests.core.toy import g_test
@@ -26,7 +26,7 @@ def test_judges_compile_without_a_graph_break(backend: str) -> None:
 
     def judged(ids: Tensor, u: Tensor, tokens: Tensor, best: Tensor) -> tuple[Tensor, ...]:
         tree = accepted_tree_tokens(mask_repeated_siblings(tokens, parents), parents, sees, best)
-        return *judge_chain(ids, p, q, u), *judge_chain(ids, p, None, u), tree
+        return *verify_chain(ids, p, q, u), *verify_chain(ids, p, None, u), tree
 
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(judged, fullgraph=True, backend=counter)

@@ -12,15 +12,15 @@ from mmaccel.contract.draft import (
     ToyAdapter,
     ToyModel,
     ToyRunner,
-    bigram,
+    bigram_rule,
     decode_greedily,
     toy_prompt,
-    view,
+    toy_view,
 )
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal
 
-__all__ = ["Meter", "Rule", "Scripted", "ToyAdapter", "ToyModel", "ToyRunner", "Triples", "bigram"]
-__all__ += ["count_triples", "decode_greedily", "g_test", "toy_prompt", "view"]
+__all__ = ["Meter", "Rule", "Scripted", "ToyAdapter", "ToyModel", "ToyRunner", "Triples", "bigram_rule"]
+__all__ += ["count_triples", "decode_greedily", "g_test", "toy_prompt", "toy_view"]
 
 
 @dataclass

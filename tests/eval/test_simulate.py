@@ -22,7 +22,7 @@ from mmaccel.policies.draft._window_model import tokens_per_round
 from mmaccel_lab.eval import self_draft, simulate
 from mmaccel_lab.eval.simulate import Costs
 from tests.core.test_generate import limit, run
-from tests.core.toy import ToyRunner, bigram, toy_prompt
+from tests.core.toy import ToyRunner, bigram_rule, toy_prompt
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.draft.test_parallel import pipeline
 
@@ -95,7 +95,7 @@ def test_the_real_pipeline_takes_the_rounds_of_the_chain() -> None:
             right = torch.rand(1, ids.shape[1], generator=dice) < keep
             return torch.nn.functional.one_hot((~right).long(), 2).float() + super().step(ids) * 0
 
-    rule = bigram(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    rule = bigram_rule(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
     state = pipeline(rule, rule, 2, window=window)
     state._engine._writer._runner = Loose(rule)  # type: ignore[attr-defined]
     count = 6_000

@@ -141,7 +141,7 @@ def session(kv: str) -> mmaccel.VideoSession:
 
 def load(kv: str, place: Path, ask: bool) -> Case:
     def work() -> None:
-        session_io.load_recipe(place)
+        session_io.saved_recipe(place)
         session(kv).load(place)
         if ask:
             session(kv).ask(QUESTION, 1)

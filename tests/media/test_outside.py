@@ -19,7 +19,7 @@ import torch
 from mmaccel import media
 from mmaccel.core.errors import VideoError
 from mmaccel.media.preprocess import load_frames, load_image
-from mmaccel.media.video import orientation
+from mmaccel.media.video import orientation_flips
 from tests.media.films import png, set_matrix
 from tests.spies import beside, finish
 
@@ -174,7 +174,7 @@ def test_a_frame_with_unknown_data_beside_it_is_set_upright(
         frame = next(container.decode(video=0))
     unknown: Any = Mock(rotation=frame.rotation)  # something is beside it that PyAV has no name for
     type(unknown).side_data = PropertyMock(side_effect=ValueError("31 is not a valid Type"))
-    assert orientation(unknown) == orientation(frame)
+    assert orientation_flips(unknown) == orientation_flips(frame)
 
 
 def test_the_address_of_a_file_is_its_path(film: Film, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import VideoError
 from mmaccel.media.preprocess import (
-    Pixels,
+    PixelSettings,
     best_resolution,
     load_frames,
     load_image,
@@ -28,13 +28,13 @@ from mmaccel.media.preprocess import (
 )
 from mmaccel.models.llava_onevision import tiled_token_grid
 
-PATCHES = Pixels(
+PATCHES = PixelSettings(
     size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
     patch_size=14,
     temporal_patch_size=2,
     merge_size=2,
 )
-TILES = Pixels(
+TILES = PixelSettings(
     size={"height": 56, "width": 56}, image_grid_pinpoints=[[56, 112], [112, 56], [112, 112], [168, 56]]
 )
 # Rescaling and normalising in two steps rounds differently in the last bits; a pixel one grey level away would
@@ -84,7 +84,7 @@ def test_smart_resize_keeps_its_promises(height: int, width: int, factor: int) -
 @pytest.mark.parametrize("temporal", [1, 2, 3])
 @pytest.mark.parametrize("merge", [1, 2])
 def test_patches_hold_the_pixels_of_their_place(temporal: int, merge: int) -> None:
-    pixels = Pixels(
+    pixels = PixelSettings(
         size={"shortest_edge": 1, "longest_edge": 10**6},
         patch_size=4,
         temporal_patch_size=temporal,

@@ -124,7 +124,7 @@ def test_progress_counts_kept_frames(film: Film) -> None:
 
 
 def test_more_than_memory_is_refused_before_decoding(film: Film, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmaccel.media.reader.host_available", lambda: 1_000_000)
+    monkeypatch.setattr("mmaccel.media.reader.free_host_bytes", lambda: 1_000_000)
     monkeypatch.setattr(Source, "frames", lambda *_: pytest.fail("frames were decoded"))
     with pytest.raises(VideoError, match=r"60 frames of 128x64 .* need .* GiB .*: give fps=, frames="):
         list(media.read(film()).frames)
@@ -134,7 +134,7 @@ def test_memory_is_watched_while_the_length_is_unknown(film: Film, monkeypatch: 
     path = film("live.mkv", muxer={"live": "1"})
     seen: list[tuple[int, int | None]] = []
     monkeypatch.setattr("mmaccel.media.reader.AHEAD", 8)
-    monkeypatch.setattr("mmaccel.media.reader.host_available", lambda: 10**9 if len(seen) < 20 else 1000)
+    monkeypatch.setattr("mmaccel.media.reader.free_host_bytes", lambda: 10**9 if len(seen) < 20 else 1000)
     with pytest.raises(VideoError, match=r"8 frames of 128x64 .* are free: give fps="):
         media.read(path, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (24, None)

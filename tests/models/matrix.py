@@ -20,7 +20,7 @@ from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
 from mmaccel.models.letters import CharProcessor
-from mmaccel.models.tiny import Sampler
+from mmaccel.models.tiny import TinyModels
 from mmaccel_lab.world import World, render
 from tests.models.streams import FPS, QUESTION, every_stream, pair, strengthen
 from tests.models.test_recipes import SMALL
@@ -220,7 +220,7 @@ def inputs_of(target: Any, processor: Any, prompts: Any) -> dict[str, torch.Tens
         tail = adapter.tail_ids(asked["text"])[0].tolist()
         made.append(adapter.prompt(shown["video"], FPS, times, tail))
     made = [{**one, "attention_mask": torch.ones_like(one["input_ids"])} for one in made]
-    return Sampler.batch(made) if len(made) > 1 else made[0]
+    return TinyModels.batch(made) if len(made) > 1 else made[0]
 
 
 Said = tuple[tuple[int, ...], ...]

@@ -14,7 +14,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding import replay
 from mmaccel.core.errors import ModelError
 from mmaccel.models import decode, recurrent, step
-from mmaccel.models.attention import cache_of
+from mmaccel.models.attention import wrap_kv_cache
 from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.together import BatchedDecodeSteps
@@ -59,7 +59,7 @@ def pair(kind: str, rows: tuple[int, ...] = (1, 4, 8)) -> tuple[HFRunner, HFRunn
     """A runner by modules and one by steps, after a prompt."""
     model = model_of(kind)
     family: Any = adapter_for(model)
-    both = tuple(HFRunner(model, family, cache_of(model, family), some) for some in ((), rows))
+    both = tuple(HFRunner(model, family, wrap_kv_cache(model, family), some) for some in ((), rows))
     for one in both:
         one.prefill(prompt(kind, PIECES))
     return both  # type: ignore[return-value]
@@ -259,7 +259,7 @@ def test_what_is_too_far_back_is_refused_and_nothing_is_changed(columns: int, ba
     draw = torch.Generator().manual_seed(7)
     model, ids = model_of("qwen3_5"), torch.randint(3, 180, (1, columns + 480), generator=draw)
     family: Any = adapter_for(model)
-    both = [HFRunner(model, family, cache_of(model, family), some) for some in ((), (8,))]
+    both = [HFRunner(model, family, wrap_kv_cache(model, family), some) for some in ((), (8,))]
     for one in both:
         one.prefill({"input_ids": ids[:, :columns]})
         for rows in ids[:, columns:].split(8, 1):
@@ -282,7 +282,7 @@ def test_they_are_captured(kind: str, dtype: torch.dtype) -> None:
     family: Any = adapter_for(model)
     inputs = {name: x.cuda() for name, x in prompt(kind, PIECES).items()}
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
-    plain, steps = (HFRunner(model, family, cache_of(model, family), some) for some in ((), (1, 4)))
+    plain, steps = (HFRunner(model, family, wrap_kv_cache(model, family), some) for some in ((), (1, 4)))
     assert torch.equal(plain.prefill(inputs), steps.prefill(inputs))
     wide = 2e-3 if dtype == torch.float32 else 0.15
     for round_ in range(4):

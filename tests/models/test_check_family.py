@@ -20,7 +20,7 @@ from mmaccel.core.prefill.masked import BidirectionalImages
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, gemma, generic, step, tiny
-from mmaccel.models.generic import Generic, Other
+from mmaccel.models.generic import Generic, UnlistedFamily
 from mmaccel.models.prompt_layout import timestamp
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
@@ -155,12 +155,14 @@ def test_a_family_without_a_tiny_model_says_so(monkeypatch: pytest.MonkeyPatch) 
 def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idefics3 is built as SmolVLM is; of a model with windows or states nothing is taken on trust."""
     like = Generic.tiny["smolvlm"]
-    monkeypatch.setattr(Other, "tiny", {"idefics3": {**like, "pad_token_id": 0}})
+    monkeypatch.setattr(UnlistedFamily, "tiny", {"idefics3": {**like, "pad_token_id": 0}})
     monkeypatch.setattr(
-        Other, "tiny_visual", lambda self, config, *a: Generic.tiny_visual(self, like_smolvlm(config), *a)
+        UnlistedFamily,
+        "tiny_visual",
+        lambda self, config, *a: Generic.tiny_visual(self, like_smolvlm(config), *a),
     )
     monkeypatch.setattr(
-        Other,
+        UnlistedFamily,
         "complete_inputs",
         lambda self, config, made: Generic.complete_inputs(self, like_smolvlm(config), made),
     )

@@ -21,7 +21,7 @@ from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, parallel
 from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.draft.prompt_lookup import _Finder
-from mmaccel.policies.draft.sparse_to_dense import _Memory, columns_of, visible_columns_mask
+from mmaccel.policies.draft.sparse_to_dense import _Memory, view_columns, visible_columns_mask
 from mmaccel.policies.kv.full import FullState
 from mmaccel.policies.kv.window import WindowState
 from mmaccel_lab.eval.caption import caption_cases
@@ -157,7 +157,7 @@ def test_of_a_window_the_draft_takes_what_is_in_reach() -> None:
     dense.append(0, *whole[..., :30, :])
     dense.append(0, *whole[..., 30:31, :])
     view = dense.view(0, whole[0, ..., :1, :])
-    columns = columns_of(view)
+    columns = view_columns(view)
     assert columns.tolist() == [0, 1, *range(16, 31)]
     seen = visible_columns_mask(view, columns, 30)
     assert columns[seen].tolist() == [0, 1, *range(21, 31)]
@@ -172,7 +172,7 @@ def test_of_a_window_the_draft_takes_what_is_in_reach() -> None:
         dense.append(0, *whole[..., dense.length() : end, :])
         dense.append(0, *whole[..., :0, :])
         memory.follow(dense, end)
-        left = [n for n in columns_of(dense.view(0, whole[0, ..., :1, :])).tolist() if n >= 30]
+        left = [n for n in view_columns(dense.view(0, whole[0, ..., :1, :])).tolist() if n >= 30]
         now = memory.view(0, whole[0, ..., :1, :])
         assert memory.length() == end
         for head, last in enumerate((22, 23)):

@@ -18,7 +18,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.core.streams import session_io
-from mmaccel.core.streams.standing import Change, StandingQuestion
+from mmaccel.core.streams.standing import AnswerChange, StandingQuestion
 from mmaccel.media import Video
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
 from tests.spies import until
@@ -273,7 +273,7 @@ def test_a_clip_of_many_passes_is_asked_about_pass_by_pass() -> None:
 @pytest.mark.parametrize("says", [None, "some"])
 def test_it_is_told_of_what_turns(says: str | None) -> None:
     says = None if says is None else turning()[-1][2]
-    told: list[Change] = []
+    told: list[AnswerChange] = []
     with open_session("tiny-ov", KV) as session:
         given: dict[str, Any] = {"every": EVERY, "last": LAST, "says": says, "max_new_tokens": 4}
         standing = session.on(WHERE, told.append, **given)
@@ -306,7 +306,7 @@ def test_an_error_ends_it_with_a_word() -> None:
 @in_a_loop
 async def test_a_coroutine_is_awaited_in_the_loop() -> None:
     async with mmaccel.AsyncVideoSession(*pair("tiny-ov"), None, kv=KV) as session:
-        came: asyncio.Queue[Change] = asyncio.Queue()
+        came: asyncio.Queue[AnswerChange] = asyncio.Queue()
         session.on(WHERE, came.put, max_new_tokens=2)
         session.on(WHERE, came.put_nowait, max_new_tokens=2)
         await session.watch(film(3), fps=2.0)
@@ -318,7 +318,7 @@ async def test_what_was_found_before_the_close_is_told() -> None:
     """Also where the close comes while its evidence is worked out, and where telling it takes a while."""
     told, found = list[str](), threading.Event()
 
-    async def slowly(change: Change) -> None:
+    async def slowly(change: AnswerChange) -> None:
         await asyncio.sleep(0.2)
         told.append(change.answer.text)
 

@@ -183,7 +183,7 @@ def test_an_interrupt_where_a_pass_begins_to_wait(monkeypatch: pytest.MonkeyPatc
     turns = one._stream_adapter.turns
     monkeypatch.setattr(turns, "waiting_passes", Interrupted("append", 1))
     with pytest.raises(KeyboardInterrupt):
-        joint.take_in(joint.WaitingUnits(one._live, film(2), [2.0, 2.5]), Deadline())
+        joint.run_waiting_units(joint.WaitingUnits(one._live, film(2), [2.0, 2.5]), Deadline())
     assert not turns.waiting_passes and turns._holder is None
 
 

@@ -17,7 +17,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import DraftError, ModelError, UnknownName
 from mmaccel.models import loading, step
-from mmaccel.models.shapes import SHAPES, build, config
+from mmaccel.models.shapes import SHAPES, build_model, model_config
 from tests.models.streams import QUESTION, asked_of_film, film
 from tests.spies import refusal
 
@@ -200,7 +200,7 @@ def test_it_is_told_before_and_after_in_the_same_words(
 
 def test_an_outline_is_as_large_as_the_model(random_folder: Folder) -> None:
     for name in ("tiny-ov-draft", "tiny-qwen-draft"):
-        found, model = loading.from_config(random_folder(name)), loading.load_model(random_folder(name))
+        found, model = loading.config_only_view(random_folder(name)), loading.load_model(random_folder(name))
         family = adapter_for(model)
         assert found.config_only and not list(found.model.parameters())
         assert found.geometry == family.geometry(model)
@@ -219,10 +219,10 @@ def test_what_fits_is_not_refused(random_folder: Folder, monkeypatch: pytest.Mon
 
 def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
-        loading.from_config(tmp_path)
+        loading.config_only_view(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ModelError, match="model type 'bert' is not supported"):
-        loading.from_config(tmp_path)
+        loading.config_only_view(tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "tree", "text_only", "parallel"])
@@ -270,7 +270,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_parameter_count_is_the_published_one(name):
     with torch.device("meta"):
-        model = T.AutoModelForImageTextToText.from_config(config(name))
+        model = T.AutoModelForImageTextToText.from_config(model_config(name))
     count = sum(p.numel() for p in model.parameters()) / 1e9
     assert count == pytest.approx(PUBLISHED[name], rel=0.02)
 
@@ -279,8 +279,8 @@ def test_any_depth_and_adapter(monkeypatch):
     name = "llava-onevision-0.5b"
     monkeypatch.setitem(SHAPES, name, replace(SHAPES[name], vocab=2000))
     with pytest.raises(UnknownName, match=r"qwen2\.5-vl-7b"):
-        config("qwen2.5-vl-7")
-    model = build(name, layers=1, vision_layers=1, dtype=torch.bfloat16)
+        model_config("qwen2.5-vl-7")
+    model = build_model(name, layers=1, vision_layers=1, dtype=torch.bfloat16)
     geometry = adapter_for(model).geometry(model)
     assert (geometry.layers, geometry.heads, geometry.kv_heads, geometry.head_dim) == (1, 14, 2, 64)
     assert next(model.parameters()).dtype == torch.bfloat16

@@ -139,7 +139,7 @@ def test_it_is_told_before_anything_is_loaded(
     random_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = random_folder("tiny-ov-draft")
-    vocab = loading.from_config(folder).geometry.vocab
+    vocab = loading.config_only_view(folder).geometry.vocab
     for count in (vocab, vocab + 5000):
         words_of(vocab=count).save_pretrained(tmp_path / str(count))
     monkeypatch.setattr(

@@ -15,7 +15,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.models import recurrent, step
-from mmaccel.models.attention import cache_of
+from mmaccel.models.attention import wrap_kv_cache
 from mmaccel.models.qwen3_5 import Qwen35
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Sequential, SparseToDense, Tree
@@ -57,7 +57,7 @@ def model(family: str) -> Any:
 def runners(fast: Any, rows: tuple[int, ...]) -> tuple[HFRunner, HFRunner]:
     """One whose steps go through the model, and one whose steps are captured where there is a device."""
     family = fast.adapter
-    plain, static = (cache_of(fast.model, family, fast.open_state()) for _ in range(2))
+    plain, static = (wrap_kv_cache(fast.model, family, fast.open_state()) for _ in range(2))
     return HFRunner(fast.model, family, plain), HFRunner(fast.model, family, static, rows)
 
 

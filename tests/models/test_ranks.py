@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import mmaccel
-from mmaccel.core.adapter import shard_count
+from mmaccel.core.adapter import tensor_parallel_size
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.registry import BASES, registry
@@ -197,7 +197,7 @@ def answers(folder: str, films: str, sharded: bool) -> dict[str, Any]:
             found["batch"] = model.generate(**two, **FOUR), torch.zeros(1)
             assert any("own clocks" in note for note in fast.report().notes) == sharded
     if sharded:
-        assert (shard_count(model), len(shards.local_heads(model, 4))) == (2, 2)
+        assert (tensor_parallel_size(model), len(shards.local_heads(model, 4))) == (2, 2)
         beside = dict(draft=dict(name="parallel", model="beside"))
         wrong = {
             **{name: dict(prune=dict(name=name, **own)) for name, own in PRUNERS.items()},

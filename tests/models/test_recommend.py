@@ -26,13 +26,13 @@ from mmaccel.core.recipe import (
     MAIN_PRESETS,
     Recipe,
     check_sequences,
-    fields_of,
     presets,
+    read_recipe_fields,
     stream_policy,
 )
 from mmaccel.core.registry import policy, registry
 from mmaccel.models import step
-from mmaccel.models.recommend import LOSSLESS, _few_rows, device_of, recommend, sizes_of
+from mmaccel.models.recommend import LOSSLESS, _few_rows, device_rates_of, model_sizes_of, recommend
 from mmaccel.models.shapes import SHAPES
 from mmaccel.policies.kv import Full
 from mmaccel_lab.world import World, render
@@ -40,7 +40,7 @@ from tests.models.streams import QUESTION, film, pair
 from tests.spies import crossed, heard
 
 DEVICE = rates.DEVICES["h100"]
-SIZES = sizes_of("llava-onevision-7b")
+SIZES = model_sizes_of("llava-onevision-7b")
 GB = 10**9
 
 
@@ -48,15 +48,17 @@ def work(**given: Any) -> costs.Workload:
     return costs.Workload(**{"frames": 600, "memory": 80 * GB, "host": 500 * GB, **given})
 
 
-def cost(recipe: Any = None, device: rates.Device = DEVICE, draft: Any = None, **given: Any) -> costs.Cost:
+def cost(
+    recipe: Any = None, device: rates.DeviceRates = DEVICE, draft: Any = None, **given: Any
+) -> costs.PredictedCost:
     """What a recipe, dense by default, costs the large model on such work."""
-    return costs.cost(Recipe.load(recipe), SIZES, work(**given), device, draft)
+    return costs.predict_cost(Recipe.load(recipe), SIZES, work(**given), device, draft)
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 def test_sizes_are_the_loaded_model_s(name: str) -> None:
     model, processor = pair(name)
-    sizes = sizes_of(model, (42, 70), processor=processor)
+    sizes = model_sizes_of(model, (42, 70), processor=processor)
     assert sizes.weights == sum(p.numel() for p in model.parameters())
     assert sizes.layers == 2 and sizes.pace == (2 if name == "random-qwen" else 1)
     with mmaccel.VideoSession(model, processor, "full") as session:
@@ -76,10 +78,10 @@ def test_a_shape_and_a_folder_are_counted_without_weights(random_folder: Any) ->
     assert SIZES.kv_bytes_per_token == 2 * 28 * 4 * 128 * 2
     assert SIZES.inner == SHAPES["llava-onevision-7b"].intermediate
     folder = random_folder("tiny-ov-draft")
-    sizes = sizes_of(folder, (112, 112))
+    sizes = model_sizes_of(folder, (112, 112))
     assert sizes.weights == sum(p.numel() for p in mmaccel.load_model(folder).parameters())
     with pytest.raises(ModelError, match="there is no"):
-        sizes_of("/no/such/folder")
+        model_sizes_of("/no/such/folder")
 
 
 def test_terms_grow_as_their_work_does() -> None:
@@ -108,7 +110,7 @@ def test_what_a_pattern_lists_is_what_it_costs() -> None:
 @pytest.mark.parametrize("live", [False, True])
 def test_every_memory_is_predicted_by_what_it_declares(name: str, live: bool) -> None:
     recipe, one = Recipe(kv=name), work(frames=3600, questions=2, live=live)
-    full, found = (costs.cost(each, SIZES, one, DEVICE) for each in (Recipe(), recipe))
+    full, found = (costs.predict_cost(each, SIZES, one, DEVICE) for each in (Recipe(), recipe))
     told = (found.read_s, found.question_s, found.token_s, float(found.device_bytes), float(found.host_bytes))
     assert all(math.isfinite(n) and n >= 0 for n in told) and min(found.question_s, *told[2:4]) > 0
     kept = recipe.kv.footprint(SIZES.tokens, SIZES.pace)
@@ -140,7 +142,7 @@ def test_a_memory_of_somebody_else_is_taken_for_one_that_keeps_all() -> None:
 
 
 def test_a_draft_costs_its_own_reading_and_gives_tokens() -> None:
-    small = sizes_of("llava-onevision-0.5b")
+    small = model_sizes_of("llava-onevision-0.5b")
     alone, with_draft = cost(), cost("captions", draft=small)
     assert with_draft.read_s > alone.read_s and with_draft.token_s < alone.token_s
     assert with_draft.device_bytes > alone.device_bytes + small.weights * 2
@@ -227,8 +229,8 @@ def test_slashes_of_few_rows_list_no_block_of_keys_twice() -> None:
 
 
 def test_rates_are_measured_once_and_kept(tmp_path: Path) -> None:
-    sizes = sizes_of(pair("random-ov")[0], (42, 70), processor=pair("random-ov")[1])
-    store = Store(tmp_path / "rates.json", rates.Device.from_dict)
+    sizes = model_sizes_of(pair("random-ov")[0], (42, 70), processor=pair("random-ov")[1])
+    store = Store(tmp_path / "rates.json", rates.DeviceRates.from_dict)
     runs: list[int] = []
 
     def bench(run: Any, device: torch.device) -> float:
@@ -237,13 +239,13 @@ def test_rates_are_measured_once_and_kept(tmp_path: Path) -> None:
         run()
         return time.perf_counter() - began
 
-    first = device_of("cpu", sizes, store=store, bench=bench)
+    first = device_rates_of("cpu", sizes, store=store, bench=bench)
     assert runs and len(store) == 1 and first.layer > 0 and first.copy > first.wire / 100 > 0
     count = len(runs)
-    assert device_of("cpu", sizes, store=store, bench=bench) == first and len(runs) == count
-    assert device_of("h200", sizes).attend.dense.each < rates.DEVICES["h200"].attend.dense.each
+    assert device_rates_of("cpu", sizes, store=store, bench=bench) == first and len(runs) == count
+    assert device_rates_of("h200", sizes).attend.dense.each < rates.DEVICES["h200"].attend.dense.each
     with pytest.raises(ModelError, match="h200, h100"):
-        device_of("h900", sizes)
+        device_rates_of("h900", sizes)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
@@ -257,7 +259,7 @@ def test_towers_that_name_their_widths_otherwise_are_counted(kind: str, tmp_path
     stock.save_pretrained(tmp_path)
     config.save_pretrained(tmp_path)
     vision = config.vision_config
-    sizes = sizes_of(tmp_path)
+    sizes = model_sizes_of(tmp_path)
     assert sizes.tower_width == getattr(vision, "embed_dim", vision.hidden_size)
     assert sizes.tower_inner == getattr(vision, "intermediate_size", int(4 * sizes.tower_width))
 
@@ -329,7 +331,7 @@ def test_a_former_name_is_the_preset_that_took_its_place() -> None:
     for old, new in FORMER.items():
         assert old not in presets()
         with pytest.warns(MmaccelWarning, match=f"'{old}' is the former name; write '{new}'"):
-            assert fields_of(old) == fields_of(new)
+            assert read_recipe_fields(old) == read_recipe_fields(new)
     # What was a preset of the memory's own defaults is the memory by its name.
     assert Recipe.load("mosaic") == Recipe.load(kv={"name": "mosaic", "frames": 64, "window": 76, "local": 8})
 

@@ -16,7 +16,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import rehearsal, shapes, step
-from mmaccel.models.recommend import candidate_recipes, device_of, sizes_of
+from mmaccel.models.recommend import candidate_recipes, device_rates_of, model_sizes_of
 from tests.models.streams import pair
 from tests.models.test_recommend import DEVICE, GB, SIZES, cost
 from tests.spies import broken, product
@@ -35,8 +35,8 @@ def told(**given: Any) -> rates.MeasuredOverhead:
     return rates.MeasuredOverhead(**{"read": none, "question": none, "step": none, "first": (), **given})
 
 
-def with_told(recipe: Recipe, one: costs.Workload, surplus: rates.MeasuredOverhead) -> rates.Device:
-    return replace(DEVICE, sessions={costs.surplus_key(recipe, one): surplus})
+def with_told(recipe: Recipe, one: costs.Workload, surplus: rates.MeasuredOverhead) -> rates.DeviceRates:
+    return replace(DEVICE, sessions={costs.overhead_key(recipe, one): surplus})
 
 
 def seconds(
@@ -83,35 +83,39 @@ def test_what_begins_costs_no_less_than_nothing() -> None:
 
 def test_a_surplus_is_added_where_it_was_measured_and_nowhere_else() -> None:
     recipe, one = Recipe.load("film-many-questions"), work()
-    plain = costs.cost(recipe, SIZES, one, DEVICE)
+    plain = costs.predict_cost(recipe, SIZES, one, DEVICE)
     more = told(
         read=(1.0, 0.0, 0.0, 0.0, 1e-4, 0.0), question=(2e-3, *[0.0] * 5), step=(*[0.0] * 3, 1e-4, 0.0, 0.0),
         first=((0.0, 0.1), (0.5, 0.0)),
     )  # fmt: skip
     device = with_told(recipe, one, more)
-    found = costs.cost(recipe, SIZES, one, device)
+    found = costs.predict_cost(recipe, SIZES, one, device)
     assert found.read_s - plain.read_s == pytest.approx(1 + 600 * 28 * 1e-4)
     assert found.question_s - plain.question_s == pytest.approx(2e-3)
     assert found.token_s - plain.token_s == pytest.approx(28 * 1e-4)
     assert found.once_s == pytest.approx((2.8, 0.5)) and found.first_s - found.read_s > 2.8
     grown = found.total_s - found.read_s - 4 * found.question_and_answer_s
     assert grown == pytest.approx(3.3) and found.device_bytes == plain.device_bytes
-    single = costs.cost(recipe, SIZES, replace(one, questions=1), device)
+    single = costs.predict_cost(recipe, SIZES, replace(one, questions=1), device)
     assert single.total_s == pytest.approx(single.read_s + single.question_and_answer_s + 2.8)
-    halved = costs.cost(recipe, SIZES, replace(one, step_tokens=2.0), device)
+    halved = costs.predict_cost(recipe, SIZES, replace(one, step_tokens=2.0), device)
     assert halved.token_s == pytest.approx(found.token_s / 2), "of a step, which gives two tokens"
     for other, what in ((Recipe(), one), (recipe, replace(one, live=True))):
-        assert costs.cost(other, SIZES, what, device) == costs.cost(other, SIZES, what, DEVICE)
-    less = costs.cost(recipe, SIZES, one, with_told(recipe, one, told(read=(-1e9, *[0.0] * 5))))
+        assert costs.predict_cost(other, SIZES, what, device) == costs.predict_cost(
+            other, SIZES, what, DEVICE
+        )
+    less = costs.predict_cost(recipe, SIZES, one, with_told(recipe, one, told(read=(-1e9, *[0.0] * 5))))
     assert less.read_s == pytest.approx(plain.read_s / 2)
 
 
 def test_a_draft_model_leaves_the_rest_of_a_recipe_what_it_is() -> None:
     film, everything = Recipe.load("film-many-questions"), Recipe.load("everything")
-    assert costs.surplus_key(film, work()) == costs.surplus_key(replace(film, draft=everything.draft), work())
-    ways = {costs.surplus_key(film, work(live=live, questions=n)) for live in (True, False) for n in (1, 2)}
+    assert costs.overhead_key(film, work()) == costs.overhead_key(
+        replace(film, draft=everything.draft), work()
+    )
+    ways = {costs.overhead_key(film, work(live=live, questions=n)) for live in (True, False) for n in (1, 2)}
     assert len(ways) == 2, "it is read in a session for one question too"
-    assert costs.surplus_key(Recipe(), work(questions=1)) != costs.surplus_key(Recipe(), work())
+    assert costs.overhead_key(Recipe(), work(questions=1)) != costs.overhead_key(Recipe(), work())
 
 
 def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.MeasuredOverhead) -> list[tuple[int, int, int]]:
@@ -129,20 +133,20 @@ def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.MeasuredOverhead) -> 
         sizes = replace(
             SIZES, layers=layers, layer_weights=weights, weights=SIZES.weights - SIZES.layer_weights + weights
         )
-        told = costs.cost(recipe, sizes, replace(one, step_tokens=1.0), with_told(recipe, one, spent))
+        told = costs.predict_cost(recipe, sizes, replace(one, step_tokens=1.0), with_told(recipe, one, spent))
         once = [*told.once_s, *[0.0] * one.questions]
         asked = ((told.question_s + once[n], told.token_s) for n in range(one.questions))
         return rehearsal.RunTimings(told.read_s, tuple(asked), 1.0)
 
     monkeypatch.setattr(rehearsal, "_reduced", reduced)
     monkeypatch.setattr(torch.nn.Linear, "device", CPU, raising=False)
-    monkeypatch.setattr(rehearsal, "run_measured", run)
+    monkeypatch.setattr(rehearsal, "run_timed", run)
     return ran
 
 
-def measured(store: Any, recipes: list[Recipe], **given: Any) -> rates.Device:
+def measured(store: Any, recipes: list[Recipe], **given: Any) -> rates.DeviceRates:
     how = {"size": (28, 28), "recipes": recipes, "work": work(), "store": store, **given}
-    return rehearsal.with_measured_surplus(DEVICE, CPU, SIZES, "llava-onevision-7b", **how)
+    return rehearsal.with_measured_overheads(DEVICE, CPU, SIZES, "llava-onevision-7b", **how)
 
 
 def test_sessions_of_four_and_twelve_layers_tell_of_28(monkeypatch, tmp_path: Path) -> None:
@@ -163,9 +167,9 @@ def test_sessions_of_four_and_twelve_layers_tell_of_28(monkeypatch, tmp_path: Pa
     assert "1 kinds of sessions on h100" in lines[0] and "2 of 2" in lines[-1]
     for frames in (200, 1800):
         one = work(frames=frames, questions=20)
-        right = costs.cost(recipe, SIZES, one, with_told(recipe, one, spent))
-        assert costs.cost(recipe, SIZES, one, found).total_s == pytest.approx(right.total_s, rel=1e-6)
-        assert costs.cost(recipe, SIZES, one, DEVICE).total_s < 0.8 * right.total_s
+        right = costs.predict_cost(recipe, SIZES, one, with_told(recipe, one, spent))
+        assert costs.predict_cost(recipe, SIZES, one, found).total_s == pytest.approx(right.total_s, rel=1e-6)
+        assert costs.predict_cost(recipe, SIZES, one, DEVICE).total_s < 0.8 * right.total_s
     assert measured(store, [recipe]) == found and len(ran) == 4
     measured(store, [replace(recipe, draft=Recipe.load("everything").draft)])
     assert len(ran) == 4, "a draft model beside it is not run"
@@ -182,19 +186,19 @@ def test_sessions_of_four_and_twelve_layers_tell_of_28(monkeypatch, tmp_path: Pa
 
 def test_what_stops_a_session_once_is_not_predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran, late = sessions(monkeypatch, told()), [20.0]
-    plain = rehearsal.run_measured
+    plain = rehearsal.run_timed
 
     def run(model: Any, layers: int, recipe: Recipe, film: Any, one: costs.Workload, **how: Any) -> Any:
         found = plain(model, layers, recipe, film, one, **how)
         stopped = late.pop() if ran[-1][:2] == (12, 316) and late else 0.0
         return replace(found, read_s=found.read_s + stopped)
 
-    monkeypatch.setattr(rehearsal, "run_measured", run)
+    monkeypatch.setattr(rehearsal, "run_timed", run)
     recipe = Recipe.load("film-many-questions", sparse="dense")
     found = measured(Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict), [recipe])
     many = work(frames=1800, questions=20)
-    assert costs.cost(recipe, SIZES, many, found).read_s == pytest.approx(
-        costs.cost(recipe, SIZES, many, DEVICE).read_s, rel=1e-6
+    assert costs.predict_cost(recipe, SIZES, many, found).read_s == pytest.approx(
+        costs.predict_cost(recipe, SIZES, many, DEVICE).read_s, rel=1e-6
     )
     assert len(ran) == 5 and not late
 
@@ -208,7 +212,7 @@ def test_what_takes_too_long_or_too_much_is_not_run(monkeypatch: pytest.MonkeyPa
     small, short = replace(DEVICE, memory=8 * GB), replace(SIZES, limit=8192)
     for device, sizes in ((slow, SIZES), (small, SIZES), (DEVICE, short)):
         given = sizes, "llava-onevision-7b", (28, 28), [Recipe()], work()
-        assert rehearsal.with_measured_surplus(device, CPU, *given, store=store) == device
+        assert rehearsal.with_measured_overheads(device, CPU, *given, store=store) == device
     assert not ran and not len(store)
 
 
@@ -226,7 +230,7 @@ def test_a_family_that_cannot_be_run_leaves_the_prediction(
 
 @pytest.mark.parametrize("name", ["llava-onevision-7b", "qwen2.5-vl-7b"])
 def test_a_shape_gets_a_processor_that_counts_as_its_sizes_do(name: str) -> None:
-    processor, sizes = rehearsal._processor(shapes.config(name, 2)), sizes_of(name)
+    processor, sizes = rehearsal._processor(shapes.model_config(name, 2)), model_sizes_of(name)
     few, many = (
         processor.chat("What?", videos=torch.zeros(n, 3, 252, 448, dtype=torch.uint8), fps=0.5)["input_ids"]
         for n in (2, 2 + sizes.pace)
@@ -243,12 +247,12 @@ def test_sessions_run_on_a_loaded_model(family: str, kind: str, monkeypatch, tmp
     monkeypatch.setattr(rehearsal, "ANSWER", 4)
     monkeypatch.setattr(rehearsal, "LIMIT_S", 1e9)
     model, processor = pair(family)
-    sizes = sizes_of(model, (42, 70), processor=processor)
+    sizes = model_sizes_of(model, (42, 70), processor=processor)
     kv = "full" if kind == "call" else CLUSTERED
     recipe, one = Recipe.load(kv=kv), work(**KINDS[kind])
     before, store = torch.get_rng_state(), Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict)
     slow = replace(DEVICE, name="cpu")
-    found = rehearsal.with_measured_surplus(
+    found = rehearsal.with_measured_overheads(
         slow, CPU, sizes, model, (42, 70), [recipe], one, processor=processor, store=store
     )
     (way,) = found.sessions
@@ -275,7 +279,7 @@ def test_on_a_gpu_what_a_call_s_steps_take_more_comes_once(captures: bool) -> No
     """Elsewhere nothing is captured, and it is of each step."""
     one, cases = replace(work(questions=1), answer=16), dict[tuple[int, int], Any]()
     for layers, units in itertools.product((4, 12), (94, 316)):
-        cost = costs.cost(Recipe(), replace(SIZES, layers=layers), replace(one, frames=units), DEVICE)
+        cost = costs.predict_cost(Recipe(), replace(SIZES, layers=layers), replace(one, frames=units), DEVICE)
         taken = rehearsal.RunTimings(cost.read_s + cost.question_s, ((0.0, cost.token_s + 1e-3),), 1.0)
         cases[layers, units] = taken, cost
     found = rehearsal._surplus(cases, True, 0, captures)
@@ -291,14 +295,14 @@ def test_rates_on_disk_are_of_this_machine_as_it_is(monkeypatch: pytest.MonkeyPa
     file is damaged, all is measured anew."""
     path, runs = tmp_path / "rates.json", list[int]()
 
-    def measured() -> rates.Device:
+    def measured() -> rates.DeviceRates:
         def bench(*_: Any) -> float:
             runs.append(1)
             return 1e-3
 
         def step(layers: int) -> None: ...
 
-        store = Store(path, rates.Device.from_dict)
+        store = Store(path, rates.DeviceRates.from_dict)
         return rates.measure_device(torch.device("cpu"), SIZES, step, step, None, store=store, bench=bench)
 
     def runs_of() -> int:
@@ -306,9 +310,9 @@ def test_rates_on_disk_are_of_this_machine_as_it_is(monkeypatch: pytest.MonkeyPa
         measured()
         return len(runs) - before
 
-    monkeypatch.setattr(rates, "host_total", lambda: 64 * GB)
+    monkeypatch.setattr(rates, "total_host_bytes", lambda: 64 * GB)
     first, count = measured(), len(runs)
-    monkeypatch.setattr(rates, "host_total", lambda: 4 * GB)
+    monkeypatch.setattr(rates, "total_host_bytes", lambda: 4 * GB)
     assert first.memory == 64 * GB and measured() == replace(first, memory=4 * GB) and len(runs) == count
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 1000)
@@ -337,5 +341,5 @@ def test_what_is_measured_leaves_random_numbers_as_they_are(monkeypatch: pytest.
 
     monkeypatch.setattr(rates, "measure_device", measured)
     before = torch.random.get_rng_state()
-    device_of("cpu", sizes_of("llava-onevision-0.5b"))
+    device_rates_of("cpu", model_sizes_of("llava-onevision-0.5b"))
     assert torch.equal(torch.random.get_rng_state(), before)

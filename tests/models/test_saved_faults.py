@@ -131,7 +131,7 @@ def test_no_bit_of_the_facts_goes_unseen(tmp_path: Path) -> None:
         for bit in (1 << place % 8, 32):
             path.write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
             try:
-                session_io.load_recipe(tmp_path / "whole")
+                session_io.saved_recipe(tmp_path / "whole")
             except ModelError as error:
                 assert str(error).endswith(".") and "\n" not in str(error)
                 seen += 1

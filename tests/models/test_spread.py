@@ -149,8 +149,8 @@ def test_a_shape_is_made_where_its_layers_lie(monkeypatch: pytest.MonkeyPatch) -
     shape = shapes.SHAPES["llava-onevision-0.5b"]
     monkeypatch.setitem(shapes.SHAPES, "llava-onevision-0.5b", replace(shape, vocab=2000))
     more: dict[str, Any] = {"layers": 3, "vision_layers": 1, "dtype": torch.float32}
-    model = shapes.build("llava-onevision-0.5b", devices=[CPU, OTHER], **more)
-    whole = shapes.build("llava-onevision-0.5b", **more)
+    model = shapes.build_model("llava-onevision-0.5b", devices=[CPU, OTHER], **more)
+    whole = shapes.build_model("llava-onevision-0.5b", **more)
     assert {n: p.shape for n, p in model.named_parameters()} == {
         n: p.shape for n, p in whole.named_parameters()
     }
@@ -205,7 +205,7 @@ def two_names(monkeypatch: pytest.MonkeyPatch) -> None:
         hooks = layer._forward_pre_hooks.values()
         return next((one.device for one in hooks if isinstance(one, loading.MoveInputsHook)), CPU)
 
-    monkeypatch.setattr(stream, "home_of", home)
+    monkeypatch.setattr(stream, "home_device", home)
 
 
 def sessions(name: str, kv: Any, **choices: Any) -> tuple[mmaccel.VideoSession, mmaccel.VideoSession]:

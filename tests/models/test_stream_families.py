@@ -239,7 +239,7 @@ def test_it_is_the_prompt_of_the_stock_processor(kind: str, monkeypatch: pytest.
 
 
 def test_features_that_layers_add_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepstack, "split_rows", lambda embeds, wide: (embeds[:, :wide], {}))
+    monkeypatch.setattr(deepstack, "split_deepstack_rows", lambda embeds, wide: (embeds[:, :wide], {}))
     with session("qwen3_vl", "full") as one:
         one.watch(film(4, "qwen3_vl"), fps=FPS)
         own = plain("qwen3_vl", one, film(4, "qwen3_vl"))

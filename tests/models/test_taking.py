@@ -22,7 +22,7 @@ from mmaccel.models import stock, taking
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import Budget
 from mmaccel.models.shipped import WORLD
-from mmaccel.models.taking import most_frames, processor_frame_budget, sample
+from mmaccel.models.taking import max_frames_that_fit, processor_frame_budget, read_sampled
 from tests.media.films import write_film
 from tests.models.streams import QUESTION, asked_of_film, film, pair
 from tests.models.test_processor import FAMILIES, noise, same, shipped_qwen, write_model
@@ -64,7 +64,7 @@ def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
     video, fps = utils.fetch_video({"type": "video", "video": str(path)}, return_video_sample_fps=True)
     processor = mmaccel.load_processor(shipped_qwen(tmp_path / "model"))
     wanted = processor("<|video_pad|>", videos=video.to(torch.uint8), fps=fps)
-    taken = sample(processor, path)
+    taken = read_sampled(processor, path)
     assert torch.equal(taken.frames, video.to(torch.uint8)) and taken.fps == pytest.approx(fps)
     for one in (processor, Processor.from_pretrained(tmp_path / "model")):
         got = one("<|video_pad|>", videos=path)
@@ -89,8 +89,8 @@ def test_llava_onevision_takes_32_frames_of_any_length(tmp_path: Path) -> None:
         tmp_path / "model", "llava_onevision", **{"video_preprocessor_config.json": {"fps": None}}
     )
     processor = mmaccel.load_processor(folder)
-    assert len(sample(processor, write_film(tmp_path / "long.mp4", 100))) == 32
-    assert len(sample(processor, write_film(tmp_path / "short.mp4", 20))) == 20
+    assert len(read_sampled(processor, write_film(tmp_path / "long.mp4", 100))) == 32
+    assert len(read_sampled(processor, write_film(tmp_path / "short.mp4", 20))) == 20
     inputs = processor("<video>", videos=tmp_path / "long.mp4")
     assert inputs["pixel_values_videos"].shape[1] == 32
 
@@ -102,16 +102,18 @@ def test_a_folder_and_a_caller_say_otherwise(tmp_path: Path) -> None:
     )
     processor = mmaccel.load_processor(folder)
     assert processor_frame_budget(processor) == Budget(fps=5.0, most=4096)
-    assert len(sample(processor, path)) == 30
-    assert len(sample(processor, path, max_frames=7)) == 7
-    assert len(sample(processor, path, fps=1)) == 6 and len(sample(processor, path, frames=9)) == 9
+    assert len(read_sampled(processor, path)) == 30
+    assert len(read_sampled(processor, path, max_frames=7)) == 7
+    assert (
+        len(read_sampled(processor, path, fps=1)) == 6 and len(read_sampled(processor, path, frames=9)) == 9
+    )
     settings = {"fps": None, "num_frames": 8}
     other = write_model(tmp_path / "other", "llava_onevision", **{"video_preprocessor_config.json": settings})
     for one in (mmaccel.load_processor(other), Processor.from_pretrained(other)):
-        assert len(sample(one, path)) == 8
+        assert len(read_sampled(one, path)) == 8
     # No frame twice of a source that is slower.
     slow = plain_film(tmp_path / "slow.mp4", 9, 1, 96, 128)
-    assert len(sample(processor, slow)) == 9
+    assert len(read_sampled(processor, slow)) == 9
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
@@ -121,7 +123,7 @@ def test_auto_takes_all_that_there_is_room_for(name: str, tmp_path: Path, monkey
     family = adapter_for(model)
     with pytest.raises(ModelError, match="frames: 'auto' takes what a model has room for; give it as model="):
         processor.chat("what", videos=path, frames="auto")
-    count, told = most_frames(processor, model, path)
+    count, told = max_frames_that_fit(processor, model, path)
     assert count == 60 and "took 60 of 60 frames" in told and told.endswith("there are no more")
     with pytest.warns(MmaccelWarning, match="frames='auto' took 60 of 60"):
         inputs = processor.chat("what colour ?", videos=path, frames="auto", model=model)
@@ -130,18 +132,18 @@ def test_auto_takes_all_that_there_is_room_for(name: str, tmp_path: Path, monkey
         most = int(family.positions(model, inputs).max())
         monkeypatch.setattr(taking, "RESERVE", 40)
         monkeypatch.setattr(family.text(model).config, "max_position_embeddings", 40 + most // 2)
-        count, told = most_frames(processor, model, path)
+        count, told = max_frames_that_fit(processor, model, path)
         assert 20 <= count <= 30 and f"the model has {40 + most // 2} positions" in told
         with pytest.warns(MmaccelWarning, match=re.escape(told)):
             inputs = processor.chat("what colour ?", videos=path, frames="auto", model=model)
         assert int(family.positions(model, inputs).max()) < 40 + most // 2
         monkeypatch.undo()
     # And so much memory; a window of keys needs less of it.
-    monkeypatch.setattr("mmaccel.models.taking.host_available", lambda: 1 << 20)
-    count, told = most_frames(processor, model, path)
+    monkeypatch.setattr("mmaccel.models.taking.free_host_bytes", lambda: 1 << 20)
+    count, told = max_frames_that_fit(processor, model, path)
     assert 0 < count < 60 and "GiB are free on cpu" in told
     with mmaccel.accelerate(model, kv={"name": "window", "window": 64}, chunk=64):
-        assert most_frames(processor, model, path)[0] > count
+        assert max_frames_that_fit(processor, model, path)[0] > count
 
 
 def test_auto_takes_all_that_the_positions_of_qwen_hold(tmp_path: Path, monkeypatch) -> None:
@@ -159,7 +161,7 @@ def test_auto_takes_all_that_the_positions_of_qwen_hold(tmp_path: Path, monkeypa
     taken = set()
     for limit in (46, 150, 160, 161, 200, 220, 221, 279, 280, 281):
         monkeypatch.setattr(config, "max_position_embeddings", limit)
-        count, told = most_frames(processor, model, path)
+        count, told = max_frames_that_fit(processor, model, path)
         assert last(count) + 40 < limit and (count == 600 or last(count + 2) + 40 >= limit)
         assert count == 600 or told.endswith(f"the model has {limit} positions")
         taken.add(count)
@@ -169,7 +171,7 @@ def test_auto_takes_all_that_the_positions_of_qwen_hold(tmp_path: Path, monkeypa
         assert {2, 4, 6, 600} <= taken and len(taken) > 5
     monkeypatch.setattr(config, "max_position_embeddings", 44)
     with pytest.raises(VideoError, match=r"no room for 2 frames of .*, for the model has 44 positions"):
-        most_frames(processor, model, path)
+        max_frames_that_fit(processor, model, path)
 
 
 def test_the_report_says_what_was_taken(tmp_path: Path) -> None:
@@ -271,9 +273,9 @@ def test_a_device_without_memory_is_not_the_fault_of_the_input(tmp_path: Path, m
 def test_a_session_and_the_helpers_take_stock_itself(shipped: Any, name: str) -> None:
     model, own = (
         mmaccel.load_model(shipped(name), torch.float32),
-        Processor.from_pretrained(stock.resolve(name)),
+        Processor.from_pretrained(stock.resolve_model_name(name)),
     )
-    theirs = T.AutoProcessor.from_pretrained(stock.resolve(name))
+    theirs = T.AutoProcessor.from_pretrained(stock.resolve_model_name(name))
     content = asked_of_film(12)
     inputs = answer.prompt_inputs(theirs, content, model)
     same(inputs, answer.prompt_inputs(own, content, model))
@@ -293,7 +295,9 @@ def test_a_session_refuses_another_models_processor_and_what_is_none(shipped: An
     with pytest.raises(
         ModelError, match="it is one of 'qwen2_5_vl' and the model is not; load the model's own"
     ):
-        mmaccel.VideoSession(model, T.AutoProcessor.from_pretrained(stock.resolve(shipped("tiny-qwen"))))
+        mmaccel.VideoSession(
+            model, T.AutoProcessor.from_pretrained(stock.resolve_model_name(shipped("tiny-qwen")))
+        )
     with pytest.raises(ModelError, match=r"processor: 7 is none; give the model's own"):
         mmaccel.VideoSession(model, 7)
 
@@ -301,7 +305,7 @@ def test_a_session_refuses_another_models_processor_and_what_is_none(shipped: An
 def test_a_family_needs_no_processor_of_ours(shipped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a style of its model type a stock processor makes the same prompts."""
     known = mmaccel.load_processor(shipped("tiny-qwen"))
-    monkeypatch.setattr(stock, "processor_styles", dict)
+    monkeypatch.setattr(stock, "processor_specs", dict)
     bare = mmaccel.load_processor("tiny-qwen")
     assert known.style is not None and bare.style is None
     same(bare.chat(QUESTION, videos=film(6), fps=2.0), known.chat(QUESTION, videos=film(6), fps=2.0))

@@ -13,7 +13,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.batch import Batch, BatchSlot
 from mmaccel.models import step
-from mmaccel.models.together import BatchedDecodeSteps, copy_sharing_weights, why_not
+from mmaccel.models.together import BatchedDecodeSteps, copy_sharing_weights, why_not_batchable
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 
@@ -216,7 +216,7 @@ def test_layers_of_another_kind_are_decoded_alone(family):
     with mmaccel.accelerate(copy_sharing_weights(model)) as fast:
         runner = fast.view.runner()
         runner.prefill(prompt(name, PROMPTS["text"]))
-        assert why_not(fast.model, adapter_for(model), runner.cache) is None
+        assert why_not_batchable(fast.model, adapter_for(model), runner.cache) is None
         adapter_for(model).layers(fast.model)[1].mlp.register_forward_hook(lambda *_: None)
-        assert "layers" in why_not(fast.model, adapter_for(model), runner.cache)
+        assert "layers" in why_not_batchable(fast.model, adapter_for(model), runner.cache)
     assert step.DEVICES == ("cuda",)

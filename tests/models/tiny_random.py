@@ -16,7 +16,7 @@ KINDS = {"qwen": "qwen2_5_vl", "llava": "llava_onevision"}
 """Short names of two families, which most tests take; the others go by their model types."""
 
 
-def sampler(kind: str) -> tiny.Sampler:
+def sampler(kind: str) -> tiny.TinyModels:
     kind = KINDS.get(kind, kind)
     return family_of(kind).sampler(kind)
 

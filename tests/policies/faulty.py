@@ -17,7 +17,7 @@ from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.policies.draft.prompt_lookup import PromptLookup
 from mmaccel.policies.kv import StreamMemory, WindowedPolicy
 from mmaccel.policies.kv.full import Full, FullStream
-from mmaccel.policies.sparse.orders import at_or_before, sequence_order
+from mmaccel.policies.sparse.orders import rank_at_or_before, sequence_order
 from mmaccel.policies.sparse.vertical_slash import VerticalSlash
 
 
@@ -32,7 +32,7 @@ class Sound(SparsePattern):
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
         queries, keys = (sequence_order(one, block=self.block) for one in (q_layout, k_layout))
-        q_row, q_pos = queries.row[:, None], at_or_before(keys, queries)[:, None]
+        q_row, q_pos = queries.row[:, None], rank_at_or_before(keys, queries)[:, None]
         rows, blocks = q_row.shape[-1] // self.block, keys.row.shape[-1] // self.block
         table = torch.ones(len(q_row), 1, rows, blocks, dtype=torch.bool)
         order = q_row, keys.row[:, None], q_pos, keys.rank[:, None]

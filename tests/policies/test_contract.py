@@ -18,7 +18,7 @@ from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import BASES, registry
 from mmaccel.policies.sparse import AShape, Dense, PerHead
 from tests import sentence
-from tests.core.toy import ToyModel, bigram
+from tests.core.toy import ToyModel, bigram_rule
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.faulty import DRAFTS, MEMORIES, PRUNE, SPARSE, Half, Pooled, Sound, wrong
 from tests.policies.kv.token_streams import open_state
@@ -26,7 +26,7 @@ from tests.policies.kv.token_streams import open_state
 EVERY = [(kind, name) for kind in BASES for name in registry(kind)]
 SEQUENCES = [name for name, cls in registry("kv").items() if cls.sequences]
 FLAGS = {"kv": ("exact", "allows_sparse"), "draft": ("active",)}
-TABLE = bigram(torch.randn(6, 6, generator=torch.Generator().manual_seed(1)))
+TABLE = bigram_rule(torch.randn(6, 6, generator=torch.Generator().manual_seed(1)))
 
 
 def build(kind: str, name: str) -> Any:

@@ -15,13 +15,13 @@ from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.core.rows import read_rows
-from mmaccel.search import Settings, agreement, recompute, search
+from mmaccel.search import Settings, recompute_table, search, table_agreement
 from mmaccel.search.measure import (
     CapturedLayer,
     LayerBenchmark,
     choose_head_pattern,
     max_frame_tokens,
-    measure_all,
+    measure_candidates,
     relative_error,
     visit_layers,
 )
@@ -37,7 +37,7 @@ from mmaccel.search.picture import (
     pooled_attention,
 )
 from mmaccel.search.run import differing_options, head_pattern_names
-from mmaccel.search.space import KINDS, BudgetScale, ModalityPairSlot, level_all, recipe_for_slot
+from mmaccel.search.space import KINDS, BudgetScale, ModalityPairSlot, level_all_budgets, recipe_for_slot
 from tests.models.tiny_random import BUILD, prompt
 from tests.spies import Largest
 
@@ -82,23 +82,23 @@ def test_a_table_is_whole_and_says_what_it_is_about(found: Any) -> None:
 
 def test_a_table_is_made_again_from_its_own_figures(found: Any) -> None:
     table = json.loads(found[2].read_text())
-    assert recompute(table) == table
+    assert recompute_table(table) == table
     for layer in table["layers"]:
         for head in layer:  # what follows from the figures is not copied
             head["pattern"], head["kind"], head["score"] = {"name": "dense"}, "none", 1.0
     table["space"] = {}
-    assert recompute(table) == found[3]
+    assert recompute_table(table) == found[3]
     other = {**found[3], "measured": found[3]["measured"][:-2]}
     with pytest.raises(RecipeError, match="holds no cost of"):
-        recompute(other)
+        recompute_table(other)
 
 
 def test_tables_that_differ_in_a_head_agree_on_the_rest(found: Any) -> None:
     table = found[3]
     budgets = json.loads(json.dumps(table).replace('"window": ', '"window": 1'))
-    assert agreement(table, budgets) == 1.0
+    assert table_agreement(table, budgets) == 1.0
     budgets["layers"][0][0]["kind"] = "none"
-    assert agreement(table, budgets) == pytest.approx(7 / 8)
+    assert table_agreement(table, budgets) == pytest.approx(7 / 8)
 
 
 def test_the_model_is_left_as_it_was_and_the_table_serves_it(found: Any) -> None:
@@ -202,7 +202,7 @@ def test_costs_are_measured_when_asked(tmp_path: Path) -> None:
     assert table["cost"] == "seconds" and all(
         row["seconds"] > 0 and row["target_seconds"] > 0 for row in table["measured"]
     )
-    assert set(table["space"]) <= {"no_boundary", "q_boundary"} and recompute(table) == table
+    assert set(table["space"]) <= {"no_boundary", "q_boundary"} and recompute_table(table) == table
 
 
 def test_a_table_of_rows_of_ours_is_made_again(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_table_of_rows_of_ours_is_made_again(tmp_path: Path) -> None:
     table = search(model, prompt("qwen", PIECES), tmp_path / "t.json", settings)
     names = [name for one in table["space"]["no_boundary"] for name in one["rows"]]
     assert table["extended"] and sum(name.startswith("ours:") for name in names) > 9
-    assert recompute(table) == table
+    assert recompute_table(table) == table
 
 
 def test_one_modality_has_no_boundary(tmp_path: Path) -> None:
@@ -258,8 +258,8 @@ def test_planted_heads_are_found() -> None:
         row = bench.cost(pattern, target, 0)
         return row["pairs"] / row["target_pairs"]
 
-    space = level_all(BudgetScale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
-    heads = measure_all(bench, space, [VIDEO], 16, 0.05)
+    space = level_all_budgets(BudgetScale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
+    heads = measure_candidates(bench, space, [VIDEO], 16, 0.05)
     names = []
     for head in heads:
         names.append(choose_head_pattern(space, head, 16, 0.05)["pattern"])

@@ -15,7 +15,7 @@ from mmaccel.search.space import (
     BudgetScale,
     budget_rows,
     build_pattern,
-    level_all,
+    level_all_budgets,
     level_budget,
     merge_equal_candidates,
     pattern_json_key,
@@ -93,7 +93,7 @@ def test_our_row_is_brought_to_several_shares_of_the_target() -> None:
 
 def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
     scale = BudgetScale(LONG, 196, 64, extended=True)
-    space = level_all(scale, ["no_boundary"], VIDEO_AND_TEXT, affine, 0.02, share=lambda p: 1.0)
+    space = level_all_budgets(scale, ["no_boundary"], VIDEO_AND_TEXT, affine, 0.02, share=lambda p: 1.0)
     candidates = space["no_boundary"]
     mine = [n for n, one in enumerate(candidates) if one.rows[0].startswith("ours: first block")]
     scores = [0.5] * len(candidates)
@@ -163,9 +163,9 @@ def test_a_type_that_is_always_dearer_is_left_out() -> None:
     def cost(pattern: Mapping[str, Any]) -> float:
         return 3.0 if pattern["name"] == "boundary_2d" else 1.0
 
-    space = level_all(FULL, KINDS, VIDEO_AND_TEXT, cost, 0.05)
+    space = level_all_budgets(FULL, KINDS, VIDEO_AND_TEXT, cost, 0.05)
     assert list(space) == ["no_boundary", "k_boundary", "q_boundary"]
-    nothing = level_all(FULL, KINDS, VIDEO_AND_TEXT, lambda p: 3.0, 0.05)
+    nothing = level_all_budgets(FULL, KINDS, VIDEO_AND_TEXT, lambda p: 3.0, 0.05)
     assert [dict(c.pattern) for c in nothing["no_boundary"]] == [FULL.target()] and len(nothing) == 1
 
 
@@ -198,7 +198,7 @@ def head_of(scores: Mapping[str, Any], shares: Mapping[str, Any], **more: Any) -
 
 
 def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
-    space = level_all(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
+    space = level_all_budgets(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
     count = len(space["no_boundary"])
     scores = [0.5] * count
     one, half = [1.0] * count, [0.5] * count
@@ -222,7 +222,7 @@ def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
 
 def test_slots_give_way_where_a_head_would_cost_too_much() -> None:
     """Candidates that are level in all slots together are not when each slot takes the one that is dear there."""
-    space = level_all(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
+    space = level_all_budgets(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
     count = len(space["q_boundary"])
     scores = {"text": [0.1, 0.2, *[0.9] * (count - 2)], "video": [0.4, 0.3, 0.31, *[0.9] * (count - 3)]}
     # The first lists most for texts, the second for videos, the third less there than the second.

@@ -276,7 +276,7 @@ def test_bytes_of_the_device_are_of_all_devices_without_videos(monkeypatch: pyte
     layers = [SimpleNamespace(home=torch.device("cuda", n)) for n in (0, 0, 1)]
     family = SimpleNamespace(layers=lambda model: layers)
     monkeypatch.setattr("mmaccel.serve.engine.adapter_for", lambda model: family)
-    monkeypatch.setattr("mmaccel.serve.engine.home_of", lambda layer: layer.home)
+    monkeypatch.setattr("mmaccel.serve.engine.home_device", lambda layer: layer.home)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda one: (1_000 * (1 + one.index), 80_000))
     free = Engine.free_device_bytes(SimpleNamespace(model=None))  # type: ignore[arg-type]
     assert free == DEVICE_SHARE * 3_000

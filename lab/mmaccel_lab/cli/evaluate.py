@@ -9,7 +9,15 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Draft, Dtype, Json, Model
-from mmaccel.cli.console import bar_callback, format_number, out, print_json, progress_bars, remark, say
+from mmaccel.cli.console import (
+    format_number,
+    out,
+    print_json,
+    progress_bar_callback,
+    progress_bars,
+    remark,
+    say,
+)
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, kinds_of, lengths_of, tell_stop
 
@@ -57,15 +65,15 @@ def needle(
     lengths = lengths_of(frames)
     check_segments(lengths, segments if documents else 1)
     chosen = choices.load_recipe(recipe, draft)
-    choices.check(chosen, model, device)
+    choices.check_recipe_on_model(chosen, model, device)
     processor = choices.load_supported_processor(model)
-    loaded = choices.load(model, device, dtype)
+    loaded = choices.load_cli_model(model, device, dtype)
     tally = Tally(recipe)
     for length in lengths:
         tally.expect(length, asked, samples)
     stopped, whole = False, False
     try:
-        with progress_bars() as progress, Film(videos, bar_callback(progress)) as film:
+        with progress_bars() as progress, Film(videos, progress_bar_callback(progress)) as film:
             per_frame = tokens_per_frame(processor) if documents else 0
             for length in lengths:
                 bar = progress.add_task(f"{length:>5}", total=samples * len(asked), unit="questions")
@@ -136,13 +144,13 @@ def caption(
 
     checked_seed(seed)
     chosen = choices.load_recipe(recipe)
-    choices.check(chosen, model, device)
+    choices.check_recipe_on_model(chosen, model, device)
     processor = choices.load_supported_processor(model)
-    loaded = choices.load(model, device, dtype)
-    second = choices.load(draft, device, dtype) if draft is not None else None
+    loaded = choices.load_cli_model(model, device, dtype)
+    second = choices.load_cli_model(draft, device, dtype) if draft is not None else None
     rows: list[dict[str, int]] = []
     stopped = False
-    with progress_bars() as progress, Film(videos, bar_callback(progress)) as film:
+    with progress_bars() as progress, Film(videos, progress_bar_callback(progress)) as film:
         bar = progress.add_task("captions", total=samples, unit="videos")
         try:
             told = caption_cases(frames, samples, seed, words)
@@ -202,7 +210,7 @@ def table(
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise WorldError(f"--out: {output} is not a place for a file; name a file in a folder that exists.")
     chosen = choices.load_recipe(recipe)
-    choices.check(chosen, model, device)
+    choices.check_recipe_on_model(chosen, model, device)
     partner = draft or (f"{model}-draft" if f"{model}-draft" in NAMES else None)
     load = partial(_load, model, partner, device, dtype)
     entries = [entry for entry in ENTRIES if entry.tokens <= most_tokens]
@@ -227,7 +235,7 @@ def table(
             output.write_text(json.dumps(result(), indent=2) + "\n", encoding="utf-8")
 
     try:
-        with progress_bars() as progress, Film(videos, bar_callback(progress)) as film:
+        with progress_bars() as progress, Film(videos, progress_bar_callback(progress)) as film:
             bar = progress.add_task("table", total=None, unit="")
 
             def told(task: str, done: int, total: int) -> None:
@@ -303,8 +311,8 @@ def _begun(output: Path | None, settings: dict[str, Any]) -> list[Line]:
 
 def _load(model: str, draft: str | None, device: str, dtype: str) -> tuple[Any, Any, Any]:
     """Model, processor and draft; also what each process of --jobs begins with."""
-    second = choices.load(draft, device, dtype) if draft is not None else None
-    return choices.load(model, device, dtype), choices.load_supported_processor(model), second
+    second = choices.load_cli_model(draft, device, dtype) if draft is not None else None
+    return choices.load_cli_model(model, device, dtype), choices.load_supported_processor(model), second
 
 
 def _rows(tally: Tally, kinds: tuple[str, ...]) -> Any:

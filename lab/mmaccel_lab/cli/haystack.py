@@ -10,7 +10,15 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Model
-from mmaccel.cli.console import bar_callback, format_number, out, plural, print_json, progress_bars, say
+from mmaccel.cli.console import (
+    format_number,
+    out,
+    plural,
+    print_json,
+    progress_bar_callback,
+    progress_bars,
+    say,
+)
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, lengths_of, tell_stop
@@ -161,13 +169,13 @@ class _Run:
 
     def load(self, output: Path | None) -> None:
         """The model, its processor and the file."""
-        from mmaccel.core.rows import environment
+        from mmaccel.core.rows import measurement_conditions
         from mmaccel_lab.eval.haystack_log import Log
 
         self.processor = choices.load_supported_processor(self.model)
-        self.loaded = choices.load(self.model, self.place, self.dtype)
+        self.loaded = choices.load_cli_model(self.model, self.place, self.dtype)
         kept = str(next(self.loaded.parameters()).dtype).removeprefix("torch.")
-        self.log = Log(output, self.settings, environment(self.place, dtype=kept))
+        self.log = Log(output, self.settings, measurement_conditions(self.place, dtype=kept))
         self.log.check_yardstick(self.methods.rivals, self.level)
 
     def answers(self) -> tuple[list[Shot], list[Shot]]:
@@ -192,7 +200,7 @@ class _Run:
         from mmaccel_lab.eval.cases import Film, tokens_per_frame
         from mmaccel_lab.eval.haystack import haystack_cases, shots
 
-        with progress_bars() as progress, Film(videos, bar_callback(progress)) as film:
+        with progress_bars() as progress, Film(videos, progress_bar_callback(progress)) as film:
             per_frame = tokens_per_frame(self.processor) if self.documents else 16
             options = {"documents": self.documents, "tokens_per_frame": per_frame}
             self.asked = {
@@ -204,7 +212,7 @@ class _Run:
                 if not asked:
                     continue
                 methods = {**self.methods.fixed} | self._levelled(
-                    asked[0][1], film, bar_callback(progress, "methods")
+                    asked[0][1], film, progress_bar_callback(progress, "methods")
                 )
                 for depth, case in asked:
                     left = {n: r for n, r in methods.items() if not self.log.has(n, case)}
@@ -271,7 +279,7 @@ def methods_of(
                 f"--rival: {one!r} is a --recipe too; rename the recipe's file or leave one of them out."
             )
     for recipe in fixed.values():
-        choices.check(recipe, model, device)
+        choices.check_recipe_on_model(recipe, model, device)
     return Methods(
         {name: Recipe.load(one, **more) for name, one in fixed.items()}, chosen, level, {**more, **tail}
     )
@@ -279,30 +287,32 @@ def methods_of(
 
 def _less(recipe: Recipe, model: str) -> dict[str, Rival]:
     """A searched recipe less its boundaries and its tail; nothing for another recipe."""
-    from mmaccel.models.loading import resolve
-    from mmaccel.policies.sparse.per_head import FILE, SHIPPED, PerHead, read_table
-    from mmaccel.policies.sparse.per_head import choices as patterns
-    from mmaccel.search.run import restrict_kinds
+    from mmaccel.models.loading import resolve_model_name
+    from mmaccel.policies.sparse.per_head import FILE, SHIPPED, PerHead, read_head_table
+    from mmaccel.policies.sparse.per_head import patterns_by_layer_and_head as patterns
+    from mmaccel.search.run import restrict_boundary_types
     from mmaccel_lab.eval.rivals import ablated
 
     pattern = recipe.sparse
     if not isinstance(pattern, PerHead) or not isinstance(pattern.table, str):
         return {}
-    path = Path(resolve(model)) / FILE if pattern.table == SHIPPED else Path(pattern.table)
+    path = Path(resolve_model_name(model)) / FILE if pattern.table == SHIPPED else Path(pattern.table)
     if not path.is_file():
         return {}
-    table = read_table(path)
+    table = read_head_table(path)
     if "no_boundary" not in table.get("space", {}):
         return {}
-    return ablated(patterns(table), restrict_kinds(table, ["no_boundary"]), table["block"], recipe.dense_tail)
+    return ablated(
+        patterns(table), restrict_boundary_types(table, ["no_boundary"]), table["block"], recipe.dense_tail
+    )
 
 
 def _draw(found: Haystack, picture: Path | None) -> None:
     if picture is not None and found.shots:
-        from mmaccel.figure import save
+        from mmaccel.figure import save_figure
         from mmaccel_lab.eval.picture import haystack_maps
 
-        save(haystack_maps(found), picture)
+        save_figure(haystack_maps(found), picture)
 
 
 def _show(

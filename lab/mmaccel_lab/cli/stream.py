@@ -13,7 +13,7 @@ from mmaccel.cli.choices import Device, Dtype, Json, Model
 from mmaccel.cli.console import out, print_json, progress_bars
 from mmaccel.core.errors import RecipeError, WorldError, shown
 from mmaccel.core.files import outside
-from mmaccel.core.recipe import fields_of
+from mmaccel.core.recipe import read_recipe_fields
 from mmaccel_lab.cli.arguments import Seed, kinds_of, lengths_of, tell_stop
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def stream(
     entries(chosen, sizes, window, tokens=1)  # what is wrong with a memory is told before anything is loaded
     processor = choices.load_supported_processor(model)
     compared = memories_for(processor, chosen, sizes, window)
-    loaded = choices.load(model, device, dtype)
+    loaded = choices.load_cli_model(model, device, dtype)
     films = worlds_of(frames, worlds, seed)
     found: list[Shot] = []
     stopped, whole = False, False
@@ -135,7 +135,7 @@ def memory_of(text: str) -> str | dict[str, Any]:
     if not text.endswith((".yaml", ".yml")):
         name, *fields = text.split() or [text]
         return {"name": name, "label": text, **dict(_field(one) for one in fields)} if fields else text
-    kv = fields_of(text).get("kv", "full")
+    kv = read_recipe_fields(text).get("kv", "full")
     if not isinstance(kv, str | dict):
         raise RecipeError(f"--memory: kv of {text} is {shown(kv)}; give a name, or a mapping with a name.")
     return {**({"name": kv} if isinstance(kv, str) else kv), "label": Path(text).stem}

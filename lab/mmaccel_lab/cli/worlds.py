@@ -14,12 +14,12 @@ from mmaccel.cli.ask import answer_with_each_recipe, comparison_tables
 from mmaccel.cli.choices import Device, Dtype, Json, Model
 from mmaccel.cli.console import (
     add_bar,
-    bar_callback,
     format_number,
     group_table_columns,
     out,
     plural,
     print_json,
+    progress_bar_callback,
     progress_bars,
     remark,
     say,
@@ -91,16 +91,16 @@ def demo(
     asked = kinds_of(kinds, KINDS)
     chosen = choices.load_recipes(["dense", *(recipe or ["a_shape-short", "grid"])])
     for one in chosen.values():
-        choices.check(one, model, device)
+        choices.check_recipe_on_model(one, model, device)
     todo = _todo(seed0, worlds, frames, asked)
     processor = choices.load_supported_processor(model)
-    loaded = choices.load(model, device, dtype)
+    loaded = choices.load_cli_model(model, device, dtype)
     seen: list[Judged] = []
     tallies = {name: Tally(name) for name in chosen}
     console = out()
     whole = False
     try:
-        with progress_bars() as progress, Film(progress=bar_callback(progress)) as film:
+        with progress_bars() as progress, Film(progress=progress_bar_callback(progress)) as film:
             first = todo[0]
             film.watch(first.world)
             video = choices.read_video(str(film.path(first.world)), processor, progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mmaccel.figure import figure
+from mmaccel.figure import create_figure
 from mmaccel_lab.eval.haystack import Haystack
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def haystack_maps(found: Haystack) -> Figure:
     names, lengths = found.recipes, found.lengths
     across = min(COLUMNS, len(names))
     down = -(-len(names) // across)
-    drawn = figure(
+    drawn = create_figure(
         0.8 + max(1.9, 0.62 * len(lengths) + 0.5) * across, 0.7 + (0.36 * found.depths + 0.9) * down
     )
     for place, name in enumerate(names):

@@ -38,7 +38,7 @@ def gains(
 ) -> list[Gain]:
     """For each context of `columns` tokens what a model of `shape` in bfloat16 gains that drafts for itself over `share` of
     them, each drafted token kept with chance `keep`; steps take what their bytes take. No weight is made."""
-    model = shapes.build(shape, vision_layers=1, device="meta")
+    model = shapes.build_model(shape, vision_layers=1, device="meta")
     form = adapter_for(model).geometry(model)
     column = 2 * form.layers * form.kv_heads * form.head_dim * next(model.parameters()).dtype.itemsize
 

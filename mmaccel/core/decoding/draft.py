@@ -341,7 +341,7 @@ def validate(proposal: Proposal) -> None:
         raise DraftError(f"Proposal.q must be [{n}, V], a row for each token; it is {list(q.shape)}.")
 
 
-def judge_chain(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
+def verify_chain(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many proposed tokens are accepted, [...] long, and the weights [..., V] to draw the next token from.
 
     ids [..., n], p [..., n + 1, V], q [..., n, V] or None for point masses, u [..., n] independent uniforms of [0, 1).
@@ -369,8 +369,8 @@ def judge_chain(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Te
 
 
 JUDGED_S = 1.5e-4
-"""Seconds that a compiled `judge_chain` saves on CUDA (lab/LOG.md). All it computes is by element: its bits are the same."""
-_judged = Compiled(judge_chain, warmup_s=2.4)
+"""Seconds that a compiled `verify_chain` saves on CUDA (lab/LOG.md). All of it is by element: its bits are the same."""
+_judged = Compiled(verify_chain, warmup_s=2.4)
 
 
 def sample_index(p: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -130,13 +130,13 @@ FORMS = (
 system's control groups."""
 
 
-def host_total() -> int:
+def total_host_bytes() -> int:
     """Return the bytes of host memory, or of the container around this process if that is less."""
     limits = (_numbers(GROUP / limit).get("", UNKNOWN) for limit, *_ in FORMS)
     return min(_numbers(MEMINFO, 1024).get("MemTotal", UNKNOWN), UNKNOWN, *limits)
 
 
-def host_available() -> int:
+def free_host_bytes() -> int:
     """Return the bytes of host memory that can still be allocated; the file cache does not count as used."""
     left = _numbers(MEMINFO, 1024).get("MemAvailable", UNKNOWN)
     for limit, use, stat, begin in FORMS:

@@ -18,7 +18,7 @@ from mmaccel.core.files import checkpoint_io
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamPolicy, StreamState, UnitEvidence
-from mmaccel.core.memory.relay import relay
+from mmaccel.core.memory.relay import delegate
 
 SPLIT = "split.json"
 """In the folder of a saved memory: how many layers each device had."""
@@ -146,10 +146,10 @@ class MultiDeviceStreamState(StreamState):
 
     append = take_hidden = write_slot = count_summary_columns = seen_tokens = note_shown_columns = (
         note_listed_rows
-    ) = relay(_of_layer)
-    end_pass = begin_ingest = finish_intake = set_query_fields = limit_to_units = relay(_each)
-    accept = truncate = reset = relay(_each)
-    units = length = shown_units = waiting_features = relay(_first)
+    ) = delegate(_of_layer)
+    end_pass = begin_ingest = finish_intake = set_query_fields = limit_to_units = delegate(_each)
+    accept = truncate = reset = delegate(_each)
+    units = length = shown_units = waiting_features = delegate(_first)
 
     @property
     def last_listed(self) -> dict[int, Any] | None:  # type: ignore[override]

@@ -24,7 +24,7 @@ from mmaccel.core.errors import warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView, StreamState
 from mmaccel.core.prefill import masked
-from mmaccel.core.prefill.plan import AttentionPlan, check_plan_sizes, numbered
+from mmaccel.core.prefill.plan import AttentionPlan, check_plan_sizes, head_indices
 from mmaccel.core.prefill.prune import ForwardProbe, PrefillPass
 from mmaccel.core.prefill.sparse import attend_plan, attend_token_tree, start_host_copy, window_plan
 from mmaccel.core.recipe import Recipe
@@ -395,6 +395,6 @@ class ForwardPass(PrefillPass):
                 listed = listed + images.anticausal_plan(query, view.key).count_listed_pairs()
             names = self.config.recipe.sparse.for_layer(layer).head_pattern_names(heads)
             if plan.dense is not None:
-                listed[:, numbered(plan.dense.heads, listed.device)] = dense
+                listed[:, head_indices(plan.dense.heads, listed.device)] = dense
                 names = tuple("dense" if h in plan.dense.heads else name for h, name in enumerate(names))
         (self.meter or self.config.meter).count_attention(layer, names, listed, causal)

@@ -27,9 +27,9 @@ from mmaccel.backends.ops.layer_ops import merge_parts
 from mmaccel.backends.select import Choice
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.memory.kv import KVState, KVView
-from mmaccel.core.memory.relay import relay
+from mmaccel.core.memory.relay import delegate
 from mmaccel.core.prefill.attention import MIN_ROWS, PASS, ForwardPass
-from mmaccel.core.prefill.plan import AttentionPlan, head_runs, numbered
+from mmaccel.core.prefill.plan import AttentionPlan, head_indices, head_runs
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
@@ -43,7 +43,7 @@ Sizes = tuple[int, ...]
 """Of each process, how many rows or columns it holds."""
 
 
-class Context:
+class ContextGroup:
     """The processes of a one-dimensional mesh that share a model's rows (context parallelism) and make the same calls."""
 
     def __init__(self, mesh: DeviceMesh, recipe: Recipe, sliding: Mapping[int, int]) -> None:
@@ -191,7 +191,7 @@ class ContextParallelKVState(KVState):
     coming  the same for the current pass
     """
 
-    def __init__(self, memory: KVState, context: Context) -> None:
+    def __init__(self, memory: KVState, context: ContextGroup) -> None:
         self.memory, self.context = memory, context
         self.pieces: list[Sizes] = []
         self.coming: Sizes = ()
@@ -203,7 +203,7 @@ class ContextParallelKVState(KVState):
         if layer == 0:
             self.pieces.append(self.coming)
 
-    view = held_columns = nbytes = reorder = relay(
+    view = held_columns = nbytes = reorder = delegate(
         lambda self, name, *given, **named: getattr(self.memory, name)(*given, **named)
     )
 
@@ -250,7 +250,7 @@ class ContextParallelKVState(KVState):
 class ContextParallelPass(ForwardPass):
     """A forward pass under context parallelism in which process r computes ``sizes[r]`` rows; None: each computes all."""
 
-    context: Context | None = None
+    context: ContextGroup | None = None
     sizes: Sizes | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -270,7 +270,7 @@ class ContextParallelPass(ForwardPass):
 
     def _part(
         self,
-        context: Context,
+        context: ContextGroup,
         plan: AttentionPlan | None,
         query: Tensor,
         key: Tensor,
@@ -288,7 +288,7 @@ class ContextParallelPass(ForwardPass):
         if plan.dense is not None:
             rows, end = plan.dense.rows, self.start + plan.dense.rows
             for some in head_runs(plan.dense.heads, query.shape[1] // key.shape[1]):
-                at, seen = numbered(some.heads, query.device), (slice(None), some.groups, slice(0, end))
+                at, seen = head_indices(some.heads, query.device), (slice(None), some.groups, slice(0, end))
                 out[:, at, :rows], lse[:, at, :rows] = run(
                     None, some.of(query)[:, :, :rows], key[seen], value[seen]
                 )
@@ -300,7 +300,7 @@ class ContextParallelPass(ForwardPass):
                 )
         return out, lse
 
-    def _few(self, context: Context, query: Tensor, view: KVView, new: int, scale: float) -> Tensor:
+    def _few(self, context: ContextGroup, query: Tensor, view: KVView, new: int, scale: float) -> Tensor:
         """[B, H, n, D]: exact attention to the columns of all processes, of which this one holds `view`, its last `new`
         those of the rows themselves."""
         key, value, high = view.key, view.value, lse_dtype(query.dtype)
@@ -325,7 +325,7 @@ def _attended(
     key: Tensor,
     value: Tensor,
     *,
-    context: Context,
+    context: ContextGroup,
     scale: float,
     kernel: Any,
 ) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, head_runs, span_from_table
-from mmaccel.core.prefill.sparse import BlockAttend, attend_plan, merge
+from mmaccel.core.prefill.sparse import BlockAttend, attend_plan, merge_by_lse
 
 BLOCK = 64
 Span = tuple[int, int, int]
@@ -116,7 +116,7 @@ class NewImageSpans:
         assert backend is not None
         one = attend_plan(plan, query, key, value, scale, backend)
         other = attend_plan(self.anticausal_plan(query, key), query, key, value, scale, backend)
-        out = merge(*one, *other)[0].to(value.dtype)
+        out = merge_by_lse(*one, *other)[0].to(value.dtype)
         # Heads that the plan leaves dense have no log-sum-exp.
         for run in head_runs(() if plan.dense is None else plan.dense.heads, query.shape[1] // key.shape[1]):
             q, k, v = run.of(query), key[:, run.groups], value[:, run.groups]

@@ -160,7 +160,7 @@ class TensorPacker:
         return self._made[of.kind][of.begin : of.begin + prod(of.shape)].view(of.shape)
 
 
-class Piece(NamedTuple):
+class MergedSpan(NamedTuple):
     """A key span of some heads in a merged plan; `begin` is its first query row among the rows of these heads."""
 
     heads: tuple[int, ...]
@@ -215,14 +215,14 @@ def _part(
     begins = [list(accumulate((n + -n % step for n in some), initial=0)) for some in lengths]
     rows = max(some[-1] for some in begins)
     q_row = packer.add((batch, most, rows), -1, torch.int32, first)
-    slots: dict[tuple[Any, ...], list[Piece]] = {}
+    slots: dict[tuple[Any, ...], list[MergedSpan]] = {}
     owned: list[Tensor] = []
     for (heads, parts), some in zip(members, begins, strict=True):
         for part, begin in zip(parts, some, strict=False):
             packer.put(q_row, heads, part.q_row, begin)
             seen: dict[tuple[Any, ...], int] = {}
             for span in sorted(part.spans, key=lambda s: -s.k_row.shape[-1]):
-                piece = Piece(heads, begin, span)
+                piece = MergedSpan(heads, begin, span)
                 own = (None if t is None else _number(t, owned) for t in (span.key, span.value))
                 # Keys that all heads share do not go beside a head's own, which would repeat them for each head.
                 apart = head_range is None and piece.shared
@@ -258,7 +258,7 @@ def _all_rows(parts: Sequence[Part]) -> int | None:
 
 
 def _span(
-    packer: TensorPacker, some: list[Piece], q_row: PackedSlice, blocks: tuple[int, int]
+    packer: TensorPacker, some: list[MergedSpan], q_row: PackedSlice, blocks: tuple[int, int]
 ) -> Callable[[], KeySpan]:
     """One span of all pieces: of each head the keys of its pieces follow one another, those of one order once."""
     one, (batch, heads, rows), put = some[0].span, q_row.shape, packer.put

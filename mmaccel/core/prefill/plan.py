@@ -31,7 +31,7 @@ FAR = 2**31 - 1
 _put = lru_cache(256)(torch.inference_mode(False)(torch.tensor))
 
 
-def numbered(heads: tuple[int, ...], device: torch.device) -> Tensor:
+def head_indices(heads: tuple[int, ...], device: torch.device) -> Tensor:
     """Return `heads` as an index tensor on `device`, copied there once; in a traced graph it is a constant."""
     return torch.tensor(heads, device=device) if torch.compiler.is_compiling() else _put(heads, device=device)
 
@@ -53,7 +53,7 @@ def select_heads(heads: tuple[int, ...], x: Tensor) -> Tensor:
     first, last = heads[0], heads[-1]
     if last - first + 1 == len(heads):
         return x[:, first : last + 1]
-    return x[:, numbered(heads, x.device)]
+    return x[:, head_indices(heads, x.device)]
 
 
 def head_runs(heads: Sequence[int], group: int) -> list[HeadRun]:
@@ -227,7 +227,7 @@ class AttentionPlan:
                 area = listed_area(*lists, part.q_row, span.k_row, self.block_q, self.block_k)
                 total[:, part.for_heads(H)] += area
         if self.dense is not None:
-            total[:, numbered(self.dense.heads, device)] += self.dense.count_pairs()[:, None]
+            total[:, head_indices(self.dense.heads, device)] += self.dense.count_pairs()[:, None]
         return total
 
     def to(self, device: torch.device | str) -> AttentionPlan:

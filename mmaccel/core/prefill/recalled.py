@@ -26,7 +26,7 @@ from mmaccel.core.memory.kv import (
     UnitEvidence,
     grow_buffer,
 )
-from mmaccel.core.memory.relay import relay
+from mmaccel.core.memory.relay import delegate
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, check_kept_columns, kept_layout
 from mmaccel.core.report import Meter
 
@@ -58,8 +58,8 @@ class WrappedMemory(StreamState):
 
     view = write_slot = count_summary_columns = seen_tokens = note_shown_columns = note_listed_rows = (
         append
-    ) = take_hidden = end_pass = relay(_own)
-    accept = truncate = length = held_columns = units = reset = checkpoint = restore = relay(_own)
+    ) = take_hidden = end_pass = delegate(_own)
+    accept = truncate = length = held_columns = units = reset = checkpoint = restore = delegate(_own)
 
     @contextmanager
     def question_scope(self) -> Iterator[None]:

@@ -24,8 +24,8 @@ from mmaccel.core.prefill.plan import (
     FAR,
     AttentionPlan,
     HeadRun,
+    head_indices,
     head_runs,
-    numbered,
     pad_rows,
     span_by_range,
 )
@@ -186,7 +186,9 @@ def attend_plan(
             again = [head for head in heads if head in written]
             for begin, end in adjacent_head_ranges(again, max(1, MERGED // other[:, 0].numel())):
                 here = slice(begin - own.start, end - own.start)
-                both, total = merge(out[:, begin:end], lse[:, begin:end], other[:, here], other_lse[:, here])
+                both, total = merge_by_lse(
+                    out[:, begin:end], lse[:, begin:end], other[:, here], other_lse[:, here]
+                )
                 out[:, begin:end], lse[:, begin:end] = both.to(out.dtype), total
         written.update(heads)
     if out is None or lse is None:
@@ -197,7 +199,7 @@ def attend_plan(
         valid = dense.keys.valid[:, seen] if dense.keys.has_padding else None
         for run in head_runs(dense.heads, query.shape[1] // key.shape[1]):
             k, v = key[:, run.groups, seen], value[:, run.groups, seen]
-            q, at = run.of(query)[:, :, :rows], numbered(run.heads, query.device)
+            q, at = run.of(query)[:, :, :rows], head_indices(run.heads, query.device)
             out[:, at, :rows] = dense_attend(q, k, v, scale, start, valid, dense.sinks, dense.window)
             # An index and a number would send the number to the device, which a capture cannot.
             lse[:, :, :rows].index_fill_(1, at, torch.nan)
@@ -237,7 +239,7 @@ def _same_rows(one: Part, other: Part) -> bool:
     return bool({*one.head_range.heads} & {*other.head_range.heads})
 
 
-def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_by_lse(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge attention over two disjoint key sets exactly, by log-sum-exp: out [..., D] and lse [...] of each. The result has
     the dtype of the lse."""
     total = torch.logaddexp(lse, other_lse)

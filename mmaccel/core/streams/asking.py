@@ -34,7 +34,7 @@ from mmaccel.core.streams.parts import (
     concat_padded,
     restore_states_at_exit,
 )
-from mmaccel.core.streams.picking import run_selected_frames
+from mmaccel.core.streams.picking import encode_selected_frames
 from mmaccel.core.streams.sources import pad_to_units
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
 from mmaccel.core.streams.timed_text import (
@@ -154,7 +154,7 @@ def run_question(
         state.limit_to_units(*inside)
     if isinstance(state, FrameMemory):
         running = adapter.new_running_states()
-        state, evidence = run_selected_frames(live, state, info, check, meter, running)
+        state, evidence = encode_selected_frames(live, state, info, check, meter, running)
         shows = list(evidence())
         if inside is not None and not shows:
             raise ModelError(GONE.format(live.kv.name))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.attach import ModelFamily, StreamAdapter, StreamModel, stream_attention
+from mmaccel.core.attach import ModelFamily, StreamAdapter, StreamModel, stream_attention_config
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import DraftStream, QuestionAttention
 from mmaccel.core.errors import ModelError, RecipeError
@@ -23,7 +23,7 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
-from mmaccel.core.report import events_since
+from mmaccel.core.report import counters_since
 from mmaccel.core.streams.asking import QuestionRunner, run_question
 from mmaccel.core.streams.listening import GuidedRetrievalWrapper
 from mmaccel.core.streams.parts import MemoryWrapper
@@ -121,7 +121,7 @@ class LocalDraftStream(DraftStream):
         if self._ingesting is None and self._reading is not None and window is not None:
             pattern = self._reading(-(-window // adapter.pace) * unit)
             with suppress(RecipeError):
-                self._ingesting = stream_attention(Recipe(sparse=pattern), adapter)
+                self._ingesting = stream_attention_config(Recipe(sparse=pattern), adapter)
         before = adapter.attention
         adapter.attention = self._ingesting or before
         try:
@@ -177,7 +177,7 @@ class LocalDraftStream(DraftStream):
         )
         if isinstance(self._adapter, PromptAdapter):
             counted = runner.counted
-            runner.counted = lambda: events_since(before, counted())
+            runner.counted = lambda: counters_since(before, counted())
         return runner
 
     def end_question(self) -> None:

@@ -76,7 +76,7 @@ class WaitingUnits:
             self.error = error
 
 
-def take_in(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
+def run_waiting_units(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
     """Wait for the model, run the units `mine` through it and return them. Whichever thread gets its turn first runs all
     waiting units of the same `kind` as one batch. Raises `Ended` if the deadline comes first, or the pass's error."""
     turns = mine.live.adapter.turns

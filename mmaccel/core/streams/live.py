@@ -19,7 +19,7 @@ from mmaccel.core.streams.intake import How
 from mmaccel.core.streams.parts import WAIT_S
 from mmaccel.core.streams.session import Messages, VideoSession
 from mmaccel.core.streams.sources import Tell
-from mmaccel.core.streams.standing import Change, StandingQuestion
+from mmaccel.core.streams.standing import AnswerChange, StandingQuestion
 
 Done = TypeVar("Done")
 
@@ -181,15 +181,15 @@ class AsyncVideoSession:
 
         return AsyncReply(work, deadline)
 
-    def on(self, question: str, call: Callable[[Change], Any], **how: Any) -> StandingQuestion:
+    def on(self, question: str, call: Callable[[AnswerChange], Any], **how: Any) -> StandingQuestion:
         """Ask `question` again while frames come, and run `call` (async or not) in the loop when the answer changes."""
         loop = asyncio.get_running_loop()
 
-        def begin(turn: Change) -> None:
+        def begin(turn: AnswerChange) -> None:
             self._calls.add(task := loop.create_task(call(turn)))
             task.add_done_callback(self._calls.discard)
 
-        def tell(turn: Change) -> None:
+        def tell(turn: AnswerChange) -> None:
             loop.call_soon_threadsafe(begin if asyncio.iscoroutinefunction(call) else call, turn)
 
         return self.session.on(question, tell, **how)

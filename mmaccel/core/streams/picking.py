@@ -17,7 +17,7 @@ FEW = 4
 """Units of a memory of frames that go through the vision tower at a time."""
 
 
-def run_selected_frames(
+def encode_selected_frames(
     live: StreamRunner,
     state: FrameMemory,
     info: StreamInfo,

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attach import StreamAdapter, adapter_for, stream_attention
+from mmaccel.core.attach import StreamAdapter, adapter_for, stream_attention_config
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, Reply
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe, stream_policy
@@ -21,7 +21,7 @@ from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import run_question
 from mmaccel.core.streams.intake import AT_ONCE, FrameIntake
 from mmaccel.core.streams.sources import Tell
-from mmaccel.core.streams.standing import Change, StandingQuestion
+from mmaccel.core.streams.standing import AnswerChange, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.core.streams.timed_text import make_timed_text, merge_timed_lines, read_timed_lines
 
@@ -60,7 +60,7 @@ class VideoSession(FrameIntake):
         self.recipe = Recipe.load(recipe, **choices)
         self._kv = stream_policy(self.recipe)
         self._stream_adapter: StreamAdapter = adapter_for(model).stream_adapter(model, processor)
-        self._stream_adapter.attention = stream_attention(self.recipe, self._stream_adapter)
+        self._stream_adapter.attention = stream_attention_config(self.recipe, self._stream_adapter)
         self.recipe.draft.check(self._stream_adapter.view)
         self._processor = processor
         self._meter = Meter()
@@ -70,7 +70,7 @@ class VideoSession(FrameIntake):
     @classmethod
     def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> VideoSession:
         """Return a session with the recipe and the stream that `save` wrote to `path`."""
-        session = cls(model, processor, session_io.load_recipe(Path(path)))
+        session = cls(model, processor, session_io.saved_recipe(Path(path)))
         session.load(path)
         return session
 
@@ -279,14 +279,14 @@ class VideoSession(FrameIntake):
     def on(
         self,
         question: str,
-        call: Callable[[Change], object],
+        call: Callable[[AnswerChange], object],
         *,
         every: float = 2.0,
         last: float | None = None,
         says: str | None = None,
         max_new_tokens: int = 16,
     ) -> StandingQuestion:
-        """Ask `question` again and again while frames come, and run `call` with a `Change` whenever its answer changes.
+        """Ask `question` again and again while frames come, and run `call` with an `AnswerChange` when its answer changes.
 
         every  seconds of the stream between two questions at least; one that is due during the previous answer is skipped
         last   ask only about the last so many seconds; None: about all frames
@@ -368,13 +368,13 @@ class VideoSession(FrameIntake):
     def save(self, path: str | Path) -> None:
         """Write the stream into the folder `path` (safetensors and JSON), atomically replacing a session saved there."""
         with self._working(self._stream):
-            session_io.save(Path(path), self.recipe, self._opened("save"))
+            session_io.save_session(Path(path), self.recipe, self._opened("save"))
 
     def load(self, path: str | Path) -> None:
         """Continue from what `save` wrote, with the same model and kv; on an error the session stays as it was."""
         with self._working(self._stream, self._asking):
             given = self._stream_adapter, self.recipe, self._kv, self._open_draft_stream
-            before, self._live = self._live, session_io.load(Path(path), *given)
+            before, self._live = self._live, session_io.load_session(Path(path), *given)
             if before is not None:
                 before.close()
 

@@ -59,7 +59,7 @@ READS = 5
 KINDS = {"format": str, "version": int, "recipe": dict, "files": dict, "model": str, "dtype": str}
 
 
-def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
+def save_session(path: Path, recipe: Recipe, live: StreamRunner) -> None:
     """Save a session to the folder `path`; raises `ModelError` if it cannot be written."""
     check_writable(path)
     # Where a link leads to: the link stays, and what it led to is what is written anew.
@@ -97,23 +97,23 @@ def save(path: Path, recipe: Recipe, live: StreamRunner) -> None:
         raise ModelError(f"save: {path} cannot be written ({reason}); give a path with room.") from error
 
 
-def load_recipe(path: Path) -> Recipe:
+def saved_recipe(path: Path) -> Recipe:
     """Return the recipe of the session saved at `path`; raises `ModelError` if it cannot be opened."""
     return load_session_recipe(path, _read(path)["recipe"])
 
 
 def load_model_dtype(path: Path) -> str:
-    """Return the name of the dtype of the model whose session is saved at `path`; raises `ModelError` as `load_recipe`."""
+    """Return the name of the dtype of the model whose session is saved at `path`; raises `ModelError` as `saved_recipe`."""
     return str(_read(path)["dtype"])
 
 
-def load_rate(path: Path) -> float | None:
-    """Return the frames a second of the first clip of the session saved at `path`, or None; raises as `load_recipe`."""
+def load_saved_frame_rate(path: Path) -> float | None:
+    """Return the frames a second of the first clip of the session saved at `path`, or None; raises as `saved_recipe`."""
     rate = _read(path).get("fps")
     return rate if isinstance(rate, float) and 0 < rate < math.inf else None
 
 
-def load(
+def load_session(
     where: Path,
     adapter: StreamAdapter,
     recipe: Recipe,

@@ -80,7 +80,7 @@ class IntakeProgress:
             self._tell(int(max(self._taken, (self._decoded + self._taken) / 2)), total)
 
 
-def each_layer(
+def layer_hook(
     adapter: Any, moved: Callable[[float], None], done: int, count: int, units: int
 ) -> Callable[[], None]:
     """Return what a pass of `count` units on the `StreamModel` `adapter` calls before each layer: answers get their turns,

@@ -15,7 +15,7 @@ CUT = ("timeout", "cancelled")
 
 
 @dataclass(frozen=True)
-class Change:
+class AnswerChange:
     """A changed answer to a repeated question: `answer` (with evidence) at `seconds` of the stream; `before` is the previous
     text, None the first time."""
 
@@ -36,7 +36,7 @@ class StandingQuestion:
         self,
         session: Any,
         question: str,
-        call: Callable[[Change], object],
+        call: Callable[[AnswerChange], object],
         *,
         every: float,
         last: float | None,
@@ -102,7 +102,7 @@ class StandingQuestion:
         if not self._turned(before, answer.text) or self._over:
             return
         whole = self._session.ask(self._question, self._most, between=(begin, now))
-        self._call(Change(self._question, answer if whole.finish_reason in CUT else whole, before, now))
+        self._call(AnswerChange(self._question, answer if whole.finish_reason in CUT else whole, before, now))
 
     def _turned(self, before: str | None, now: str) -> bool:
         if self._says is None:

@@ -24,10 +24,10 @@ from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import create_multi_device_state
 from mmaccel.core.prefill.attention import MIN_ROWS
-from mmaccel.core.streams.joint import UNITS, WaitingUnits, take_in
+from mmaccel.core.streams.joint import UNITS, WaitingUnits, run_waiting_units
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, restore_states_at_exit
-from mmaccel.core.streams.sources import each_layer, pad_to_units, units_in_pass
+from mmaccel.core.streams.sources import layer_hook, pad_to_units, units_in_pass
 
 WATCHED = (
     "sparse: frames given to watch see all that the memory shows; the pattern acts on those given to ingest, and on "
@@ -227,7 +227,7 @@ class StreamRunner:
                 shown = moments[len(info.times) - before : last * pace - pending]
                 some, turns = frames[first * pace : last * pace], self.adapter.turns
                 if turns.wanted:
-                    ours = take_in(WaitingUnits(self, some, shown), deadline)
+                    ours = run_waiting_units(WaitingUnits(self, some, shown), deadline)
                     waited, others = ours.waited, ours.others
                 else:
                     with turns.holding(deadline) as waited:
@@ -306,7 +306,7 @@ class StreamRunner:
         while done < len(features):
             stream_pass, rows = self.build_next_pass(state, features[done:], numbers[done:])
             if self._moved is not None:
-                how["check"] = each_layer(self.adapter, self._moved, done, stream_pass.count, len(features))
+                how["check"] = layer_hook(self.adapter, self._moved, done, stream_pass.count, len(features))
             self.run_pass(state, stream_pass, rows, **how)
             done += stream_pass.count
             if "proxy" in self.kv.needs:

@@ -114,7 +114,7 @@ def lines_starting_between(
 ) -> list[TimedText]:
     """Return those of `lines`, in order, that begin from `since` on and before `ends` s once they are `shift` s later."""
     first, last = (bisect.bisect_left(lines, at - shift, key=lambda one: one.begin) for at in (since, ends))
-    return shifted(lines[first:last], shift)
+    return shift_lines(lines[first:last], shift)
 
 
 def stream_end_seconds(info: StreamInfo) -> float:
@@ -125,7 +125,7 @@ def stream_end_seconds(info: StreamInfo) -> float:
     return info.times[-1] + (1 / info.rate if info.rate else min([usual, *steps[-1:]]))
 
 
-def shifted(lines: Sequence[TimedText], seconds: float) -> list[TimedText]:
+def shift_lines(lines: Sequence[TimedText], seconds: float) -> list[TimedText]:
     """Return `lines` with times increased by `seconds`."""
     return [TimedText(one.begin + seconds, one.end + seconds, one.text) for one in lines]
 

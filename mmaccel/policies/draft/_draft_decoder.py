@@ -14,7 +14,7 @@ from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.decoding.draft import Warp, sample_index
 from mmaccel.core.decoding.watching import DraftStream
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.report import time_when_done
+from mmaccel.core.report import time_after_device_work
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft._draft_model import IDS, Conversation
 
@@ -90,7 +90,7 @@ class DraftDecoder:
     ) -> None:
         """Run the prompt after earlier turns, or only its columns `keep` (renumbered if `compact`); or the question of
         `stream`. `warp` is the target's sampling, None for greedy; `seed` is for the tokens drawn here."""
-        began = time_when_done(self._device)
+        began = time_after_device_work(self._device)
         self._warp, self._random = warp, torch.Generator().manual_seed(seed)
         if stream is not None:
             self._prompt = inputs["input_ids"][0].cpu()
@@ -100,7 +100,7 @@ class DraftDecoder:
             self.announce_prompt(inputs)
             self._after_prompt, self.pruned = self.talk.read(keep, compact)[0], self.talk.pruned
         self._origin = self._runner.length()
-        self.prompt_s = time_when_done(self._device) - began
+        self.prompt_s = time_after_device_work(self._device) - began
 
     def draft_tokens(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
         """Draft: go back to the first `length` tokens, append `fix`, and generate `count` more."""

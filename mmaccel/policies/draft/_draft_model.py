@@ -22,7 +22,7 @@ from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import policy, registry, with_base_dir
-from mmaccel.core.report import time_when_done
+from mmaccel.core.report import time_after_device_work
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.sparse.a_shape import AShape
 
@@ -358,7 +358,7 @@ class DraftModelState(DraftState):
         if self._unread is not None:
             deadline = self._unread.deadline or Deadline()
             deadline.check()
-            began = time_when_done(self._device)
+            began = time_after_device_work(self._device)
             if isinstance(self._stream, LocalDraftStream):
                 asked = self._stream.read(deadline)
                 self._runner, self._pruned, self._counted = asked, self._stream.pruned, asked.counted
@@ -369,7 +369,7 @@ class DraftModelState(DraftState):
                     raise DraftError(f"prune {pruner.name!r} received nothing from the target's prefill.")
                 self._talk.read(*(() if pruner is None else (self._columns, pruner.compact)))
                 self._runner, self._pruned = self._talk.runner, self._talk.pruned
-            self._wait_s, self._unread = time_when_done(self._device) - began, None
+            self._wait_s, self._unread = time_after_device_work(self._device) - began, None
         return self._runner
 
     def _tell(self, prompt: Prompt) -> None:

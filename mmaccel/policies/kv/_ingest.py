@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.layout import PositionIds
-from mmaccel.core.memory.buffers import host_available
+from mmaccel.core.memory.buffers import free_host_bytes
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, grow_buffer
 from mmaccel.policies.kv._window import Pair, PassState, Ring
 from mmaccel.policies.kv.store.slabs import split_units
@@ -117,7 +117,7 @@ def units_that_fit(stream: Stream, geometry: Geometry, device: torch.device) -> 
         # What the process has reserved and does not use is free for it.
         free = min(free + torch.cuda.memory_reserved(device), cap) - taken
     else:
-        free = host_available()
+        free = free_host_bytes()
     column = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * stream.dtype.itemsize
     return max(1, int(free * SHARE) // (column * stream.tokens_per_unit))
 

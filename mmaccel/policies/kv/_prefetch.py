@@ -15,7 +15,7 @@ from mmaccel.backends.ops import clusters
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store import HostStore
-from mmaccel.policies.kv.store.slabs import LaneMark, split_units
+from mmaccel.policies.kv.store.slabs import QueueMark, split_units
 
 COUNTED = ("needed", "cached", "covered", "missing", "guessed", "ahead", "in_time")
 WINDOW, CACHE, AHEAD = "window", "cache", "ahead"
@@ -30,9 +30,9 @@ class _Brought:
 
     layer: int
     code: Tensor
-    ahead: LaneMark | None
-    asked: LaneMark
-    ready: LaneMark
+    ahead: QueueMark | None
+    asked: QueueMark
+    ready: QueueMark
 
 
 class Prefetcher:
@@ -73,7 +73,7 @@ class Prefetcher:
             self._old = torch.zeros(0, dtype=torch.long, device=store.device)
         self._units: object = None
         self._told: list[int] = []
-        self._ahead: dict[int, LaneMark] = {}
+        self._ahead: dict[int, QueueMark] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._seconds = dict.fromkeys(("slack_seconds", "waited_seconds", "waited_missing_seconds"), 0.0)
         self._guessed: list[Tensor] = []
@@ -155,7 +155,7 @@ class Prefetcher:
 
     def copy_units(
         self, layer: int, entries: Tensor, code: Tensor | None, recalled: int, out: Tensor, window: Pair
-    ) -> LaneMark | None:
+    ) -> QueueMark | None:
         """Copy keys and values of `entries` [n], by codes if the store is `can_gather`, to `out` [2, G, n * P, D]; return
         the mark after which they are there (None: they are). `window` [1, G, n * P, D]: the window's keys and values. Only
         the first `recalled` entries are counted."""
@@ -289,7 +289,7 @@ class Prefetcher:
         with torch.inference_mode(False):
             return torch.empty(units, *shape.tensor_shape, dtype=shape.dtype, device=self._store.device)
 
-    def _gather(self, code: Tensor, out: Tensor) -> tuple[LaneMark, LaneMark]:
+    def _gather(self, code: Tensor, out: Tensor) -> tuple[QueueMark, QueueMark]:
         """Units by codes [n] into `out` [2, G, n * P, D], on the wire's lane; the marks before and after."""
         self._crossing.append(code)
         # A question that breaks off gives `out` back while it is being written to.

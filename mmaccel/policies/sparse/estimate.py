@@ -255,7 +255,7 @@ def score_columns_or_diagonals(weight: Tensor, seen: Tensor, score: Score) -> Te
     return level / spread.clamp(min=1e-6)
 
 
-def class_scores(value: Tensor, number: Tensor, seen: Tensor, classes: int, score: Score) -> Tensor:
+def score_line_classes(value: Tensor, number: Tensor, seen: Tensor, classes: int, score: Score) -> Tensor:
     """Return scores [..., B, H, classes] of classes of lines; value [..., B, H, n]: the lines' scores (from
     `score_columns_or_diagonals`).
 

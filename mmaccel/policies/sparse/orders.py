@@ -67,7 +67,7 @@ def sequence_order(
     return TokenOrder(row[:, :n].contiguous(), position[:, :n].contiguous())
 
 
-def at_or_before(keys: TokenOrder, queries: TokenOrder) -> Tensor:
+def rank_at_or_before(keys: TokenOrder, queries: TokenOrder) -> Tensor:
     """Return the rank [B, n] int32 of each query among `keys`: the number of keys up to it, minus one; -1 for padding."""
     rank = torch.searchsorted(keys.position, queries.position, right=True) - 1
     return rank.masked_fill(queries.row < 0, -1).to(torch.int32)
@@ -270,7 +270,7 @@ class LayerInputs:
 
         def ranks() -> Tensor:
             if query is not None or key is not None or not self.queries_are_last_keys:
-                return at_or_before(keys, queries)
+                return rank_at_or_before(keys, queries)
             # Nothing is searched for the last of the keys.
             first = self.k_layout.length - self.q_layout.length
             return (queries.rank + first).masked_fill(queries.row < 0, -1)

@@ -79,7 +79,7 @@ class PerHead(SparsePattern):
         """What the table's file holds; None for choices given themselves, and for a shipped table not found yet."""
         if not isinstance(self.table, str) or self.table == SHIPPED:
             return None
-        file = read_table(self.table)
+        file = read_head_table(self.table)
         if file["block"] != self.block:
             raise RecipeError(
                 f"per_head: block is {self.block}, and table {self.table!r} was searched with {file['block']}; "
@@ -91,7 +91,7 @@ class PerHead(SparsePattern):
     def _named(self) -> Mapping[int, Mapping[int, SparsePattern]]:
         if isinstance(self.table, Mapping):
             return self.table
-        return {} if self._file is None else self._patterns(choices(self._file))
+        return {} if self._file is None else self._patterns(patterns_by_layer_and_head(self._file))
 
     @property
     def context(self) -> int | None:
@@ -146,7 +146,10 @@ class PerHead(SparsePattern):
                 object.__setattr__(bound, "note", note)
             return bound
         file, adapter, whole = self._file, model.adapter, model.model
-        if file is not None and (other := difference(file, adapter.fingerprint(whole))) is not None:
+        if (
+            file is not None
+            and (other := describe_model_difference(file, adapter.fingerprint(whole))) is not None
+        ):
             raise RecipeError(
                 f"per_head: table {self.table!r} was searched on another model ({other}); run `mmaccel search` on this."
             )
@@ -273,7 +276,7 @@ class LayerHeadPatterns(SparsePattern):
         return tuple(self.pattern_of(head).head_pattern_names(1)[0] for head in range(heads))
 
 
-def read_table(path: str | Path) -> dict[str, Any]:
+def read_head_table(path: str | Path) -> dict[str, Any]:
     """Read a table of head patterns: `model` (fingerprint), `weights` (their checksum), `context` (tokens that its budgets
     are for), `block`, `layers` (for each layer and head a mapping with its `pattern` and measurements), and whatever else
     the search wrote. Raises `RecipeError` in one sentence."""
@@ -294,7 +297,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
     return table
 
 
-def choices(table: Mapping[str, Any]) -> dict[int, dict[int, Any]]:
+def patterns_by_layer_and_head(table: Mapping[str, Any]) -> dict[int, dict[int, Any]]:
     """Return layer -> head -> pattern of a table, as `per_head` takes them."""
     return {
         number: {h: head["pattern"] for h, head in enumerate(layer)}
@@ -302,7 +305,7 @@ def choices(table: Mapping[str, Any]) -> dict[int, dict[int, Any]]:
     }
 
 
-def difference(table: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+def describe_model_difference(table: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
     """Return how the model of a table differs from `model` (a fingerprint), in a few words; None if it does not."""
     theirs = table["model"]
     for name in dict.fromkeys((*model, *theirs)):

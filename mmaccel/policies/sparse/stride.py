@@ -14,10 +14,10 @@ from mmaccel.policies.sparse.estimate import (
     LastQueryAttention,
     SampledQueryLayout,
     Score,
-    class_scores,
     concatenate_heads,
     score_columns_or_diagonals,
     score_from_members,
+    score_line_classes,
 )
 from mmaccel.policies.sparse.orders import AttentionRegion, TokenOrder, memoize_while_tracing
 
@@ -119,7 +119,7 @@ def estimate_stride_classes(
     stride = stride.masked_fill((at + 1 < 3 * low)[:, None, None], 1)
     number = torch.where((keys.row >= 0)[:, None], keys.rank[:, None] % stride, search.most)
     own, classes = number[..., :n], search.most + 1
-    line, shift = class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
+    line, shift = score_line_classes(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
     dense = _most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
     return StrideResidueClasses(
         number, stride, line, dense, shift, max_keys_per_class(search.keys, low), classes
@@ -251,7 +251,7 @@ def frame_phases(
         for weight in sample.weights():
             value = score_columns_or_diagonals(weight.sum(2) / layout.query_counts, layout.seen, search.score)
             lines.append(
-                class_scores(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
+                score_line_classes(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
             )
             given = weight.new_zeros(*weight.shape[:3], classes)
             given.scatter_add_(3, bins.expand(-1, weight.shape[1], -1, -1), weight * before)

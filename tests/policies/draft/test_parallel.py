@@ -32,12 +32,12 @@ from tests.core.toy import (
     ToyModel,
     ToyRunner,
     Triples,
-    bigram,
+    bigram_rule,
     count_triples,
     decode_greedily,
     g_test,
     toy_prompt,
-    view,
+    toy_view,
 )
 
 WORDS = ["<s>", "The", "video", "uses", "Parallel", "VLM", "for", "speedup", ".", "method", "with", "a", "b"]
@@ -49,11 +49,11 @@ def telling(*tales: str) -> Rule:
     for tale in tales:
         for one, other in pairwise(tale.split()):
             table[WORDS.index(one), WORDS.index(other)] = 9
-    return bigram(table)
+    return bigram_rule(table)
 
 
 def pipeline(target: Rule, small: Rule, vocab: int, **choices: Any) -> Pipeline:
-    state = Parallel(model=ToyModel(small, vocab), process=False, **choices).open(view(target, vocab))
+    state = Parallel(model=ToyModel(small, vocab), process=False, **choices).open(toy_view(target, vocab))
     assert isinstance(state, Pipeline)
     return state
 
@@ -90,9 +90,9 @@ def test_greedy_is_the_target_alone(seed: int, vocab: int, length: int, window: 
     g = torch.Generator().manual_seed(seed)
     table = torch.randint(0, 6, (vocab, vocab), generator=g).float()
     other = torch.where(torch.rand(vocab, 1, generator=g) < likeness, table, table.roll(1, 1))
-    target, stop = bigram(table), limit(length, 0)
+    target, stop = bigram_rule(table), limit(length, 0)
     said = toy_prompt([1], max_new_tokens=length - 1)
-    state = pipeline(target, bigram(other), vocab, window=window)
+    state = pipeline(target, bigram_rule(other), vocab, window=window)
     ids, runner, meter = run(target, state, stop, said)
     assert ids == decode_greedily(target, [1], stop) and not meter.failures
     assert runner.tokens == ids[:-1]
@@ -103,7 +103,7 @@ def test_greedy_is_the_target_alone(seed: int, vocab: int, length: int, window: 
 def test_a_draft_that_falls_silent_is_told_of(quiet: float, told: bool, monkeypatch) -> None:
     """The target says the rest, and what is owed when the answer ends is a failure if it is owed for long."""
     monkeypatch.setattr(parallel, "QUIET_S", quiet)
-    target = bigram(torch.eye(5).roll(1, 1))
+    target = bigram_rule(torch.eye(5).roll(1, 1))
     state = pipeline(target, target, 5, window=4)
     collect, heard = state._engine.collect_tokens, [3]
 
@@ -125,9 +125,9 @@ def test_a_draft_that_falls_silent_is_told_of(quiet: float, told: bool, monkeypa
 
 
 def test_a_draft_of_more_tokens_than_the_target_has_never_says_them() -> None:
-    target = bigram(torch.eye(5).roll(1, 1))
+    target = bigram_rule(torch.eye(5).roll(1, 1))
     padded = torch.nn.functional.pad(torch.eye(5).roll(1, 1), (0, 3), value=50.0)
-    state = pipeline(target, bigram(padded), 5, window=3)
+    state = pipeline(target, bigram_rule(padded), 5, window=3)
     _, _, meter = run(target, state, limit(20), toy_prompt([0]))
     assert all(proposed == kept for proposed, kept in meter.rounds)
 
@@ -155,7 +155,7 @@ def test_after_a_refusal_the_draft_goes_on_from_what_was_said() -> None:
 
 
 def test_a_writer_goes_back_to_any_token() -> None:
-    writer = DraftDecoder(ToyRunner(bigram(torch.eye(7).roll(1, 1))), "cpu", 7)
+    writer = DraftDecoder(ToyRunner(bigram_rule(torch.eye(7).roll(1, 1))), "cpu", 7)
     writer.read_prompt({"input_ids": torch.tensor([[3, 1]])}, None, False, None, 0)
     for length, fix, count, line in (
         (0, [], 4, [2, 3, 4, 5]),
@@ -187,9 +187,9 @@ def test_a_draft_that_is_late_changes_no_token(seed: int, window: int) -> None:
     g = torch.Generator().manual_seed(seed)
     table = torch.randint(0, 6, (5, 5), generator=g).float()
     other = torch.where(torch.rand(5, 1, generator=g) < 0.8, table, table.roll(1, 1))
-    target, stop = bigram(table), limit(40)
-    engine = Sluggish(DraftDecoder(ToyRunner(bigram(other)), "cpu", 5), random.Random(seed))
-    choice = Parallel(model=ToyModel(bigram(other), 5), window=window, process=False)
+    target, stop = bigram_rule(table), limit(40)
+    engine = Sluggish(DraftDecoder(ToyRunner(bigram_rule(other)), "cpu", 5), random.Random(seed))
+    choice = Parallel(model=ToyModel(bigram_rule(other), 5), window=window, process=False)
     ids, _, meter = run(
         target, Pipeline(engine, choice, [torch.device("cpu")], 5), stop, toy_prompt([1], max_new_tokens=39)
     )
@@ -199,7 +199,7 @@ def test_a_draft_that_is_late_changes_no_token(seed: int, window: int) -> None:
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_window_that_comes_too_late_is_no_refusal(window: int) -> None:
     """A draft that is always right, and now and then late: nothing it said was refused."""
-    rule = bigram(torch.eye(7).roll(1, 1))
+    rule = bigram_rule(torch.eye(7).roll(1, 1))
     engine = Sluggish(DraftDecoder(ToyRunner(rule), "cpu", 7), random.Random(0))
     choice = Parallel(model=ToyModel(rule, 7), window=window, process=False)
     state = Pipeline(engine, choice, [torch.device("cpu")], 7)
@@ -346,7 +346,7 @@ def test_a_pace_forgets_steps_that_were_compiled_and_captured() -> None:
 
 
 def test_the_window_follows_the_measured_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = bigram(torch.eye(5).roll(1, 1))
+    target = bigram_rule(torch.eye(5).roll(1, 1))
     state = pipeline(target, target, 5, most=9)
     monkeypatch.setattr(state._pace, "record_target_step", lambda s: setattr(state._pace, "step_s", 7.2e-3))
     monkeypatch.setattr(state._pace, "record_draft_steps", lambda s, n: setattr(state._pace, "draft_s", 1e-3))
@@ -355,8 +355,8 @@ def test_the_window_follows_the_measured_ratio(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_draft_that_cannot_gain_rests_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = bigram(torch.eye(5).roll(1, 1))
-    state = pipeline(target, bigram(torch.eye(5)), 5)
+    target = bigram_rule(torch.eye(5).roll(1, 1))
+    state = pipeline(target, bigram_rule(torch.eye(5)), 5)
     monkeypatch.setattr(state._pace, "record_draft_steps", lambda s, n: setattr(state._pace, "draft_s", 1.0))
     waited: list[Any] = []
     stream = SimpleNamespace(synchronize=lambda: waited.append(1))
@@ -381,7 +381,7 @@ def test_a_draft_that_cannot_gain_rests_and_says_so(monkeypatch: pytest.MonkeyPa
         ({"model": "x", "most": 0}, "most"),
         ({"model": "x", "threads": 0}, "threads"),
         ({"model": "x", "timeout_s": 0.0}, "timeout_s"),
-        ({"model": ToyModel(bigram(torch.eye(2)), 2)}, "process"),
+        ({"model": ToyModel(bigram_rule(torch.eye(2)), 2)}, "process"),
         ({"model": "x", "prune": "fastv"}, "fastv"),
     ],
 )
@@ -391,6 +391,6 @@ def test_wrong_choices_are_told_in_one_sentence(choice: dict[str, Any], word: st
 
 
 def test_another_vocabulary_is_refused_when_attached() -> None:
-    target = bigram(torch.eye(5))
+    target = bigram_rule(torch.eye(5))
     with pytest.raises(DraftError, match="embeddings"):
-        Parallel(model=ToyModel(bigram(torch.eye(9)), 9), process=False).check(view(target, 5))
+        Parallel(model=ToyModel(bigram_rule(torch.eye(9)), 9), process=False).check(toy_view(target, 5))

@@ -29,12 +29,12 @@ from mmaccel.policies.draft._draft_decoder import DraftDecoder
 from mmaccel.policies.draft._packed import pack
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit
-from tests.core.toy import Meter, ToyRunner, bigram, decode_greedily, toy_prompt, view
+from tests.core.toy import Meter, ToyRunner, bigram_rule, decode_greedily, toy_prompt, toy_view
 from tests.policies.draft.toy_service import VOCAB, Softmax, table
 from tests.spies import heard, until
 
 SERVICE = "tests.policies.draft.toy_service:serve"
-TARGET = bigram(table(1))
+TARGET = bigram_rule(table(1))
 STOP = limit(60)
 
 
@@ -46,7 +46,7 @@ class Toy(Parallel):
 @pytest.fixture(scope="module")
 def target() -> Iterator[ModelView]:
     """The toy target; processes are started once a choice, and gone afterwards."""
-    seen = view(TARGET, VOCAB)
+    seen = toy_view(TARGET, VOCAB)
     yield seen
     held = [worker.process for worker in seen._held.values()]
     seen.release()

@@ -28,13 +28,13 @@ from mmaccel.policies.draft._packed import ALIGN, SLAB, SMALL, make_packer, pack
 from mmaccel.policies.draft._remote_drafter import RemoteDrafter
 from mmaccel.policies.draft._remote_stream import RemoteDraftStream
 from tests.core.test_generate import limit
-from tests.core.toy import ToyRunner, bigram, decode_greedily
+from tests.core.toy import ToyRunner, bigram_rule, decode_greedily
 from tests.models.streams import FPS, QUESTION, asked_of_film, every_stream, film, open_session, pair
 from tests.policies.draft.conftest import NAME
 from tests.policies.draft.toy_service import VOCAB, Softmax, started, table
 from tests.spies import broken
 
-TARGET = bigram(table(1))
+TARGET = bigram_rule(table(1))
 
 
 @pytest.fixture

@@ -27,12 +27,12 @@ from tests.core.toy import (
     ToyModel,
     ToyRunner,
     Triples,
-    bigram,
+    bigram_rule,
     count_triples,
     decode_greedily,
     g_test,
     toy_prompt,
-    view,
+    toy_view,
 )
 
 from .test_parallel import V, pipeline, sampled
@@ -49,7 +49,7 @@ def run(
     **more: float,
 ) -> tuple:
     model = ToyModel(small, theirs or vocab)
-    draft = Sequential(model=model, window=window, **more).open(view(rule, vocab))
+    draft = Sequential(model=model, window=window, **more).open(toy_view(rule, vocab))
     ids, _, meter = core.run(rule, draft, limit(length), said)
     assert not meter.failures
     return ids, meter, model.runners[0], draft
@@ -64,8 +64,8 @@ def test_greedy_output_is_the_targets(seed: int, window: int, length: int, chang
     table = random_table(6, seed)
     small = table.clone()
     small[:changes] = random_table(6, seed + 1)[:changes]
-    rule, said = bigram(table), toy_prompt([4, 2, 5], max_new_tokens=(length - 3) * known)
-    ids, meter, runner, _ = run(rule, bigram(small), said, length, window, 6)
+    rule, said = bigram_rule(table), toy_prompt([4, 2, 5], max_new_tokens=(length - 3) * known)
+    ids, meter, runner, _ = run(rule, bigram_rule(small), said, length, window, 6)
     assert ids == decode_greedily(rule, [4, 2, 5], limit(length))
     # The draft has run the committed ids, then its own last guesses but one: no token twice, none left out.
     before = 4 + sum(accepted + 1 for _, accepted in meter.rounds[:-1])
@@ -84,7 +84,7 @@ def test_greedy_output_is_the_targets(seed: int, window: int, length: int, chang
 @pytest.mark.parametrize("window", [1, 3, 5])
 @pytest.mark.parametrize("sampling", [False, True])
 def test_a_draft_with_the_targets_weights_is_accepted_whole(window: int, sampling: bool) -> None:
-    rule = bigram(torch.randn(6, 6, generator=torch.Generator().manual_seed(2)))
+    rule = bigram_rule(torch.randn(6, 6, generator=torch.Generator().manual_seed(2)))
     g = torch.Generator().manual_seed(0)
     warp = (lambda ids, logits: torch.softmax(logits / 1.2, -1)) if sampling else None
     said = toy_prompt([1], warp=warp, generator=g, max_new_tokens=61)
@@ -98,7 +98,7 @@ def test_a_draft_with_the_targets_weights_is_accepted_whole(window: int, samplin
 
 
 def test_the_draft_sees_all_of_the_prompt() -> None:
-    rule, pixels = bigram(random_table(5, 0)), torch.randn(2, 3)
+    rule, pixels = bigram_rule(random_table(5, 0)), torch.randn(2, 3)
     said = toy_prompt([0, 3], inputs={"pixel_values_videos": pixels, "fps": 2.0})
     _, _, runner, _ = run(rule, rule, said, 6, 2, 5)
     assert torch.equal(runner.inputs["pixel_values_videos"], pixels) and runner.inputs["fps"] == 2.0
@@ -106,7 +106,7 @@ def test_the_draft_sees_all_of_the_prompt() -> None:
 
 
 def test_the_prompt_is_read_after_the_targets_first_token_is_out() -> None:
-    rule = bigram(torch.eye(5).roll(1, 1))
+    rule = bigram_rule(torch.eye(5).roll(1, 1))
     drafting = ToyRunner(rule)
     draft, read = Drafter(drafting, torch.device("cpu"), Sequential(window=2), 5), []
     core.run(rule, draft, limit(9), emit=lambda new: read.append(len(drafting.tokens)))
@@ -119,7 +119,7 @@ def test_penalties_see_the_drafted_tokens() -> None:
     def warp(ids: Tensor, logits: Tensor) -> Tensor:
         return torch.softmax(logits.index_fill(0, ids[-4:], float("-inf")), -1)
 
-    rule = bigram(torch.zeros(6, 6))
+    rule = bigram_rule(torch.zeros(6, 6))
     said = toy_prompt([0], warp=warp, generator=torch.Generator().manual_seed(0))
     ids, meter, _, _ = run(rule, rule, said, 60, 3, 6)
     assert all(len(set(ids[i : i + 5])) == 5 for i in range(len(ids) - 4))
@@ -141,7 +141,7 @@ def test_a_draft_of_another_padding(theirs: int, sampling: bool) -> None:
         return small[min(tokens[-1], theirs - 1)]
 
     warp = (lambda ids, logits: torch.softmax(logits, -1)) if sampling else None
-    rule, said = bigram(table), toy_prompt([3], warp=warp, generator=g)
+    rule, said = bigram_rule(table), toy_prompt([3], warp=warp, generator=g)
     ids, meter, _, _ = run(rule, known, said, 80, 4, vocab, theirs)
     assert len(ids) == 80 and max(ids) < vocab
     if not sampling:
@@ -178,7 +178,7 @@ def test_a_wrong_field_is_told_at_birth(field: str, value: object, told: tuple[s
 
 
 def test_a_missing_folder_is_told() -> None:
-    target = view(bigram(torch.eye(4)), 4)
+    target = toy_view(bigram_rule(torch.eye(4)), 4)
     fails = ModelError("model 'no/such/folder' cannot be loaded; give a folder.")
     target.adapter.load = Mock(side_effect=fails)  # type: ignore[method-assign]
     with sentence(DraftError, "model", "no/such/folder"):
@@ -186,7 +186,7 @@ def test_a_missing_folder_is_told() -> None:
 
 
 def test_a_folder_is_loaded_once(tmp_path: Path) -> None:
-    target = view(bigram(torch.eye(4)), 4)
+    target = toy_view(bigram_rule(torch.eye(4)), 4)
     strategy = Sequential(model=str(tmp_path))
     for _ in range(3):
         strategy.open(target)
@@ -194,9 +194,9 @@ def test_a_folder_is_loaded_once(tmp_path: Path) -> None:
 
 
 def test_a_draft_of_another_vocabulary_is_refused() -> None:
-    rule = bigram(torch.eye(4))
+    rule = bigram_rule(torch.eye(4))
     with sentence(DraftError, "model", "320", "300", "tokenizer"):
-        Sequential(model=ToyModel(rule, 320)).open(view(rule, 300))
+        Sequential(model=ToyModel(rule, 320)).open(toy_view(rule, 300))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,9 @@ def test_the_vocabulary_rule(a: int, b: int, same: bool) -> None:
 
 
 def test_a_closed_draft_says_so() -> None:
-    draft = Sequential(model=ToyModel(bigram(torch.eye(4)), 4)).open(view(bigram(torch.eye(4)), 4))
+    draft = Sequential(model=ToyModel(bigram_rule(torch.eye(4)), 4)).open(
+        toy_view(bigram_rule(torch.eye(4)), 4)
+    )
     draft.begin(toy_prompt([0]))
     draft.close()
     draft.observe(torch.tensor([1]), 0)
@@ -232,8 +234,8 @@ def test_what_nobody_judged_is_forgotten(seed: int, window: int) -> None:
     """A round whose proposal was never judged leaves the draft as it was before."""
     found = []
     for again in (False, True):
-        draft = Sequential(model=ToyModel(bigram(random_table(6, seed)), 6), window=window)
-        state = draft.open(view(bigram(random_table(6, seed)), 6))
+        draft = Sequential(model=ToyModel(bigram_rule(random_table(6, seed)), 6), window=window)
+        state = draft.open(toy_view(bigram_rule(random_table(6, seed)), 6))
         state.begin(toy_prompt([0, 3]))
         state.observe(torch.tensor([1]), 0)
         seen = list[Any]()
@@ -252,8 +254,8 @@ def test_a_window_ends_where_the_draft_is_not_sure(seed: int, confidence: float)
     table, small = random_table(6, seed), random_table(6, seed + 1)
     small[:3] = table[:3]
     said = toy_prompt([4, 2, 5])
-    ids, meter, _, draft = run(bigram(table), bigram(small), said, 30, 4, 6, confidence=confidence)
-    assert ids == decode_greedily(bigram(table), [4, 2, 5], limit(30))
+    ids, meter, _, draft = run(bigram_rule(table), bigram_rule(small), said, 30, 4, 6, confidence=confidence)
+    assert ids == decode_greedily(bigram_rule(table), [4, 2, 5], limit(30))
     sure, at = small.softmax(-1).amax(-1) >= confidence, 3
     for proposed, accepted in meter.rounds[:-1]:
         token, want = ids[at], 1

@@ -15,7 +15,7 @@ from mmaccel.core.decoding.worker import _HEAD, _MAGIC, BEAT, READY, MessageSock
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens, TokenDistribution
-from tests.core.toy import ToyRunner, bigram
+from tests.core.toy import ToyRunner, bigram_rule
 
 VOCAB = 6
 VOCAB_FAULT = 9999
@@ -37,7 +37,7 @@ class Faulty(DraftDecoder):
     """Does its work until its hour has come."""
 
     def __init__(self, seed: int, fault: str, hour: int, wire: MessageSocket) -> None:
-        super().__init__(ToyRunner(bigram(table(seed))), "cpu", VOCAB)
+        super().__init__(ToyRunner(bigram_rule(table(seed))), "cpu", VOCAB)
         self.fault, self.hour, self.wire, self.windows = fault, hour, wire, 0
 
     def read_prompt(self, *given: Any, **named: Any) -> None:

@@ -181,8 +181,10 @@ def test_the_last_queries_of_a_caller_s_own_are_those_that_are_there(case: str) 
 def test_the_last_of_the_keys_are_not_searched_for(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = Scene((sequence([(TEXT, [9]), (VIDEO, [7] * 12)]),)).layout()
     order = orders.sequence_order(keys, block=16)
-    want = orders.at_or_before(order, orders.sequence_order(keys.select_tokens(slice(start, None)), block=16))
-    monkeypatch.setattr(orders, "at_or_before", None)
+    want = orders.rank_at_or_before(
+        order, orders.sequence_order(keys.select_tokens(slice(start, None)), block=16)
+    )
+    monkeypatch.setattr(orders, "rank_at_or_before", None)
     at = LayerInputs.from_layouts(keys.select_tokens(slice(start, None)), keys, 16).region().at
     assert at.dtype == want.dtype and torch.equal(at, want)
 

@@ -17,7 +17,7 @@ from mmaccel.core.errors import RecipeError, StoreError
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.registry import one_of
 from mmaccel.policies.kv.store import saved
-from mmaccel.policies.kv.store.slabs import LaneMark, Lanes, Slabs, SlotTable, UnitShape, split_units
+from mmaccel.policies.kv.store.slabs import CopyQueues, QueueMark, Slabs, SlotTable, UnitShape, split_units
 
 Spill = Literal["refuse", "disk", "drop_oldest"]
 """When the host may hold no more: refuse, write to files, or forget the oldest units."""
@@ -61,7 +61,7 @@ class HostStore:
         folder: str | Path | None = None,
         slab_bytes: int | None = None,
         together: int | None = None,
-        lanes: Lanes | None = None,
+        lanes: CopyQueues | None = None,
     ) -> None:
         for field, number in {**vars(shape), "slab_bytes": slab_bytes}.items():
             if field != "dtype" and number is not None and number < 1:
@@ -70,7 +70,7 @@ class HostStore:
             raise RecipeError(f"host store: cap is {cap} bytes; give at least 0, or None.")
         one_of(*get_args(Spill)).check("host store", "spill", spill)
         self.shape, self.device, self.spill = shape, torch.device(device), spill
-        self.lanes = lanes or Lanes(self.device)
+        self.lanes = lanes or CopyQueues(self.device)
         place, on_cuda = None if folder is None else Path(folder), self.device.type == "cuda"
         self.slabs = Slabs(shape, on_cuda, slab_bytes, cap, spill == "disk", place, together)
         self.table = SlotTable(shape.layers, self.device)
@@ -87,7 +87,7 @@ class HostStore:
         # read on the wire's lane alone, the bytes from the first slab to each.
         self._laid: tuple[Sequence[Tensor], list[Tensor], int, list[Tensor]] | None = None
         self._counts = dict.fromkeys((*COUNTED, "seconds_in", "seconds_out"), 0.0)
-        self._timed: list[tuple[str, LaneMark, LaneMark, float]] = []
+        self._timed: list[tuple[str, QueueMark, QueueMark, float]] = []
 
     # Units in and out.
 
@@ -172,7 +172,7 @@ class HostStore:
         self.lanes.compute.wait(ended)
         return target[0], target[1]
 
-    def gather(self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = ()) -> tuple[LaneMark, LaneMark]:
+    def gather(self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = ()) -> tuple[QueueMark, QueueMark]:
         """Copy units (frames) from host memory to `out` [2, G, n * P, D] or [2, G, n, P, D], by one launch. `slot` [n]:
         where each unit is, on the device, made on the compute lane; -1 gives zeros. Returns the marks before and after the
         copy; report the units copied to `count_copied`.
@@ -373,7 +373,7 @@ class HostStore:
             self._dropped += 1
         return gone
 
-    def _begin(self, *reads: Tensor) -> tuple[LaneMark, LaneMark]:
+    def _begin(self, *reads: Tensor) -> tuple[QueueMark, QueueMark]:
         """The wire works behind all that computes by now, and reads tensors made there; the marks where both are."""
         wire, made = self.lanes.wire, self.lanes.compute.mark(timed=True)
         wire.wait(made)
@@ -381,7 +381,7 @@ class HostStore:
             wire.keep_alive(tensor)
         return made, wire.mark(timed=True)
 
-    def _end(self, kind: str, began: LaneMark, **counts: float) -> LaneMark:
+    def _end(self, kind: str, began: QueueMark, **counts: float) -> QueueMark:
         """What the wire was given since `began` is timed, and added to the counts; the mark after it."""
         ended = self.lanes.wire.mark(timed=True)
         self._timed.append((kind, began, ended, counts.get("bytes_out", 0.0)))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
-from mmaccel.core.memory.buffers import UnitRowMap, host_available, host_total, on_device
+from mmaccel.core.memory.buffers import UnitRowMap, free_host_bytes, on_device, total_host_bytes
 from mmaccel.policies.kv.store import saved
 
 SLAB_BYTES = 16 * 2**20
@@ -98,7 +98,7 @@ class Slabs:
         if slab_bytes is None:
             slab_bytes = FILE_BYTES if disk else SLAB_BYTES
             # Units that do not fill a slab leave an eighth of it empty at most.
-            while slab_bytes < max(min(host_total(), 2**42) // PIECES, 8 * shape.nbytes):
+            while slab_bytes < max(min(total_host_bytes(), 2**42) // PIECES, 8 * shape.nbytes):
                 slab_bytes *= 2
         # Files take slabs of the same size, and should be few.
         least = min(slab_bytes, LEAST * shape.nbytes) if disk else shape.nbytes
@@ -183,7 +183,7 @@ class Slabs:
             return f"all stores together may take {self._together} bytes{need}; raise process_bytes, {mend}"
         if self._at_cap():
             return f"its cap of {self._cap} bytes is reached{need}; raise cap (a policy's host_bytes), {mend}"
-        return f"the host has {host_available()} bytes left{need}; {mend}, or free memory"
+        return f"the host has {free_host_bytes()} bytes left{need}; {mend}, or free memory"
 
     @property
     def next_slab_exceeds_process_limit(self) -> bool:
@@ -198,7 +198,7 @@ class Slabs:
         return self._cap is not None and self.memory_bytes() + self.slab_bytes > self._cap
 
     def _room(self) -> bool:
-        spare = host_available() - self.slab_bytes >= SPARE * host_total()
+        spare = free_host_bytes() - self.slab_bytes >= SPARE * total_host_bytes()
         return spare and not self._at_cap() and not self.next_slab_exceeds_process_limit
 
     def _memory(self) -> Tensor | None:
@@ -328,7 +328,7 @@ def split_units(tensor: Tensor, tokens: int) -> Tensor:
     return tensor.view(*tensor.shape[:-2], -1, tokens, tensor.shape[-1])
 
 
-class LaneMark:
+class QueueMark:
     """A point in the work of a lane (a CUDA stream, or the host) that can be waited for and timed.
 
     On CUDA it is an event of `stream`, with a time if `timed`. On the host, where work is done at once, it is the time.
@@ -346,7 +346,7 @@ class LaneMark:
         if self.event is not None:
             self.event.synchronize()
 
-    def seconds(self, later: LaneMark) -> float:
+    def seconds(self, later: QueueMark) -> float:
         """Return the seconds from this mark to a later one, both done and timed."""
         return later.at - self.at if self.event is None else self.event.elapsed_time(later.event) / 1000.0
 
@@ -366,11 +366,11 @@ class DeviceQueue:
             with torch.cuda.stream(self.stream):
                 work()
 
-    def mark(self, timed: bool = False) -> LaneMark:
-        """Record and return a `LaneMark`, which is reached when all copies issued on this lane so far have ended."""
-        return LaneMark(self.stream, timed)
+    def mark(self, timed: bool = False) -> QueueMark:
+        """Record and return a `QueueMark`, which is reached when all copies issued on this lane so far have ended."""
+        return QueueMark(self.stream, timed)
 
-    def wait(self, mark: LaneMark) -> None:
+    def wait(self, mark: QueueMark) -> None:
         """Make later work of this lane wait for `mark`."""
         if self.stream is not None:
             self.stream.wait_event(mark.event)
@@ -381,7 +381,7 @@ class DeviceQueue:
             tensor.record_stream(self.stream)
 
 
-class Lanes:
+class CopyQueues:
     """The store's two lanes: `compute`, on which the model runs, and `wire`, which copies units (frames) between host and
     device. On CUDA `wire` has its own stream; elsewhere both are the host. Tests can replace them by lanes that run late."""
 

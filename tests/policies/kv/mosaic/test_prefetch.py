@@ -17,7 +17,7 @@ from mmaccel.core.decoding import replay
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv.store import HostStore, host
-from mmaccel.policies.kv.store.slabs import LaneMark
+from mmaccel.policies.kv.store.slabs import QueueMark
 from tests.core.test_replay import Repeated
 from tests.policies.kv.mosaic.driven import Driven
 from tests.policies.kv.store.units import LAYERS, TOKENS, SimLane, SimLanes, contents, fill, open_store
@@ -119,7 +119,7 @@ class Deaf:
     def __init__(self, lane: SimLane) -> None:
         self.run, self.mark, self.keep_alive = lane.run, lane.mark, lane.keep_alive
 
-    def wait(self, mark: LaneMark) -> None:
+    def wait(self, mark: QueueMark) -> None:
         return
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, StoreError
 from mmaccel.policies.kv.store import host
-from mmaccel.policies.kv.store.slabs import Lanes
+from mmaccel.policies.kv.store.slabs import CopyQueues
 from tests.spies import broken
 
 from .units import (
@@ -296,7 +296,7 @@ def test_a_store_outlives_inference_mode() -> None:
 
 
 def test_work_is_done_at_once_without_streams() -> None:
-    lanes = Lanes(torch.device("cpu"))
+    lanes = CopyQueues(torch.device("cpu"))
     done: list[int] = []
     mark = lanes.compute.mark()
     lanes.wire.wait(mark)

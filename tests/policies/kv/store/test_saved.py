@@ -112,11 +112,11 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, monkeypatch: pytest.
 
 def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled([0, 1], 8)
-    monkeypatch.setattr(slabs, "host_available", lambda: 2**20)
+    monkeypatch.setattr(slabs, "free_host_bytes", lambda: 2**20)
     with pytest.raises(StoreError, match="the host has 1048576 bytes left"):
         store.reserve(20)
     check(store, 1, [1, 0])
-    monkeypatch.setattr(slabs, "host_available", lambda: buffers.UNKNOWN)
+    monkeypatch.setattr(slabs, "free_host_bytes", lambda: buffers.UNKNOWN)
 
     def pinned(*_: object, dtype: object = None, **__: object) -> bool:
         return dtype == torch.uint8
@@ -130,18 +130,18 @@ def test_what_the_host_has_is_read_from_the_system(tmp_path: Path, monkeypatch: 
     (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemAvailable:  600 kB\n")
     monkeypatch.setattr(buffers, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(buffers, "GROUP", tmp_path)
-    assert (buffers.host_total(), buffers.host_available()) == (1024000, 614400)
+    assert (buffers.total_host_bytes(), buffers.free_host_bytes()) == (1024000, 614400)
     (tmp_path / "memory.max").write_text("max\n")
-    assert buffers.host_total() == 1024000
+    assert buffers.total_host_bytes() == 1024000
     (tmp_path / "memory.max").write_text("500000\n")
     (tmp_path / "memory.current").write_text("450000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 20000\nactive_file 1000\n")
-    assert (buffers.host_total(), buffers.host_available()) == (500000, 71000)
+    assert (buffers.total_host_bytes(), buffers.free_host_bytes()) == (500000, 71000)
     (tmp_path / "memory.current").write_text("600000\n")
-    assert buffers.host_available() == 0
+    assert buffers.free_host_bytes() == 0
     monkeypatch.setattr(buffers, "MEMINFO", tmp_path / "no")
     monkeypatch.setattr(buffers, "GROUP", tmp_path / "no")
-    assert buffers.host_total() == buffers.host_available() == buffers.UNKNOWN
+    assert buffers.total_host_bytes() == buffers.free_host_bytes() == buffers.UNKNOWN
     assert 0 < slabs.SPARE < 1
 
 

@@ -54,7 +54,7 @@ def test_a_slab_is_pinned_before_a_token_waits_long(monkeypatch: pytest.MonkeyPa
     """A MiB takes some 0.8 ms. A host of any size is held in pieces that a system can map, and a unit has room."""
 
     def per(host: int, unit: int = 196, **fields: Any) -> tuple[int, int]:
-        monkeypatch.setattr("mmaccel.policies.kv.store.slabs.host_total", lambda: host)
+        monkeypatch.setattr("mmaccel.policies.kv.store.slabs.total_host_bytes", lambda: host)
         store = HostStore(UnitShape(2, 4, unit, 128, torch.bfloat16), "cpu", **fields)
         return store.slabs.slab_bytes >> 20, store.slabs.per
 

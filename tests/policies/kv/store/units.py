@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.policies.kv.store import HostStore, UnitShape
-from mmaccel.policies.kv.store.slabs import DeviceQueue, LaneMark, Lanes
+from mmaccel.policies.kv.store.slabs import CopyQueues, DeviceQueue, QueueMark
 
 LAYERS, GROUPS, TOKENS, SIZE = 3, 2, 5, 4
 UNIT_BYTES = 2 * GROUPS * TOKENS * SIZE * 4
@@ -69,7 +69,7 @@ def filled(units: list[int], slots: int = 16, **fields: Any) -> HostStore:
     return store
 
 
-class SimMark(LaneMark):
+class SimMark(QueueMark):
     def __init__(self, sim: SimLanes) -> None:
         self.passed = False
         self.at = 0.0
@@ -78,7 +78,7 @@ class SimMark(LaneMark):
     def sync(self) -> None:
         self._sim.drain(until=lambda: self.passed)
 
-    def seconds(self, later: LaneMark) -> float:
+    def seconds(self, later: QueueMark) -> float:
         assert isinstance(later, SimMark) and self.passed and later.passed
         return later.at - self.at
 
@@ -93,7 +93,7 @@ class SimLane(DeviceQueue):
         self.queue.append(lambda: (work(), True)[1])
         self._sim.maybe()
 
-    def mark(self, timed: bool = False) -> LaneMark:
+    def mark(self, timed: bool = False) -> QueueMark:
         mark = SimMark(self._sim)
 
         def reach() -> bool:
@@ -103,7 +103,7 @@ class SimLane(DeviceQueue):
         self.queue.append(reach)
         return mark
 
-    def wait(self, mark: LaneMark) -> None:
+    def wait(self, mark: QueueMark) -> None:
         assert isinstance(mark, SimMark)
         self.queue.append(lambda: mark.passed)
 
@@ -113,7 +113,7 @@ class SimLane(DeviceQueue):
             self.queue.popleft()
 
 
-class SimLanes(Lanes):
+class SimLanes(CopyQueues):
     """Two lanes; now and then, by a seeded draw, one of them goes on."""
 
     def __init__(self, seed: int, eager: float = 0.2) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from timing import Log, Times, environment
+from timing import Log, Times, measurement_conditions
 
 from mmaccel.backends import select
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
@@ -390,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = [n for n, why in select.why_unusable(options.device).items() if not why and n != "reference"]
         options.backends = runs if torch.device(options.device).type == "cuda" else ["reference"]
     log = Log(options.out, options.device)
-    print(environment(options.device))
+    print(measurement_conditions(options.device))
     for name in options.cases:
         case = CASES[name]
         bench_case(name, shortened(case, options.tokens) if options.tokens else case, options, log)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from timing import Log, environment, read_rows
+from timing import Log, measurement_conditions, read_rows
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def run_steps(steps: Sequence[Step], options: argparse.Namespace) -> None:
     """Run what `options` asks for: `out`, `device`, `only` (beginnings of names), `limit` in seconds, `shrink`."""
     began = time.monotonic()
     log = Log(options.out, options.device)
-    print(environment(options.device), flush=True)
+    print(measurement_conditions(options.device), flush=True)
     done = done_before(log.path)
     for step in steps:
         if step.name in done or (options.only and not any(step.name.startswith(o) for o in options.only)):

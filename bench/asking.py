@@ -96,7 +96,7 @@ def asked(
     if hasattr(state, "prefetcher") and not told.get("warm"):
         state.prefetcher.forget_from(0)
     with changed(state, told), scenes.asking(*kinds):
-        state.finish_intake()
+        state.end_ingest()
         before = state.counters()
         wait(device)
         began = time.perf_counter()

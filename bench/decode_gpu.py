@@ -239,7 +239,7 @@ def read_under(
             taken.append(time.perf_counter() - began)
         peak = torch.cuda.max_memory_allocated(device) - before if cuda else None
         held = runner.cache.state.counters()
-        modules = HFRunner(model, fast.adapter, KVCache(fast.open_state(), fast.view.geometry.layers))
+        modules = HFRunner(model, fast.adapter, KVCache(fast.open_kv_state(), fast.view.geometry.layers))
         modules.prefill(inputs)
         length = runner.length()
 

@@ -104,7 +104,7 @@ def answering(wire: MessageSocket, peaks: Peaks) -> None:
 
 def asked(worker: Worker) -> list[int]:
     """The most bytes on each device since this was asked before, of a second process that no sequence waits for."""
-    worker.drain()
+    worker.receive_all()
     worker.send(PEAK)
     while (message := worker.receive(WAIT_S)) is not None:
         if message.kind == PEAK:

@@ -60,7 +60,7 @@ LARGEST = 8
 WAITS = "waits"
 PARTS: dict[str, list[tuple[Any, str]]] = {
     WAITS: [(FairLock, "_aside"), (FairLock, "_acquire")],
-    "clip": [(StreamRunner, "take_frames")],
+    "clip": [(StreamRunner, "add_frames")],
     "pixels": [(HFStreamAdapter, "features")],
     "tower": [(StreamForwardPasses, "encoded")],
     "layers": [(StreamRunner, "run_units")],
@@ -70,7 +70,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "parts": [(SharedArchive, "_part")],
     "begins": [(SharedArchive, "begin_pass")],
     "ends": [(StreamMemory, "end_pass")],
-    "finish_intake": [(SharedArchive, "finish_intake")],
+    "end_ingest": [(SharedArchive, "end_ingest")],
     "marks": [(StreamRunner, "checkpoint"), (SharedArchive, "forget_old_units")],
     "clusters": [
         (ClusterIndex, "cluster_units"),

@@ -122,7 +122,7 @@ class Prompt:
         text = fast.adapter.text(self.model)
 
         def run() -> None:
-            cache = wrap_kv_cache(self.model, self.family, fast.open_state())
+            cache = wrap_kv_cache(self.model, self.family, fast.open_kv_state())
             note = ForwardPassInfo(layout=self.layout, last_only=True)
             told = {NOTE: note, "past_key_values": cache, "use_cache": True}
             with torch.no_grad():

@@ -145,7 +145,7 @@ class Scenes:
                 state.append(layer, key, key.roll(1, 2))
                 state.view(layer, key.repeat_interleave(self.geometry.heads // self.geometry.kv_heads, 1))
             state.end_pass()
-        state.finish_intake()
+        state.end_ingest()
 
     def _heads(self, rows: Tensor) -> Tensor:
         """[n, P, G * D] to [1, G, n * P, D] in the model's type."""

@@ -162,7 +162,7 @@ def run(state: Any, stream_pass: StreamPass, seed: int = 0) -> None:
             torch.randn(1, heads, rows, size, generator=generator)
             for heads in (contract.HEADS, contract.GROUPS, contract.GROUPS)
         )
-        state.take_hidden(index, query.transpose(1, 2).flatten(2))
+        state.receive_hidden(index, query.transpose(1, 2).flatten(2))
         state.append(index, key, value)
         state.view(index, query)
     state.end_pass()
@@ -179,7 +179,7 @@ def watch(state: Any, units: int) -> None:
         rows = count * contract.TOKENS
         units_pass = StreamPass(kind="units", rows=rows, first=first, count=count, times=times, look=look)
         run(state, units_pass, seed=first)
-    state.finish_intake()
+    state.end_ingest()
 
 
 def clustering() -> Pair:

@@ -185,7 +185,7 @@ class PeriodicSaver:
             self._note(folder, point)
         return True
 
-    def saved_text(self) -> str:
+    def describe_saved(self) -> str:
         """Say in words how many frames are saved; "" without a folder."""
         if self._folder is None:
             return ""

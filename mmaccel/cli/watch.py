@@ -236,7 +236,7 @@ def watch(
             "unanswered": [{"question": text, "at": at} for at, text in left],
             "answers": work.answers,
         }
-        saved = keeper.saved_text()
+        saved = keeper.describe_saved()
     frames = plural(facts["frames"], "frame")
     if as_json:
         print_json(facts)

@@ -352,7 +352,7 @@ def _sessions(tried: _Tried) -> Iterator[Row]:
                 session.watch(part, fps=2.0)
             adapter, live = session._stream_adapter, session._live
             assert live is not None
-            tail, words = adapter.tail_ids([{"type": "text", "text": question}])
+            tail, words = adapter.question_ids([{"type": "text", "text": question}])
             prompt = adapter.prompt(frames, 2.0, live.info.times, tail.tolist())  # type: ignore[attr-defined]
             with run_question(live, question, 8) as turn:
                 far = float((turn.logits - tried.logits(prompt)[:, -1]).abs().max())

@@ -255,7 +255,7 @@ class _Trial:
                 for i, h in enumerate((HEADS, GROUPS, GROUPS))
             )
             if "hidden" in self.needs:
-                state.take_hidden(layer, query.transpose(1, 2).flatten(2))
+                state.receive_hidden(layer, query.transpose(1, 2).flatten(2))
             state.append(layer, key, value.clone())
             view = state.view(layer, query)
             raise_unless(
@@ -289,7 +289,7 @@ class _Trial:
                 units == first + n,
                 f"{self.who}: units is {units} after {first + n} came; count those taken in.",
             )
-        self.state.finish_intake()
+        self.state.end_ingest()
 
     def ask(self, meanwhile: Callable[[], object] = lambda: None) -> list[KVView]:
         """Run a question and, after `meanwhile`, a token of its answer; return copies of all views."""

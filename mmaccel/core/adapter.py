@@ -215,7 +215,7 @@ class ModelAdapter(ABC):
     def load(self, path: str, like: nn.Module) -> nn.Module:
         """Load the model saved in folder `path` with dtype and device of `like`; a `ConfigOnlyModel` if `like` is one."""
 
-    def supports_type(self, kind: str) -> bool:
+    def supports_model_type(self, kind: str) -> bool:
         """Return whether a family of model type "*" supports model type `kind`, which no other family supports."""
         return kind in self.model_types
 
@@ -270,7 +270,7 @@ class ModelAdapter(ABC):
         """Return the plain model's mask argument for a token tree at `positions` [1, n]; additive `mask` [1, 1, n, N]."""
         return mask
 
-    def pass_note(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
+    def pass_info(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
         """Return `note` (`ForwardPassInfo`: facts of a forward pass for its layers) with facts read from the model's
         arguments `kwargs`; may remove some of these."""
         return note

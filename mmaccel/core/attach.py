@@ -55,7 +55,7 @@ class StreamModel(ABC):
     shares: bool = False  # whether it has `run_each` for answers
     batched: Hashable | None = None  # what models have alike whose units it has `run_each` for; None: none
     text_around_unit: tuple[int, int] = (0, 0)
-    """Tokens that `unit_embeds` puts before and behind the visual tokens of a unit."""
+    """Tokens that `embed_units` puts before and behind the visual tokens of a unit."""
     ready: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda state, running: None)
     """Called before an answer's first token: does what its first decode step would else do once (capture CUDA graphs)."""
     pruned_per_unit: int | None = None
@@ -79,7 +79,7 @@ class StreamModel(ABC):
         """Return `frames` [T, 3, H, W] resized to `size` (height, width)."""
         return frames
 
-    def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+    def embed_units(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
         """Return the layers' input [n, P, E] for units (frames) with `features` [n, ., E]: the features and the text, such
         as a time stamp, beside each. It is wider than E where layers add features of their own (see `run`)."""
         return features
@@ -90,7 +90,7 @@ class StreamModel(ABC):
 
     def head_embeds(self) -> Tensor:
         """Return the input embeddings [h, E] of the prompt before the video."""
-        return self.token_embeds(self.head_ids())
+        return self.embed_tokens(self.head_ids())
 
     @abstractmethod
     def question(self, text: Any) -> Question:
@@ -101,7 +101,7 @@ class StreamModel(ABC):
         """Return the rotary positions of a stream of frames of `size` (height, width) at `fps`, or None if unknown."""
 
     @abstractmethod
-    def token_embeds(self, ids: Tensor) -> Tensor:
+    def embed_tokens(self, ids: Tensor) -> Tensor:
         """Return the language model's input embeddings [n, E] of text token ids [n]."""
 
     @abstractmethod
@@ -150,7 +150,7 @@ class StreamAdapter(StreamModel):
         piece. `check` is called while waiting for frames of a path, and may raise to end the wait. Raises `VideoError`."""
 
     @abstractmethod
-    def tail_ids(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
+    def question_ids(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
         """Return the token ids [n] that follow the video when `question` (a text or messages) is asked, and the range
         (begin, end) of the user's own words in them. Raises `ModelError` for an empty question."""
 
@@ -215,7 +215,7 @@ def family_of(kind: str) -> ModelFamily:
     known: Any = reversed([*registry("model").values()])
     families: dict[str, Any] = {t: one for one in known for t in one.model_types}
     form: Any = families.get(kind, families.pop("*", None))
-    if form is None or not form().supports_type(kind):
+    if form is None or not form().supports_model_type(kind):
         raise ModelError(
             f"model type {shown(kind)} is not supported; {nearest(kind, families)}there are {', '.join(sorted(families))}."
         )
@@ -258,7 +258,7 @@ class Accelerated:
         state = "attached" if self._detach is not None else "detached"
         return f"<Accelerated {type(self.model).__name__}, {state}, {self.recipe}>"
 
-    def open_state(self) -> KVState:
+    def open_kv_state(self) -> KVState:
         """Return a new, empty KV memory for one batch of sequences."""
         shape = self.view.geometry
 
@@ -271,7 +271,7 @@ class Accelerated:
         return PrunedKVState(prune, shape.layers, state) if prune else self.adapter.memory(self.view, state)
 
     @property
-    def last_state(self) -> KVState | None:
+    def last_kv_state(self) -> KVState | None:
         """The KV memory of the last batch of sequences, while the object it was opened for is alive; else None."""
         return self._state()
 
@@ -292,7 +292,7 @@ class Accelerated:
         if self._state() is state:
             self._state, self._counted = lambda: None, dict(counters)
 
-    def clear_figures(self) -> None:
+    def clear_kv_counters(self) -> None:
         """Drop the current KV memory's figures: reports have none until the next memory is opened."""
         self._state, self._counted = lambda: None, {}
 
@@ -305,7 +305,7 @@ class Accelerated:
 
     def report(self) -> Report:
         """Return the figures of the last `generate`, or of the forward passes since then."""
-        state, attention = self.last_state, self.attention
+        state, attention = self.last_kv_state, self.attention
         kv = self._counted if state is None else state.counters()
         why = attention.choice.why if attention.choice is not None else ""
         return attention.meter.report(self.recipe.to_dict(), attention.backend, kv, self.view.device, why)

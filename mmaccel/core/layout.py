@@ -18,7 +18,7 @@ NEAR = 1e-3  # share of a unit's interval: a unit this near to its time at the e
 
 def _fact(read: Callable[[Any], Any]) -> Any:
     """A property of a layout that is read from the device once: see `TokenLayout.fact`."""
-    return property(lambda layout: layout.host_fact(read.__name__, partial(read, layout)), doc=read.__doc__)
+    return property(lambda layout: layout.host_value(read.__name__, partial(read, layout)), doc=read.__doc__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class TokenLayout:
         return torch.where(framed, count - first, -1)
 
     @_fact
-    def max_tokens_of(self) -> dict[int, int]:
+    def max_tokens_by_modality(self) -> dict[int, int]:
         """For each modality, the largest number of valid tokens in any sequence (read from the device once)."""
         kinds = list(MODALITIES)
         counts = torch.stack([((self.modality == m) & self.valid).sum(1).amax() for m in kinds])
@@ -126,7 +126,7 @@ class TokenLayout:
         """Whether any token is padding (read from the device once)."""
         return not bool(self.valid.all())
 
-    def host_fact(self, name: Any, read: Callable[[], Any]) -> Any:
+    def host_value(self, name: Any, read: Callable[[], Any]) -> Any:
         """Return the fact `name`, of the host: ``read()`` reads the device, if no copy of this layout has it."""
         if name not in (facts := self.memo.setdefault("facts", {})):
             facts[name] = read()
@@ -143,7 +143,7 @@ class TokenLayout:
         """Return the layout of some tokens of each sequence, a slice or indices [n]; their positions stay the same."""
         part = self._map(lambda t: t[:, tokens])
         if isinstance(tokens, slice):
-            part.memo["facts"] = self.host_fact((tokens.start, tokens.stop, tokens.step), dict)
+            part.memo["facts"] = self.host_value((tokens.start, tokens.stop, tokens.step), dict)
         return part
 
     def select_sequences(self, sequences: slice | Tensor) -> TokenLayout:
@@ -273,7 +273,7 @@ class PositionIds:
         last = len(self._slots) - 1
         return self._slots[unit] if unit <= last else self._slots[last] + unit - last
 
-    def slot_count(self, count: int) -> int:
+    def time_slot_count(self, count: int) -> int:
         """Return the number of time slots up to the last of `count` units (frames); it is `count` if the stream is even."""
         return math.floor(self.unit_time_slot(count - 1)) + 1 if count else 0
 
@@ -363,7 +363,7 @@ class PositionIds:
             most = max(last, first + int(self.follows.max()))
         return last, max(most, self.largest(whole, own)) + 1
 
-    def pass_within_limit(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
+    def fits_limit(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
         """Return whether the model has positions for a pass of `rows` columns and one more token (see `last_position`)."""
         last, taken = self.last_position(units, pending, rows, own)
         return last + 1 < self.limit and taken <= self.limit

@@ -206,7 +206,7 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
 
 def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
     """Raise `RecipeError` for a pruner that has no part in what a question on a stream recalls."""
-    acts = prune.on_stream()
+    acts = prune.for_stream()
     if acts is None:
         others = registry("prune").matching_names_text(
             lambda cls: cls.stage == "layer" and cls.needs <= {"attention"}

@@ -30,9 +30,9 @@ _FORMER = """
     placed:with_base_dir asks:query_time_fields lookback:max_rollback reach:rollback_limit admits_sparse:allows_sparse
     toll:max_blocks bound:max_blocks_total expected:expected_blocks guess:estimate_blocks plan_of:plan_heads
     stream:open_stream shown:shown_units glance:scoring_layer turn:question_scope enter:begin_pass leave:end_pass
-    seat:write_slot idle:finish_intake between:limit_to_units fit:units_that_fit let_go:forget_old_units
-    merge:merge_units waiting:waiting_features seen:seen_tokens ahead:take_hidden summaries:count_summary_columns
-    wrote:note_written lacks:count_dropped at:for_layer left:kept_token_count cut:prune recall:recalled_columns
+    seat:write_slot idle:end_ingest between:limit_to_units fit:units_that_fit let_go:forget_old_units
+    merge:merge_units waiting:waiting_features seen:seen_tokens ahead:receive_hidden summaries:count_summary_columns
+    wrote:record_written lacks:count_dropped at:for_layer left:kept_token_count cut:prune recall:recalled_columns
     watch:open_stream notes:report_notes bind:for_model
 """
 RENAMED = dict(pair.split(":") for pair in _FORMER.split())

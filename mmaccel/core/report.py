@@ -107,11 +107,11 @@ class DraftRounds:
             self.lengths.append(accepted)
             self.windows.append(proposed)
 
-    def draft_failed(self, reason: str) -> None:
+    def record_draft_failure(self, reason: str) -> None:
         """Record that the draft failed for `reason` and was dropped; decoding goes on without it."""
         self.failed = reason
 
-    def draft_ended(self, counters: dict[str, float], notes: list[str]) -> None:
+    def record_draft_end(self, counters: dict[str, float], notes: list[str]) -> None:
         """Record the counters and notes of one sequence's draft, at the end of the sequence."""
 
     def figures(self) -> dict[str, Any]:
@@ -135,11 +135,11 @@ class SequenceMeter(DraftRounds):
         super().count_round(proposed, accepted)
         self.whole.count_round(proposed, accepted)
 
-    def draft_failed(self, reason: str) -> None:
-        super().draft_failed(reason)
-        self.whole.draft_failed(reason)
+    def record_draft_failure(self, reason: str) -> None:
+        super().record_draft_failure(reason)
+        self.whole.record_draft_failure(reason)
 
-    def draft_ended(self, counters: dict[str, float], notes: list[str]) -> None:
+    def record_draft_end(self, counters: dict[str, float], notes: list[str]) -> None:
         self.counters, self.notes, self.wait_s = counters, notes, counters.pop("draft_wait_seconds", 0.0)
         self.whole.wait_s += self.wait_s
 
@@ -186,13 +186,13 @@ class Meter(DraftRounds):
 
     def begin_pass(self, tokens: int, start: int, video: tuple[int, int] = (0, 0)) -> None:
         """Start measuring a pass over `tokens` new columns from column `start`; `video`: its tokens and units (frames)."""
-        if not self.generating and (start == 0 or self.awaits_pass):
+        if not self.generating and (start == 0 or self.awaits_first_pass):
             self.clear()
         if self.prompt_tokens == 0:
             self.prompt_tokens, self.video = tokens, video
 
     @property
-    def awaits_pass(self) -> bool:
+    def awaits_first_pass(self) -> bool:
         """Whether the next pass is the first that counts, or the first after a generation, whose figures then go."""
         return self.prompt_tokens == 0 or (self.started is not None and not self.generating)
 
@@ -234,7 +234,7 @@ class Meter(DraftRounds):
             self.add_note(sentence)
         self.idle |= other.idle
 
-    def joined(self, other: Meter, video: tuple[int, int]) -> Meter:
+    def joined_with(self, other: Meter, video: tuple[int, int]) -> Meter:
         """Return these figures with the query-key pairs and notes of `other` too; `video`: the stream's tokens and units."""
         whole = replace(self, listed={}, causal={}, names={}, notes=[], idle={}, video=video)
         for one in (other, self):
@@ -252,7 +252,7 @@ class Meter(DraftRounds):
             shares.append(mean if not shares else mean.to(shares[0].device))
         return tuple(map(tuple, torch.stack(shares).tolist())) if shares else ()
 
-    def ran_patterns(self) -> bool:
+    def has_run_patterns(self) -> bool:
         """Return whether any head ran another pattern than "dense"."""
         return bool({*chain.from_iterable(self.names.values())} - {DEFAULTS["sparse"]})
 
@@ -260,7 +260,11 @@ class Meter(DraftRounds):
         """Sentences on a pattern or a draft that did nothing, unless a note tells of it; and on forgotten frames."""
         asked, draft = (recipe.get(kind, {}).get("name", DEFAULTS[kind]) for kind in ("sparse", "draft"))
         noted = {one.split(": ")[0] for one in self.notes}
-        if asked != DEFAULTS["sparse"] and not self.ran_patterns() and ("sparse" not in noted or self.idle):
+        if (
+            asked != DEFAULTS["sparse"]
+            and not self.has_run_patterns()
+            and ("sparse" not in noted or self.idle)
+        ):
             did = "was asked for and did nothing"
             if self.acted_before:
                 did = "acted in an earlier call, which read what this one goes on from, and acts on no part of this call"

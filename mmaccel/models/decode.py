@@ -232,7 +232,7 @@ class SequenceDecodeSteps:
                 if part.looks is not None:
                     assert isinstance(state, PrunedKVState)
                     self._look(state, part, part.looks, held, count)
-        state.note_written(count)
+        state.record_written(count)
         return out[:, :count].clone()
 
     def build_steps(self, state: KVState, delta: int, room: int) -> list[DeviceDecodeStep]:

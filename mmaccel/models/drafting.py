@@ -300,7 +300,7 @@ class _Sequence:
                     words = {"input_ids": input_ids}
                     prompt = replace(prompt, inputs=words, past=None, stream=runner.drafts.stream)
                     if runner.drafts.failed:
-                        self.meter.draft_failed(runner.drafts.failed)
+                        self.meter.record_draft_failure(runner.drafts.failed)
                     else:
                         begin_draft(prompt)
             self.decoding = Speculation(

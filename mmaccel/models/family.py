@@ -227,7 +227,7 @@ class Family(ModelFamily):
         """Token grids (`Grid`) of a prompt's images and of its videos, each list in order of appearance over the batch."""
         raise self._lacks("how its visual tokens are laid out")
 
-    def rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
+    def pixel_rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         """For each input of images (IMAGE) or videos (VIDEO): how many entries of its first axis each image or video has."""
         raise self._lacks("which pixels are whose; give prompts one by one")
 
@@ -252,13 +252,13 @@ class Family(ModelFamily):
         rest = torch.where(ids == config.image_token_id, IMAGE, TEXT)
         return torch.where(ids == config.video_token_id, VIDEO, rest)
 
-    def tiny_visual(
+    def tiny_visual_input(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         """Token ids and random pixels of a small image, or of a video of `units` time steps, for a model of `config`."""
         raise self._lacks("what a small prompt of it is made of")
 
-    def complete_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
+    def complete_tiny_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
         """Complete the inputs of a small test prompt, which were joined from pieces; by default they are complete."""
         return made
 

@@ -61,14 +61,14 @@ class Gemma3(Generic):
         }
     }
 
-    def tiny_visual(
+    def tiny_visual_input(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         pixels = torch.randn(units, 3, 28, 28, generator=generator)
         frames = [[7, 8 + n % 2, tiny.BEGIN, *[tiny.IMG] * 4, tiny.END] for n in range(units)]
         return [token for frame in frames for token in frame], {PIXELS[IMAGE]: pixels}
 
-    def complete_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
+    def complete_tiny_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
         types = self.token_modalities(config, made["input_ids"]).clamp(max=self.max_token_type)
         return {**made, self.token_types: types}
 
@@ -120,7 +120,7 @@ class Gemma3(Generic):
         far = positions[0, :, None] - columns >= max(self.sliding_layers(model).values(), default=1 << 62)
         return dict(zip(KINDS, (mask, mask.masked_fill(far, torch.finfo(mask.dtype).min)), strict=True))
 
-    def pass_note(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
+    def pass_info(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
         mask, types = kwargs.get("attention_mask"), kwargs.get(self.token_types)
         if isinstance(mask, dict):
             return note
@@ -193,7 +193,7 @@ class Gemma4(Gemma3):
         }
     }
 
-    def tiny_visual(
+    def tiny_visual_input(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         patches, name = torch.rand(units, 16, 48, generator=generator), PIXELS[kind]

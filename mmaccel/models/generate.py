@@ -165,7 +165,7 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
     meter = attachment.owner.attention.meter
     meter.begin(attachment.owner.view.device, getattr(kwargs.get("past_key_values"), "read_sparsely", False))
     if streams:
-        attachment.owner.clear_figures()
+        attachment.owner.clear_kv_counters()
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
     held = 0 if cache is None else cache.get_seq_length()
     whole = isinstance(ids, Tensor) and ids.shape[1] > held
@@ -208,7 +208,7 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
         attachment.running.__dict__.update({"layout": None, "chunk": None, "last_only": False, **outer})
         meter.generating = False
         if isinstance(cache, KVCache):
-            cache.read_sparsely |= meter.ran_patterns()
+            cache.read_sparsely |= meter.has_run_patterns()
 
 
 def _noted(cache: Any, out: Any, whole: bool, read: Tensor | None) -> Any:

@@ -131,7 +131,7 @@ class Generic(Family):
         },
     }
 
-    def tiny_visual(
+    def tiny_visual_input(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         of, name = config.model_type, PIXELS[kind]
@@ -189,7 +189,7 @@ class Generic(Family):
 
         return pixels.reshape(steps, 1, -1, pixels.shape[1]), made
 
-    def rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
+    def pixel_rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         names = [PIXELS[kind], GRIDS[kind], *_TOLD_OF[kind]]
         grid = inputs.get(GRIDS[kind])
         sizes = {name: [1] * len(inputs[name]) for name in names if inputs.get(name) is not None}
@@ -218,7 +218,7 @@ class Generic(Family):
 
         return some(mine), some(~mine) if bool((~mine).any()) else {}
 
-    def complete_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
+    def complete_tiny_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
         if config.model_type == "smolvlm" and PIXELS[IMAGE] in made:
             made[PIXELS[IMAGE]] = made[PIXELS[IMAGE]][None]
         return made
@@ -297,7 +297,7 @@ class UnlistedFamily(Generic):
         "pruning": "have layers that mmaccel does not know how to read between",
     }
 
-    def supports_type(self, kind: str) -> bool:
+    def supports_model_type(self, kind: str) -> bool:
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
         return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -112,7 +112,7 @@ class ModelAttachment(AttachmentBase):
 
     def cache(self) -> KVCache:
         """Open a new KV cache with the recipe's KV policy."""
-        cache: KVCache = wrap_kv_cache(self.model, self.family, self.owner.open_state())
+        cache: KVCache = wrap_kv_cache(self.model, self.family, self.owner.open_kv_state())
         self.opened(cache.state, cache)
         return cache
 
@@ -137,7 +137,7 @@ class ModelAttachment(AttachmentBase):
                 kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
             note = replace(note, layout=layout)
         note = replace(note, last_only=note.last_only or getattr(self.running, "last_only", False))
-        return {NOTE: self.family.pass_note(self.model, kwargs, note), **kwargs}
+        return {NOTE: self.family.pass_info(self.model, kwargs, note), **kwargs}
 
     def _caches(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a forward pass keeps a cache: as `use_cache` says, else as the model's config says."""
@@ -298,7 +298,7 @@ class ModelAttachment(AttachmentBase):
             images=note.images,
             last_only=note.last_only,
         )
-        if start == 0 or self.owner.attention.meter.awaits_pass:
+        if start == 0 or self.owner.attention.meter.awaits_first_pass:
             self.owner.attention.meter.begin_pass(int(new.valid.sum()), start, new.video())
         if self.states and mask is not None:
             kwargs["attention_mask"] = mask

@@ -32,7 +32,7 @@ class CharTokenizer:
 
 class CharProcessor(Processor):
     """A test processor that makes prompts for tiny models of `config`; an image or video becomes the tokens of
-    `Family.tiny_visual`."""
+    `Family.tiny_visual_input`."""
 
     video_token, video_token_id = "<video>", -1
 
@@ -72,8 +72,8 @@ class CharProcessor(Processor):
         """Ids and inputs of a video of `frames` [T, 3, H, W]: those of a unit follow from its frames alone."""
         pace = int(getattr(self.config.vision_config, "temporal_patch_size", None) or 1)
         units = frames.split(pace)
-        ids, made = self.family.tiny_visual(self.config, VIDEO, len(units), torch.Generator())
-        made = self.family.complete_inputs(self.config, made)
+        ids, made = self.family.tiny_visual_input(self.config, VIDEO, len(units), torch.Generator())
+        made = self.family.complete_tiny_inputs(self.config, made)
         pixels = next(made[name] for name in PIXELS.values() if name in made)
         for unit, out in zip(units, pixels.view(-1).chunk(len(units)), strict=True):
             generator = torch.Generator().manual_seed(int(unit.long().sum()))

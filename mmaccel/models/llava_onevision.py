@@ -203,7 +203,7 @@ class LlavaOnevision(Family):
         }
     }
 
-    def tiny_visual(
+    def tiny_visual_input(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         vision = config.vision_config
@@ -319,7 +319,7 @@ class LlavaOnevision(Family):
             some[:, each * unit :] = rows[:, length:]
         return whole
 
-    def rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
+    def pixel_rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         names = PIXELS[kind], "image_sizes" if kind == IMAGE else "image_sizes_videos"
         found = {name: [1] * len(inputs[name]) for name in names if inputs.get(name) is not None}
         if kind == IMAGE and inputs.get("batch_num_images") is not None:

@@ -74,9 +74,9 @@ class BatchedStreamPass:
         """Give each memory its keys and values of [1, G, n, D]."""
         self._each(lambda rows, run: run.state.append(layer, key[:, :, rows], value[:, :, rows]))  # type: ignore[union-attr]
 
-    def take_hidden(self, layer: int, hidden: Tensor) -> None:
+    def receive_hidden(self, layer: int, hidden: Tensor) -> None:
         """Give each memory its rows of what enters a layer, [1, n, E]."""
-        self._each(lambda rows, run: run.state.take_hidden(layer, hidden[:, rows]))  # type: ignore[union-attr]
+        self._each(lambda rows, run: run.state.receive_hidden(layer, hidden[:, rows]))  # type: ignore[union-attr]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention [1, H, n, D] of each stream's rows to what its memory shows."""

@@ -114,7 +114,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
                 levels = deepstack.WHERE in given
                 self._rest = (deepstack.join_prompt_deepstack(given) if levels else given["inputs_embeds"])[0]
         else:
-            self._rest = self.token_embeds(rest)
+            self._rest = self.embed_tokens(rest)
 
     @property
     def begun(self) -> Tensor:
@@ -134,13 +134,13 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         is_text = (own.modality[0] == TEXT).tolist()
         words = last_message_span(tail.tolist(), is_text, *markup_ids(self.model), int(ids[0, 0]))
         own = replace(own, position=torch.arange(own.length, device=own.device)[None])
-        rows = concat_padded([self._rest[self._head :], self.token_embeds(tail[self._seen :])])
+        rows = concat_padded([self._rest[self._head :], self.embed_tokens(tail[self._seen :])])
         return Question(tail, words, rows, self._seen, own)
 
-    def read_into(self, live: StreamRunner, deadline: Deadline) -> None:
-        live.take_frames(self.frames, self.times, lambda read: None, deadline, live.kv.ingests)
+    def read_video_into(self, live: StreamRunner, deadline: Deadline) -> None:
+        live.add_frames(self.frames, self.times, lambda read: None, deadline, live.kv.ingests)
         deadline.check()
-        live.state.finish_intake()
+        live.state.end_ingest()
         self.inputs, self.frames = {}, torch.empty(NO_FRAMES)
 
     @property
@@ -181,14 +181,14 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
             parted = self.family.split_images(given, layout, slice(self._head, self._tail))
             if parted is not None:
                 return parted  # type: ignore[no-any-return]
-        others = {name: given[name] for name in self.family.rows_per_item(given, IMAGE)}
+        others = {name: given[name] for name in self.family.pixel_rows_per_item(given, IMAGE)}
         own: dict[str, Any] = {}
         if self._video is None:
             return own, others
         before = layout.segment[0][(layout.modality[0] == VIDEO) & (layout.segment[0] < self._video)]
         number = before.unique().numel()
         rest: dict[str, list[Tensor]] = {}
-        for name, sizes in self.family.rows_per_item(given, VIDEO).items():
+        for name, sizes in self.family.pixel_rows_per_item(given, VIDEO).items():
             begin, whole = sum(sizes[:number]), torch.as_tensor(given[name])
             own[name] = whole[begin : begin + sizes[number]]
             rest[name] = [whole[:begin], whole[begin + sizes[number] :]]
@@ -218,13 +218,13 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         unit = self._unit - self.text_around_unit[0]
         return self.encoded(self._made(frames.to(self.device)), len(frames) // self.frames_a_step, unit)
 
-    def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+    def embed_units(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
         if not any(self.text_around_unit) or not len(features):
             return features
         begins = [self._head + frame // self.frames_a_step * self._unit for frame, _ in moments]
         ids = self.ids[0]
         around = [(ids[begin : begin + self.text_around_unit[0]].tolist(), list[int]()) for begin in begins]
-        return units.unit_embeds(self.token_embeds, features, around)
+        return units.unit_embeds(self.embed_tokens, features, around)
 
     def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         positions = self.family.positions(self.model, {**self.inputs, "attention_mask": None})
@@ -317,8 +317,8 @@ class PromptStreamRunner(Runner):
                 self._open.callback(owner.register_state(live.state, self))
                 meter = owner.attention.meter
                 if before is None:
-                    cache.prompt.read_into(live, deadline)
-                    cache.read_sparsely = meter.ran_patterns()
+                    cache.prompt.read_video_into(live, deadline)
+                    cache.read_sparsely = meter.has_run_patterns()
                 turn = run_question(live, ids, self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
                 self._open.enter_context(self.drafts.asked(ids, self._room, live.around))
@@ -374,7 +374,7 @@ class PromptStreamRunner(Runner):
         """End the question, and close the stream unless its cache lasts; a second call does nothing."""
         state, self._state = self._state, None
         if self.cache is not None and self.cache.lasts and self._deadline.end_reason() is None:
-            self.drafts.finish_intake()  # one that has not read the prompt yet would hold its pixels
+            self.drafts.end_ingest()  # one that has not read the prompt yet would hold its pixels
         if state is not None:
             assert self.cache is not None
             self.counters = self.cache.counters_of_call(self._counted())

@@ -156,7 +156,7 @@ class PrefillTokenPruning:
             kwargs["input_ids"] = None
             signals = Signals(hidden=embeds)
             if self.vision is not None:
-                signals.update(self.vision.take_signals(run.layout))
+                signals.update(self.vision.pop_signals(run.layout))
             kept = self._cut(work, self.stages[0], signals, embeds[0])
             if kept is not None:
                 kwargs = slice_inputs(kwargs, kept.columns)
@@ -308,7 +308,7 @@ def prune_frames(
     layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=frame)
     signals = Signals(hidden=rows[None, :, : shape.hidden])
     if vision is not None:
-        signals.update(vision.take_signals(layout))
+        signals.update(vision.pop_signals(layout))
     kept = pruner.prune(signals, layout, pruner.stages(shape.layers)[0])
     columns = check_kept_columns(pruner, kept.columns, layout)
     counts = torch.bincount(columns[columns < inside] // each, minlength=inside // each)

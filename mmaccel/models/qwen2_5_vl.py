@@ -146,7 +146,7 @@ class Qwen25VL(Family):
     rms_norms = frozenset({"Qwen2_5_VLRMSNorm", "Qwen2RMSNorm", "Qwen2VLRMSNorm"})
     gated_mlps = frozenset({"Qwen2MLP", "Qwen2_5_VLMLP"})
 
-    def tiny_visual(
+    def tiny_visual_input(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         vision = config.vision_config
@@ -190,7 +190,7 @@ class Qwen25VL(Family):
 
         return read(IMAGE), read(VIDEO)
 
-    def rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
+    def pixel_rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         grid = inputs.get(_GRIDS[kind])
         if grid is None:
             return {}

@@ -178,7 +178,7 @@ def _few_rows(model: nn.Module) -> Callable[[], Any]:
     positions = PositionIds.evenly_spaced(line[:, :1], line[:, 1:], 2, 1, 1 << 15)
     told = Stream(tokens_per_unit=1, head=1, pace=1, positions=positions, dtype=passes.dtype)
     state = stream_policy(Recipe()).open_stream(told, family.geometry(model), passes.view, passes.device)
-    word = passes.token_embeds(line[0, :1])
+    word = passes.embed_tokens(line[0, :1])
 
     def step(kind: Any = "answer", **more: Any) -> Any:
         length = state.length()

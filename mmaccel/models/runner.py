@@ -57,7 +57,7 @@ class HFRunner(Runner):
             # The recipe's memory is of a call's own prompt; who runs the model beside it, as a draft may, sees everything.
             full = registry("kv").build(DEFAULTS["kv"])
             state = full.open(owner.view.geometry, owner.view, owner.view.device)
-        state = owner.open_state() if state is None else state
+        state = owner.open_kv_state() if state is None else state
         return open_runner(model, family, wrap_kv_cache(model, family, state))
 
     @torch.no_grad()
@@ -192,7 +192,7 @@ class HFRunner(Runner):
     def record_decode_step(self, count: int) -> None:
         """Record that a step of `count` rows wrote to this runner's KV memory without a call of `step`."""
         self._last = count
-        self.memory().note_written(count)
+        self.memory().record_written(count)
 
     def memory(self) -> KVState:
         """The KV memory that CUDA-graph steps write to: the cache's own, or a new one that takes over a `DynamicCache`."""

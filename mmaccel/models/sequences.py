@@ -225,7 +225,7 @@ def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> lis
         rows.append(row)
     for kind in (IMAGE, VIDEO):
         shown = [layout.segment[b][layout.modality[b] == kind].unique().numel() for b in range(layout.batch)]
-        for name, sizes in family.rows_per_item(inputs, kind).items():
+        for name, sizes in family.pixel_rows_per_item(inputs, kind).items():
             counts = (
                 shown if sum(shown) == len(sizes) else _tiles(family, inputs, layout, len(sizes)) or shown
             )

@@ -276,7 +276,7 @@ class VisionAttentionProbe:
     key.
 
     The tower keeps its attention kernels: queries and keys of one layer are recomputed from its input, and scores for a few
-    frames at a time. Results are kept per thread until `take_signals`.
+    frames at a time. Results are kept per thread until `pop_signals`.
     """
 
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any) -> None:
@@ -312,7 +312,7 @@ class VisionAttentionProbe:
         if caught is not None:
             caught.append(self.tower.measure_patches(args[0] if args else kwargs["hidden_states"], kwargs))
 
-    def take_signals(self, layout: TokenLayout) -> dict[str, Tensor]:
+    def pop_signals(self, layout: TokenLayout) -> dict[str, Tensor]:
         """Return and clear the last prompt's `vision_attention` [S] and `vision_key` [S, D] from the vision tower."""
         tokens: dict[int, Tensor] = self.local.__dict__.pop("tokens", {})
         whole: Tensor | None = None

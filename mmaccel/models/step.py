@@ -53,7 +53,7 @@ def shared_captured_steps(stream: Any) -> CapturedStreamSteps:
 
 def warm_up(stream: Any, state: StreamState, running: Any) -> None:
     """Warm up before the first token: run an answer's step on `state` until it is captured as a CUDA graph."""
-    word = stream.token_embeds(torch.zeros(1, dtype=torch.long, device=stream.device))
+    word = stream.embed_tokens(torch.zeros(1, dtype=torch.long, device=stream.device))
     steps, length = stream._few, state.length()
     for _ in range(2):
         state.begin_pass(StreamPass(kind="answer", rows=1))
@@ -93,7 +93,7 @@ class CapturedVisionTower:
         # Not in `roots`: weights of the model itself, such as the newline's.
         own = tuple(weight.data_ptr() for weight in multimodal.parameters(recurse=False))
         config: Any = multimodal.config
-        self._replays.bind_data((self._watched, own, config.vision_config._attn_implementation))
+        self._replays.set_data_place((self._watched, own, config.vision_config._attn_implementation))
         room = self._replays.get_buffer("pixels", tuple(pixels.shape), pixels.dtype).copy_(pixels)
         told = partial(family.encode_frames, self._model, {name: room})
         (rows,) = self._replays("tower", lambda: (told(),), at=(pixels.shape, pixels.dtype), lasting=False)
@@ -169,7 +169,7 @@ class CapturedStreamSteps:
     ) -> Tensor:
         """Final hidden states [n, E] of `embeds` [n, E], as in `StreamModel.run`; `slots`: all layers' slots, if known."""
         # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
-        self._replays.bind_data(self._watched)
+        self._replays.set_data_place(self._watched)
         states: list[RecurrentCacheLayer] = [] if running is None else [*running.states.values()]
         with restore_states_on_error(states):
             carried = self._carried(states, len(embeds)) if states else None
@@ -196,7 +196,7 @@ class CapturedStreamSteps:
         for seat, (run, count, _) in enumerate(passes):
             with _noted(errors, seat):
                 run.state.begin_pass(StreamPass(kind="answer", rows=count))  # type: ignore[union-attr]
-        self._replays.bind_data(self._watched)
+        self._replays.set_data_place(self._watched)
         out, errors = self._run(passes, embeds, errors)
         for seat, (run, _, _) in enumerate(passes):
             if seat not in errors:
@@ -228,7 +228,7 @@ class CapturedStreamSteps:
                     state = run.state
                     assert isinstance(state, StreamState)
                     if hidden:
-                        state.take_hidden(number, x[None, rows])
+                        state.receive_hidden(number, x[None, rows])
                     columns = qkv[number][None, rows].unflatten(2, (-1, size)).transpose(1, 2)
                     query, key, value, *_ = columns.split([heads, groups, groups, *[heads] * first.gated], 1)
                     state.append(number, key, value)
@@ -302,7 +302,7 @@ class CapturedStreamSteps:
 
     def is_captured(self, slots: list[CacheSlot] | None) -> bool:
         """Whether an answer's step of one row is already captured as a CUDA graph; `slots` as in `run`."""
-        self._replays.bind_data(self._watched)
+        self._replays.set_data_place(self._watched)
         if slots is not None:
             return self._replays.is_captured(("answer", 1), self._named(slots)[-1])
         lies, ready = self._slot_count(), self._replays.is_captured

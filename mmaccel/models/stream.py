@@ -108,7 +108,7 @@ class StreamForwardPasses:
     @property
     def frame_pruner(self) -> TokenPruner | None:
         """The recipe's pruner, if it drops tokens of each frame before the language model; else None."""
-        acts = None if (prune := self.attention.recipe.prune) is None else prune.on_stream()
+        acts = None if (prune := self.attention.recipe.prune) is None else prune.for_stream()
         return None if acts is None or acts.stage != "frames" or not acts.compact else acts
 
     def _kept(self, made: PositionIds) -> PositionIds:
@@ -120,7 +120,7 @@ class StreamForwardPasses:
         self.pruned_per_unit = tokens * self.frame_pruner.group - left
         return made.renumbered_positions(left + words)
 
-    def token_embeds(self, ids: Tensor) -> Tensor:
+    def embed_tokens(self, ids: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             return self.family.token_embedding(self.model)(ids.to(self.device))  # type: ignore[no-any-return]
 
@@ -247,7 +247,7 @@ class StreamForwardPasses:
                 if states := self.family.recurrent_layers(self.model):
                     recurrent.hook_inputs(hooks, states.values())
             for number, layer in enumerate(layers if hidden else ()):
-                hooks.add_pre_hook(layer, partial(entering, partial(state.take_hidden, number)))
+                hooks.add_pre_hook(layer, partial(entering, partial(state.receive_hidden, number)))
             for number, ear in input_hooks.items():
                 if number < len(layers):
                     hooks.add_pre_hook(layers[number], partial(entering, ear))
@@ -323,15 +323,15 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
         return self._template[0]
 
     def question(self, text: Any) -> Question:
-        ids, words = self.tail_ids(text)
-        asking = Question(ids, words, self.token_embeds(ids), suffix_length=self._template[2])
+        ids, words = self.question_ids(text)
+        asking = Question(ids, words, self.embed_tokens(ids), suffix_length=self._template[2])
         images = [] if isinstance(text, str) else dialogue.question_messages(text)[2]
         return dialogue.expand_image_placeholders(self, asking, images) if images else asking
 
     def token_choice(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
         return build_token_choice(self, ids, most, settings, drafts)
 
-    def tail_ids(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
+    def question_ids(self, question: Any) -> tuple[Tensor, tuple[int, int]]:
         if isinstance(question, list | tuple):
             ids, plain = (self._chat(one)[1] for one in dialogue.question_messages(question)[:2])
         else:

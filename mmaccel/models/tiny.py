@@ -1,7 +1,7 @@
 """Tiny random models of each family, and prompts for them, as `check_family` and the tests build them; no network.
 
-A family states `tiny`, configuration settings for each of its model types, and `tiny_visual`, the tokens and pixels of one
-image or video in a prompt.
+A family states `tiny`, configuration settings for each of its model types, and `tiny_visual_input`, the tokens and pixels
+of one image or video in a prompt.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TinyModels:
             if kind == "text":
                 ids += torch.randint(*WORDS, (rest[0],), generator=generator).tolist()
                 continue
-            tokens, inputs = family.tiny_visual(
+            tokens, inputs = family.tiny_visual_input(
                 config, IMAGE if kind == "image" else VIDEO, *rest or (1,), generator
             )
             ids += tokens
@@ -112,7 +112,7 @@ class TinyModels:
         if "mm_token_type_ids" in family.extra_inputs:
             made["mm_token_type_ids"] = family.token_modalities(config, made["input_ids"]).int()
         made |= {name: torch.cat(some) for name, some in found.items()}
-        return family.complete_inputs(config, made)  # type: ignore[no-any-return]
+        return family.complete_tiny_inputs(config, made)  # type: ignore[no-any-return]
 
     def processor(self, config: Any) -> Any:
         """A test processor for a model of `config`, as sessions need one."""

@@ -66,7 +66,7 @@ class TextAroundUnits:
 
 
 def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
-    """Put the embeddings of the text `around` each unit beside its `features` [n, P, E]; see `StreamModel.unit_embeds`."""
+    """Put the embeddings of the text `around` each unit beside its `features` [n, P, E]; see `StreamModel.embed_units`."""
     whole, wide = [], features.shape[2]
     for side in zip(*around, strict=True):
         ids = torch.tensor(side, dtype=torch.long, device=features.device)
@@ -138,5 +138,5 @@ class FrameTextStream(HFStreamAdapter):
             made |= {} if size == whole else {**one, **self._pixels(frames, size)}
         return {name: x for name, x in made.items() if name != "video_compression_mask"}
 
-    def unit_embeds(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        return unit_embeds(self.token_embeds, features, [self._written.ids(moment) for moment in moments])
+    def embed_units(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
+        return unit_embeds(self.embed_tokens, features, [self._written.ids(moment) for moment in moments])

@@ -111,7 +111,7 @@ def max_frame_tokens(layout: TokenLayout) -> int:
 
 def modalities_present(layout: TokenLayout) -> list[int]:
     """Return the modalities that occur in a prompt."""
-    return [m for m in MODALITIES if layout.max_tokens_of[m]]
+    return [m for m in MODALITIES if layout.max_tokens_by_modality[m]]
 
 
 def sample_prompt_facts(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def sample_prompt_facts(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[
             digest.update(repr(value).encode())
     return {
         "tokens": layout.length,
-        **{f"{MODALITIES[m]}_tokens": layout.max_tokens_of[m] for m in MODALITIES},
+        **{f"{MODALITIES[m]}_tokens": layout.max_tokens_by_modality[m] for m in MODALITIES},
         "frames": int(layout.frame.amax()) + 1,
         "tokens_a_frame": max_frame_tokens(layout),
         "digest": digest.hexdigest()[:16],

@@ -110,7 +110,7 @@ class ReplicatedStreams(Streams):
         try:
             if number is None:
                 (self._live / stream.id).mkdir(parents=True, mode=0o700)
-                await self.note_change(stream)
+                await self.on_stream_change(stream)
         except BaseException:
             await self.close(stream, forget=True)
             raise
@@ -145,7 +145,7 @@ class ReplicatedStreams(Streams):
         facts = await run_in_thread(partial(_read, self._live / number))
         return number in self._open and facts is not None and facts["state"] == self._seen.get(number)
 
-    async def note_change(self, stream: Stream) -> None:
+    async def on_stream_change(self, stream: Stream) -> None:
         place, session = self._live / stream.id, stream.session
         if not place.is_dir():
             raise Refused(404, "the stream was closed elsewhere; open one.", "not_found")

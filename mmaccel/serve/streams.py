@@ -180,7 +180,7 @@ class Streams:
     async def load_current(self, number: str, caller: str | None) -> None:
         """Load the stream if another replica holds it; a single server does nothing."""
 
-    async def note_change(self, stream: Stream) -> None:
+    async def on_stream_change(self, stream: Stream) -> None:
         """Hook, called after a stream took in frames or a turn of a conversation."""
 
     def folder(self, name: str, caller: str) -> Path:
@@ -189,7 +189,7 @@ class Streams:
             raise Refused(403, "this server saves no streams; start it with --saves FOLDER.")
         return self.engine.settings.saves / caller / name
 
-    async def take_frames(self, stream: Stream, asked: FramesRequest) -> int:
+    async def add_frames(self, stream: Stream, asked: FramesRequest) -> int:
         """Take frames or a video into a stream, and then lines of text; returns the number of frames."""
         given = bool(asked.frames) + (asked.video_url is not None)
         if given == 2 or not (given or asked.text):
@@ -216,7 +216,7 @@ class Streams:
             if asked.text:
                 async with stream.taking:
                     await session.tell([one.triple(session.seconds) for one in asked.text])
-                    await self.note_change(stream)
+                    await self.on_stream_change(stream)
         return taken
 
     async def watch(
@@ -246,7 +246,7 @@ class Streams:
             seconds = time.monotonic() - stream.session.session.waited_s - start
             await run_in_thread(partial(stream.kept.pictures.add, before[0], frames[:taken]))
             self.admission.record_call(stream.promise, seconds, before, await stream.kept.measure(), live)
-            await self.note_change(stream)
+            await self.on_stream_change(stream)
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))
         return taken
@@ -273,7 +273,7 @@ class Streams:
             finally:
                 await reply.aclose()
             if asked.chat:
-                await self.note_change(stream)
+                await self.on_stream_change(stream)
 
     def answer_json(self, stream: Stream, asked: AskRequest, answer: Answer) -> dict[str, Any]:
         """An answer as a JSON-ready mapping; also updates the metrics."""
@@ -338,7 +338,7 @@ async def send_frames(
 ) -> dict[str, Any]:
     """Send frames, or a video, to the stream; and text with times, which is added after them."""
     stream = streams.get(number, asks)
-    taken = await ConnectedClient(request).wait(streams.take_frames(stream, body))
+    taken = await ConnectedClient(request).wait(streams.add_frames(stream, body))
     return {"taken": taken, "frames": stream.session.frames, "seconds": stream.session.seconds}
 
 

@@ -24,7 +24,7 @@ def test_a_draft_that_failed_is_told_once_whatever_the_choice(why: str, rounds: 
     meter = Meter()
     for _ in range(rounds):
         meter.count_round(4, 2)
-    meter.draft_failed("out of cheese")
+    meter.record_draft_failure("out of cheese")
     told = str(meter.report({}, "reference", {}, torch.device("cpu"), why))
     assert told.count("out of cheese") == 1 and ("draft: nothing" in told) == (rounds == 0)
 
@@ -49,7 +49,7 @@ def test_an_idle_draft_is_told_and_its_reading_is_not_decoding(monkeypatch, roun
         one.count_round(proposed, proposed // 2)
     for _ in range(tokens - 1):
         one.count_tokens(1)
-    one.draft_ended({"draft_wait_seconds": 0.5 * bool(any(rounds))}, [])
+    one.record_draft_end({"draft_wait_seconds": 0.5 * bool(any(rounds))}, [])
     report = whole.report({"draft": {"name": "tree"}}, "reference", {}, torch.device("cpu"))
     assert line in str(report) and "\ndraft: nothing" not in str(report)
     assert report.tokens_per_s == (None if tokens == 1 else 2 / 1.5 if any(rounds) else 1.0)

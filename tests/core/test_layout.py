@@ -23,7 +23,7 @@ def test_positions_segments_and_cells(scene: Scene) -> None:
     assert layout.has_padding == any(scene.pad(b) for b in range(scene.batch))
     for modality in (TEXT, IMAGE, VIDEO):
         counts = [sum(t.modality == modality for t in s) for s in scene.sequences]
-        assert layout.max_tokens_of[modality] == max(counts)
+        assert layout.max_tokens_by_modality[modality] == max(counts)
 
 
 def test_marks_between_rows_do_not_restart_a_frame() -> None:
@@ -56,14 +56,14 @@ def test_what_is_read_of_a_layout_is_known_of_its_copies_and_of_equal_ones() -> 
 
     one, other = made(), made()
     assert (
-        one.host_fact("n", lambda: 1) == one.to("cpu").host_fact("n", lambda: 2) == 1
-        and other.host_fact("n", lambda: 3) == 3
+        one.host_value("n", lambda: 1) == one.to("cpu").host_value("n", lambda: 2) == 1
+        and other.host_value("n", lambda: 3) == 3
     )
     other.share_host_values(one)
-    assert other.host_fact("n", lambda: 4) == 1
+    assert other.host_value("n", lambda: 4) == 1
     assert one.has_padding and not one.select_tokens(slice(1, None)).has_padding
-    assert other.select_tokens(slice(1, None)).host_fact("has_padding", lambda: 5) is False
-    assert one.select_tokens(torch.tensor([1])).host_fact("n", lambda: 6) == 6
+    assert other.select_tokens(slice(1, None)).host_value("has_padding", lambda: 5) is False
+    assert one.select_tokens(torch.tensor([1])).host_value("n", lambda: 6) == 6
 
 
 def test_a_later_video_has_frames_of_its_own() -> None:

@@ -232,7 +232,8 @@ def test_a_session_goes_by_its_processor() -> None:
         assert torch.equal(logits(one), logits(other))
         assert stock.video_token not in other.ask(f"what is {stock.video_token} ?", 1).text
         ids = [
-            session._stream_adapter.tail_ids(f"what {ended} is it ?")[0].tolist() for session in (one, other)
+            session._stream_adapter.question_ids(f"what {ended} is it ?")[0].tolist()
+            for session in (one, other)
         ]
         number = stock.tokenizer.convert_tokens_to_ids(ended)
         assert ids[0].count(number) == ids[1].count(number) + 1

@@ -86,7 +86,7 @@ def _shifted(*given: Any) -> Any:
     return replace(made, shift=(made.shift + 1) % made.stride)
 
 
-frame_phases, near_and_first = grid.frame_phases, AttentionRegion.near_and_first
+frame_phases, near_and_first = grid.frame_phases, AttentionRegion.window_and_sink
 strongest, shares = VerticalSlash._strongest, BlockTopK._shares
 PATTERNS: dict[str, tuple[Any, str, Any]] = {
     "a_shape": (
@@ -127,7 +127,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
 }
 GEMMA: dict[str, tuple[Any, str, Any, str, str]] = {
     "images": (BidirectionalImages, "of", lambda *a: None, "_dense", "dense, a video"),
-    "later": (BidirectionalImages, "next_cut", lambda self, end: end, "_dense", "in chunks"),
+    "later": (BidirectionalImages, "next_chunk_cut", lambda self, end: end, "_dense", "in chunks"),
     "windows": (
         *(gemma.Gemma3, "sliding_layers", lambda *a: dict.fromkeys(NARROW(*a), 1 << 16)),
         *("_dense", "dense, text|dense, a video"),
@@ -158,13 +158,13 @@ def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(UnlistedFamily, "tiny", {"idefics3": {**like, "pad_token_id": 0}})
     monkeypatch.setattr(
         UnlistedFamily,
-        "tiny_visual",
-        lambda self, config, *a: Generic.tiny_visual(self, like_smolvlm(config), *a),
+        "tiny_visual_input",
+        lambda self, config, *a: Generic.tiny_visual_input(self, like_smolvlm(config), *a),
     )
     monkeypatch.setattr(
         UnlistedFamily,
-        "complete_inputs",
-        lambda self, config, made: Generic.complete_inputs(self, like_smolvlm(config), made),
+        "complete_tiny_inputs",
+        lambda self, config, made: Generic.complete_tiny_inputs(self, like_smolvlm(config), made),
     )
     generic._TOLD.discard("idefics3")
     try_only(monkeypatch, "_dense _patterns _pruners", "a_shape")

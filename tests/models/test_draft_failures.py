@@ -194,7 +194,7 @@ def agreeing() -> Sequential:
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    heard(monkeypatch, LocalDraftStream, "take_frames", lambda *_: time.sleep(seconds))
+    heard(monkeypatch, LocalDraftStream, "add_frames", lambda *_: time.sleep(seconds))
 
 
 def test_a_draft_that_holds_up_the_stream_is_put_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_draft_is_kept_where_something_else_is_as_slow(slow: str, monkeypatch:
         monkeypatch.setattr(stream_runner, "SLOW", 1e6)
         slowed(monkeypatch, 0.05)
     else:
-        monkeypatch.setattr(LocalDraftStream, "wait_for_others", lambda self: time.sleep(0.4))
+        monkeypatch.setattr(LocalDraftStream, "wait_for_device", lambda self: time.sleep(0.4))
     monkeypatch.setattr(stream_runner, "SLOW_S", 0.0 if slow == "the target" else 1.0)
     with opened(agreeing()) as session, warnings.catch_warnings(action="error", category=MmaccelWarning):
         session.watch(film(18), fps=FPS)

@@ -107,7 +107,7 @@ def test_scores_by_states_are_those_of_the_plain_model(kv: str) -> None:
     for hook in hooks:
         hook.remove()
     layout = adapter_for(model).layout(model, inputs)
-    tail, (begin, end) = adapter_for(model).stream_adapter(model, processor).tail_ids(QUESTION)
+    tail, (begin, end) = adapter_for(model).stream_adapter(model, processor).question_ids(QUESTION)
     column = torch.arange(layout.length)[None] - (layout.length - len(tail))
     layout = dataclasses.replace(layout, asked=(column >= begin) & (column < end))
     video = (inputs["input_ids"][0] == model.config.video_token_id).nonzero()[: len(heard.tokens), 0]
@@ -158,11 +158,13 @@ def test_what_is_heard_is_of_units_that_were_seen(kv: str) -> None:
 
 def test_what_is_heard_goes_to_the_same_tokens_of_other_units() -> None:
     heard = QuestionAttention(Stage(0), 4, torch.tensor([4, 7, 12]), torch.tensor([[1.0, 2.0, 3.0]]))
-    assert heard.look_up(torch.tensor([1, 1, 3, 0]), torch.tensor([0, 3, 0, 0]), 4).tolist() == [[1, 2, 3, 0]]
+    assert heard.attention_to(torch.tensor([1, 1, 3, 0]), torch.tensor([0, 3, 0, 0]), 4).tolist() == [
+        [1, 2, 3, 0]
+    ]
     # Units of half as many tokens: each stands where two stood.
-    assert heard.look_up(torch.tensor([1, 1, 3]), torch.tensor([0, 1, 0]), 2).tolist() == [[1, 0, 3]]
+    assert heard.attention_to(torch.tensor([1, 1, 3]), torch.tensor([0, 1, 0]), 2).tolist() == [[1, 0, 3]]
     none = QuestionAttention(Stage(0), 4, torch.zeros(0, dtype=torch.long), torch.zeros(1, 0))
-    assert none.look_up(torch.tensor([1]), torch.tensor([0]), 4).tolist() == [[0]]
+    assert none.attention_to(torch.tensor([1]), torch.tensor([0]), 4).tolist() == [[0]]
 
 
 def test_what_does_not_act_is_told() -> None:

@@ -44,7 +44,7 @@ def test_an_answer_longer_than_window_and_margin(built: Any, monkeypatch: pytest
     plain = tokens_of(model, inputs, 60)
     with mmaccel.accelerate(model) as fast:
         out = model.generate(**inputs, max_new_tokens=60, do_sample=False, return_dict_in_generate=True)
-        windows, everything = fast.last_state._parts
+        windows, everything = fast.last_kv_state._parts
         assert torch.equal(out.sequences, plain)
         assert windows.held_columns() == 24 + 16 + 1 and everything.held_columns() == plain.shape[1] - 1
 

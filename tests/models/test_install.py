@@ -310,4 +310,4 @@ def test_an_answer(recipe: dict[str, Any], uncollected: None, monkeypatch: pytes
     with mmaccel.accelerate(model, **recipe) as fast:
         fast.generate(**prompt("qwen", [("text", 9)]), max_new_tokens=3, do_sample=False)
         assert opened and all(one() is None for one in opened)
-        assert fast.last_state is None and fast.report().kv["bytes"] > 0, "what it counted is still told"
+        assert fast.last_kv_state is None and fast.report().kv["bytes"] > 0, "what it counted is still told"

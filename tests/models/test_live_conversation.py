@@ -65,7 +65,7 @@ def test_the_session_keeps_a_conversation() -> None:
 def test_a_system_message_is_read_behind_the_video() -> None:
     adapter: Any = open_session("tiny-qwen", WHOLE["full"])._stream_adapter
     told = [{"role": "system", "content": "say red"}, {"role": "user", "content": QUESTION}]
-    ids, (begin, end) = adapter.tail_ids(told)
+    ids, (begin, end) = adapter.question_ids(told)
     text = adapter.processor.decode(ids)
     assert text.index("say red") < text.index("what colour")
     assert adapter.processor.decode(ids[begin:end]).strip() == QUESTION.strip()

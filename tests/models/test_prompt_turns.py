@@ -322,7 +322,7 @@ def test_a_call_that_returns_no_cache_keeps_none(monkeypatch: pytest.MonkeyPatch
     plain = {"max_new_tokens": 3, "do_sample": False}
     with mmaccel.accelerate(pair(name)[0], kv=TIGHT["rekv"]) as fast:
         fast.generate(**inputs, **plain)
-        assert len(closed) == 1 and closed[0]() is None and fast.last_state is None
+        assert len(closed) == 1 and closed[0]() is None and fast.last_kv_state is None
         out = fast.generate(**inputs, **plain, return_dict_in_generate=True, use_cache=False)
         assert len(closed) == 2 and closed[1]() is None and out.past_key_values is None
         with pytest.warns(MmaccelWarning, match="each sequence of this batch"):

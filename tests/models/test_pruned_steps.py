@@ -57,7 +57,7 @@ def model(family: str) -> Any:
 def runners(fast: Any, rows: tuple[int, ...]) -> tuple[HFRunner, HFRunner]:
     """One whose steps go through the model, and one whose steps are captured where there is a device."""
     family = fast.adapter
-    plain, static = (wrap_kv_cache(fast.model, family, fast.open_state()) for _ in range(2))
+    plain, static = (wrap_kv_cache(fast.model, family, fast.open_kv_state()) for _ in range(2))
     return HFRunner(fast.model, family, plain), HFRunner(fast.model, family, static, rows)
 
 

@@ -334,6 +334,6 @@ def test_a_pruner_of_images_leaves_a_stream_s_frames() -> None:
 
 def test_raters_are_the_words_where_there_are_no_embeddings() -> None:
     own = SparseVLM()
-    assert own.on_stream() == SparseVLM(recycle=0.0, raters="all")
+    assert own.for_stream() == SparseVLM(recycle=0.0, raters="all")
     with pytest.raises(RecipeError, match="raters"):
         SparseVLM(raters="some")  # type: ignore[arg-type]

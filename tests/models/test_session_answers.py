@@ -291,7 +291,7 @@ def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.Monke
     held = returned(monkeypatch, QuestionRows, "copy_queries", kept)
     with open_session("random-qwen", WHOLE["rekv"], 7, fps=1.0) as session:
         session.ask(QUESTION, 1)
-        ids, words = session._stream_adapter.tail_ids(QUESTION)
+        ids, words = session._stream_adapter.question_ids(QUESTION)
         assert session._live is not None and session._live.info.pending is not None
     assert held == [[len(ids) - words[0]] * 2]
 

@@ -283,7 +283,7 @@ def test_an_ingestion_reads_of_the_first_device_alone(monkeypatch: pytest.Monkey
     model, processor = pair("random-ov", 4)
     spread, at, reads, counts = copy.deepcopy(model), [-1], list[tuple[Any, int]](), list[Any]()
     loading.spread_layers_over_devices(spread, [CPU, OTHER])
-    known = TokenLayout.host_fact
+    known = TokenLayout.host_value
 
     def fact(layout: TokenLayout, name: Any, read: Any) -> Any:
         return known(layout, name, lambda: (reads.append((name, at[0])), read())[1])
@@ -304,7 +304,7 @@ def test_an_ingestion_reads_of_the_first_device_alone(monkeypatch: pytest.Monkey
 
         for number, layer in enumerate(adapter_for(spread).layers(spread)):
             layer.register_forward_pre_hook(partial(enters, number))
-        monkeypatch.setattr(TokenLayout, "host_fact", fact)
+        monkeypatch.setattr(TokenLayout, "host_value", fact)
         session.ingest(film(25, seed=4), fps=FPS)
         assert 0 < (session.report().kept or 0) < 1
     assert {name for name, _ in reads} >= {"has_padding"} and {layer for _, layer in reads} == {0}

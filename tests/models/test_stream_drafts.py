@@ -142,7 +142,7 @@ def test_the_draft_is_rolled_back_with_the_target(kv: str, monkeypatch: pytest.M
     with opened(kv, agreeing()) as session, opened(kv) as quiet:
         for first in (True, False):
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                returned(patch, LocalDraftStream, "take_frames", Mock(side_effect=KeyboardInterrupt))
+                returned(patch, LocalDraftStream, "add_frames", Mock(side_effect=KeyboardInterrupt))
                 session.watch(film(18, seed=4)[:7], fps=FPS)
             for one in (session, quiet):
                 one.watch(frames[:9] if first else frames[9:], fps=FPS)
@@ -203,7 +203,7 @@ def quiet() -> tuple[int, ...]:
 
 @pytest.mark.parametrize(
     "method",
-    ["take_frames", "checkpoint", "prepare_question", "read", "end_question", "save", "finish_intake"],
+    ["add_frames", "checkpoint", "prepare_question", "read", "end_question", "save", "end_ingest"],
 )
 def test_a_failing_draft_loses_nothing_of_the_stream(tmp_path: Path, method: str, monkeypatch) -> None:
     frames, want = film(18), quiet()

@@ -57,7 +57,7 @@ def plain(kind: str, one: mmaccel.VideoSession, frames: Tensor) -> Tensor:
     """[V] the plain model's logits for the prompt that a session stands for."""
     adapter: Any = one._stream_adapter
     live: Any = one._live
-    inputs = adapter.prompt(frames, FPS, live.info.times, adapter.tail_ids(QUESTION)[0].tolist())
+    inputs = adapter.prompt(frames, FPS, live.info.times, adapter.question_ids(QUESTION)[0].tolist())
     return pair(kind)[0](**inputs).logits[0, -1]  # type: ignore[no-any-return]
 
 
@@ -221,7 +221,7 @@ def test_it_is_the_prompt_of_the_stock_processor(kind: str, monkeypatch: pytest.
         one.watch(frames[count - 1 :], times=times[count - 1 :])
         if kind in ("internvl", "smolvlm"):
             adapter: Any = one._stream_adapter
-            own = adapter.prompt(frames, None, times, adapter.tail_ids(QUESTION)[0].tolist())
+            own = adapter.prompt(frames, None, times, adapter.question_ids(QUESTION)[0].tolist())
             assert torch.allclose(own["pixel_values"], inputs["pixel_values"], atol=1e-6)
             if kind == "internvl":
                 zero = ord("0") - 32 + 3

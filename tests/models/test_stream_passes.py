@@ -198,7 +198,7 @@ def test_watching_reads_nothing_back_and_launches_little(memory: str, monkeypatc
         monkeypatch.setattr(UnitMeans, "waiting_passes", 0)
         for name in ("refresh", "_survey"):
             monkeypatch.setattr(ClusterIndex, name, unseen(getattr(ClusterIndex, name)))
-        monkeypatch.setattr(type(live.state), "finish_intake", lambda self: None)
+        monkeypatch.setattr(type(live.state), "end_ingest", lambda self: None)
         before = live.state.units()
         frames = film(24)[16:]
         counted = Counted(monkeypatch)
@@ -206,7 +206,7 @@ def test_watching_reads_nothing_back_and_launches_little(memory: str, monkeypatc
         for of, name in KERNELS:
             monkeypatch.setattr(of, name, counted.as_one(getattr(of, name)))
         with counted:
-            live.take_frames(frames, [100.0 + i for i in range(8)], lambda count: None, Deadline())
+            live.add_frames(frames, [100.0 + i for i in range(8)], lambda count: None, Deadline())
         assert live.state.units() == before + 8
         launched = sum(counted.launched.values())
         assert 100 < launched <= most, counted.launched.most_common()

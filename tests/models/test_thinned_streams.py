@@ -160,7 +160,7 @@ class Uneven(VisionZip):
 
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
 
-    def on_stream(self) -> Uneven:
+    def for_stream(self) -> Uneven:
         return self
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
@@ -210,7 +210,7 @@ def test_positions_anew_are_numbers_in_a_row_on_every_axis() -> None:
 
 
 def test_every_pruner_of_the_target_has_a_part_in_a_stream_or_is_refused() -> None:
-    acts = {name: registry("prune").build(name, {}).on_stream() for name in registry("prune")}
+    acts = {name: registry("prune").build(name, {}).for_stream() for name in registry("prune")}
     told = {name for name, one in acts.items() if one is not None}
     assert told == {"dycoke", "fastv", "pyramid_drop", "sparsevlm", "visionzip"}
 

@@ -163,7 +163,7 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
         with mmaccel.accelerate(copy_sharing_weights(model)) as fast:
             fast.seat = BatchSlot(batch)
             if not how:
-                opened = fast.open_state
+                opened = fast.open_kv_state
 
                 def tight():
                     state = opened()
@@ -178,7 +178,7 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
                     state.buffers = grown
                     return state
 
-                fast.open_state = tight
+                fast.open_kv_state = tight
             try:
                 fast.generate(**prompt(name, PROMPTS[kind], number), max_new_tokens=300, **how)
             except (Full, torch.OutOfMemoryError) as error:

@@ -116,14 +116,14 @@ def test_of_two_replicas_that_take_frames_at_once_one_is_told(pair: tuple[Served
     call(one, "POST", f"/{number}/frames", frames=list(jpegs()[:2]), fps=1)
     call(two, "GET", f"/{number}")
     streams, late = one.app.state.streams, asyncio.Event()
-    changed = streams.note_change
+    changed = streams.on_stream_change
 
     async def slowly(stream: Any) -> None:
         while not late.is_set():
             await asyncio.sleep(0.01)
         await changed(stream)
 
-    streams.note_change = slowly
+    streams.on_stream_change = slowly
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(call, one, "POST", f"/{number}/frames", frames=list(jpegs()[2:5]), fps=1)
         while streams._open[number].session.frames < 5:

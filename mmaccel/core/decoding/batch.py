@@ -254,7 +254,7 @@ class BatchedAnswerSteps:
             (ForwardPass(one.adapter.attention, False, state=one.state, stream=True), count, one.live.hidden)
             for one, count in zip(runners, counts, strict=True)
         ]
-        rows, errors = adapter.run_each(passes, adapter.token_embeds(torch.cat(list(ids), 1)[0]))
+        rows, errors = adapter.run_each(passes, adapter.embed_tokens(torch.cat(list(ids), 1)[0]))
         logits = adapter.logits(rows)[None].split(counts, 1)
         return [errors.get(number, own) for number, own in enumerate(logits)]
 

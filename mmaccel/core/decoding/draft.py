@@ -59,7 +59,7 @@ class Proposal:
     def empty(cls, device: torch.device | str = "cpu") -> Proposal:
         return cls(torch.empty(0, dtype=torch.long, device=device))
 
-    def followed_by(self, other: Proposal) -> Proposal:
+    def concatenate(self, other: Proposal) -> Proposal:
         """Return this proposed chain of tokens followed by the tokens of chain `other`."""
         if not other.ids.numel():
             return self

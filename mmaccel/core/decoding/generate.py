@@ -94,7 +94,7 @@ class GuardedDraft:
 
     def _failed(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
-        self._meter.draft_failed(reason)
+        self._meter.record_draft_failure(reason)
         warn(f"the draft failed and was dropped; decoding goes on without it ({reason}).")
 
     def close(self) -> None:
@@ -114,11 +114,11 @@ class GuardedDraft:
     def _tell(self, draft: DraftState) -> None:
         """Put what the draft, which is closed, has to tell into the report."""
         try:
-            self._meter.draft_ended(draft.counters(), list(draft.report_notes()))
+            self._meter.record_draft_end(draft.counters(), list(draft.report_notes()))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             message = f"the report lacks its counters; the answer is complete ({why})"
-            self._meter.draft_ended({}, [message])
+            self._meter.record_draft_end({}, [message])
             warn(f"the draft failed after the answer: {message}.")
 
 
@@ -237,7 +237,7 @@ class Speculation:
                 validate(tail)
                 if tail.ids.numel() > 1 or tail.parents is not None:
                     raise DraftError(f"DraftState.tail is one token or none; it is {tail.ids.tolist()}.")
-                proposal = proposal.followed_by(tail)
+                proposal = proposal.concatenate(tail)
         try:
             committed, kept = accept(proposal, logits, ids[0], prompt.warp, prompt.generator)
         except DraftError as error:

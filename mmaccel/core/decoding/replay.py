@@ -53,7 +53,8 @@ class CudaGraphCache:
     The first call of a name runs the work eagerly, the second captures it, later ones replay. Without CUDA, and for work
     that cannot be captured, every call is eager.
 
-    Captures are valid while `mark` (see `bind_data`) stays the same, which must cover every address that the work reads,
+    Captures are valid while `mark` (see `set_data_place`) stays the same, which must cover every address that the work
+    reads,
     except those that `at` names. For each name, captures are kept for the last `KEPT` values of `at`, so that sessions that
     share a model each find theirs; over all names, about the last `MOST` used. What `at` names may be freed, and other data
     of the same shape be allocated there: a capture then reads that. A capture reads nothing else that can be freed: rooms
@@ -73,7 +74,7 @@ class CudaGraphCache:
         self._mark: Hashable = None
         self._pool: Any = None
 
-    def bind_data(self, mark: Hashable) -> None:
+    def set_data_place(self, mark: Hashable) -> None:
         """Declare by `mark` where the data lies that captured work reads; if `mark` differs from the last one, all captures
         and buffers are dropped."""
         if mark != self._mark:

@@ -52,7 +52,7 @@ class QuestionAttention:
     tokens: Tensor
     paid: Tensor
 
-    def look_up(self, numbers: Tensor, places: Tensor, tokens_per_unit: int) -> Tensor:
+    def attention_to(self, numbers: Tensor, places: Tensor, tokens_per_unit: int) -> Tensor:
         """Look up the attention [k, m] paid to single tokens: those at indices `places` [m] of units (frames) `numbers` [m],
         for a model with `tokens_per_unit` tokens per unit."""
         places = places * self.tokens_per_unit // tokens_per_unit
@@ -72,12 +72,12 @@ class DraftStream(ABC):
     """What a strategy has measured of the answers so far, for the next one."""
 
     @abstractmethod
-    def take_frames(
+    def add_frames(
         self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool = False
     ) -> None:
         """Add frames [T, 3, H, W] uint8, shown at `times` in seconds, after the target did. `fps`: their clip's rate, if
         known; `timed`: whether the times are known, not made up; `ingest`: they are of a stored video, whose end
-        `finish_intake` tells."""
+        `end_ingest` tells."""
 
     @abstractmethod
     def checkpoint(self) -> Any:
@@ -104,11 +104,11 @@ class DraftStream(ABC):
     def load(self, folder: Path) -> None:
         """Read what `save` wrote into a newly opened draft stream; raises `ModelError` if it does not fit."""
 
-    def wait_for_others(self) -> None:
-        """Wait for what the device still has to do for others, so that `take_frames` is timed alone. Nothing to do where the
+    def wait_for_device(self) -> None:
+        """Wait for what the device still has to do for others, so that `add_frames` is timed alone. Nothing to do where the
         draft computes elsewhere."""
 
-    def finish_intake(self) -> None:
+    def end_ingest(self) -> None:
         """Tell the draft's stream that no more frames come for now."""
 
     def close(self, collected: bool = False) -> None:

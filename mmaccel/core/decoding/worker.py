@@ -269,7 +269,7 @@ class Worker:
         self.close()
         raise DraftError(f"{error}{why}") from error
 
-    def drain(self) -> list[Message]:
+    def receive_all(self) -> list[Message]:
         """Return all messages that have arrived. Call it before a new task: a worker whose messages nobody reads blocks."""
         self._heard = time.monotonic()
         return list(iter(lambda: self.receive(0.0), None))

@@ -64,7 +64,7 @@ class KVState(ABC):
     def view(self, layer: int, query: Tensor) -> KVView:
         """Return the keys and values of `layer` that `query` [B, H, n, D] of the last `n` appended columns may attend to."""
 
-    def take_hidden(self, layer: int, hidden: Tensor) -> None:
+    def receive_hidden(self, layer: int, hidden: Tensor) -> None:
         """Take the hidden states [B, n, E] that enter `layer`; an offloaded memory can start to fetch for the next layer."""
 
     @abstractmethod
@@ -106,10 +106,10 @@ class KVState(ABC):
 
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values [B, G, capacity, D] of each layer, with room for `room` more columns after those held. Only
-        for a memory that is `in_place`: callers write new columns there instead of calling `append`, then `note_written`."""
+        for a memory that is `in_place`: callers write new columns there, not by `append`, then `record_written`."""
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
-    def note_written(self, count: int) -> None:
+    def record_written(self, count: int) -> None:
         """Record that a caller wrote `count` new columns into the `buffers` of all layers, after those held."""
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
@@ -248,7 +248,7 @@ class StreamState(KVState):
     """The KV memory of one video stream (batch 1). Keys and queries arrive before RoPE; the memory applies it.
 
     A forward pass is: ``begin_pass(stream_pass)``; for each layer in order ``append`` and ``view`` (before them
-    ``take_hidden``, for policies that need "hidden"); ``end_pass()``. Columns of a "head" or "units" pass belong to the
+    ``receive_hidden``, for policies that need "hidden"); ``end_pass()``. Columns of a "head" or "units" pass belong to the
     stream once it has ended; if a pass fails, the session calls ``restore`` with what ``checkpoint`` gave before the clip.
     "question" and "answer" passes run inside ``question_scope()``, which drops all they appended; "proxy" is dropped at
     ``end_pass()``. `length()` counts the stream's columns, and the question's and answer's; `truncate` reaches back to the
@@ -309,10 +309,10 @@ class StreamState(KVState):
         return self.units(), True
 
     def begin_ingest(self) -> None:
-        """Start an ingestion: units (frames) until `finish_intake` are of a stored video, each sees all earlier ones of it,
+        """Start an ingestion: units (frames) until `end_ingest` are of a stored video, each sees all earlier ones of it,
         and views have a `layout`. Called before each clip, if the policy `ingests`."""
 
-    def finish_intake(self) -> None:
+    def end_ingest(self) -> None:
         """End an ingestion, and do work that was put off while units (frames) came; no more units come for now."""
 
     def forget_old_units(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
@@ -333,11 +333,11 @@ class StreamState(KVState):
         number * P + index in the unit. None: not known."""
         return None
 
-    def note_shown_columns(self, layer: int, columns: Tensor) -> None:
+    def record_shown_columns(self, layer: int, columns: Tensor) -> None:
         """Record, during a question, that a pruner leaves only `columns` [k] of the view of `layer` before the question;
         `evidence` counts these alone."""
 
-    def note_listed_rows(self, layer: int, rows: int) -> None:
+    def record_sparse_rows(self, layer: int, rows: int) -> None:
         """Record that the first `rows` rows of a question attended sparsely at `layer`; `evidence` uses those after them."""
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
@@ -370,7 +370,7 @@ class StreamState(KVState):
 @dataclass(frozen=True, kw_only=True)
 class StreamPolicy(KVPolicy):
     """A KV memory for an endless video stream; `open_stream` opens it. Budgets are fields in frames.
-    needs    "hidden": the hidden states entering each layer (`take_hidden`); "look": the units' mean visual features;
+    needs    "hidden": the hidden states entering each layer (`receive_hidden`); "look": the units' mean visual features;
              "proxy": passes of kind "proxy" after each chunk
     clip     units in one forward pass; None leaves it to the session
     query_time_fields  fields that matter only to a question: what is kept of a stream is the same for all their values

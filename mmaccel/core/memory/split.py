@@ -144,10 +144,10 @@ class MultiDeviceStreamState(StreamState):
         """Whether the memories of all devices accept units (frames) between two layers of a question."""
         return all(state.parts for state in self._states)
 
-    append = take_hidden = write_slot = count_summary_columns = seen_tokens = note_shown_columns = (
-        note_listed_rows
+    append = receive_hidden = write_slot = count_summary_columns = seen_tokens = record_shown_columns = (
+        record_sparse_rows
     ) = delegate(_of_layer)
-    end_pass = begin_ingest = finish_intake = set_query_fields = limit_to_units = delegate(_each)
+    end_pass = begin_ingest = end_ingest = set_query_fields = limit_to_units = delegate(_each)
     accept = truncate = reset = delegate(_each)
     units = length = shown_units = waiting_features = delegate(_first)
 

@@ -155,9 +155,9 @@ class PrunedKVState(KVState):
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
         return [pair for part in self._parts for pair in part.buffers(room)]
 
-    def note_written(self, count: int) -> None:
+    def record_written(self, count: int) -> None:
         for part in self._parts:
-            part.note_written(count)
+            part.record_written(count)
         self._seen, self._last = self._seen + count, count
 
     def accept(self, keep: int | Tensor) -> None:

@@ -292,7 +292,7 @@ class ForwardPass(PrefillPass):
         if plan is None:
             return self._dense(view, query, key, value, scale)
         if isinstance(self.state, StreamState):
-            self.state.note_listed_rows(layer, self._tails[0][1])
+            self.state.record_sparse_rows(layer, self._tails[0][1])
         assert self.config.kernel is not None
         out, _ = attend_plan(plan, query, key, value, scale, self.config.kernel)
         for some, begin, end in self._tails:

@@ -41,7 +41,7 @@ class BidirectionalImages:
         spans = tuple(one for one in self.spans if start <= one[1] and one[2] <= layout.length)
         return NewImageSpans(spans, start, layout) if spans else None
 
-    def next_cut(self, end: int) -> int:
+    def next_chunk_cut(self, end: int) -> int:
         """Return the first column, from `end` on, before which a prompt can be cut into chunks without splitting an
         image."""
         while (

@@ -173,7 +173,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
         """Return the columns that `keep` keeps, with new hidden states if dropped tokens are merged into kept ones."""
         return KeptTokens(self.keep(signals, layout, stage, total))
 
-    def on_stream(self) -> TokenPruner | None:
+    def for_stream(self) -> TokenPruner | None:
         """Return the pruner to use on a stream, where a question sees cached keys and values but no hidden states; None:
         unsupported. A pruner of stage "layer" acts on what the question retrieves (`RetrievedTokenPruning`), in layouts
         whose frames are the units shown, by rank, without cells. A `compact` one of stage "frames" acts on each `group` of

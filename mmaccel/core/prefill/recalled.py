@@ -56,9 +56,9 @@ class WrappedMemory(StreamState):
         self._pass, self._tail = stream_pass, self.state.length() - self._start + stream_pass.rows
         self.state.begin_pass(stream_pass)
 
-    view = write_slot = count_summary_columns = seen_tokens = note_shown_columns = note_listed_rows = (
+    view = write_slot = count_summary_columns = seen_tokens = record_shown_columns = record_sparse_rows = (
         append
-    ) = take_hidden = end_pass = delegate(_own)
+    ) = receive_hidden = end_pass = delegate(_own)
     accept = truncate = length = held_columns = units = reset = checkpoint = restore = delegate(_own)
 
     @contextmanager
@@ -133,7 +133,7 @@ class TimeRangeMemory(WrappedMemory):
             inside = self._inside(tokens).nonzero()[:, 0].to(view.key.device)
             self._columns[layer] = torch.cat([torch.arange(head, device=inside.device), first + inside])
             self.count = max(self.count, len(inside))
-            self.state.note_shown_columns(layer, self._columns[layer])
+            self.state.record_shown_columns(layer, self._columns[layer])
         return replace(self._shown(layer, view, base), bias=None)
 
 
@@ -239,7 +239,7 @@ class RetrievedTokenPruning(WrappedMemory):
         """Count what `layer` shows, and tell the memory, whose evidence weighs that alone."""
         if (columns := self._columns.get(layer)) is not None:
             self._count(_name(max(at for at in self._stages if at <= layer)), len(columns) - first)
-            self.state.note_shown_columns(layer, columns)
+            self.state.record_shown_columns(layer, columns)
 
     def _count(self, name: str, count: int) -> None:
         self.counts[name] = max(self.counts[name], float(count))

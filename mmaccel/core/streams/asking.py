@@ -128,7 +128,7 @@ def run_question(
         )
     units, own = state.shown_units(stream_pass)
     last, used = positions.last_position(units, pending, rows, own)
-    if not positions.pass_within_limit(units, pending, rows, own):
+    if not positions.fits_limit(units, pending, rows, own):
         raise ModelError(
             f"question: the stream and the question take {used} of the model's {positions.limit} positions "
             "(max_position_embeddings) and leave none for an answer; ask in fewer words, or choose a kv that "
@@ -159,7 +159,7 @@ def run_question(
         if inside is not None and not shows:
             raise ModelError(GONE.format(live.kv.name))
     prune = adapter.attention.recipe.prune
-    acts = None if prune is None else prune.on_stream()
+    acts = None if prune is None else prune.for_stream()
     depth, seen = adapter.view.geometry.layers, before + asking.visual
     pruned = None
     numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
@@ -174,11 +174,11 @@ def run_question(
     if info.pending is not None:
         unit = adapter.features(pad_to_units(info.pending, adapter.pace), info.size)[0]
         at = [len(info.times) - info.pending.shape[0]]
-        parts.insert(0, adapter.unit_embeds(unit, info.moments(adapter.pace, at))[0])
+        parts.insert(0, adapter.embed_units(unit, info.moments(adapter.pace, at))[0])
         check()
     if waiting is not None:
         at = [sum(info.spans[-1]) if info.spans else 0]
-        parts.insert(0, adapter.unit_embeds(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
+        parts.insert(0, adapter.embed_units(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
     shown = (lambda: _shown(info, evidence())) if weigh else tuple
     given = adapter, live, state, running, deadline, asking.ids, left, meter, shown, question
     runner = QuestionRunner(
@@ -303,7 +303,7 @@ class QuestionRunner(Runner):
         if text and isinstance(self.question, str):
             self.question += text
         if len(ids := torch.cat([ids, rest])):
-            self.ids, embeds = torch.cat([self.ids, ids]), self.adapter.token_embeds(ids)
+            self.ids, embeds = torch.cat([self.ids, ids]), self.adapter.embed_tokens(ids)
             self.prefill({"stream_pass": StreamPass(kind="answer", rows=len(ids)), "embeds": embeds})
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
@@ -311,7 +311,7 @@ class QuestionRunner(Runner):
         more: dict[str, Any] = {} if branches is None else {"branches": branches}
         stream_pass = StreamPass(kind="answer", rows=ids.shape[1], **more)
         hidden = self.live.run_pass(
-            self.state, stream_pass, self.adapter.token_embeds(ids[0]), few=True, running=self.running, **more
+            self.state, stream_pass, self.adapter.embed_tokens(ids[0]), few=True, running=self.running, **more
         )
         return self.adapter.logits(hidden)[None]
 
@@ -379,7 +379,7 @@ class QuestionRunner(Runner):
             prompt = Prompt({"input_ids": ids}, ids, token_choice.warp, token_choice.generator, **more)
             try:
                 if draft_stream.failed:
-                    meter.draft_failed(draft_stream.failed)
+                    meter.record_draft_failure(draft_stream.failed)
                 elif strategy.active:
                     with draft.drop_on_error():
                         draft.state = strategy.open(adapter.view)

@@ -55,7 +55,7 @@ class PromptAdapter(StreamModel):
         """`inputs` are of one sequence: ids [1, S], pixels, grids; no padding. What prompts share is cached in `keeper`."""
 
     @abstractmethod
-    def read_into(self, live: StreamRunner, deadline: Deadline) -> None:
+    def read_video_into(self, live: StreamRunner, deadline: Deadline) -> None:
         """Read the video into its stream `live`, and let go of the pixels. Raises `Ended` at the deadline."""
 
 
@@ -85,7 +85,7 @@ class LocalDraftStream(DraftStream):
         self._question = ExitStack()
         self.deadline = Deadline()
 
-    def take_frames(
+    def add_frames(
         self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool = False
     ) -> None:
         if self._live is None:
@@ -94,7 +94,7 @@ class LocalDraftStream(DraftStream):
         live = self._live
         ingest = ingest and self._kv.ingests
         with self._attention_of_ingestion(live.info.tokens_per_unit) if ingest else nullcontext():
-            live.take_frames(frames, list(times), lambda done: None, self.deadline, ingest)
+            live.add_frames(frames, list(times), lambda done: None, self.deadline, ingest)
         live.state.forget_old_units(live.unit_time, live.is_pinned)
 
     def read_prompt(self, deadline: Deadline | None = None) -> None:
@@ -107,7 +107,7 @@ class LocalDraftStream(DraftStream):
             with (
                 self._attention_of_ingestion(live.info.tokens_per_unit) if self._kv.ingests else nullcontext()
             ):
-                prompt.read_into(live, deadline or self.deadline)
+                prompt.read_video_into(live, deadline or self.deadline)
         except BaseException:
             live.close()
             raise
@@ -129,14 +129,14 @@ class LocalDraftStream(DraftStream):
         finally:
             adapter.attention = before
 
-    def wait_for_others(self) -> None:
+    def wait_for_device(self) -> None:
         if self._adapter.device.type == "cuda":
             torch.cuda.synchronize(self._adapter.device)
 
-    def finish_intake(self) -> None:
+    def end_ingest(self) -> None:
         self.read_prompt()
         if self._live is not None:
-            self._live.state.finish_intake()
+            self._live.state.end_ingest()
 
     def checkpoint(self) -> Any:
         return None if self._live is None else self._live.checkpoint()

@@ -278,8 +278,8 @@ class FrameIntake:
         """Tell the memory that no more frames come for now."""
         if self._live is not None:
             with self._turn():
-                self._live.state.finish_intake()
-                self._live.draft_stream.finish_intake()
+                self._live.state.end_ingest()
+                self._live.draft_stream.end_ingest()
 
     def _let_go_between_answers(self) -> None:
         """Let a memory forget that could not while answers overlapped; nothing is forgotten in the middle of a clip."""
@@ -363,13 +363,13 @@ class FrameIntake:
                     new = lines_starting_between(lines, begin, since, shift)
                     info.timed_texts = merge_timed_lines(info.timed_texts, new)
                     told = clip.frames[some], shown[some], clip.fps, live.info.timed
-                    live.draft_stream.take_frames(*told, how == "ingest")
+                    live.draft_stream.add_frames(*told, how == "ingest")
             for one in self._standing:
                 one.notify_frames()
             moves.taken(clip, done, through)
 
         moved = partial(moves.taken, clip, done) if how == "ingest" else None
-        taken = live.take_frames(clip.frames, shown, tell, moves.deadline, how == "ingest", moved)
+        taken = live.add_frames(clip.frames, shown, tell, moves.deadline, how == "ingest", moved)
         # A break of the source is no gap besides.
         broken = [one.seconds for one in self.events if one.kind in ("stall", "fault", "end")][-1:]
         self.events += [one for one in changes if one.kind != "gap" or one.seconds not in broken]

@@ -211,5 +211,5 @@ class GuidedRetrieval(RetrievedTokenPruning):
         if tokens is not None and len(tokens) == base - first:
             tokens = tokens.to(layout.device)
             numbers = torch.tensor(self._numbers, dtype=torch.long, device=layout.device)
-            looks[:, 0, first:base] = self._heard.look_up(numbers[tokens // unit], tokens % unit, unit)
+            looks[:, 0, first:base] = self._heard.attention_to(numbers[tokens // unit], tokens % unit, unit)
         self._columns[layer] = self._cut(self._heard.stage, list(looks), layout, None)

@@ -94,7 +94,7 @@ class RunningStates(ABC):
 
 def concat_padded(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate parts [., E] of the layers' input to [n, E]. Some parts are wider, as they carry features for later layers
-    (`StreamModel.unit_embeds`); the others are padded with zeros."""
+    (`StreamModel.embed_units`); the others are padded with zeros."""
     wide = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, wide - part.shape[1])) for part in parts])
 
@@ -207,7 +207,7 @@ class FairLock:
         """Passes of frames that wait (`joint.WaitingUnits`); whoever has the turn may run them."""
 
     @property
-    def wanted(self) -> bool:
+    def is_contended(self) -> bool:
         """Whether another thread holds the lock, or a pass waits for it."""
         return bool(self.waiting_passes) or self._holder not in (None, threading.get_ident())
 

@@ -43,5 +43,5 @@ def encode_selected_frames(
                 check()
         begins = [info.spans[number][0] for number, _ in some]
         live.run_units(fresh, torch.cat(runs), begins, meter=meter, check=check, running=running)
-    fresh.finish_intake()
+    fresh.end_ingest()
     return fresh, lambda: {number: UnitEvidence(1.0, 1.0, None) for number, _ in picked}

@@ -190,7 +190,7 @@ class VideoSession(FrameIntake):
         work = self._answering(question, max_new_tokens, deadline, evidence, chat, between, **settings)
         if not stream:
             return work(None)
-        (self._stream_adapter.tail_ids if self._frame_comes() else self._check)(question)
+        (self._stream_adapter.question_ids if self._frame_comes() else self._check)(question)
         return Reply(work, deadline)
 
     def ask_all(
@@ -223,7 +223,7 @@ class VideoSession(FrameIntake):
 
     def _check(self, question: str | Messages) -> StreamRunner:
         """The stream to ask; raises `ModelError` where nothing was watched, or the question is none."""
-        self._stream_adapter.tail_ids(question)
+        self._stream_adapter.question_ids(question)
         return self._opened("ask")
 
     def _opened(self, call: str) -> StreamRunner:
@@ -295,7 +295,7 @@ class VideoSession(FrameIntake):
         `call` runs in a thread of its own, as the questions do; frames do not wait for it. `StandingQuestion.cancel` ends
         it, and so does `close`. Raises `ModelError` for an invalid question.
         """
-        self._stream_adapter.tail_ids(question)
+        self._stream_adapter.question_ids(question)
         given = {"every": every, "last": last, "says": says, "most": max_new_tokens}
         self._standing.append(one := StandingQuestion(self, question, call, **given))  # type: ignore[arg-type]
         return one
@@ -327,7 +327,7 @@ class VideoSession(FrameIntake):
 
     def _told(self, meter: Meter, counters: dict[str, float]) -> Report:
         own, device = self._stream_adapter.attention, self._stream_adapter.device
-        whole = meter.joined(own.meter, (0, 0) if self._live is None else self._live.video)
+        whole = meter.joined_with(own.meter, (0, 0) if self._live is None else self._live.video)
         why = "" if own.choice is None else own.choice.why
         return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 

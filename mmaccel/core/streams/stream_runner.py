@@ -74,16 +74,16 @@ class GuardedDraftStream:
                 with suppress(Exception):
                     stream.close()
 
-    def take_frames(
+    def add_frames(
         self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool
     ) -> None:
         """Give frames to the draft's stream, if there are any; `ingest`: they are of a stored video."""
         with self.drop_on_error() as stream:
             if stream is None or not len(frames):
                 return
-            stream.wait_for_others()  # for the target's pass, which the draft does not hold up
+            stream.wait_for_device()  # for the target's pass, which the draft does not hold up
             began = monotonic()
-            stream.take_frames(frames, times, fps, timed, ingest)
+            stream.add_frames(frames, times, fps, timed, ingest)
             now = monotonic()
             self._held_up_s += now - began
             others_s = now - self._born - self._held_up_s
@@ -93,11 +93,11 @@ class GuardedDraftStream:
                     "a cheaper kv, or leave the draft out"
                 )
 
-    def finish_intake(self) -> None:
+    def end_ingest(self) -> None:
         """Tell the draft's stream that no more frames come for now."""
         with self.drop_on_error() as stream:
             if stream is not None:
-                stream.finish_intake()
+                stream.end_ingest()
 
     @contextmanager
     def asked(self, question: Any, room: int, around: MemoryWrapper) -> Iterator[DraftStream | None]:
@@ -176,7 +176,7 @@ class StreamRunner:
         """Start a stream for frames like `frames`, and run the prompt before the video. `timed`: times are known."""
         size = frames.shape[2], frames.shape[3]
         features, marks = adapter.features(pad_to_units(frames[: adapter.pace], adapter.pace), size)
-        unit = adapter.unit_embeds(features, [(0, [0.0])]).shape[1]
+        unit = adapter.embed_units(features, [(0, [0.0])]).shape[1]
         live = cls(
             adapter,
             kv,
@@ -194,7 +194,7 @@ class StreamRunner:
 
     # Frames come in.
 
-    def take_frames(
+    def add_frames(
         self,
         frames: Tensor,
         moments: list[float],
@@ -205,7 +205,7 @@ class StreamRunner:
     ) -> int:
         """Take in frames [T, 3, H, W] shown at `moments` (seconds); `progress` gets the number read so far. Return the
         number taken in: if the deadline comes first, those of complete passes. `ingest`: they are of a stored video; call
-        the state's `finish_intake` after it. `moved` gets, before each layer, the frames read before the pass, those of the
+        the state's `end_ingest` after it. `moved` gets, before each layer, the frames read before the pass, those of the
         pass, and the share of these that is read."""
         if ingest:
             self.state.begin_ingest()
@@ -226,7 +226,7 @@ class StreamRunner:
                 last = min(first + step, whole)
                 shown = moments[len(info.times) - before : last * pace - pending]
                 some, turns = frames[first * pace : last * pace], self.adapter.turns
-                if turns.wanted:
+                if turns.is_contended:
                     ours = run_waiting_units(WaitingUnits(self, some, shown), deadline)
                     waited, others = ours.waited, ours.others
                 else:
@@ -257,7 +257,7 @@ class StreamRunner:
         """Warn, once, when the stream leaves no position for a question."""
         positions = self.stream.positions
         units, own = self.state.shown_units(StreamPass(kind="question", rows=1))
-        if self._full or positions.pass_within_limit(units, 0, 1, own):
+        if self._full or positions.fits_limit(units, 0, 1, own):
             return
         self._full = True
         warn(
@@ -323,7 +323,7 @@ class StreamRunner:
         part, frames = features[:count], numbers[:count]
         shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
         look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
-        part = adapter.unit_embeds(part, info.moments(adapter.pace, frames))
+        part = adapter.embed_units(part, info.moments(adapter.pace, frames))
         rows = count * info.tokens_per_unit
         told: dict[str, Any] = {"times": shown, "look": look, "pause": adapter.turns.yield_to_answers}
         return StreamPass(kind="units", rows=rows, first=first, count=count, **told), part.flatten(0, 1)

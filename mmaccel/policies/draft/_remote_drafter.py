@@ -95,7 +95,7 @@ class RemoteDrafter(ProcessClient):
         stream   the draft's own stream; its last question is run instead of `inputs`
         lasts    whether the sequence is kept for a later turn of the conversation
         """
-        for message in self._worker.drain():
+        for message in self._worker.receive_all():
             self._hand_on(message)
         self._end_collected()
         previous, self._previous = self._previous, None

@@ -79,13 +79,13 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         packed = list if inputs is None else make_packer(inputs)
         worker.post(CALL, self.number, len(call), blob=lambda: [call, *packed()])
 
-    def take_frames(
+    def add_frames(
         self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool = False
     ) -> None:
         self.wait_until_done()
         own = frames.to("cpu", copy=True).contiguous()  # the caller's may change as soon as this returns
         rate = None if fps is None else float(fps)
-        self._call("take_frames", own.numpy(), list(times), rate, timed, ingest, later=True)
+        self._call("add_frames", own.numpy(), list(times), rate, timed, ingest, later=True)
 
     def checkpoint(self) -> bool:
         self._call("checkpoint")
@@ -114,8 +114,8 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         self._call("end_question")
         self._wait_for_prompt()
 
-    def finish_intake(self) -> None:
-        self._call("finish_intake")
+    def end_ingest(self) -> None:
+        self._call("end_ingest")
         self._wait_for_prompt()
 
     def _wait_for_prompt(self) -> None:

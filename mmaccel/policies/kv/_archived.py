@@ -254,7 +254,7 @@ class SharedArchive(ArchivedMemory):
             self.replays = CudaGraphCache(
                 self.device
             )  # in the former are results that another answer goes on reading
-        self.finish_intake()
+        self.end_ingest()
         taken: Any = super().snapshot(stream, pause)
         self._lent = taken
         self._questioned.add(taken)
@@ -264,7 +264,7 @@ class SharedArchive(ArchivedMemory):
         self._main._part()
         self.index.forget([*range(first), *range(end, self._count)])
         self.local = 0
-        self.finish_intake()
+        self.end_ingest()
 
     def _part(self) -> None:
         """Something comes that changes what a question reads: from now on that reads copies."""
@@ -333,9 +333,9 @@ class SharedArchive(ArchivedMemory):
             self._part()
         super().begin_pass(stream_pass)
 
-    def finish_intake(self) -> None:
+    def end_ingest(self) -> None:
         self._part()
-        super().finish_intake()
+        super().end_ingest()
 
     def checkpoint(self) -> Any:
         self._part()

@@ -178,7 +178,7 @@ class Index(ABC):
     def refresh(self) -> None:
         """Update the index's tensors on the device."""
 
-    def note_retrieved(self, found: dict[int, SearchResult]) -> None:
+    def record_retrieved(self, found: dict[int, SearchResult]) -> None:
         """Take note, after a question, of what each layer retrieved (layer -> `SearchResult`): it is on the device now, so
         deferred splits can be made."""
 

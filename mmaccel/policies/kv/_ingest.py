@@ -223,7 +223,7 @@ class IngestState(PassState):
     def _admits(self, first: int, end: int) -> bool:
         """Whether units ``first .. end`` find positions within the model's limit, less a base if need be."""
         positions, reach = self.stream.positions, self.bases.reach
-        last = positions.slot_count(end)
+        last = positions.time_slot_count(end)
         return last <= reach or last - int(positions.unit_time_slot(first)) + self._spare <= reach
 
     def _make_way(self, held: Ingested, stream_pass: StreamPass) -> None:
@@ -233,7 +233,7 @@ class IngestState(PassState):
         first = next((unit for unit in some if self._admits(unit, end)), self._count)
         self._leave(held, first - self._first)
         held.drop_first_units(first - self._first)
-        far = positions.slot_count(end) > self.bases.reach
+        far = positions.time_slot_count(end) > self.bases.reach
         self._first, self._base = (
             first,
             max(0, int(positions.unit_time_slot(first)) - self._spare) if far else 0,
@@ -275,8 +275,8 @@ class IngestState(PassState):
         held.share += sum((end - self._first) / end for end in range(stream_pass.first + 1, total + 1))
         self._count = total
 
-    def finish_intake(self) -> None:
-        super().finish_intake()
+    def end_ingest(self) -> None:
+        super().end_ingest()
         held, self._ingested, self.last_listed = self._ingested, None, None
         if held is None:
             return

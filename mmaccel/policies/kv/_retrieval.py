@@ -86,7 +86,7 @@ class ArchivedMemory(StreamMemory):
             self._found = {}
             (self._main or self)._questions += 1
             if self._main is None:
-                self.finish_intake()
+                self.end_ingest()
             begin, end = words_of(stream_pass)
             self._numbers[0].fill_(end - begin)
         elif stream_pass.kind == "units":
@@ -111,7 +111,7 @@ class ArchivedMemory(StreamMemory):
         self._encoded.append(units)
         rows, positions, base = (self.prefetcher.retrieve(layer, units), self.stream.positions, self._base)
         # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
-        slots = positions.slot_count(self._first)
+        slots = positions.time_slot_count(self._first)
         where = positions.by_number(
             compact_slots(units, base, slots, positions.has_even_rate) if base else units, slots, own=not base
         )
@@ -144,15 +144,15 @@ class ArchivedMemory(StreamMemory):
         """[2 + L] on the device: words of the question, units of the stream, summary tokens of each layer."""
         return self.replays.get_buffer("told", (2 + self.geometry.layers,), torch.long)
 
-    def finish_intake(self) -> None:
+    def end_ingest(self) -> None:
         """Prepare the search tables for the next question; numbers that the device already has are not sent again."""
-        super().finish_intake()
+        super().end_ingest()
         self.index.cluster_units()
         self.index.prepare(self._begin)
         if self._first:
             self.prefetcher.begin(self._first)
         fetched = self.prefetcher.addresses() if self._first else None
-        self.replays.bind_data(
+        self.replays.set_data_place(
             (self.index.addresses(), self.stream.positions.position_table_address(self._count), fetched)
         )
         layers = range(self.geometry.layers) if self.reps else ()
@@ -162,7 +162,7 @@ class ArchivedMemory(StreamMemory):
             self._known = numbers, sent
             numbers[1 : 1 + len(sent)] = on_device(sent, self.device)
 
-    def take_hidden(self, layer: int, hidden: Tensor) -> None:
+    def receive_hidden(self, layer: int, hidden: Tensor) -> None:
         stream_pass, self._entering = self._stream_pass, None
         if stream_pass is None or stream_pass.kind != "question":
             return
@@ -328,10 +328,10 @@ class ArchivedMemory(StreamMemory):
             # What was retrieved has been on the device: the splits that it owed are made, if passes of the stream make none.
             found, self._found = self._found, {}
             if found and (not self.encode_budget or self.index.retrievals_split):
-                main.index.note_retrieved(found)
+                main.index.record_retrieved(found)
             self.prefetcher.update_counters()
             # The next question need not wait for what this one split.
-            main.finish_intake()
+            main.end_ingest()
 
     def seen_tokens(self, layer: int) -> Tensor | None:
         return self._tokens_of(self._found[layer].entries, self._begin) if layer in self._found else None

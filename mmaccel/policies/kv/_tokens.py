@@ -115,10 +115,10 @@ class TokenMemory(StreamMemory):
     def _closed(self, stream_pass: StreamPass) -> bool:
         positions, every = self.stream.positions, self.bases.every
         if stream_pass.kind == "units":
-            return self._always or positions.slot_count(stream_pass.first + stream_pass.count) > every
-        fits = positions.slot_count(self._count) <= every
+            return self._always or positions.time_slot_count(stream_pass.first + stream_pass.count) > every
+        fits = positions.time_slot_count(self._count) <= every
         return self._always or not (
-            fits and positions.pass_within_limit(self._count, stream_pass.pending, stream_pass.rows, own=True)
+            fits and positions.fits_limit(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )
 
     def _most(self) -> int:

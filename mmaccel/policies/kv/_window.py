@@ -209,7 +209,7 @@ class PassState(StreamState):
     def begin_ingest(self) -> None:
         self._ingests = True
 
-    def finish_intake(self) -> None:
+    def end_ingest(self) -> None:
         self._ingests = False
 
     def _layout(self, columns: int, few: int = 0) -> TokenLayout | None:

@@ -111,9 +111,9 @@ class StreamMemory(IngestState):
     def _closed(self, stream_pass: StreamPass) -> bool:
         """Whether units are closed up for this pass, as the fields say or because their own positions leave it none."""
         positions = self.stream.positions
-        fits = positions.slot_count(self._count) < self.bases.reach
+        fits = positions.time_slot_count(self._count) < self.bases.reach
         return self._always or not (
-            fits and positions.pass_within_limit(self._count, stream_pass.pending, stream_pass.rows, own=True)
+            fits and positions.fits_limit(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )
 
     def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
@@ -332,10 +332,10 @@ class StreamMemory(IngestState):
         inside = torch.arange(tokens := self.stream.tokens_per_unit, device=numbers.device)
         return (torch.cat([numbers, local])[:, None] * tokens + inside).flatten()
 
-    def note_shown_columns(self, layer: int, columns: Tensor) -> None:
+    def record_shown_columns(self, layer: int, columns: Tensor) -> None:
         self._rows.note_shown_columns(layer, columns)
 
-    def note_listed_rows(self, layer: int, rows: int) -> None:
+    def record_sparse_rows(self, layer: int, rows: int) -> None:
         self._rows.note_listed_rows(rows)
 
     def _looked(self) -> dict[int, Look]:

@@ -172,7 +172,7 @@ class FullState(PerLayerKVState):
             found.append((key, value))
         return found
 
-    def note_written(self, count: int) -> None:
+    def record_written(self, count: int) -> None:
         self._counts = [held + count for held in self._counts]
         self._last = count
 

@@ -81,7 +81,7 @@ class DyCoke(TokenPruner):
                 kept[i] = frame[top_indices(-likeness, share_token_count(1 - self.drop, len(frame)))]
         return with_unprunable_columns(layout, *kept)
 
-    def on_stream(self) -> DyCoke:
+    def for_stream(self) -> DyCoke:
         return replace(self, compact=self.drop > 0)
 
     def kept_token_count(self, tokens: int) -> int:

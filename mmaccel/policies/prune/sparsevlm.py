@@ -84,7 +84,7 @@ class SparseVLM(TokenPruner):
                 )
             object.__setattr__(self, "layers", tuple(layers))
 
-    def on_stream(self) -> SparseVLM:
+    def for_stream(self) -> SparseVLM:
         return replace(self, recycle=0.0, raters="all")
 
     def stages(self, depth: int) -> tuple[Stage, ...]:

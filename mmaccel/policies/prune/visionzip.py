@@ -56,7 +56,7 @@ class VisionZip(TokenPruner):
     contextual: float = limited(10 / 64, SHARE)
     carry: bool = False
 
-    def on_stream(self) -> VisionZip | None:
+    def for_stream(self) -> VisionZip | None:
         return None if self.carry else replace(self, compact=True)
 
     def kept_token_count(self, tokens: int) -> int:

@@ -25,7 +25,7 @@ class AShape(IntraPattern):
     window: int = limited(4096, at_least(1, ", the token itself"))
 
     def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
-        return (region.part(region.near_and_first(self.sink, self.window)),)
+        return (region.part(region.window_and_sink(self.sink, self.window)),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         return max_window_sink_blocks(n_key, self.sink, self.window, self.block, gaps=gaps)

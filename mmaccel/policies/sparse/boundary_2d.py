@@ -68,7 +68,7 @@ class ModalityBoundary(RegionPlannedPattern):
         return any(pattern and pattern.adaptive for row in self.groups.values() for pattern in row.values())
 
     def layer_parts(self, layer: LayerInputs) -> list[Part]:
-        max_tokens_of = layer.q_layout.max_tokens_of
+        max_tokens_of = layer.q_layout.max_tokens_by_modality
         return [p for q in self.groups if q is None or max_tokens_of[q] for p in self._parts(layer, q)]
 
     def _parts(self, layer: LayerInputs, q: int | None) -> list[Part]:
@@ -78,7 +78,7 @@ class ModalityBoundary(RegionPlannedPattern):
         spans: list[KeySpan] = []
         number, region = 0, None
         for k, pattern in self.groups[q].items():
-            if pattern is None or (k is not None and not layer.k_layout.max_tokens_of[k]):
+            if pattern is None or (k is not None and not layer.k_layout.max_tokens_by_modality[k]):
                 continue
             region = layer.region(q, k)
             made = pattern.cached_parts(region)
@@ -112,9 +112,9 @@ class ModalityBoundary(RegionPlannedPattern):
         (queries, keys), share, total = layouts, mean_causal_share(n_query, n_key), 0.0
         layer = LayerInputs.from_layouts(queries, keys, self.block)
         for q, patterns in self.groups.items():
-            rows = n_query if q is None else queries.max_tokens_of[q]
+            rows = n_query if q is None else queries.max_tokens_by_modality[q]
             for k, pattern in patterns.items():
-                among = n_key if k is None else keys.max_tokens_of[k]
+                among = n_key if k is None else keys.max_tokens_by_modality[k]
                 if pattern is not None and rows and among:
                     total += pattern.estimate_blocks(rows, among, share, layer.region(q, k))
         return total

@@ -35,7 +35,7 @@ def modality_run_limits(layout: TokenLayout) -> dict[int, tuple[int, int]]:
                 runs[m] = max(most, len(own)), min(least, inner)
         return runs
 
-    return layout.host_fact("runs", read)  # type: ignore[no-any-return]
+    return layout.host_value("runs", read)  # type: ignore[no-any-return]
 
 
 ROUNDS = 8

@@ -117,7 +117,7 @@ class Grid(IntraPattern):
                 parts.append(self._dense_rows(region, classes))
         if self.window or self.sink or not (self.slash or self.vertical):
             # Merged with the lines by log-sum-exp, over disjoint keys; or the part of rows on no line, which see nothing.
-            near = region.near_and_first(self.sink, self.window) or (region.span(FAR, FAR),)
+            near = region.window_and_sink(self.sink, self.window) or (region.span(FAR, FAR),)
             parts.append(region.part(near, merge_group=1))
         return tuple(parts)
 

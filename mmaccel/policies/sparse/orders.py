@@ -84,7 +84,7 @@ def max_touched_blocks(n: int, block: int) -> int:
 
 
 def max_window_sink_blocks(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
-    """Return the most blocks that `AttentionRegion.near_and_first` lists, as `IntraPattern.max_blocks` does."""
+    """Return the most blocks that `AttentionRegion.window_and_sink` lists, as `IntraPattern.max_blocks` does."""
     keys = ceil_block_count(n_key, block)
     near = min(max_touched_blocks(block + window - 1, block), keys) if window else 0
     # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.
@@ -123,7 +123,7 @@ class AttentionRegion:
         return Part(self.q_row, tuple(spans), None, merge_group, self.ordered, self.ordered)
 
     @property
-    def q_first(self) -> int | None:
+    def first_query_rank(self) -> int | None:
         """The first rank of `at`, if the ranks of the queries are consecutive; None if the host does not know."""
         if self.ordered is None or not self.queries_are_last_keys:
             return None
@@ -137,10 +137,10 @@ class AttentionRegion:
             k_row, k_pos = k_row[:, :width].masked_fill(k_pos[:, :width] >= first, -1), k_pos[:, :width]
             ordered = None if ordered is None else min(first, ordered)
         order = self.q_row, k_row[:, None], self.at[:, None], k_pos[:, None]
-        known: dict[str, Any] = dict(ordered=ordered, ranks=True, q_first=self.q_first)
+        known: dict[str, Any] = dict(ordered=ordered, ranks=True, q_first=self.first_query_rank)
         return span_by_range(*order, lo, hi, block, block, **known)
 
-    def near_and_first(self, sink: int, window: int) -> tuple[KeySpan, ...]:
+    def window_and_sink(self, sink: int, window: int) -> tuple[KeySpan, ...]:
         """Return spans of the last `window` of the keys up to each query, and of the first `sink` keys; either may be 0."""
         near = (self.span(0, window),) if window else ()
         return (*near, self.span(window, FAR, first=sink)) if sink else near
@@ -292,14 +292,14 @@ def _apart(layout: TokenLayout, modality: int | None) -> int | None:
     """None for a modality that all tokens are of: their order is that of the whole."""
     if modality is None:
         return None
-    others = sum(count for m, count in layout.max_tokens_of.items() if m != modality)
-    return modality if others or not layout.max_tokens_of[modality] else None
+    others = sum(count for m, count in layout.max_tokens_by_modality.items() if m != modality)
+    return modality if others or not layout.max_tokens_by_modality[modality] else None
 
 
 def _order(layout: TokenLayout, modality: int | None, block: int) -> TokenOrder:
     if modality is None:
         return sequence_order(layout, block=block)
-    size = layout.max_tokens_of[modality]
+    size = layout.max_tokens_by_modality[modality]
     return sequence_order(layout, layout.modality == modality, block=block, size=size)
 
 

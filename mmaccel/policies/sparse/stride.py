@@ -179,7 +179,7 @@ class FrameResidueClasses:
         even = sizes.amax(1) <= (count + low - 1) // low
         fits = ((count >= 3 * low) & (longest[:, 0] > 0) & even) | (count == 0)
         facts = torch.stack([fits.all().long(), fits.any().long(), sizes[:, :high].amax(), stride.amax()])
-        whole, some, largest, widest = layout.host_fact(name, facts.tolist)
+        whole, some, largest, widest = layout.host_value(name, facts.tolist)
         return cls(number[:, None], stride[:, None], fits, bool(whole), bool(some), largest, widest)
 
 

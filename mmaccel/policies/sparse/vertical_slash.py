@@ -60,7 +60,9 @@ class VerticalSlash(IntraPattern):
         # A query block lists every key block that a kept diagonal touches in its rows: diagonal d pairs a query of rank i
         # with the key of rank i - d. The ranks say nothing of the rows: those of columns are left out.
         lists = BlockLists(*slash_runs(kept, [*runs], self.block), kind)
-        spans = [KeySpan(left, at, keys.rank[:, None], 0, FAR, lists, ranks=True, q_first=region.q_first)]
+        spans = [
+            KeySpan(left, at, keys.rank[:, None], 0, FAR, lists, ranks=True, q_first=region.first_query_rank)
+        ]
         if self.vertical:
             # The columns, gathered; a column's position is that of its token.
             spans.append(span_by_range(region.q_row, k_row, at, k_pos, 0, FAR, self.block, self.block))

@@ -253,7 +253,7 @@ def watching(kv: str = "mosaic") -> DraftStreamSettings:
 
 def take(stream: DraftStream, frames: torch.Tensor, start: float) -> None:
     times = [start + i / FPS for i in range(len(frames))]
-    stream.take_frames(frames, times, FPS, False)
+    stream.add_frames(frames, times, FPS, False)
 
 
 def written(stream: DraftStream, target: ModelView, question: Any = QUESTION) -> list[int]:

@@ -129,7 +129,7 @@ def test_the_stream_of_a_call_that_has_ended_waits_for_no_other_s_prompt(target:
     stream.end_question()
     assert not worker._outbox.is_sending, "the prompt is the caller's again"
     worker.post(END, 0, blob=lambda: [bytes(going.wait(10))])
-    stream.finish_intake()
+    stream.end_ingest()
     assert worker.alive and worker._outbox.is_sending
     going.set()
     stream.wait_until_done()

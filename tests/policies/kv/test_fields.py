@@ -239,11 +239,11 @@ MOST = {"looks": 25}
 def test_a_question_reads_nothing_and_launches_little(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driven = rekv() if name == "rekv" else Driven(**MOSAIC[name])
     driven.watch(80)
-    driven.state.finish_intake()
+    driven.state.end_ingest()
     # The addresses of places on the device are told it when they are new.
     for _ in range(2):
         driven.ask(1)
-    driven.state.finish_intake()
+    driven.state.end_ingest()
     made = [(driven.question(2)(layer), driven.hidden(2)(layer)) for layer in range(LAYERS)]
     monkeypatch.setattr(torch.Tensor, "tolist", no_lists)
     with driven.state.question_scope():

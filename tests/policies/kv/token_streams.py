@@ -81,7 +81,7 @@ def run(state: Any, stream_pass: StreamPass, rows: Any, hidden: Any = None) -> l
     for layer in range(LAYERS):
         query, key, value = rows(layer)
         if hidden is not None:
-            state.take_hidden(layer, hidden(layer))
+            state.receive_hidden(layer, hidden(layer))
         state.append(layer, key, value)
         views.append(state.view(layer, query))
     state.end_pass()

@@ -310,7 +310,7 @@ def test_visionzip_reads_the_tower_of_images(family: str, model: Any, kind: str)
     with torch.no_grad(), Hooks() as hooks:
         probe = VisionAttentionProbe(hooks, model, adapter)
         adapter.embed(model, inputs)
-        told = probe.take_signals(layout)["vision_attention"]
+        told = probe.pop_signals(layout)["vision_attention"]
     at = [c for c in visual(layout) if int(layout.modality[0, c]) == IMAGE]
     # A mean over the patches that pay: what all tokens of a frame or a tile receive adds up to one.
     assert bool((told[at] > 0).all())

@@ -97,7 +97,7 @@ class ClusterIndex(Index):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def note_retrieved(self, found: dict[int, SearchResult]) -> None:
+    def record_retrieved(self, found: dict[int, SearchResult]) -> None:
         picked = torch.stack([one.picked for one in found.values()]).cpu()
         for layer, one in zip(found, picked, strict=True):
             self.tree.split_deferred(layer, one.nonzero()[:, 0])

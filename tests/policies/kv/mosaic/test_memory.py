@@ -271,7 +271,7 @@ def called(sizes: list[int], ask: bool, **fields: Any) -> tuple[Driven, torch.Te
     for size in sizes:
         driven.state.checkpoint()
         out += driven.watch(size)
-        driven.state.finish_intake()
+        driven.state.end_ingest()
         if ask:
             driven.ask(driven.scenes[3])
     return driven, torch.cat(out, 2)

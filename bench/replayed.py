@@ -223,7 +223,7 @@ class Rounds:
     def round(self, proposed: int, accepted: int) -> None:
         self.rounds.append((proposed, accepted))
 
-    def draft_failed(self, reason: str) -> None:
+    def record_draft_failure(self, reason: str) -> None:
         self.failed.append(reason)
 
 

@@ -33,10 +33,10 @@ class Meter:
     def count_round(self, proposed: int, accepted: int) -> None:
         self.rounds.append((proposed, accepted))
 
-    def draft_failed(self, reason: str) -> None:
+    def record_draft_failure(self, reason: str) -> None:
         self.failures.append(reason)
 
-    def draft_ended(self, counters: dict[str, float], notes: list[str]) -> None:
+    def record_draft_end(self, counters: dict[str, float], notes: list[str]) -> None:
         assert all(isinstance(value, float) for value in counters.values())
 
 

@@ -151,7 +151,7 @@ def test_a_timeout_holds_inside_a_long_question(clock: Clock, monkeypatch: pytes
     with open_session("tiny-ov", TIGHT["rekv"], 14) as session:
         before = session.ask(QUESTION, 3)
         with monkeypatch.context() as patch:  # what comes before the layers uses the time up
-            calls = heard(patch, session._stream_adapter, "token_embeds", lambda *_, **__: clock.spend(3.0))
+            calls = heard(patch, session._stream_adapter, "embed_tokens", lambda *_, **__: clock.spend(3.0))
             answer = session.ask("what was it ? " * 100, timeout=2.0)
         assert (answer.ids, answer.text, answer.ttft_s, answer.finish_reason) == ((), "", 0.0, "timeout")
         assert len(calls) == 1 and answer.evidence == ()

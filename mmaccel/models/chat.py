@@ -231,7 +231,7 @@ def tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int
         if place % 2:
             ids.append(tokenizer.convert_tokens_to_ids(piece))
         elif piece:
-            ids += tokenize_as_plain_text(tokenizer, marks.sub(lambda found: plain[found[0]], piece))
+            ids += tokenize_plainly(tokenizer, marks.sub(lambda found: plain[found[0]], piece))
     if add_special_tokens:
         bare, framed = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
         begin = next(n for n in range(len(framed)) if framed[n : n + len(bare)] == bare)
@@ -255,7 +255,7 @@ def append_turn(tokenizer: Any, ids: Tensor, text: ChatText) -> Tensor:
     return torch.cat([kept, ids.new_tensor([tokenize(tokenizer, later, add_special_tokens=False)])], 1)
 
 
-def tokenize_as_plain_text(tokenizer: Any, text: str) -> list[int]:
+def tokenize_plainly(tokenizer: Any, text: str) -> list[int]:
     """Tokenize a text in which special tokens are ordinary text."""
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 

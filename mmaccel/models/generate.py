@@ -174,7 +174,7 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
     if chunk := attachment.get_generate_option("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
     others = ("assistant_model", "prompt_lookup_num_tokens", "logits_to_keep")  # read more rows
-    more = any(is_set(attachment, name, kwargs) for name in others)
+    more = any(is_argument_set(attachment, name, kwargs) for name in others)
     model: Any = attachment.model
     attachment.running.last_only = model._supports_logits_to_keep() and not more
     if not streams and whole:

@@ -31,7 +31,7 @@ from mmaccel.core.streams.sources import Clip
 from mmaccel.media.preprocess import resize
 from mmaccel.models import deepstack, dialogue, recurrent, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
-from mmaccel.models.chat import common_prefix, ids_around_video, iterate_video_clips, tokenize_as_plain_text
+from mmaccel.models.chat import common_prefix, ids_around_video, iterate_video_clips, tokenize_plainly
 from mmaccel.models.install import Hooks, model_lock
 from mmaccel.models.loading import skip_unused_norm_rows
 from mmaccel.models.modules import pointwise_modules, process_in_token_chunks, rebind_function, tower_batched
@@ -341,9 +341,8 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
 
     def text_ids(self, text: str) -> Tensor:
-        return torch.tensor(
-            tokenize_as_plain_text(self.processor.tokenizer, text), device=self.device, dtype=torch.long
-        )
+        ids = tokenize_plainly(self.processor.tokenizer, text)
+        return torch.tensor(ids, device=self.device, dtype=torch.long)
 
     @cached_property
     def _template(self) -> tuple[Tensor, list[int], int]:

@@ -261,16 +261,11 @@ def vision_step(name: str, tokens: int, seconds: float, ways: Sequence[str], siz
     """The tower on frames of `size` rows and columns of patches; the ways take turns."""
 
     def run(options: argparse.Namespace, log: Log) -> None:
-        small = options.shrink > 1
-        model = (
-            mmaccel.load_model("tiny-qwen")
-            if small
-            else shapes.build_model(SHAPE, layers=1, device=options.device)
-        )
-        tower = model.config.vision_config
+        small, device = options.shrink > 1, options.device
+        model = mmaccel.load_model("tiny-qwen") if small else shapes.build_model(SHAPE, 1, device=device)
+        tower, first = model.config.vision_config, next(model.parameters())
         each = math.prod(size) // tower.spatial_merge_size**2
         count = max(2, tokens // options.shrink // each)
-        first = next(model.parameters())
         values = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         pixels = torch.empty(count * math.prod(size), values, dtype=first.dtype, device=first.device)
         pixels.normal_(generator=torch.Generator(first.device).manual_seed(0))

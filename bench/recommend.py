@@ -114,8 +114,7 @@ Parts = dict[str, float]
 def run(
     model: Any, processor: Any, recipe: Recipe, film: torch.Tensor, work: costs.Workload
 ) -> tuple[float, Parts]:
-    """The film and all its questions, as `costs.predict_cost` takes them; gives the tokens that a step of the target
-    gave."""
+    """The film and all its questions, as `predict_cost` takes them; gives the tokens that a step of the target gave."""
     clock = time.perf_counter if model.device.type == "cuda" else time.process_time
     taken = rehearsal.run_timed(model, processor, recipe, film, work, QUESTION, RATE, clock)
     question, token = (statistics.median(some) for some in zip(*taken.asked, strict=True))
@@ -142,9 +141,8 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
     other = None if draft is None else model_sizes_of(draft, size, processor=reader)
     cuda = options.device != "cpu"
     place = torch.device(options.device)
-    device = device_rates_of(
-        options.device, sizes, **({} if cuda else {"bench": cpu_seconds, "store": STORE})
-    )
+    measured = {} if cuda else {"bench": cpu_seconds, "store": STORE}
+    device = device_rates_of(options.device, sizes, **measured)
     memory = int(options.memory * 1e9) if cuda else device.memory
     frames = int(minutes * 60 * RATE / options.shrink)
     asked: dict[str, int] = dict(questions=questions, answer=TOKENS, memory=memory, host=int(1e12))

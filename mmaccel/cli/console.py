@@ -147,7 +147,7 @@ def add_bar(
     return update
 
 
-def progress_bar_callback(progress: Progress, unit: str = "frames") -> Callable[[str, int, int | None], None]:
+def progress_callback(progress: Progress, unit: str = "frames") -> Callable[[str, int, int | None], None]:
     """Return a callback ``(name, done, total)`` that shows a progress bar for each name until it is complete."""
     tasks: dict[str, Any] = {}
 

@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Fps, Model
-from mmaccel.cli.console import plural, progress_bar_callback, progress_bars, say
+from mmaccel.cli.console import plural, progress_bars, progress_callback, say
 from mmaccel.cli.search import Most, Texts, Videos, build_sample_prompt, check_videos
 from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, shown
@@ -114,7 +114,7 @@ def draw_pictures(
         loaded = choices.load_cli_model(model, choices.choose_device(device), choices.check_dtype(dtype))
         inputs, _ = build_sample_prompt(loaded, processor, video or [], text or [], max_tokens, fps, progress)
         output.mkdir(parents=True, exist_ok=True)
-        tell, done, whole = progress_bar_callback(progress, "heads"), 0, sum(map(len, wanted.values()))
+        tell, done, whole = progress_callback(progress, "heads"), 0, sum(map(len, wanted.values()))
 
         def visit(inside: CapturedLayer) -> None:
             nonlocal done

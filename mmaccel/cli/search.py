@@ -18,7 +18,7 @@ from mmaccel.backends import select
 from mmaccel.cli import choices
 from mmaccel.cli.answer import prompt_inputs
 from mmaccel.cli.choices import Device, Dtype, Fps, Json
-from mmaccel.cli.console import plural, print_json, progress_bar_callback, progress_bars, say, size
+from mmaccel.cli.console import plural, print_json, progress_bars, progress_callback, say, size
 from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.report_page import format_attention_share, format_head_counts
@@ -96,7 +96,7 @@ def search(
                 output,
                 settings,
                 sample=told,
-                progress=progress_bar_callback(progress, "steps"),
+                progress=progress_callback(progress, "steps"),
             )
     except KeyboardInterrupt:
         message = "nothing was measured yet"

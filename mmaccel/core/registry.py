@@ -33,7 +33,9 @@ _FORMER = """
     seat:write_slot idle:end_ingest between:limit_to_units fit:units_that_fit let_go:forget_old_units
     merge:merge_units waiting:waiting_features seen:seen_tokens ahead:receive_hidden summaries:count_summary_columns
     wrote:record_written lacks:count_dropped at:for_layer left:kept_token_count cut:prune recall:recalled_columns
-    watch:open_stream notes:report_notes bind:for_model
+    watch:open_stream notes:report_notes bind:for_model finish_intake:end_ingest take_hidden:receive_hidden
+    note_written:record_written note_shown_columns:record_shown_columns note_listed_rows:record_sparse_rows
+    on_stream:for_stream
 """
 RENAMED = dict(pair.split(":") for pair in _FORMER.split())
 """Members of policies, memories and drafts, as earlier versions called them: former name -> name."""

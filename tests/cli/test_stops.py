@@ -119,7 +119,7 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(
     with console.progress_bars() as progress:
         time.sleep(0.12)
         tell = console.add_bar(progress, "decode", "frames", 40)
-        console.progress_bar_callback(progress, "layers")("encode", 6, 6)
+        console.progress_callback(progress, "layers")("encode", 6, 6)
         tell(7, None)
         time.sleep(0.12)
     time.sleep(0.12)

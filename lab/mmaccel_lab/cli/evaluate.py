@@ -9,15 +9,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Draft, Dtype, Json, Model
-from mmaccel.cli.console import (
-    format_number,
-    out,
-    print_json,
-    progress_bar_callback,
-    progress_bars,
-    remark,
-    say,
-)
+from mmaccel.cli.console import format_number, out, print_json, progress_bars, progress_callback, remark, say
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, kinds_of, lengths_of, tell_stop
 
@@ -73,7 +65,7 @@ def needle(
         tally.expect(length, asked, samples)
     stopped, whole = False, False
     try:
-        with progress_bars() as progress, Film(videos, progress_bar_callback(progress)) as film:
+        with progress_bars() as progress, Film(videos, progress_callback(progress)) as film:
             per_frame = tokens_per_frame(processor) if documents else 0
             for length in lengths:
                 bar = progress.add_task(f"{length:>5}", total=samples * len(asked), unit="questions")
@@ -150,7 +142,7 @@ def caption(
     second = choices.load_cli_model(draft, device, dtype) if draft is not None else None
     rows: list[dict[str, int]] = []
     stopped = False
-    with progress_bars() as progress, Film(videos, progress_bar_callback(progress)) as film:
+    with progress_bars() as progress, Film(videos, progress_callback(progress)) as film:
         bar = progress.add_task("captions", total=samples, unit="videos")
         try:
             told = caption_cases(frames, samples, seed, words)
@@ -235,7 +227,7 @@ def table(
             output.write_text(json.dumps(result(), indent=2) + "\n", encoding="utf-8")
 
     try:
-        with progress_bars() as progress, Film(videos, progress_bar_callback(progress)) as film:
+        with progress_bars() as progress, Film(videos, progress_callback(progress)) as film:
             bar = progress.add_task("table", total=None, unit="")
 
             def told(task: str, done: int, total: int) -> None:

@@ -10,15 +10,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Model
-from mmaccel.cli.console import (
-    format_number,
-    out,
-    plural,
-    print_json,
-    progress_bar_callback,
-    progress_bars,
-    say,
-)
+from mmaccel.cli.console import format_number, out, plural, print_json, progress_bars, progress_callback, say
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, lengths_of, tell_stop
@@ -200,7 +192,7 @@ class _Run:
         from mmaccel_lab.eval.cases import Film, tokens_per_frame
         from mmaccel_lab.eval.haystack import haystack_cases, shots
 
-        with progress_bars() as progress, Film(videos, progress_bar_callback(progress)) as film:
+        with progress_bars() as progress, Film(videos, progress_callback(progress)) as film:
             per_frame = tokens_per_frame(self.processor) if self.documents else 16
             options = {"documents": self.documents, "tokens_per_frame": per_frame}
             self.asked = {
@@ -212,7 +204,7 @@ class _Run:
                 if not asked:
                     continue
                 methods = {**self.methods.fixed} | self._levelled(
-                    asked[0][1], film, progress_bar_callback(progress, "methods")
+                    asked[0][1], film, progress_callback(progress, "methods")
                 )
                 for depth, case in asked:
                     left = {n: r for n, r in methods.items() if not self.log.has(n, case)}

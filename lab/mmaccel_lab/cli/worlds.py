@@ -19,8 +19,8 @@ from mmaccel.cli.console import (
     out,
     plural,
     print_json,
-    progress_bar_callback,
     progress_bars,
+    progress_callback,
     remark,
     say,
 )
@@ -100,7 +100,7 @@ def demo(
     console = out()
     whole = False
     try:
-        with progress_bars() as progress, Film(progress=progress_bar_callback(progress)) as film:
+        with progress_bars() as progress, Film(progress=progress_callback(progress)) as film:
             first = todo[0]
             film.watch(first.world)
             video = choices.read_video(str(film.path(first.world)), processor, progress)

@@ -260,7 +260,7 @@ def test_a_watch_stopped_early_says_that_nothing_is_saved(
     base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25)
     if when == "the model loads again":
         assert call(*base, "--save", place)[0] == 0
-    early = (choices, "load") if "loads" in when else (VideoSession, "ingest")
+    early = (choices, "load_cli_model") if "loads" in when else (VideoSession, "ingest")
     monkeypatch.setattr(*early, lambda *_, **__: stop())
     status, out, err = call(*base, "--save", place)
     told = {

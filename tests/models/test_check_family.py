@@ -91,7 +91,7 @@ strongest, shares = VerticalSlash._strongest, BlockTopK._shares
 PATTERNS: dict[str, tuple[Any, str, Any]] = {
     "a_shape": (
         AttentionRegion,
-        "near_and_first",
+        "window_and_sink",
         lambda region, sink, window: near_and_first(region, sink, window + 1),
     ),
     "tri_shape": (TriShape, "bottom", property(lambda self: 20, lambda self, value: None)),

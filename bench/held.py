@@ -106,7 +106,7 @@ def asked(worker: Worker) -> list[int]:
     """The most bytes on each device since this was asked before, of a second process that no sequence waits for."""
     worker.receive_all()
     worker.send(PEAK)
-    while (message := worker.receive(WAIT_S)) is not None:
+    while (message := worker.receive_message(WAIT_S)) is not None:
         if message.kind == PEAK:
             return list(message.numbers)
     raise RuntimeError("the draft's process did not tell what it holds.")

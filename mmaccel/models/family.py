@@ -118,7 +118,7 @@ class Family(ModelFamily):
     def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:
         from mmaccel.models import stream, units
 
-        kind = units.FrameTextStream if self.stamped else stream.HFStreamAdapter
+        kind = units.TimestampedStreamAdapter if self.stamped else stream.HFStreamAdapter
         return kind(unwrap(model), self, processor)
 
     def causal_lm(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:

@@ -189,7 +189,7 @@ class HFRunner(Runner):
         self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - layout.length
         self.cache.sequence = Columns(layout, torch.full((1, 1), self.delta, device=positions.device))
 
-    def record_decode_step(self, count: int) -> None:
+    def count_decoded_tokens(self, count: int) -> None:
         """Record that a step of `count` rows wrote to this runner's KV memory without a call of `step`."""
         self._last = count
         self.memory().record_written(count)

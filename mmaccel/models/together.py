@@ -133,7 +133,7 @@ class BatchedDecodeSteps:
         if not self._parts[0].replays.works:
             self._hide()
         for runner, own in zip(runners, ids, strict=True):
-            runner.record_decode_step(own.shape[1])
+            runner.count_decoded_tokens(own.shape[1])
         return [made[b : b + 1, : own.shape[1]] for b, own in enumerate(ids)]
 
     def _laid(self, runner: HFRunner, count: int) -> KVBufferAddresses:

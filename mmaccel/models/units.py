@@ -92,7 +92,7 @@ def find_longest_evenly_spaced_run(layout: TokenLayout, mine: Tensor) -> tuple[r
     return best, words, (starts[best[0]] - words, starts[best[-1]] + int(sizes[0]))
 
 
-class FrameTextStream(HFStreamAdapter):
+class TimestampedStreamAdapter(HFStreamAdapter):
     """`HFStreamAdapter` for families whose prompts write text beside each frame (`Family.stamped`)."""
 
     @cached_property
@@ -124,7 +124,10 @@ class FrameTextStream(HFStreamAdapter):
         if self.family.frame_size(self.model, made) == size:
             return made
         # The processor has a budget for a whole video, which a stream is not: each unit for itself.
-        each = [super(FrameTextStream, self)._pixels(unit, size) for unit in frames.split(self.frames_a_step)]
+        each = [
+            super(TimestampedStreamAdapter, self)._pixels(unit, size)
+            for unit in frames.split(self.frames_a_step)
+        ]
         rows = [self.family.pixels_by_frame(self.model, one)[0] for one in each]
         return self.family.pixels_by_frame(self.model, each[0])[1](torch.cat(rows))  # type: ignore[no-any-return]
 

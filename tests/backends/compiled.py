@@ -30,7 +30,7 @@ from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.block_lists import FIELDS
 from mmaccel.backends.ops.clusters import ClusterMembership, EntryKeys, NewestEntries, Words, alignment_of
 from mmaccel.backends.ops.layer_ops import SeparateKVCaches
-from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, DeviceResources
+from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, DeviceLimits
 from mmaccel.backends.triton import decode, delta, experts, pointwise, stream
 from mmaccel.backends.triton.prefill import attend, estimate, hopper_launch, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
@@ -62,7 +62,7 @@ class Elsewhere:
 @contextmanager
 def as_on(row: Architecture, memory: int = MEMORY) -> Iterator[None]:
     """Within, tensors of the CPU are launched on as on a device of this architecture, with so many bytes of memory."""
-    there = DeviceResources(row.shared, row.resident, row.columns, PROCESSORS, memory)
+    there = DeviceLimits(row.shared, row.resident, row.columns, PROCESSORS, memory)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", Elsewhere(row)))
         stack.enter_context(mock.patch.object(operators, "resources", lambda device: there))
@@ -263,10 +263,10 @@ def indexed() -> None:
     line_kernels.turned_classes((numbers, begin, numbers, begin, at[0, :1]), (of, of, of), 64, False, 64, 64)
 
 
-def copy_pieces() -> None:
+def assemble_slices() -> None:
     """Tables of a plan's pieces: one that fills, and one that comes after it."""
     table = [int(name in ("batch", "heads", "size")) for name in FIELDS]
-    lists.copy_pieces([zeros(8)], table * 2, 1, [8, 8, 8])
+    lists.assemble_slices([zeros(8)], table * 2, 1, [8, 8, 8])
 
 
 def clustered() -> None:
@@ -350,7 +350,7 @@ WAYS: dict[str, Callable[[], None]] = {
     },
     **{f"project entered {count}": partial(entered, count) for count in (1, 10, 16, 64)},
     "index": indexed,
-    "index pieces": copy_pieces,
+    "index pieces": assemble_slices,
     "stream clusters": clustered,
     **{
         f"stream units of {tokens}{' apart' * apart}": partial(gathered, tokens, size, apart)

@@ -123,7 +123,7 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
         held = {
             LastQueryAttention: dict(has_kernel=True),
             lists: dict(
-                copy_pieces=_filled(lists.copy_pieces, block_lists.copy_pieces.plain),
+                assemble_slices=_filled(lists.assemble_slices, block_lists.assemble_slices.plain),
                 key_band=_filled(lists.key_band, block_lists.key_band.plain),
                 listed_area=_filled(lists.listed_area, block_lists.listed_area.plain),
             ),

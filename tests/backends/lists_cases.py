@@ -16,12 +16,12 @@ from torch import Tensor
 from mmaccel.backends.ops import block_lists
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import FULL, Part
-from mmaccel.backends.ops.block_lists import FIELDS, copy_pieces
+from mmaccel.backends.ops.block_lists import FIELDS, assemble_slices
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.triton.prefill import attend, lists
 from mmaccel.backends.triton.prefill import kernel as working
 from mmaccel.backends.triton.prefill.kernel import MOST_PIECES, WAVES, Work
-from mmaccel.backends.triton.prefill.lists import copy_pieces as launched
+from mmaccel.backends.triton.prefill.lists import assemble_slices as launched
 from mmaccel.backends.triton.prefill.lists import merge_query_block_pairs, prefix_count_masked_blocks
 from mmaccel.core.prefill.merge_heads import PackedSlice, TensorPacker
 from mmaccel.core.prefill.plan import AttentionPlan, span_by_range
@@ -141,7 +141,7 @@ def test_pieces(size: int) -> None:
     told = sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends
     for room in rooms:
         made = []
-        for way in (copy_pieces.plain, launched):
+        for way in (assemble_slices.plain, launched):
             sheet._made = way(*told)
             made.append(sheet.tensor(room))
         assert made[0].shape == room.shape and torch.equal(*made)

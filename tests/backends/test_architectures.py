@@ -164,15 +164,15 @@ def test_resources_are_the_device_s_own(device: SimpleNamespace, monkeypatch: py
     """The table has them where PyTorch does not tell them, as on ROCm."""
     device.gcnArchName = "gfx942"
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert operators.resources(CUDA) == operators.DeviceResources(64 << 10, 64 << 10, 16, 60, 9 << 30)
+    assert operators.resources(CUDA) == operators.DeviceLimits(64 << 10, 64 << 10, 16, 60, 9 << 30)
     operators.resources.cache_clear()
     device.shared_memory_per_block_optin, device.shared_memory_per_multiprocessor = 70, 80
-    assert operators.resources(CUDA) == operators.DeviceResources(70, 80, 16, 60, 9 << 30)
+    assert operators.resources(CUDA) == operators.DeviceLimits(70, 80, 16, 60, 9 << 30)
 
 
 def test_stages_fit_shared_memory() -> None:
     """One stage is in registers; there is always one."""
-    here = operators.DeviceResources(shared=100, resident=0, columns=8, processors=1, memory=1)
+    here = operators.DeviceLimits(shared=100, resident=0, columns=8, processors=1, memory=1)
     assert [here.pipeline_stages(4, each, 10) for each in (22, 30, 31, 45, 90, 91, 1000)] == [
         4,
         4,

@@ -9,7 +9,7 @@ import torch
 
 from mmaccel.backends import flex, reference
 from mmaccel.backends.ops import clusters, layer_ops, lines, operator
-from mmaccel.backends.ops.block_lists import FIELDS, copy_pieces, key_band, listed_area
+from mmaccel.backends.ops.block_lists import FIELDS, assemble_slices, key_band, listed_area
 from mmaccel.backends.ops.clusters import alignment_of, gather_units
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.ops.layer_ops import (
@@ -95,7 +95,11 @@ def of_prompts() -> Iterator[Call]:
     sheet = TensorPacker()
     sheet.put(sheet.add((1, 2, 64), -1, torch.int32), (1,), torch.arange(5).view(1, 1, 5), 2)
     fills = len(sheet._fills) // len(FIELDS)
-    yield "copy_pieces", copy_pieces, (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends)
+    yield (
+        "assemble_slices",
+        assemble_slices,
+        (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends),
+    )
     slabs, base = [torch.randn(4, 2, 2, 5, 4) for _ in range(2)], torch.zeros(2, dtype=torch.long)
     out, slot = torch.empty(2, 2, 15, 4), torch.tensor([7, -1, 2])
     yield "gather_units", gather_units, (out, slabs, base, slot, alignment_of(slabs))

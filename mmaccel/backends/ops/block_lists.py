@@ -210,7 +210,7 @@ def _assembled_shapes(sources: Sequence[Tensor], sizes: Sequence[int]) -> list[T
 
 
 @operator("prefill.lists", fake=_assembled_shapes)
-def copy_pieces(
+def assemble_slices(
     sources: Sequence[Tensor], table: Sequence[int], fills: int, sizes: Sequence[int]
 ) -> list[Tensor]:
     """Assemble tensors from slices of `sources`: one output of `sizes[i]` elements for each dtype in `KINDS`.

@@ -70,7 +70,7 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class DeviceResources:
+class DeviceLimits:
     """Resources of one device for kernel launches.
 
     shared, resident  as in `Architecture`, but of this device
@@ -91,7 +91,7 @@ class DeviceResources:
         return max(1, min(most, 1 + (self.shared - rest) // each))
 
 
-INTERPRETED = DeviceResources(shared=256 << 10, resident=228 << 10, columns=8, processors=4, memory=1 << 40)
+INTERPRETED = DeviceLimits(shared=256 << 10, resident=228 << 10, columns=8, processors=4, memory=1 << 40)
 """What Triton's interpreter has on a CPU."""
 
 _BEFORE_HOPPER = {
@@ -155,12 +155,12 @@ def why_not(kernels: str, device: torch.device) -> str | None:
 
 
 @functools.cache
-def resources(device: torch.device) -> DeviceResources:
+def resources(device: torch.device) -> DeviceLimits:
     """Resources of `device`, as PyTorch reports them, else from the table."""
     if device.type != "cuda":
         return INTERPRETED
     here, row = torch.cuda.get_device_properties(device), architecture_of(device)
-    return DeviceResources(
+    return DeviceLimits(
         getattr(here, "shared_memory_per_block_optin", row.shared),
         getattr(here, "shared_memory_per_multiprocessor", row.resident),
         row.columns,

@@ -83,7 +83,7 @@ class MessageSocket:
         except OSError as error:
             raise DraftError(f"the second process cannot be reached ({error}).") from error
 
-    def receive(self, limit_s: float | None) -> Message | None:
+    def receive_message(self, limit_s: float | None) -> Message | None:
         """Return the next message, or None if it is not complete within `limit_s` (None: no limit): then what is there of it
         is kept for the next call."""
         until = None if limit_s is None else time.monotonic() + limit_s
@@ -272,9 +272,9 @@ class Worker:
     def receive_all(self) -> list[Message]:
         """Return all messages that have arrived. Call it before a new task: a worker whose messages nobody reads blocks."""
         self._heard = time.monotonic()
-        return list(iter(lambda: self.receive(0.0), None))
+        return list(iter(lambda: self.receive_message(0.0), None))
 
-    def receive(self, limit_s: float, silence_s: float | None = None) -> Message | None:
+    def receive_message(self, limit_s: float, silence_s: float | None = None) -> Message | None:
         """Return the next message other than a heartbeat, or None after `limit_s`. Raises `DraftError` if the worker has
         failed or ended, or has sent nothing for `silence_s` (None: the wire's)."""
         silence_s = silence_s or self.wire.silence_s or math.inf
@@ -282,7 +282,7 @@ class Worker:
         while True:
             self._got_through()
             try:
-                message = self.wire.receive(max(0.0, until - time.monotonic()))
+                message = self.wire.receive_message(max(0.0, until - time.monotonic()))
             except DraftError as error:
                 self._broken(error)
             # It cannot answer what it has not heard; the wire has a limit of its own.
@@ -304,7 +304,7 @@ class Worker:
 
     def wait(self, kind: int, limit_s: float) -> Message:
         """Return the next message, which must be of `kind`; raises `DraftError` otherwise, or after `limit_s`."""
-        message = self.receive(limit_s, math.inf)
+        message = self.receive_message(limit_s, math.inf)
         if message is None or message.kind != kind:
             self.close()
             late = f"was not ready within {limit_s:g} s; raise start_s"
@@ -355,7 +355,7 @@ def incoming_messages(wire: MessageSocket, on_arrival: Callable[[Message], None]
 
     def take() -> None:
         try:
-            while (message := wire.receive(None)) is not None:
+            while (message := wire.receive_message(None)) is not None:
                 on_arrival(message)
                 messages.put(message)
         except DraftError as error:

@@ -153,7 +153,9 @@ class TensorPacker:
     def flush(self) -> None:
         """Write all pieces recorded by `put` into the packed buffers."""
         fills = len(self._fills) // len(block_lists.FIELDS)
-        self._made = block_lists.copy_pieces(self._sources, [*self._fills, *self._puts], fills, self._ends)
+        self._made = block_lists.assemble_slices(
+            self._sources, [*self._fills, *self._puts], fills, self._ends
+        )
 
     def tensor(self, of: PackedSlice) -> Tensor:
         """Return the packed tensor at a `PackedSlice`, after `flush`."""

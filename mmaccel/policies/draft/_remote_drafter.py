@@ -121,7 +121,7 @@ class RemoteDrafter(ProcessClient):
         """Return the result of the request, or None if it does not arrive within `limit_s`."""
         until = time.monotonic() + limit_s
         while not self._answers:
-            message = self._worker.receive(max(0.0, until - time.monotonic()))
+            message = self._worker.receive_message(max(0.0, until - time.monotonic()))
             if message is None:
                 return None
             self._hand_on(message)

@@ -144,7 +144,7 @@ class RemoteDraftStream(DraftStream, ProcessClient):
     def wait_until_done(self) -> None:
         """Wait until the draft's process has done all that was requested."""
         while self._out:
-            message = None if self._answers else self._worker.receive(WAIT_S)
+            message = None if self._answers else self._worker.receive_message(WAIT_S)
             if message is not None:
                 self._hand_on(message)
             while self._answers:

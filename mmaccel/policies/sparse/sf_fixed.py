@@ -55,13 +55,13 @@ class SegmentedPattern(IntraPattern):
             )
 
     @property
-    def stride_bounds(self) -> tuple[int, int]:
+    def stride_range(self) -> tuple[int, int]:
         """The smallest and the largest stride (tokens of a segment) that a sequence may have."""
         return (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride, self.stride)
 
     def segments(self, region: AttentionRegion) -> FrameAndTextSegments:
         """Return the segments of the region's keys: of `stride` tokens each, or frames (see the docstring of `SFFixed`)."""
-        low, high = self.stride_bounds
+        low, high = self.stride_range
         most = max(1, ceil_block_count(region.max_keys, low))
         rank = torch.arange(len(region.keys), device=region.at.device).expand_as(region.keys.row)
         if self.stride != "frame":
@@ -95,7 +95,7 @@ class SegmentedPattern(IntraPattern):
             stride, count = torch.stack([segments.stride.amax(), last + 1]).tolist()
             return stride, count
 
-        return region.cached(("segments", *self.stride_bounds), looked)
+        return region.cached(("segments", *self.stride_range), looked)
 
 
 @register("sparse", "sf_fixed")
@@ -136,7 +136,7 @@ class SFFixed(SegmentedPattern):
         return (region.part(spans),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        (least, most), block, keys = self.stride_bounds, self.block, ceil_block_count(n_key, self.block)
+        (least, most), block, keys = self.stride_range, self.block, ceil_block_count(n_key, self.block)
         near = min(max_touched_blocks(block + most - 1, block), keys)
         columns = ceil_block_count(min(n_key, self.summary * ceil_block_count(n_key, least)), block)
         # Queries ascend: what their blocks see beyond one segment is, all together, no more than the keys.

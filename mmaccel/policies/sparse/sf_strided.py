@@ -33,7 +33,7 @@ class SFStrided(SegmentedPattern):
         return (self._window(region, segments), self._lines(region, segments))
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        (least, most), block, keys = self.stride_bounds, self.block, ceil_block_count(n_key, self.block)
+        (least, most), block, keys = self.stride_range, self.block, ceil_block_count(n_key, self.block)
         window = min(max_touched_blocks(block + most - 1, block), keys)
         line = min(max_touched_blocks(ceil_block_count(n_key, least), block), keys)
         # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys. In the order of

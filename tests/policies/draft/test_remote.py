@@ -203,12 +203,12 @@ def test_the_process_frees_what_it_holds_of_a_sequence_that_is_over() -> None:
     for number in (1, 2):
         wire.send(_remote_drafter.BEGIN, number, 0, 0, 0, blob=blob)
         wire.send(_remote_drafter.WRITE, number, 0, 2)
-        answer = wire.receive(10.0)
+        answer = wire.receive_message(10.0)
         assert answer is not None and answer.numbers[0] == number
     assert len(held) == 2
     wire.send(_remote_drafter.END, 1)
     wire.send(_remote_drafter.WRITE, 2, 2, 1)
-    answer = wire.receive(10.0)
+    answer = wire.receive_message(10.0)
     assert answer is not None and answer.numbers[0] == 2 and len(held) == 1
     ours.shutdown(socket.SHUT_RDWR)
     process.join(10.0)
@@ -307,12 +307,12 @@ def test_a_message_that_comes_in_pieces_is_whole() -> None:
     whole = b"".join(sent)
     for at in range(len(whole) - 1):
         real.sendall(whole[at : at + 1])
-        message = wire.receive(0.0)
+        message = wire.receive_message(0.0)
         assert (message is not None) == (at == 16 + 16 + 10 - 1)
         if message is not None:
             assert (message.kind, message.numbers, bytes(message.blob)) == (OWN, (3, -1), b"some bytes")
     real.sendall(whole[-1:])
-    assert wire.receive(0.0) is not None and wire.receive(0.0) is None
+    assert wire.receive_message(0.0) is not None and wire.receive_message(0.0) is None
     ours.close()
     real.close()
 

@@ -111,7 +111,7 @@ def test_a_prompt_that_cannot_be_made_is_told_by_the_next_call(silent: Worker) -
 def test_a_prompt_that_is_not_taken_is_told_by_the_next_call(silent: Worker) -> None:
     silent.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
     with pytest.raises(DraftError, match="cannot be reached"):
-        while silent.receive(0.05) is None:
+        while silent.receive_message(0.05) is None:
             pass
 
 
@@ -133,7 +133,7 @@ def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(worker: Worker, 
 
     worker.post(OWN + 4, 1, blob=slow)
     worker.wait_until_sent()
-    assert worker.receive(0.0) is None and worker.alive
+    assert worker.receive_message(0.0) is None and worker.alive
 
 
 def test_a_prompt_that_is_not_taken_does_not_hide_why_a_sequence_ended(silent: Worker) -> None:

@@ -163,7 +163,7 @@ def test_a_film_that_is_abandoned_is_read_no_further(target: ModelView, collecte
     first: Any = draft.open_stream(target, film)
     first.prepare_question(inputs["input_ids"], 4)
     time.sleep(0.5)  # of some three seconds that it takes
-    assert first._worker.receive(0.0) is None, "it is being read"
+    assert first._worker.receive_message(0.0) is None, "it is being read"
     first.close(collected)
     began = time.monotonic()
     with closing(draft.open_stream(target, watching("recent"))) as second:

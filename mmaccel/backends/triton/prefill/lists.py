@@ -327,8 +327,8 @@ def prefix_count_masked_blocks(kind: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["table", "n", "steps"])
 def assemble_slices_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
-    """Kernel of `copy_pieces`: some elements of one of n slices. `table` has the `ops.block_lists.FIELDS` of each, but in
-    place of the first the tiles of the slices before it, and of `source` an address, or 0 for a fill."""
+    """Kernel of `assemble_slices`: some elements of one of n slices. `table` has the `ops.block_lists.FIELDS` of each, but
+    in place of the first the tiles of the slices before it, and of `source` an address, or 0 for a fill."""
     tile = tl.program_id(0)
     low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + n
     for _ in range(steps):
@@ -373,8 +373,8 @@ def assemble_slices_kernel(table, narrow, wide, small, n, steps, TILE: tl.conste
         tl.store(small + to, value.to(tl.int8), mask=inside)
 
 
-def copy_pieces(sources, table, fills, sizes):
-    """Launch `ops.block_lists.copy_pieces`: assemble tensors from slices of `sources`; the table is copied to the device
+def assemble_slices(sources, table, fills, sizes):
+    """Launch `ops.block_lists.assemble_slices`: assemble tensors from slices of `sources`; the table is copied to the device
     asynchronously."""
     device, kinds = sources[0].device, (torch.int32, torch.int64, torch.int8)
     out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, kinds, strict=True)]

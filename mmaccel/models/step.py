@@ -57,7 +57,7 @@ def warm_up(stream: Any, state: StreamState, running: Any) -> None:
     steps, length = stream._few, state.length()
     for _ in range(2):
         state.begin_pass(StreamPass(kind="answer", rows=1))
-        new = steps.can_run_fused(word) and not steps.is_captured(state.all_layer_write_slots())
+        new = steps.can_run_fused(word) and not steps.is_captured(state.write_slot_per_layer())
         if new:
             stream.run(state, word, few=True, running=running)
             if running is not None:

@@ -147,7 +147,7 @@ class StreamForwardPasses:
         run = ForwardPass(self.attention, False, rest, branches, **told)
         captured = few and branches is None and not input_hooks and embeds.device.type in step.DEVICES
         steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
-        slots = None if steps is None else state.all_layer_write_slots()
+        slots = None if steps is None else state.write_slot_per_layer()
         if slots is None and "_few" in self.__dict__:
             self._few.invalidate_layer_check()
         if steps is not None and steps.can_run_fused(embeds, slots is not None):

@@ -294,7 +294,7 @@ class StreamState(KVState):
         """Return where a caller that applies RoPE itself writes new keys and values; None: it has to call `view`."""
         return None
 
-    def all_layer_write_slots(self) -> list[CacheSlot] | None:
+    def write_slot_per_layer(self) -> list[CacheSlot] | None:
         """Return `write_slot` of all layers for an answer's tokens, before any layer runs; None: ask layer by layer."""
         return None
 

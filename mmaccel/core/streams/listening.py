@@ -114,8 +114,8 @@ class AttentionRecordingMemory(WrappedMemory):
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         return None if self._listens(layer) else self.state.write_slot(layer, query)
 
-    def all_layer_write_slots(self) -> list[CacheSlot] | None:
-        return self.state.all_layer_write_slots()
+    def write_slot_per_layer(self) -> list[CacheSlot] | None:
+        return self.state.write_slot_per_layer()
 
     def view(self, layer: int, query: Tensor) -> KVView:
         view = self.state.view(layer, query)

@@ -187,7 +187,7 @@ class StreamMemory(IngestState):
         return slot
 
     @torch.no_grad()
-    def all_layer_write_slots(self) -> list[CacheSlot] | None:
+    def write_slot_per_layer(self) -> list[CacheSlot] | None:
         stream_pass, layers = self._stream_pass, self.geometry.layers
         if stream_pass is None or stream_pass.kind != "answer" or len(self._asked) < layers:
             return None

@@ -172,7 +172,7 @@ def test_pixels_leave_a_device_as_they_were_when_the_prompt_was_told() -> None:
 
 def test_what_travels_with_the_prompt() -> None:
     """Seconds of frames, which some processors give as a list, place the draft's frames as the target's are."""
-    worker: Any = Mock(spec=Worker, **{"drain.return_value": []})
+    worker: Any = Mock(spec=Worker, **{"receive_all.return_value": []})
     given = {"input_ids": torch.tensor([[1, 2]]), "second_per_grid_ts": [0.5, 1.0]}
     more = {"streamer": object(), "use_cache": None}
 

@@ -73,6 +73,8 @@ def accelerated_attention(
             out = ForwardOnlyAttention.apply(run, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
         else:
             out = run.attend(layer, query, key, value, scale)
+        if (check := getattr(run, "check", None)) is not None:
+            check()  # what follows in the layer takes as long
         weights = attention_weights(run, layer, query, key, value, scale) if gives else None
     return out.transpose(1, 2).contiguous(), weights
 

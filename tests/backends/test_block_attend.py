@@ -343,3 +343,16 @@ def test_products_of_a_few_rows(rows: int, keys: int) -> None:
     given = None if bool(mask.all()) else mask
     got = dense._by_products(query, key, value, 0.125, given)
     assert float((got.double() - exact).abs().max()) <= allowed
+
+
+@pytest.mark.parametrize("rows", [5, dense.SLICE, 2 * dense.SLICE + 9])
+def test_rows_in_slices_are_the_rows(rows: int) -> None:
+    """Causal to the row, whatever comes before; and others may have their turn between two slices."""
+    draw = torch.Generator().manual_seed(rows)
+    query, key, value = (
+        torch.randn(1, h, n, 16, generator=draw) for h, n in ((4, rows), (2, rows + 37), (2, rows + 37))
+    )
+    turns: list[None] = []
+    got = dense.attend_in_slices(lambda: turns.append(None), query, key, value, 0.25, 37)
+    assert (got - dense_attend(query, key, value, 0.25, 37)).abs().max() <= 1e-6
+    assert len(turns) == -(-rows // dense.SLICE) - 1

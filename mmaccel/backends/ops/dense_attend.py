@@ -28,6 +28,7 @@ ROWS = 256  # query rows of a block where a mask has to be written out
 FEW = 16  # fewer rows than this are taken together for the heads of a group on a CPU
 PRODUCTS = 128  # rows of a key head up to which float32 goes by two products on CUDA
 SUMS = 64  # parts of the second product
+SLICE = 128  # rows that `attend_in_slices` attends to at a time
 MASK = 1 << 26  # most entries of such a mask, the heads of a group counted
 
 FASTEST = [
@@ -351,3 +352,18 @@ def mean_weights(query: Tensor, key: Tensor, at: Tensor, scale: float, bias: Ten
             scores[..., : len(bias)] += bias
         total += scores.masked_fill(later, float("-inf")).softmax(-1).sum(0)
     return total / query.shape[0]
+
+
+def attend_in_slices(
+    check: Callable[[], None], query: Tensor, key: Tensor, value: Tensor, scale: float, start: int
+) -> Tensor:
+    """Causal attention [B, H, n, D] of query [B, H, n, D], of columns from `start` on, as `dense_attend`; `SLICE` rows at a
+    time, with `check` called between: on a CPU a long question's rows take longer than a frame, which `check` may let in."""
+    parts = []
+    for begin in range(0, query.shape[2], SLICE):
+        if begin:
+            check()
+        some = query[:, :, begin : begin + SLICE]
+        seen = slice(0, start + begin + some.shape[2])
+        parts.append(dense_attend(some, key[:, :, seen], value[:, :, seen], scale, start + begin))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)

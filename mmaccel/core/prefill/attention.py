@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import select
-from mmaccel.backends.ops.dense_attend import dense_attend
+from mmaccel.backends.ops.dense_attend import attend_in_slices, dense_attend
 from mmaccel.backends.ops.layer_ops import decode_attend
 from mmaccel.core.adapter import Branches
 from mmaccel.core.decoding.replay import COMPILE, Compiled
@@ -146,10 +146,9 @@ class ForwardPass(PrefillPass):
 
     def beats_dense(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
         """Return whether the pattern of `layer` is faster than dense attention to `view` (None: all columns), by sizes and
-        measured costs. Without costs it is, unless "auto" expects it to save nothing of a later turn.
-
-        If the most blocks that it may list are slower, the expected number decides, scaled by how far this was off two
-        passes ago (of an ingestion) or at the last sparse layer, whose count is waited for."""
+        measured costs. Without costs it is, unless "auto" expects it to save nothing of a later turn. If the most blocks
+        that it may list are slower, the expected number decides, scaled by how far this was off two passes ago (of an
+        ingestion) or at the last sparse layer, whose count is waited for."""
         choice, (B, H, n, _) = self.config.choice, query.shape
         if choice is None or not (choice.costs or (self.later and self.config.recipe.backend == "auto")):
             return True
@@ -253,8 +252,7 @@ class ForwardPass(PrefillPass):
         values; ignored if a KV memory holds them."""
         if self.check is not None:
             self.check()
-        # Layers without keys of their own may be run for the last rows alone.
-        rows = self.layout.length - self.start - query.shape[2]
+        rows = self.layout.length - self.start - query.shape[2]  # of layers that run the last rows alone
         if rows > 0 and not self.stream and self.pruning is None:
             return self.slice_new_columns(rows, rows + query.shape[2]).attend(layer, query, key, value, scale)
         window = self.config.sliding.get(layer)
@@ -315,6 +313,8 @@ class ForwardPass(PrefillPass):
             plan = window_plan(rows, keys, view.sinks, window, heads, query.device)
             return attend_plan(plan, query, key, value, scale, kernel)[0]
         start, valid = keys - rows if self.stream else self.start, self._valid(view)
+        if self.stream and self.check is not None and window is None and query.device.type == "cpu":
+            return attend_in_slices(self.check, query, key, value, scale, start)
         return dense_attend(query, key, value, scale, start, valid, view.sinks, window, view.column)
 
     def _valid(self, view: KVView, some: slice = slice(None)) -> Tensor | None:
@@ -347,8 +347,7 @@ class ForwardPass(PrefillPass):
         if why or not self.beats_dense(layer, query, key.shape[2], view):
             meter.idle[why or "the pattern is expected to save nothing here"] = None
             return None
-        # Estimates weigh scores by the size of a head.
-        even = scale * query.shape[3] ** 0.5
+        even = scale * query.shape[3] ** 0.5  # estimates weigh scores by the size of a head
         query = query if abs(even - 1) < 1e-3 else query * even
         plan = self.config.plan(layer, query, key, value, *self._shown(view.column))
         if plan is None:

@@ -237,10 +237,12 @@ def test_it_answers_as_on_one_device(name: str, kv: str, way: str) -> None:
         mine, others = one.counters(), two.counters()
         # Each device has a scratch of its own.
         assert mine["units"] == others["units"] and 0.95 < others["bytes"] / mine["bytes"] < 1.2
+        layers = ("recalled", "pages", "fetch_needed")
+        assert {name: mine.get(name) for name in layers} == {name: others.get(name) for name in layers}
 
 
-def test_bytes_and_seconds_of_all_devices_are_summed() -> None:
-    names = ("host_bytes_in", "host_seconds_in", "fetch_waited_seconds", "units")
+def test_what_layers_count_is_summed_over_devices() -> None:
+    names = ("host_bytes_in", "host_seconds_in", "fetch_waited_seconds", "recalled", "units")
     state: Any = MultiDeviceStreamState.__new__(MultiDeviceStreamState)
     state._states = [
         mock.Mock(counters=mock.Mock(return_value=dict.fromkeys(names, count))) for count in (1.0, 2.0)

@@ -23,6 +23,9 @@ from mmaccel.core.memory.relay import delegate
 SPLIT = "split.json"
 """In the folder of a saved memory: how many layers each device had."""
 
+BY_LAYER = {"bytes", "seconds", "recalled", "pages", "fetch", "fetches", "copies", "gathers"}
+"""Words in the names of counters that add up what each layer does."""
+
 
 @dataclass(frozen=True, eq=False)
 class LayerRange(ModelView):
@@ -261,11 +264,8 @@ class MultiDeviceStreamState(StreamState):
         }
 
     def counters(self) -> dict[str, float]:
-        """Return the memories' figures: sums of names with "bytes" or "seconds", and the largest of all others."""
+        """Return the memories' figures: the sums of those that are counted layer by layer (`BY_LAYER`), and the largest of
+        all others."""
         found = [state.counters() for state in self._states]
-        return {
-            name: sum(one.get(name, 0.0) for one in found)
-            if {"bytes", "seconds"} & {*name.split("_")}
-            else max(one.get(name, 0.0) for one in found)
-            for name in found[0]
-        }
+        ways = {name: sum if BY_LAYER & {*name.split("_")} else max for name in found[0]}
+        return {name: way(one.get(name, 0.0) for one in found) for name, way in ways.items()}

@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from mmaccel.backends.ops import delta, layer_ops
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import rebind_function
+from mmaccel.models.recurrent import hook_inputs
 
 PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 """Arguments of a forward that tell the ends of sequences which lie in one row."""
 
 
-def fuse_deltanet(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Let Gated DeltaNet `modules` compute their convolution with its SiLU, and their gated norm, by one kernel each."""
+def hook_deltanet(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
+    """Let Gated DeltaNet `modules` record their input, by which they are rolled back, and compute their convolution with its
+    SiLU, and their gated norm, by one kernel each."""
     some: list[Any] = list(modules)
+    hook_inputs(hooks, some)
     rebind_function(hooks, some, "causal_conv1d_fn", _convolved)
     for module in some:
         hooks.wrap(module.norm, "forward", _gated_norm, module.norm)
@@ -41,7 +44,8 @@ def _convolved(
 
 
 def _gated_norm(module: Any, whole: Callable[..., Any], hidden: Tensor, gate: Tensor) -> Any:
-    same = hidden.dtype == gate.dtype == module.weight.dtype and layer_ops.fusible(hidden)
+    same = hidden.dtype == gate.dtype == module.weight.dtype and hidden.device == module.weight.device
+    same = same and layer_ops.fusible(hidden)
     if not same or torch.is_grad_enabled():
         return whole(hidden, gate)
     return delta.gated_rms_norm(hidden, gate, module.weight, module.variance_epsilon)

@@ -173,10 +173,6 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
     read = None if read is None else read[:, :held]
     if chunk := attachment.get_generate_option("prefill_chunk_size", kwargs):
         attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
-    others = ("assistant_model", "prompt_lookup_num_tokens", "logits_to_keep")  # read more rows
-    more = any(is_argument_set(attachment, name, kwargs) for name in others)
-    model: Any = attachment.model
-    attachment.running.last_only = model._supports_logits_to_keep() and not more
     if not streams and whole:
         attachment.prepare_layout(kwargs, held)
     try:
@@ -205,7 +201,7 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
         return _noted(cache, out, whole, read)
     finally:
         # A model may be its own assistant, and be asked while it is at work.
-        attachment.running.__dict__.update({"layout": None, "chunk": None, "last_only": False, **outer})
+        attachment.running.__dict__.update({"layout": None, "chunk": None, **outer})
         meter.generating = False
         if isinstance(cache, KVCache):
             cache.read_sparsely |= meter.has_run_patterns()

@@ -39,11 +39,11 @@ from mmaccel.models.attention import (
     token_chunk_ranges,
     wrap_kv_cache,
 )
+from mmaccel.models.deltanet import hook_deltanet
 from mmaccel.models.install import AttachmentBase, model_lock
 from mmaccel.models.outputs import drop_past_key_values, join_chunk_outputs
 from mmaccel.models.prompt_layout import bind_args, inputs_after_past, max_positions, slice_inputs
 from mmaccel.models.pruning import PrefillTokenPruning
-from mmaccel.models.recurrent import hook_inputs
 from mmaccel.models.signals import hook_hidden_states
 
 
@@ -51,8 +51,7 @@ class ModelAttachment(AttachmentBase):
     """A recipe installed on one model: its wrapped `forward` and `generate` methods.
 
     sequences  token layouts of the transformers caches (`DynamicCache`) in use
-    running    per thread, for the current `generate`: the prompt's `layout` with its ids, the `chunk` size, the `deadline`,
-               and whether the model asks for the hidden state of the last row alone (`last_only`)
+    running    per thread, for the current `generate`: the prompt's `layout` with its ids, the `chunk` size, the `deadline`
     """
 
     def __init__(self, owner: Accelerated, generate: Callable[..., Any], draft_times: Any) -> None:
@@ -88,7 +87,7 @@ class ModelAttachment(AttachmentBase):
         )
         self.states = family.recurrent_layers(model)
         if self.states:
-            hook_inputs(hooks, self.states.values())
+            hook_deltanet(hooks, self.states.values())
         # Inside a pruner that listens to the tower: it hears of all frames at once.
         modules.batch_tower(hooks, family, model, context=self.owner.context)
         if recipe.prune is not None and recipe.kv.sequences:
@@ -136,7 +135,6 @@ class ModelAttachment(AttachmentBase):
             elif kwargs.get("position_ids") is None and known is not None:
                 kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
             note = replace(note, layout=layout)
-        note = replace(note, last_only=note.last_only or getattr(self.running, "last_only", False))
         return {NOTE: self.family.pass_info(self.model, kwargs, note), **kwargs}
 
     def _caches(self, kwargs: Mapping[str, Any]) -> bool:

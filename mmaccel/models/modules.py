@@ -83,7 +83,7 @@ def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: An
         return whole(hidden, *args, **kwargs)
     rows, out = ROWS // batch, None
     for begin in range(0, n, rows):
-        piece = whole(hidden[:, begin : begin + rows])
+        piece = whole(hidden[:, begin : begin + rows].contiguous())  # a mixture of experts views it
         if out is None:
             out = piece.new_empty(batch, n, *piece.shape[2:])
         out[:, begin : begin + rows] = piece
@@ -162,7 +162,9 @@ def fused_norm(module: Any, hidden: Tensor, family: Any) -> Tensor:
 
 def _normed_or(module: Any, family: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """Apply the norm `module` to `hidden`, by a fused kernel if there is one, else by its own forward `whole`."""
-    fits = module.weight.dtype == hidden.dtype and layer_ops.fusible(hidden)
+    # Weights that accelerate offloads are elsewhere until the module's own forward brings them.
+    same = module.weight.dtype == hidden.dtype and module.weight.device == hidden.device
+    fits = same and layer_ops.fusible(hidden)
     if not fits or _wants_gradients(hidden, module.weight):
         return whole(hidden)
     if type(module).__name__ in family.centred_norms:

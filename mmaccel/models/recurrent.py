@@ -28,7 +28,6 @@ from mmaccel.backends.ops.layer_ops import WINDOW
 from mmaccel.core.adapter import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.models import install
-from mmaccel.models.deltanet import fuse_deltanet
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.tree_paths import TreePaths, gather_tree
 
@@ -83,6 +82,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
 
     def enter_slot(self, slots: StateSlots, layer: int, number: int) -> Copies:
         """Move into slot `number` of `slots`, as layer `layer`; return the copies of its state there that are to be made."""
+        self.leave_slot()
         self.slots, self._slot, self._base = slots, (layer, number), self.length
         self._entered = self.length
         journal, state = self._room()
@@ -110,7 +110,11 @@ class RecurrentCacheLayer(LinearAttentionLayer):
     def undo_failed_step(self, length: int) -> None:
         """Restore the last copy of the recurrent state, after a decode step that began at `length` tokens has failed."""
         self.length = length
-        if self.slots is not None:
+        if self.slots is not None and length == self._entered:
+            self.slots = (
+                None  # the layer's own state has not changed since; what is in the slot may not be whole
+            )
+        elif self.slots is not None:
             self._base, kept = self._copies[-1]  # made before the step ran
             self._room()[1].copy_(kept)
 
@@ -235,11 +239,8 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         other.length, other.has_previous_state[0] = self.length, self.has_previous_state[0]
         if not self.has_previous_state[0]:
             return []
-        other.device, other.dtype, other.conv_kernel_size[0] = (
-            self.device,
-            self.dtype,
-            self.conv_kernel_size[0],
-        )
+        other.device, other.dtype = self.device, self.dtype
+        other.conv_kernel_size[0] = self.conv_kernel_size[0]
         other.is_conv_states_initialized[0] = other.is_recurrent_states_initialized[0] = True
         held: Any = self.conv_states[0], self.recurrent_states[0]
         other.conv_states[0], other.recurrent_states[0] = made = [torch.empty_like(one) for one in held]
@@ -305,8 +306,6 @@ class StateSlots:
             number = next((n for n, one in enumerate(held) if one is None or one.slots is not self), None)
             number = self._grown() if number is None else number
             self.owners[number] = ref(layers[0])
-            for one in layers:
-                one.leave_slot()
             made = (one.enter_slot(self, layer, number) for layer, one in enumerate(layers))
             copy_all([pair for some in made for pair in some])
         (told,) = {one.begin_step(count) for one in layers}
@@ -369,8 +368,7 @@ def record_input(
 
 
 def hook_inputs(hooks: Hooks, modules: Collection[nn.Module]) -> None:
-    """Install the hooks `record_input` and `gather_tree` on Gated DeltaNet `modules`, and fused kernels in their forward."""
-    fuse_deltanet(hooks, modules)
+    """Install the hooks `record_input` and `gather_tree` on Gated DeltaNet `modules`."""
     for module in modules:
         hooks.add_pre_hook(module, record_input)
         hooks.add_hook(module, gather_tree, with_kwargs=True)

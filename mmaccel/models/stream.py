@@ -29,7 +29,7 @@ from mmaccel.core.report import Meter
 from mmaccel.core.streams.parts import Question, TokenChoice, fair_lock_of
 from mmaccel.core.streams.sources import Clip
 from mmaccel.media.preprocess import resize
-from mmaccel.models import deepstack, dialogue, recurrent, shards, step
+from mmaccel.models import deepstack, deltanet, dialogue, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.chat import common_prefix, ids_around_video, iterate_video_clips, tokenize_plainly
 from mmaccel.models.install import Hooks, model_lock
@@ -245,7 +245,7 @@ class StreamForwardPasses:
                 facts = {PLAIN: shared, **self.family.attention_layer_indices(self.model)}
                 hooks.set_attention(inside, shared, ATTENTION, **facts)
                 if states := self.family.recurrent_layers(self.model):
-                    recurrent.hook_inputs(hooks, states.values())
+                    deltanet.hook_deltanet(hooks, states.values())
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.add_pre_hook(layer, partial(entering, partial(state.receive_hidden, number)))
             for number, ear in input_hooks.items():

@@ -230,6 +230,17 @@ def test_steps_compute_with_weights_as_they_are_now(replays: None) -> None:
         torch._foreach_copy_([*before], [*before.values()])
 
 
+@torch.no_grad()
+def test_states_that_could_not_enter_their_slots_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    (plain, steps), ids = pair("qwen3_5"), torch.tensor([[5, 6]])
+    with monkeypatch.context() as patch:
+        patch.setattr(recurrent, "copy_all", Mock(side_effect=torch.OutOfMemoryError("once")))
+        with pytest.raises(torch.OutOfMemoryError):
+            steps.step(ids)
+    steps.truncate(plain.length())
+    assert torch.allclose(plain.step(ids), steps.step(ids), atol=2e-5)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @torch.no_grad()
 def test_a_step_that_fails_leaves_running_states_as_they_were(shared: bool, monkeypatch) -> None:

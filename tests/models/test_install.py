@@ -2,6 +2,7 @@
 nothing; and what is closed or done gives its memory back at once."""
 
 import functools
+import gc
 import importlib
 import sys
 import threading
@@ -25,10 +26,10 @@ from mmaccel.models import install
 from mmaccel.models.attention import KVCache
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.modules import tower_batched
-from mmaccel.models.recurrent import close_hooks_in_finalizer, hook_inputs
+from mmaccel.models.recurrent import close_hooks_in_finalizer, hook_inputs, make_rollback_cache
 from tests import python
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
-from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.models.tiny_random import BUILD, EVERY, PROMPTS, prompt
 from tests.spies import Pause, beside, crossed, finish, heard, until
 
 pytestmark = [pytest.mark.in_turn("family", 1), pytest.mark.in_turn("name", 4)]
@@ -155,6 +156,17 @@ def test_a_hook_that_goes_while_the_hooks_of_its_module_run_records_nothing() ->
     module.register_forward_pre_hook(lambda *_: collect())
     collect = noted(module, lambda hooks: hook_inputs(hooks, [module]))
     assert module(torch.ones(1)) == 1 and len(module._forward_pre_hooks) == 1
+
+
+def test_hooks_that_close_in_another_order_leave_nothing() -> None:
+    """Those of a cache close when it is collected, here within a recipe that came later."""
+    model = EVERY["qwen3_5"]()
+    cache = make_rollback_cache(model, adapter_for(model).recurrent_layers(model))
+    fast = mmaccel.accelerate(model, "dense")
+    del cache
+    gc.collect()
+    fast.detach()
+    assert not [module for module in model.modules() if "forward" in vars(module)]
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -72,14 +72,11 @@ def test_a_step_that_outlasts_its_time_is_broken_off(monkeypatch: pytest.MonkeyP
             except Exception:
                 pytest.fail("a handler of errors took it for one")
 
-    monkeypatch.setattr(decode_gpu.signal, "setitimer", shortly(decode_gpu.signal.setitimer))
+    real = decode_gpu.signal.setitimer
+    monkeypatch.setattr(decode_gpu.signal, "setitimer", lambda which, s: real(which, min(s, 0.2)))
     step = decode_gpu.limited(decode_gpu.Step("endless", 1.0, endless))
     with pytest.raises(TimeoutError, match="more than 23 s"):
         step.run(None, None)  # type: ignore[arg-type]
-
-
-def shortly(real: Any) -> Any:
-    return lambda which, seconds: real(which, min(seconds, 0.2))
 
 
 def test_reading_and_saying_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,11 +50,6 @@ def loaded() -> Callable[[str], tuple[Any, Any]]:
 Loaded = Callable[[str], tuple[Any, Any]]
 
 
-def judged(loaded: tuple[Any, Any], recipes: dict[str, Recipe], frames: int, samples: int) -> list[Judged]:
-    with Film() as film:
-        return list(judge(*loaded, recipes, cases(frames, samples, SEED, KINDS), film))
-
-
 def inputs_of(loaded: tuple[Any, Any], case: Case) -> dict[str, torch.Tensor]:
     model, processor = loaded
     with Film() as film:
@@ -75,7 +70,9 @@ def share(seen: list[Judged], recipe: str) -> float:
 def test_a_film_is_answered_rightly(name: str, samples: int, shipped: Shipped, loaded: Loaded) -> None:
     """Three kinds of question about real H.264 files, under dense, a_shape and grid; the demonstration asks tiny-ov."""
     recipes = {one: Recipe.load(one) for one in ("dense", "a_shape-short", "grid")}
-    seen = judged(loaded(shipped(name)), recipes, 96 if samples == 1 else 128, samples)
+    frames = 96 if samples == 1 else 128
+    with Film() as film:
+        seen = list(judge(*loaded(shipped(name)), recipes, cases(frames, samples, SEED, KINDS), film))
     assert len(seen) == 3 * samples
     shares = {one: share(seen, one) for one in recipes}
     assert min(shares.values()) >= 0.9, shares

@@ -26,6 +26,16 @@ from mmaccel_lab.eval.table import ENTRIES, Entry, Line, frames_of, markdown, me
 from mmaccel_lab.world import World
 
 
+def loaded(folder: Path) -> tuple[Any, Any]:
+    return load_model(folder, dtype=torch.float32), load_processor(folder)
+
+
+def drafting(folder: Path) -> tuple[Any, Any, Any]:
+    """A model that is its own draft."""
+    model, processor = loaded(folder)
+    return model, processor, model
+
+
 def test_as_many_questions_of_each_kind_as_asked() -> None:
     asked = list(cases(32, 6, 10, ("needle", "order", "count")))
     assert Counter(case.kind for case in asked) == {"needle": 6, "order": 6, "count": 6}
@@ -102,10 +112,7 @@ def test_tokens_of_a_frame(name: str, tokens: int, random_folder: Callable[[str]
 @pytest.mark.parametrize("name", ["tiny-ov-draft", "tiny-qwen-draft"])
 def test_judging_counts_what_was_said(name: str, random_folder: Callable[[str], Path]) -> None:
     """A model that knows nothing is wrong, unless the truth is what it happens to say."""
-    from mmaccel.core.recipe import Recipe
-
-    folder = random_folder(name)
-    model, processor = load_model(folder, dtype=torch.float32), load_processor(folder)
+    model, processor = loaded(random_folder(name))
     recipes = {"dense": Recipe(), "near": Recipe.load("a_shape-short")}
     with Film() as film:
         seen = list(judge(model, processor, recipes, cases(8, 2, 0, ("needle", "count")), film))
@@ -161,8 +168,7 @@ def test_films_of_one_seed_are_told_apart(tmp_path: Path) -> None:
 
 def test_an_answer_ends_where_its_model_ends(random_folder: Callable[[str], Path], monkeypatch) -> None:
     """Whichever of its ends that is: answers of a batch are padded from there on. A special token before it is wrong."""
-    folder = random_folder("tiny-ov-draft")
-    model, processor = load_model(folder, dtype=torch.float32), load_processor(folder)
+    model, processor = loaded(random_folder("tiny-ov-draft"))
     red, start, end, pad = processor.tokenizer.convert_tokens_to_ids(
         ["\u0120red", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     )
@@ -196,8 +202,7 @@ def test_what_was_expected_stays_in_a_tally() -> None:
 def test_the_answer_stands_at_the_end_and_is_held_against_the_plain_model(
     name: str, random_folder: Callable[[str], Path]
 ) -> None:
-    folder = random_folder(name)
-    model, processor = load_model(folder, dtype=torch.float32), load_processor(folder)
+    model, processor = loaded(random_folder(name))
     (case,) = caption_cases(12, 1, 5)
     with Film() as film:
         content = case.content(film.watch(case.world))
@@ -216,8 +221,7 @@ def test_the_answer_stands_at_the_end_and_is_held_against_the_plain_model(
 
 
 def test_a_model_agrees_with_itself(random_folder: Callable[[str], Path]) -> None:
-    folder = random_folder("tiny-ov-draft")
-    model, processor = load_model(folder, dtype=torch.float32), load_processor(folder)
+    model, processor = loaded(random_folder("tiny-ov-draft"))
     other = load_model(random_folder("tiny-ov"), dtype=torch.float32)
     with Film() as film:
         told = list(caption_cases(8, 2, 0, words=60))
@@ -281,8 +285,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, threads: list[int]) -> None:
 
 
 def test_measuring_gives_a_line_an_entry(random_folder: Callable[[str], Path], few_steps: None) -> None:
-    folder = random_folder("tiny-qwen-draft")
-    model, processor = load_model(folder, dtype=torch.float32), load_processor(folder)
+    model, processor = loaded(random_folder("tiny-qwen-draft"))
     entries = (
         Entry("V-NIAH", 128, ("needle",), 0.98),
         Entry("MM-NIAH", 240, ("needle", "note"), 0.95, documents=2),
@@ -322,15 +325,10 @@ def test_steps_are_compared_by_what_they_cost_alone(
     assert threads == [2, torch.get_num_threads()] * 2
 
 
-def _loaded(folder: Path) -> tuple[Any, Any, Any]:
-    model = load_model(folder, dtype=torch.float32)
-    return model, load_processor(folder), model
-
-
 @pytest.mark.usefixtures("forkserver")
 def test_jobs_change_no_figure(random_folder: Callable[[str], Path], few_steps: None) -> None:
     """Answers over two processes, and captions over more processes than there are captions."""
-    load = partial(_loaded, random_folder("tiny-qwen-draft"))
+    load = partial(drafting, random_folder("tiny-qwen-draft"))
     entries = (Entry("V-NIAH", 128, ("needle", "count"), 0.98), Entry("caption", 128, (), 0.9))
     recipe = Recipe()
     told: list[tuple[str, int, int]] = []
@@ -363,6 +361,6 @@ def test_merged_lines_weigh_answers() -> None:
 
 @pytest.mark.usefixtures("forkserver")
 def test_an_error_of_a_job_is_raised(tmp_path: Path) -> None:
-    job = Job(load=partial(_loaded, tmp_path), samples=1, seed=0, recipe=Recipe())
+    job = Job(load=partial(drafting, tmp_path), samples=1, seed=0, recipe=Recipe())
     with pytest.raises(ModelError, match="config"):
         list(measure_in(1, job))

@@ -74,17 +74,13 @@ def test_a_question_reads_the_lines_of_what_it_recalls_and_no_others(name: str, 
         assert words(answer) == [f"{COLOURS[n % 4]} {n}" for n in sorted(seen)]
         assert words(session.ask(QUESTION, 6, evidence=False)) == words(answer)
         with asked_of(session._live, QUESTION, 4, concurrent=True) as turn:
-            prompt = session._processor.decode(turn.ids)
-        assert [n for n in range(24) if f"{COLOURS[n % 4]} {n}".split() in by_twos(prompt)] == sorted(seen)
+            pairs = [*pairwise(session._processor.decode(turn.ids).split())]
+        assert [n for n in range(24) if (COLOURS[n % 4], str(n)) in pairs] == sorted(seen)
         first = 0 if kv == "no_cache" else 19  # which picks frames by itself
         inside = words(session.ask(QUESTION, 6, between=(first * 0.5 + 0.1, 11.0)))
         assert inside == [f"{COLOURS[n % 4]} {n}" for n in range(first, 23)]
         later = session.ask(QUESTION, 6)
         assert (later.ids, later.evidence, later.lines) == (answer.ids, answer.evidence, answer.lines)
-
-
-def by_twos(prompt: str) -> list[list[str]]:
-    return [list(two) for two in pairwise(prompt.split())]
 
 
 def test_a_question_sees_the_lines_that_were_told_before_it() -> None:
@@ -317,8 +313,7 @@ def test_what_a_failed_watch_read_takes_its_lines_along() -> None:
         session.tell("red star", 1.0)
         with pytest.raises(OSError, match="broken"):
             session.watch(film(24), fps=FPS, progress=broken, subtitles=[(1.0, 2.0, "cup")])
-        assert session._live is not None
-        assert [one.text for one in session._live.info.timed_texts] == ["red star"] and len(session) == 4
+        assert texts(session) == ["red star"] and len(session) == 4
 
 
 def test_no_line_is_lost_between_two_calls() -> None:

@@ -99,17 +99,13 @@ def test_a_path_is_sampled_and_a_video_brings_its_rate(
     same(
         inputs,
         processor.chat([{"type": "video", "path": str(path)}], fps=2)
-        | {k: inputs[k] for k in _texts(inputs)},
+        | {k: x for k, x in inputs.items() if k in ("input_ids", "attention_mask", "mm_token_type_ids")},
     )
     if family == "qwen2_5_vl":
         assert inputs["second_per_grid_ts"].tolist() == [0.5]
         both = processor(mark * 2, videos=[video, video.frames], fps=[None, 4.0])
         assert both["second_per_grid_ts"].tolist() == [0.5, 0.25]
         assert processor(mark, videos=video.frames)["second_per_grid_ts"].tolist() == pytest.approx([1 / 24])
-
-
-def _texts(inputs: dict[str, Tensor]) -> list[str]:
-    return [name for name in inputs if name in ("input_ids", "attention_mask", "mm_token_type_ids")]
 
 
 def test_videos_may_be_nested_or_lists_of_images(processor: Processor, family: str) -> None:

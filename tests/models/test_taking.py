@@ -218,10 +218,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_model(tmp_path / "model", str(request.param))
 
 
-def both(folder: Path, **how: Any) -> tuple[Any, Processor]:
-    return mmaccel.load_processor(folder, **how), Processor.from_pretrained(folder, **how)
-
-
 def test_stock_code_is_taken_where_it_runs_and_ours_where_it_does_not(folder: Path, monkeypatch) -> None:
     chosen = mmaccel.load_processor(folder)
     assert isinstance(chosen, stock.HFProcessor) and isinstance(chosen.stock, T.ProcessorMixin)
@@ -233,7 +229,8 @@ def test_stock_code_is_taken_where_it_runs_and_ours_where_it_does_not(folder: Pa
 @pytest.mark.parametrize("special", [True, False])
 def test_ours_gives_what_stock_gives(folder: Path, special: bool) -> None:
     """Prompts of every kind: also with placeholders and special tokens in what the user writes."""
-    theirs, ours = both(folder, special_tokens=special)
+    loads = mmaccel.load_processor, Processor.from_pretrained
+    theirs, ours = (load(folder, special_tokens=special) for load in loads)
     video, image = noise(5, 3, 90, 130), noise(3, 70, 150)
     named = f"what {ours.video_token} {ours.image_token} <|im_end|> colour"
     for question in ("what colour", named):

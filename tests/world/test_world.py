@@ -229,10 +229,6 @@ def text_of(document: Document) -> str:
     return " ".join(str(piece[1]) for piece in document.pieces if piece[0] == "text")
 
 
-def video_of(document: Document) -> list[tuple[int, int]]:
-    return [(piece[1], piece[2]) for piece in document.pieces if len(piece) == 3]
-
-
 def test_text_is_a_quarter() -> None:
     for document, _, tokens_per_frame in documents():
         words = len(text_of(document).split())
@@ -242,7 +238,7 @@ def test_text_is_a_quarter() -> None:
 
 def test_video_pieces_are_equal_and_complete() -> None:
     for document, segments, _ in documents():
-        video = video_of(document)
+        video = [(piece[1], piece[2]) for piece in document.pieces if len(piece) == 3]
         assert len(video) == segments
         assert video[0][0] == 0 and video[-1][1] == document.world.frames
         assert all(a[1] == b[0] for a, b in pairwise(video))

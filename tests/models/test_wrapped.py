@@ -2,7 +2,6 @@
 compiled; and what does not work, told."""
 
 import copy
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError
 from mmaccel.policies.draft import Sequential
-from tests import SOURCES, python
 from tests.models.streams import film
 from tests.models.test_loading import QUANTIZED, SPARSE, quantized, said_by
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
@@ -149,27 +147,6 @@ def test_an_import_that_fails_for_torchvision_is_told(
     monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", load)
     with pytest.raises(ModelError, match=r"^torchvision: .*; install the one made for it"):
         mmaccel.load_model(random_folder("tiny-ov"))
-
-
-@pytest.mark.slow
-def test_a_torchvision_of_another_torch_is_told(tmp_path: Path, random_folder: Callable[[str], Path]) -> None:
-    site = tmp_path / "site"
-    (site / "torchvision").mkdir(parents=True)
-    (site / "torchvision" / "__init__.py").write_text(
-        "raise RuntimeError('operator torchvision::nms does not exist')\n"
-    )
-    (site / "torchvision-0.1.0.dist-info").mkdir()
-    (site / "torchvision-0.1.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1.0\n"
-    )
-    code = (
-        "import mmaccel\n"
-        "try:\n    mmaccel.load_model(__import__('sys').argv[1]); print('loaded')\n"
-        "except mmaccel.core.errors.ModelError as error:\n    print(error)\n"
-    )
-    path = os.pathsep.join([str(site), SOURCES])
-    line = python("-c", code, str(random_folder("tiny-ov")), PYTHONPATH=path).stdout.strip()
-    assert line.startswith("torchvision: ") and "\n" not in line and "install" in line, line
 
 
 T = pytest.importorskip("transformers")

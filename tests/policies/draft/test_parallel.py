@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core.decoding import generate
-from mmaccel.core.decoding.draft import Proposal, accept
+from mmaccel.core.decoding.draft import Proposal
 from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.policies.draft import _draft_model, parallel
 from mmaccel.policies.draft._draft_decoder import DraftDecoder, DraftedTokens
@@ -289,19 +289,6 @@ def test_the_sampled_test_sees_uniforms_shared_between_tokens(monkeypatch: pytes
 
     monkeypatch.setattr(generate, "accept", shared)
     assert sampled("plain") < 1e-4
-
-
-def test_the_sampled_test_sees_a_token_judged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice(proposal: Proposal, logits: Tensor, ids: Tensor, warp: Any, generator: Any) -> Any:
-        committed, kept = accept(proposal, logits, ids, warp, generator)
-        if kept and proposal.ids.numel():
-            again, _ = accept(Proposal(proposal.ids[:1]), logits[:1], ids, warp, generator)
-            if int(again[0]) != int(proposal.ids[0]):
-                return again[:1], 0
-        return committed, kept
-
-    monkeypatch.setattr(generate, "accept", twice)
-    assert sampled("plain", 1_000) < 1e-4
 
 
 def test_tokens_per_round_by_hand() -> None:

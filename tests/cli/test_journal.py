@@ -61,13 +61,7 @@ def kill() -> None:
     ],
 )
 def test_a_killed_watch_goes_on(
-    call: Call,
-    ov: str,
-    slides: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kv: str,
-    when: str,
+    call: Call, ov: str, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, when: str
 ) -> None:
     folder = tmp_path / "killed"
     base = f"watch {slides} --model {ov} --recipe {kv} --fps 1 --clip 5 --max-new-tokens 3 --json".split()

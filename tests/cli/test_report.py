@@ -17,13 +17,7 @@ from PIL import Image
 from mmaccel import media
 from mmaccel.cli.questions import stream_status_lines, summarize_stream_memory
 from mmaccel.core.report import Meter
-from mmaccel.core.report_page import (
-    COLUMNS,
-    describe_draft,
-    describe_memory,
-    memory_lines,
-    render_page,
-)
+from mmaccel.core.report_page import COLUMNS, describe_draft, describe_memory, memory_lines, render_page
 from mmaccel.media.thumbnail import SIDE, encode_jpeg
 from tests.cli import Call
 from tests.models.streams import QUESTION, film, open_session

@@ -224,10 +224,7 @@ NO_MODEL = drafted(model=None)
             drafted(kv={"name": "recent", "local": 4, "window": 1}),
             "draft.kv: recent: local is 4; give 0 to `window` (1).",
         ),
-        (
-            drafted(kv={"name": "recent", "lokal": 4}),
-            "draft.kv: kv 'recent' has no field 'lokal': did you",
-        ),
+        (drafted(kv={"name": "recent", "lokal": 4}), "draft.kv: kv 'recent' has no field 'lokal': did you"),
         (drafted(prune="uw"), "draft.prune: unknown prune 'uw': there are"),
         ({"kv": {"name": "mosaic", "store": {"spill": 1}}}, "mosaic: store: host: spill is 1"),
     ],

@@ -23,17 +23,7 @@ from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models import chat
 from mmaccel.policies.kv._ingest import IngestState
 from tests.media.films import write_film
-from tests.models.streams import (
-    CLUSTERS,
-    FPS,
-    QUESTION,
-    film,
-    logits,
-    open_session,
-    pair,
-    plain,
-    said,
-)
+from tests.models.streams import CLUSTERS, FPS, QUESTION, film, logits, open_session, pair, plain, said
 from tests.spies import crossed, heard, returned
 
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]

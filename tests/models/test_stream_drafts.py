@@ -202,8 +202,7 @@ def quiet() -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["add_frames", "checkpoint", "prepare_question", "read", "end_question", "save", "end_ingest"],
+    "method", ["add_frames", "checkpoint", "prepare_question", "read", "end_question", "save", "end_ingest"]
 )
 def test_a_failing_draft_loses_nothing_of_the_stream(tmp_path: Path, method: str, monkeypatch) -> None:
     frames, want = film(18), quiet()

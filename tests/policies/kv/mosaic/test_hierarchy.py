@@ -13,12 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from mmaccel.core.memory.buffers import single_cpu_thread
-from mmaccel.policies.kv.mosaic.clusters import (
-    ClusterTable,
-    centroid_variance_size,
-    merged,
-    pooled_variance,
-)
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, centroid_variance_size, merged, pooled_variance
 from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
 from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Rules, SplitBounds, UnitMeans, unit_length
 from tests.policies.kv.mosaic.scenes import (
@@ -52,9 +47,7 @@ def test_a_stream_splits_defers_and_flushes(stream: Planted) -> None:
     audit(grown)
 
 
-def test_touching_everything_makes_all_owed_splits(
-    stream: Planted,
-) -> None:
+def test_touching_everything_makes_all_owed_splits(stream: Planted) -> None:
     tree = tree_of(buffer=64)
     feed(tree, stream, 5)
     assert any(tree.buffer)
@@ -65,9 +58,7 @@ def test_touching_everything_makes_all_owed_splits(
     assert tree.counters["deferred_splits"] > 0 and tree.counters["resolved"] > 0
 
 
-def test_what_is_on_the_device_is_split_at_once(
-    stream: Planted,
-) -> None:
+def test_what_is_on_the_device_is_split_at_once(stream: Planted) -> None:
     tree = tree_of()
     feed(tree, stream, 5, window=60)
     assert tree.counters["eager_splits"] > 0 and tree.counters["deferred"] == 0

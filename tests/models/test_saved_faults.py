@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from mmaccel.core import recipe
-from mmaccel.core.errors import MmaccelError, MmaccelWarning, ModelError, StoreError
+from mmaccel.core.errors import MmaccelError, MmaccelWarning, ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.streams import saved_stream, session_io
 from mmaccel.core.streams.session import VideoSession
@@ -216,17 +216,6 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file_is_told(tmp_path: Path, kv
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, most)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_failure_of_the_store_alone_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetensors import SafetensorError
-    from safetensors import torch as library
-
-    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-    with begun() as session, monkeypatch.context() as patch:
-        patch.setattr(library, "save_file", Mock(side_effect=full))
-        with pytest.raises(StoreError, match=r"cannot write to .*No space left.*\.$"):
-            session._live.state.store.save(tmp_path / "store")  # type: ignore[union-attr]
 
 
 def test_a_save_leaves_what_lies_beside_it_alone(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from mmaccel.core.rows import read_rows
 from tests import SOURCES, python
 from tests.benches import begin, ran
 from tests.models.streams import CLUSTERS
+from tests.spies import until
 
 Row = dict[str, Any]
 
@@ -243,19 +243,13 @@ def group(number: int) -> list[int]:
     return [int(path.name) for path in Path("/proc").glob("[0-9]*") if stat(path)[2] == str(number)]
 
 
-def until(told: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not told() and time.monotonic() < end:
-        time.sleep(0.05)
-    return told()
-
-
 @pytest.mark.usefixtures("forkserver")
 def test_jobs_are_done_by_several_processes_and_by_this_one() -> None:
     found = [row for row in jobs.rows(begin, OPTIONS, range(8), 2) if row is not None]
     assert sorted(job for job, *_ in found) == list(range(8)) and {told for *_, told in found} == {"cpu more"}
     pids = {pid for _, pid, _ in found}
-    assert os.getpid() not in pids and len(pids) <= 2 and until(lambda: not any(map(alive, pids)), 5)
+    assert os.getpid() not in pids and len(pids) <= 2
+    until(lambda: not any(map(alive, pids)), 5)
     here = list(jobs.rows(begin, OPTIONS, [4, 5], 1))
     assert here == [(4, os.getpid(), "cpu more"), (5, os.getpid(), "cpu more")]
     assert not list(jobs.rows(begin, OPTIONS, [], 2))
@@ -323,18 +317,19 @@ def test_nothing_outlives_the_parent(way: signal.Signals, tmp_path: Path) -> Non
         _, told = process.communicate(timeout=10)
     assert process.returncode == (130 if way == signal.SIGINT else -way)
     assert ("interrupted; rows has what was measured" in told) == (way == signal.SIGINT)
-    assert "Traceback" not in told and until(lambda: not any(map(alive, pids)), 5)
+    assert "Traceback" not in told
+    until(lambda: not any(map(alive, pids)), 5)
 
 
 def broken_off(command: list[str], out: Path, what: str) -> list[dict[str, Any]]:
     """The rows of a benchmark that is interrupted, its whole group as by a terminal, once there is a row of `what`."""
     with started(sys.executable, *command, "--out", str(out)) as process:
-        written = until(lambda: out.exists() and f'"what": "{what}"' in out.read_text(), 120)
-        assert written and process.poll() is None and process.pid in group(process.pid)
+        until(lambda: out.exists() and f'"what": "{what}"' in out.read_text(), 120)
+        assert process.poll() is None and process.pid in group(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         _, told = process.communicate(timeout=10)
     assert process.returncode == 130 and f"interrupted; {out} has what was measured" in told
-    assert until(lambda: not any(map(alive, group(process.pid))), 5)
+    until(lambda: not any(map(alive, group(process.pid))), 5)
     return timing.read_rows([out])
 
 

@@ -48,17 +48,14 @@ def test_questions_are_due_after_the_last_frame_before_them() -> None:
     times = torch.tensor([0.0, 2.0, 4.0, 6.0], dtype=torch.float64)
     video = Video(torch.zeros(4, 3, 2, 2, dtype=torch.uint8), times, 0.5, 1.0, 8.0)
     asked = [(1.0, "a"), (4.0, "b"), (4.5, "c"), (7.0, "d"), (None, "e")]
-    pieces = [
-        (None if p is None else p.times.tolist(), [q for _, q in due])
-        for p, due in command.split_clip(video, asked)
-    ]
-    assert pieces == [([0.0], ["a"]), ([2.0, 4.0], ["b", "c"]), ([6.0], [])]
-    assert asked == [(7.0, "d"), (None, "e")]
     later = Video(video.frames, times + 8, 0.5, 1.0, 8.0)
-    pieces = [
-        (None if p is None else len(p), [q for _, q in due]) for p, due in command.split_clip(later, asked)
-    ]
-    assert pieces == [(None, ["d"]), (4, [])] and asked == [(None, "e")]
+    for film, pieces, left in (
+        (video, [([0.0], ["a"]), ([2.0, 4.0], ["b", "c"]), ([6.0], [])], [(7.0, "d"), (None, "e")]),
+        (later, [(None, ["d"]), ((times + 8).tolist(), [])], [(None, "e")]),
+    ):
+        found = command.split_clip(film, asked)
+        assert [(p and p.times.tolist(), [q for _, q in due]) for p, due in found] == pieces
+        assert asked == left
 
 
 def test_it_watches_asks_saves_and_goes_on(call: Call, clip: str, ov: str, tmp_path: Path) -> None:

@@ -55,9 +55,7 @@ def test_clips_are_the_frames_of_the_whole(film: Film) -> None:
     assert [part.duration for part in parts] == [1.75, 1.75, 1.75, 0.75]
 
 
-def test_the_end_of_the_interpreter_waits_for_a_slow_frame(
-    film: Film, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_the_interpreter_waits_for_a_slow_frame(film: Film, monkeypatch) -> None:
     """A thread that comes back into torch after the end would end the process by a signal."""
     slow, convert = threading.Event(), stream.FrameConverter.convert
 

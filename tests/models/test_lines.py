@@ -178,17 +178,6 @@ def test_no_special_token_in_a_line_acts(name: str) -> None:
     assert len(special) > 3 and marks(evil) == marks("red star")
 
 
-@pytest.mark.parametrize("kv", ["full", "mosaic", "no_cache"])
-def test_a_draft_and_settings_see_the_same_prompt(kv: str) -> None:
-    how: dict[str, Any] = {"repetition_penalty": 1.3}
-    found = []
-    for draft in ("off", "prompt_lookup"):
-        with open_session("tiny-ov", TIGHT[kv], 12, draft=draft) as session:
-            told(session, 12)
-            found.append([session.ask(QUESTION, 12, **some).ids for some in ({}, how)])
-    assert found[0] == found[1]
-
-
 # --- Subtitles --------------------------------------------------------------------------------------------------------
 
 SRT = """\ufeff1

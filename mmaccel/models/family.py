@@ -214,7 +214,7 @@ class Family(ModelFamily):
         return self.text(model).rotary_emb  # type: ignore[return-value]
 
     def window_attention(self, model: nn.Module) -> nn.Module | None:
-        """The vision tower if it uses window attention, which `batch_windows(hooks, tower)` of the family batches; or None."""
+        """The vision tower if it uses window attention, which the family's `batch_windows` batches; else None."""
         return None
 
     def token_embedding(self, model: nn.Module) -> nn.Embedding:

@@ -73,8 +73,9 @@ def accelerated_attention(
             out = ForwardOnlyAttention.apply(run, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
         else:
             out = run.attend(layer, query, key, value, scale)
-        if (check := getattr(run, "check", None)) is not None:
-            check()  # what follows in the layer takes as long
+        # Of a question to a stream: what follows in the layer takes as long.
+        if isinstance(run, ForwardPass) and run.stream and run.later and run.check is not None:
+            run.check()
         weights = attention_weights(run, layer, query, key, value, scale) if gives else None
     return out.transpose(1, 2).contiguous(), weights
 

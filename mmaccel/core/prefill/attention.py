@@ -313,7 +313,8 @@ class ForwardPass(PrefillPass):
             plan = window_plan(rows, keys, view.sinks, window, heads, query.device)
             return attend_plan(plan, query, key, value, scale, kernel)[0]
         start, valid = keys - rows if self.stream else self.start, self._valid(view)
-        if self.stream and self.check is not None and window is None and query.device.type == "cpu":
+        asks = self.stream and self.later and window is None and query.device.type == "cpu"
+        if asks and self.check is not None:
             return attend_in_slices(self.check, query, key, value, scale, start)
         return dense_attend(query, key, value, scale, start, valid, view.sinks, window, view.column)
 

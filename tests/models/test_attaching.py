@@ -308,6 +308,35 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(family: tuple[str, A
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+@pytest.mark.parametrize("family", ["llava"], indirect=True)
+def test_a_second_of_attaching_beside_two_threads_that_generate(family: tuple[str, Any]) -> None:
+    kind, model = family
+    inputs, before = prompt(kind, PROMPTS["video"]), picture(model)
+    plain = model.generate(**inputs, **TOLD)
+    logits = model(**inputs).logits
+    stop = time.monotonic() + 1
+
+    def run(do: Callable[[], bool]) -> None:
+        done = 0
+        while time.monotonic() < stop or done < 4:
+            assert do(), "another text"
+            done += 1
+
+    def change() -> bool:
+        with mmaccel.accelerate(model, draft="prompt_lookup"):
+            time.sleep(0.005)
+        return True
+
+    work = [
+        lambda: torch.equal(model.generate(**inputs, **TOLD), plain),
+        lambda: bool((model(**inputs).logits - logits).abs().max() < 1e-5),
+        change,
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(run, work, timeout=30))
+    assert picture(model) == before
+
+
 def test_threads_that_want_a_change_for_a_while_leave_nothing(family: tuple[str, Any]) -> None:
     """A draft's model is read by many threads, each of which lets its tower see a prompt in parts."""
     from mmaccel.core.attach import adapter_for

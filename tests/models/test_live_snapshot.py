@@ -84,8 +84,11 @@ class Often:
 
     def __init__(self, session: mmaccel.VideoSession, frames: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.session, self.turns = session, session._stream_adapter.turns
-        self.frames, self.ways = frame_by_frame(session, frames), [0, 0]
-        self.yield_lock = self.turns.yield_lock
+        self.frames, self.yield_lock, self.ways = (
+            frame_by_frame(session, frames),
+            self.turns.yield_lock,
+            [0, 0],
+        )
         monkeypatch.setattr(self.turns, "yield_lock", self.meet)
 
     def meet(self, inside: bool = False) -> None:
@@ -99,12 +102,14 @@ class Often:
 
 
 class Meeting(Often):
-    """Frames come one by one while an answer lasts, and each token waits for a piece of their work. Counts tokens that come
-    in the middle of a pass, which stands still meanwhile, and of these such as come while it is `ending`."""
+    """Frames come one by one while an answer lasts, and each token waits for so many `pieces` of their work. Counts tokens
+    that come in the middle of a pass, which stands still meanwhile, and of these such as come while it is `ending`."""
 
-    def __init__(self, session: mmaccel.VideoSession, frames: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, session: mmaccel.VideoSession, frames: Any, monkeypatch: pytest.MonkeyPatch, pieces: int = 1
+    ) -> None:
         super().__init__(session, frames, monkeypatch)
-        self.inside, self.ending, self.ends = 0, 0, False
+        self.pieces, self.inside, self.ending, self.ends = pieces, 0, 0, False
         state: Any = session._live.state  # type: ignore[union-attr]
         end_pass = type(state).end_pass
 
@@ -121,10 +126,11 @@ class Meeting(Often):
             return
         still, over, end = self.turns._still is not None, object(), time.monotonic() + 20
         self.inside, self.ending = self.inside + still, self.ending + (still and self.ends)
-        while next(self.frames, over) is not over and not self.turns._waiting:
-            assert time.monotonic() < end
-            time.sleep(2e-4)
-        self.yield_lock()
+        for _ in range(self.pieces):
+            while next(self.frames, over) is not over and not self.turns._waiting:
+                assert time.monotonic() < end
+                time.sleep(2e-4)
+            self.yield_lock()
 
 
 def compared(
@@ -188,6 +194,16 @@ def test_tokens_in_the_middle_of_passes(
     # That keeps frames, and runs no pass of them.
     assert (met.inside > 10) == (kv != "no_cache"), met.inside
     assert (met.ending > 5) == (kv not in WHOLE), met.ending
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", MEMORIES)
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen", HYBRID])
+def test_fifty_frames_within_an_answer(name: str, kv: str, tmp_path: Path) -> None:
+    """Of 200 tokens, each after seven pieces of the frames' work: after all of them in turn."""
+    frames = shots(name)[BEFORE:].repeat(5, 1, 1, 1)[:50]
+    met, within = compared(name, kv, frames, functools.partial(Meeting, pieces=7), tmp_path, 200)
+    assert within == 50 and (met.inside > 10) == (kv != "no_cache"), met.inside
 
 
 def test_nothing_but_tokens_comes_inside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,9 +343,28 @@ class SharedArchive(ArchivedMemory):
             self.index.compact()
         return super().checkpoint()
 
+    def nbytes(self) -> int:
+        return super().nbytes() + sum(one.nbytes() for one in (self.index, self.prefetcher, self.store))
+
+    def counters(self) -> dict[str, float]:
+        own = {
+            "recalled": float((self._main or self)._recalled),
+            "questions": float((self._main or self)._questions),
+            **self.index.counters(),
+            **{f"fetch_{name}": count for name, count in self.prefetcher.counts().items()},
+            "prefetch_coverage": self.prefetcher.coverage(),
+        }
+        host = {"host_" + name.removeprefix("host_"): n for name, n in self.store.counters().items()}
+        return {**super().counters(), **own, **host, "let_go": float(self._first - len(self.store.units(0)))}
+
     def _save(self, folder: Path) -> None:
         self._part()
-        super()._save(folder)
+        self.index.save(folder)
+        self.store.save(folder / "store")
+
+    def _load(self, folder: Path) -> None:
+        self.index.load(folder, self._count)
+        self.store.load(folder / "store", self._count)
 
     def close(self) -> None:
         _open.pop(self, None)

@@ -180,14 +180,15 @@ class Prefetcher:
         self._brought.append(_Brought(layer, code[:recalled], self._ahead.pop(layer, None), asked, ready))
         return ready
 
-    def retrieve(self, layer: int, entries: Tensor) -> Tensor:
+    def retrieve(self, layer: int, entries: Tensor, code: Tensor | None = None) -> Tensor:
         """Return keys and values [2, G, n * P, D] of `entries` [n] outside the window, for a pass of the stream; after
-        `begin`. They are not counted, and the cache stays that of the last question."""
+        `begin`. `code` [n]: their location codes, if the store is `can_gather`. They are not counted, and the cache stays
+        that of the last question."""
         out = self._store.buffer(len(entries))
-        if not self._store.can_gather:
+        if code is None:
             self._store.fetch(layer, entries.tolist(), out)
             return out
-        _, ready = self._gather(self.location_codes(layer, entries), out)
+        _, ready = self._gather(code, out)
         self._store.lanes.compute.wait(ready)
         return out
 

@@ -1,5 +1,5 @@
 """Base of memories that archive older units (frames) on the host: what passes of the stream and questions retrieve of them,
-and summary tokens for the rest. On CUDA, retrieval for a question is captured as a graph at its second run, then replayed.
+and summary tokens for the rest. On CUDA, a layer's retrieval is captured as a graph at its second run, then replayed.
 
 Letters: L layers, H query heads, G key/value heads, D head size, E hidden size, P tokens a unit, C places for clusters.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,23 +98,38 @@ class ArchivedMemory(StreamMemory):
                 self._encodes = len(self.index.prepare(self._first).entries) > 0
             if self._encodes:
                 self.prefetcher.begin(self._first)
+                self._set_data_place(1 + (slots := self.stream.positions.time_slot_count(self._first)))
+                if self._base:
+                    self._pass_slots.copy_(on_device([self._base, slots], self.device))
                 if stream_pass.look is not None and self.index.by_look:
                     self.index.set_visual_query(stream_pass.look.mean(0))
 
     def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
         if not self._encodes:
             return []
+        replays, budget, positions = self.replays, self.encode_budget, self.stream.positions
+        now, coded, based = self.index.prepare(self._first), self.store.can_gather, self._base > 0
         # One launch for the thousands of rows of a pass, which a question's kernel would go through one after the other.
-        mean = self._folded(query[0].mean(1, keepdim=True, dtype=torch.float32))
-        units = self.index.search(layer, mean, self.encode_budget, self._first).entries
+        mean = replays.get_buffer("mean", (query.shape[1], 1, query.shape[3]), torch.float32)
+        torch.mean(query[0], 1, True, dtype=torch.float32, out=mean)
+        turned = self.rope.rotated_dims(positions.prompt_head_positions())
+        size = 2, 1, 1, min(budget, len(now.entries)) * positions.tokens, turned
+        room = replays.get_buffer("angles of a pass", size, self.stream.dtype)  # of all layers, in turn
+        (base, slots), most = self._pass_slots, positions.time_slot_count(self._first)
+
+        def find() -> tuple[Tensor, ...]:
+            units = self.index.search(layer, self._folded(mean), budget, self._first).entries
+            # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
+            at = compact_slots(units, base, slots, positions.has_even_rate) if based else units
+            torch.stack(self.rope.angles(positions.by_number(at, most, own=not based)), out=room)
+            return (units, self.prefetcher.location_codes(layer, units)) if coded else (units,)
+
+        again = coded and len(now.entries) > budget
+        name = "pass", layer, budget, now.lists.largest, based, positions.has_even_rate
+        units, *code = replays(name, find) if again else find()
         self._encoded.append(units)
-        rows, positions, base = (self.prefetcher.retrieve(layer, units), self.stream.positions, self._base)
-        # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
-        slots = positions.time_slot_count(self._first)
-        where = positions.by_number(
-            compact_slots(units, base, slots, positions.has_even_rate) if base else units, slots, own=not base
-        )
-        self.rope.apply_(rows[:1], self.rope.angles(where))
+        rows = self.prefetcher.retrieve(layer, units, *code)
+        self.rope.apply_(rows[:1], (room[0], room[1]))
         return [(rows[:1], rows[1:])]
 
     def _move(self, stream_pass: StreamPass) -> None:
@@ -144,6 +158,17 @@ class ArchivedMemory(StreamMemory):
         """[2 + L] on the device: words of the question, units of the stream, summary tokens of each layer."""
         return self.replays.get_buffer("told", (2 + self.geometry.layers,), torch.long)
 
+    @property
+    def _pass_slots(self) -> Tensor:
+        """[2] on the device: the base of a pass of the stream, and the time slots before its window."""
+        return self.replays.get_buffer("slots", (2,), torch.long)
+
+    def _set_data_place(self, units: int) -> None:
+        """Tell the replays where all that a search reads lies; positions are those of `units` units at least."""
+        fetched = self.prefetcher.addresses() if self._first else None
+        table = self.stream.positions.position_table_address(units)
+        self.replays.set_data_place((self.index.addresses(), table, fetched))
+
     def end_ingest(self) -> None:
         """Prepare the search tables for the next question; numbers that the device already has are not sent again."""
         super().end_ingest()
@@ -151,10 +176,7 @@ class ArchivedMemory(StreamMemory):
         self.index.prepare(self._begin)
         if self._first:
             self.prefetcher.begin(self._first)
-        fetched = self.prefetcher.addresses() if self._first else None
-        self.replays.set_data_place(
-            (self.index.addresses(), self.stream.positions.position_table_address(self._count), fetched)
-        )
+        self._set_data_place(self._count)
         layers = range(self.geometry.layers) if self.reps else ()
         self._left = [self.index.summary_count(layer, self.budget, self.reps) for layer in layers]
         numbers, sent = self._numbers, [self._count, *self._left]
@@ -376,25 +398,3 @@ class ArchivedMemory(StreamMemory):
         self.index.forget_from(first)
         self.prefetcher.forget_from(first)
         self.store.forget_from(first)
-
-    def nbytes(self) -> int:
-        return super().nbytes() + sum(one.nbytes() for one in (self.index, self.prefetcher, self.store))
-
-    def counters(self) -> dict[str, float]:
-        own = {
-            "recalled": float((self._main or self)._recalled),
-            "questions": float((self._main or self)._questions),
-            **self.index.counters(),
-            **{f"fetch_{name}": count for name, count in self.prefetcher.counts().items()},
-            "prefetch_coverage": self.prefetcher.coverage(),
-        }
-        host = {"host_" + name.removeprefix("host_"): n for name, n in self.store.counters().items()}
-        return {**super().counters(), **own, **host, "let_go": float(self._first - len(self.store.units(0)))}
-
-    def _save(self, folder: Path) -> None:
-        self.index.save(folder)
-        self.store.save(folder / "store")
-
-    def _load(self, folder: Path) -> None:
-        self.index.load(folder, self._count)
-        self.store.load(folder / "store", self._count)

@@ -384,8 +384,8 @@ class HostStore:
     def _end(self, kind: str, began: QueueMark, **counts: float) -> QueueMark:
         """What the wire was given since `began` is timed, and added to the counts; the mark after it."""
         ended = self.lanes.wire.mark(timed=True)
-        self._timed.append((kind, began, ended, counts.get("bytes_out", 0.0)))
-        if len(self._timed) > PENDING or sum(one[3] for one in self._timed) > BEHIND:
+        self._timed.append((kind, began, ended, sent := counts.get("bytes_out", 0.0)))
+        if len(self._timed) > PENDING or (sent and sum(one[3] for one in self._timed) > BEHIND):
             self._settle_times(len(self._timed) // 2)
         for name, by in counts.items():
             self._counts[name] += by

@@ -159,9 +159,9 @@ def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, field
     run, recall = driven.run, state.prefetcher.retrieve
     retrieved: list[list[int]] = []
 
-    def told(layer: int, entries: torch.Tensor) -> Any:
+    def told(layer: int, entries: torch.Tensor, *code: torch.Tensor) -> Any:
         retrieved.append(entries.tolist())
-        return recall(layer, entries)
+        return recall(layer, entries, *code)
 
     def kept(*given: Any) -> Any:
         seen.extend(run(*given))

@@ -280,8 +280,28 @@ def test_a_replayed_question_sees_what_one_launched_by_one_sees(
             assert (seen.share, seen.retrieved) == (told.share, told.retrieved)
             assert seen.score == pytest.approx(told.score, rel=1e-5, abs=1e-7)
     # Captures have been given up when something was moved, and made anew; not at every question, of which there are 48.
-    # There are three a layer.
-    assert 2 * 9 <= Replayed.made <= 6 * 9
+    # There are three a layer, and one of passes.
+    assert 2 * 12 <= Replayed.made <= 6 * 12
+
+
+@pytest.mark.parametrize("fields", [{}, {"index": "frames"}])
+@pytest.mark.parametrize("limit", [10**6, 150])
+def test_a_replayed_pass_sees_what_one_launched_by_one_sees(
+    limit: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_Replay", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    Replayed.made = 0
+    both = [Driven(encode_frames=3, limit=limit, **fields) for _ in range(2)]
+    both[1].state._keeps = both[1].state.replays.works = True
+    for step in range(24):
+        one, other = (driven.watch(3 if step else 14, 2) for driven in both)
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        for driven in both if step % 6 == 5 else ():
+            driven.ask(step % 5)
+    assert (both[0].state._base > 0) == (limit == 150)
+    # Made anew where the base becomes one, or what is read was moved; there are 48 passes.
+    assert LAYERS <= Replayed.made <= 20 * LAYERS
 
 
 def test_kinds_of_questions_asked_in_turns_keep_their_captures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,12 +257,12 @@ def run(cell: Cell, rows: tuple[int, ...]) -> tuple[Said, mmaccel.Report]:
     return tuple(tuple(one[: one.index(end) + 1] if end in one else one) for one in said), report
 
 
-def alone(cell: Cell) -> Said:
-    """What a cell has to say: what its prompts get one by one, without a draft."""
+def alone(cell: Cell, batch: int) -> Said:
+    """What a cell has to say: what its prompts, of a batch so many, get one by one, without a draft."""
     plain = cell._replace(draft="off", own="none")
     if cell.use != "batch":
         return run(plain, (0,))[0]
-    each = [run(plain._replace(use="generate"), (n,))[0] for n in range(len(QUESTIONS))]
+    each = [run(plain._replace(use="generate"), (n,))[0] for n in range(batch)]
     return tuple(said for (said,) in each)
 
 
@@ -290,9 +290,9 @@ def idle(kv: str, report: mmaccel.Report) -> list[str]:
     return [name for name in ACTS[kv] if not figures.get(name, 0) > 0]
 
 
-def check_acted(cell: Cell) -> None:
-    """Assert that each part of a cell acted, and that neither its draft nor its company changed a token."""
-    said, report = run(cell, (*range(len(QUESTIONS)),) if cell.use == "batch" else (0,))
+def check_acted(cell: Cell, batch: int = len(QUESTIONS)) -> None:
+    """Assert that each part of a cell acted, and that neither its draft nor its company, of so many, changed a token."""
+    said, report = run(cell, (*range(batch),) if cell.use == "batch" else (0,))
     cut, other = cell.prune == "dycoke", cell.family in OTHERS
     few = cell.kv == "streammem" and ((other and cut) or cell.family == "glm4v_moe")
     # A random model may say nothing that stands in its prompt.
@@ -323,7 +323,7 @@ def check_acted(cell: Cell) -> None:
         pruned = {one["counters"]["pruned"] > 0 for one in report.draft["sequences"]}
         assert pruned == {cell.own != "none"}, report.draft
     if cell.draft != "off" or cell.use == "batch":
-        assert said == alone(cell)
+        assert said == alone(cell, batch)
 
 
 SHOWN = {"per_head": "a_shape"}

@@ -88,25 +88,33 @@ def test_steps_are_the_model_s_own(kind: str, replays: None, monkeypatch: pytest
     assert len(seen) == 29  # all but the two of more than 8 rows
 
 
+TOLD: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True}
+
+
+@cache
+def two_turns(kind: str) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
+    """What the plain model says to a prompt, the turn that follows it, and what it says to that."""
+    want = model_of(kind).generate(**prompt(kind, PIECES), **TOLD)
+    more = torch.randint(3, 180, (1, 6), generator=torch.Generator().manual_seed(9))
+    ids = torch.cat([want.sequences, more], 1)
+    turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **TOLD}
+    after = model_of(kind).generate(**turn, past_key_values=want.past_key_values)
+    return want.sequences, turn, after.sequences
+
+
 @crossed("replays", kind=KINDS, draft=["off", "echo", "model", "tree"], replays=REPLAYS, together=2)
 def test_a_recipe_decodes_by_them(kind: str, draft: str, replays: None, monkeypatch) -> None:
     """Token for token; a draft with other weights is often wrong, and goes back itself. A later turn goes on from there."""
-    model, inputs = model_of(kind), prompt(kind, PIECES)
-    choice = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    want = model.generate(**inputs, **choice)
-    more = torch.randint(3, 180, (1, 6), generator=torch.Generator().manual_seed(9))
-    ids = torch.cat([want.sequences, more], 1)
-    turn: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **choice}
-    after = model.generate(**turn, past_key_values=want.past_key_values)
+    model, (want, turn, after) = model_of(kind), two_turns(kind)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     other = model_of(kind, seed=1)
     drafts = {"echo": Echo(), "model": Sequential(model=other, window=3), "tree": Tree(model=other)}
     with mmaccel.accelerate(model, **({} if draft == "off" else {"draft": drafts[draft]})) as fast:
-        got = fast.generate(**inputs, **choice)
+        got = fast.generate(**prompt(kind, PIECES), **TOLD)
         told = fast.report().draft
-        assert torch.equal(got.sequences, want.sequences)
+        assert torch.equal(got.sequences, want)
         again = fast.generate(**turn, past_key_values=got.past_key_values)
-        assert torch.equal(again.sequences, after.sequences)
+        assert torch.equal(again.sequences, after)
     if draft != "off":
         assert told["failed"] is None and told["accepted"] < told["proposed"]
 

@@ -59,7 +59,7 @@ class Windows(DraftLengthTuner):
 
 
 def answers(
-    model: Any, recipes: list[Any], batch: Batch | None, tokens: Callable[[int], int] = lambda n: 20 + 4 * n
+    model: Any, recipes: list[Any], batch: Batch | None, tokens: Callable[[int], int] = lambda n: 14 + 2 * n
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """What each of `CALLS` generates with a draft of its own, in threads of their own; None: one at a time."""
     ready = threading.Barrier(len(CALLS))
@@ -102,7 +102,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def plain(models: tuple[Any, Any]) -> list[torch.Tensor]:
     """What the plain model says to each of `CALLS`."""
-    given = [(prompt(KIND, PROMPTS[kind], n), 20 + 4 * n, how) for n, (kind, how) in enumerate(CALLS)]
+    given = [(prompt(KIND, PROMPTS[kind], n), 14 + 2 * n, how) for n, (kind, how) in enumerate(CALLS)]
     return [models[0].generate(**inputs, max_new_tokens=most, **how) for inputs, most, how in given]
 
 

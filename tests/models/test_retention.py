@@ -199,6 +199,7 @@ def test_fields_that_cannot_be(fields: dict[str, Any], says: str) -> None:
         mmaccel.Recipe.load({"kv": {"name": "rekv", **fields}})
 
 
+@pytest.mark.in_turn("kv", 2)
 @pytest.mark.parametrize("kv", KEEPERS)
 def test_what_the_index_knew_of_them_is_given_back(kv: str, tmp_path: Path, monkeypatch) -> None:
     """Its rows stay as many as the stream keeps units, and what it finds is what one without that finds."""

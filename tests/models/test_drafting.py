@@ -211,17 +211,6 @@ def test_what_a_pruned_draft_sees(family, compact):
     assert bool((after == want.flatten(0, -2)[-1, -1] + 1).all())
 
 
-def test_a_sparse_draft_that_leaves_nothing_out_is_always_right(family):
-    name, model = family
-    inputs = prompt(name, PIECES["many frames"])
-    _, report = drafted(model, inputs, SparseToDense(window=4, retention=1.0))
-    assert report.draft["accepted"] == report.draft["proposed"] > 0
-    whole = report.draft["counters"]["draft_held"]
-    assert whole > inputs["input_ids"].shape[1] + 12, "what was said is remembered too"
-    _, report = drafted(model, inputs, SparseToDense(window=4, retention=0.1))
-    assert 0 < report.draft["counters"]["draft_held"] < whole / 2
-
-
 @pytest.mark.parametrize("broken", [{"backend": "triton"}, {"prune": {"name": "fastv", "layer": 9}}])
 def test_a_recipe_that_is_refused_keeps_nothing_of_its_draft(family, monkeypatch, broken):
     """A draft's process is started when the draft is checked; what is refused after that must not leave it running."""

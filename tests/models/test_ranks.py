@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def on_two_ranks(folder: Path, work: Callable[..., Any], *given: Any, device: st
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    mp.spawn(_rank, (port, device, work, given, str(folder)), nprocs=RANKS)
+    how = "forkserver" if device == "cpu" else "spawn"  # a server that has imported once what both need
+    get_context("forkserver").set_forkserver_preload([__name__, "transformers.models.auto.modeling_auto"])
+    mp.start_processes(_rank, (port, device, work, given, str(folder)), nprocs=RANKS, start_method=how)
     return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(RANKS)]
 
 
@@ -89,16 +92,19 @@ def computed(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 def asked(model: Any, inputs: dict[str, Any], **recipe: Any) -> dict[str, Any]:
-    """All that a caller may ask of an accelerated model."""
+    """All that a caller may ask of an accelerated model; beams, which no pattern plans, of a dense one."""
     with mmaccel.accelerate(model, **recipe) as fast, torch.no_grad():
-        tokens = model.generate(**inputs, **TOLD)
+        first = model.generate(**inputs, **TOLD, return_dict_in_generate=True)
         logits = computed(model, inputs)
         kept, held = fast.report().kept, fast.report().kv["held"]
-        first = model.generate(**inputs, **TOLD, return_dict_in_generate=True)
         more = torch.cat([first.sequences, TURN.expand(len(first.sequences), -1)], 1)
-        turn = model.generate(input_ids=more, past_key_values=first.past_key_values, **TOLD)
-        beams = model.generate(**inputs, **TOLD, num_beams=2)
-    return dict(tokens=[tokens, turn, beams], logits=logits, kept=kept, held=held)
+        tokens = [
+            first.sequences,
+            model.generate(input_ids=more, past_key_values=first.past_key_values, **TOLD),
+        ]
+        if not recipe.keys() - {"context_mesh"}:
+            tokens.append(model.generate(**inputs, **TOLD, num_beams=2))
+    return dict(tokens=tokens, logits=logits, kept=kept, held=held)
 
 
 TOWERS = ("llava", "qwen", "qwen3_vl")
